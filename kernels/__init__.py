@@ -1,0 +1,1 @@
+"""Arithmetic only: `reference` (NumPy, the specification) and `cpu` (Numba), one interface."""

@@ -1,0 +1,131 @@
+"""Causal attention over the KV cache, the same code for prefill and decode.
+
+Keys lie in blocks of KEY_BLOCK absolute positions. A query meets the blocks in order and keeps a running maximum,
+sum and weighted value (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). What a
+query computes therefore depends on its position alone: not on which queries share its tile, nor on how the prompt
+was cut into steps.
+
+The cache is laid out as the tiles read it: keys transposed in a block, (..., T / KEY_BLOCK, D, KEY_BLOCK), values by
+position, (..., T, D rounded up to LANES).
+"""
+
+import numpy as np
+
+from tinygpt.kernels.cpu.activations import exp
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.tiles import LANES, TILE_ROWS, address, max_lanes, sum_lanes, wide_tile
+
+KEY_BLOCK = 64
+
+
+def padded_head(head_size: int) -> int:
+    return -(-head_size // LANES) * LANES
+
+
+def scratch_size(head_size: int) -> int:
+    """float32 values that one thread needs: scores, a block's weighted values and their running sum."""
+    return TILE_ROWS * (KEY_BLOCK + 2 * padded_head(head_size) + 2)
+
+
+@jit
+def write_kv(team, k_cache, v_cache, qkv, positions, token_rows):
+    """Put the new tokens' keys and values in their place. A phase; an item is a head.
+
+    k_cache (S, H, T / KEY_BLOCK, D, KEY_BLOCK), v_cache (S, H, T, padded D), qkv (N, 3C), positions and
+    token_rows (N,).
+    """
+    heads, size = k_cache.shape[1], k_cache.shape[3]
+    head = claim(team, heads)
+    while head >= 0:
+        k_start, v_start = (heads + head) * size, (2 * heads + head) * size
+        for n in range(positions.size):
+            row, block, column = token_rows[n], positions[n] // KEY_BLOCK, positions[n] % KEY_BLOCK
+            for d in range(size):
+                k_cache[row, head, block, d, column] = qkv[n, k_start + d]
+            for d in range(size):
+                v_cache[row, head, positions[n], d] = qkv[n, v_start + d]
+        complete(team, heads)
+        head = claim(team, heads)
+    finish_phase(team)
+
+
+@jit
+def attend(team, out, qkv, k_cache, v_cache, positions, token_rows, tiles, scale):
+    """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
+
+    A phase; an item is a tile of queries and a head. tiles (tiles + 1,): the first token of each tile, all of one
+    sequence, the last bound being N. Needs scratch_size values of the thread's scratch.
+    """
+    count = tiles.size - 1
+    items = k_cache.shape[1] * count
+    item = claim(team, items)
+    while item >= 0:
+        head, tile = item // count, item % count
+        first, last = tiles[tile], tiles[tile + 1]
+        row = token_rows[first]
+        k, v = k_cache[row, head], v_cache[row, head]
+        _attend_tile(first, last, head, out, qkv, k, v, positions, scale, team.scratch)
+        complete(team, items)
+        item = claim(team, items)
+    finish_phase(team)
+
+
+@jit
+def _attend_tile(first, last, head, out, qkv, k, v, positions, scale, scratch):
+    """Up to TILE_ROWS queries of one sequence and head. k (T / KEY_BLOCK, D, KEY_BLOCK), v (T, padded D)."""
+    rows, size, padded = last - first, k.shape[1], v.shape[1]
+    scores = scratch[: TILE_ROWS * KEY_BLOCK].reshape(TILE_ROWS, KEY_BLOCK)
+    used = TILE_ROWS * KEY_BLOCK
+    values = scratch[used : used + TILE_ROWS * padded].reshape(TILE_ROWS, padded)
+    used += TILE_ROWS * padded
+    total = scratch[used : used + TILE_ROWS * padded].reshape(TILE_ROWS, padded)
+    used += TILE_ROWS * padded
+    highest, weight_sum = scratch[used : used + TILE_ROWS], scratch[used + TILE_ROWS : used + 2 * TILE_ROWS]
+    total[:rows] = 0
+    highest[:rows] = -np.inf
+    weight_sum[:rows] = 0
+
+    q = address(qkv) + (first * qkv.shape[1] + head * size) * 4
+    newest = positions[last - 1]
+    for block in range(newest // KEY_BLOCK + 1):
+        keys = min(KEY_BLOCK, newest + 1 - block * KEY_BLOCK)
+        wide_tile(
+            rows, q, qkv.shape[1] * 4, address(k[block]), KEY_BLOCK * 4, size, address(scores), KEY_BLOCK * 4,
+            scores.shape[1],
+        )  # fmt: skip
+        for r in range(rows):
+            visible = min(KEY_BLOCK, positions[first + r] + 1 - block * KEY_BLOCK)
+            _softmax_step(scores[r], visible, scale, r, highest, weight_sum, total[r])
+        # Keys past `keys` are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
+        wide_tile(
+            rows, address(scores), KEY_BLOCK * 4, address(v[block * KEY_BLOCK]), padded * 4, keys,
+            address(values), padded * 4, padded,
+        )  # fmt: skip
+        for r in range(rows):
+            for d in range(padded):
+                total[r, d] += values[r, d]
+
+    for r in range(rows):
+        share = np.float32(1) / weight_sum[r]
+        for d in range(size):
+            out[first + r, head * size + d] = total[r, d] * share
+
+
+@jit
+def _softmax_step(scores, visible, scale, r, highest, weight_sum, total):
+    """Turn a block's scores (KEY_BLOCK,) into weights relative to the maximum so far, and rescale what came before."""
+    for j in range(visible):
+        scores[j] *= scale
+    for j in range(max(visible, 0), KEY_BLOCK):
+        scores[j] = -np.inf
+    new = max(highest[r], max_lanes(address(scores), KEY_BLOCK // LANES))
+    for j in range(KEY_BLOCK):
+        scores[j] = exp(scores[j] - new)
+    if new > highest[r]:
+        shrink = exp(highest[r] - new)
+        weight_sum[r] *= shrink
+        for d in range(total.size):
+            total[d] *= shrink
+        highest[r] = new
+    weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)

@@ -1,0 +1,153 @@
+"""The one place that declares how kernels are compiled, and where their machine code is kept.
+
+Numba's own cache stamps only the file that holds a kernel: a callee changed in another file stays stale.
+Here the cache lives in a folder named by everything that decides the machine code, all kernel sources
+included, so kernels may be split over files freely and an upgrade can never meet old code.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import llvmlite
+import numba
+from llvmlite import binding
+from numba.core import config
+
+# Never fastmath=True: with nnan and ninf, isnan() is folded to False and a fully masked row becomes NaN.
+FASTMATH = frozenset({"nsz", "arcp", "contract", "afn", "reassoc"})
+_SOURCES = Path(__file__).resolve().parent
+# NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
+# a needless compilation is slow, a stale kernel is wrong.
+_HARMLESS = {
+    "NUMBA_CACHE_DIR",
+    "NUMBA_NUM_THREADS",
+    "NUMBA_THREADING_LAYER",
+    "NUMBA_THREADING_LAYER_PRIORITY",
+}
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """Where compiled kernels are kept; `note` says why, where it is not the folder one would expect."""
+
+    path: Path
+    note: str = ""
+
+
+def jit(function=None, **options):
+    """Compile a kernel on first call: `@jit`, or `@jit(parallel=True)` with any option of `numba.njit`.
+
+    `@jit(fastmath=False)` keeps floating-point sums in the order they are written; the default lets
+    LLVM reorder a reduction. A kernel must be a module-level function: a closure misses the cache.
+    """
+    if function is None:
+        return functools.partial(jit, **options)
+    policy = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": set(FASTMATH)}
+    # Numba reads CACHE_DIR while it decorates; other packages' kernels must not see ours.
+    previous = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_folder().path)
+    try:
+        return numba.njit(**(policy | options))(function)
+    finally:
+        config.CACHE_DIR = previous
+
+
+@functools.cache
+def cache_folder() -> CacheFolder:
+    """The folder for this build's kernels.
+
+    It lies under $NUMBA_CACHE_DIR if that is set, else under the user's cache folder, else, where that
+    cannot be written to, under the temporary folder.
+    """
+    base, name = _user_cache(), f"kernels-{fingerprint(_SOURCES)}"
+    if _is_writable(base / name):
+        return CacheFolder(base / name)
+    note = f"compiled kernels cannot be kept in {base} (not writable)"
+    owned = _owned_temporary_folder()
+    if owned is not None and _is_writable(owned / name):
+        return CacheFolder(owned / name, f"{note}; using {owned}. Set NUMBA_CACHE_DIR to choose another folder.")
+    path = Path(tempfile.mkdtemp(prefix="tinygpt-"))
+    return CacheFolder(path, f"{note}; this run compiles into {path}. Set NUMBA_CACHE_DIR to keep them.")
+
+
+def cache_is_cold() -> bool:
+    """True if no kernel of this build has been compiled on this machine yet."""
+    return not any(cache_folder().path.rglob("*.nbc"))
+
+
+def fingerprint(sources: Path) -> str:
+    """16 hex digits over all that decides the machine code of the kernels under the folder `sources`."""
+    digest = hashlib.sha256()
+    for file in sorted(sources.rglob("*.py")):
+        digest.update(f"{file.relative_to(sources).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    build = (
+        str(sources),  # Numba files its entries by the source's folder, so another copy starts cold
+        numba.__version__,
+        llvmlite.__version__,
+        sys.version,
+        platform.machine(),
+        binding.get_host_cpu_name(),
+        binding.get_host_cpu_features().flatten(),
+        config.USING_SVML,
+        sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _HARMLESS),
+    )
+    digest.update(repr(build).encode())
+    return digest.hexdigest()[:16]
+
+
+def has_feature(name: str) -> bool:
+    """Whether Numba compiles for a CPU with this feature, in LLVM's spelling ("avx512f").
+
+    NUMBA_CPU_FEATURES and NUMBA_CPU_NAME choose another CPU than the one we run on.
+    """
+    if config.CPU_FEATURES is not None:
+        return f"+{name}" in config.CPU_FEATURES.split(",")
+    if config.CPU_NAME not in (None, "host"):
+        return False
+    return binding.get_host_cpu_features().get(name, False)
+
+
+def _user_cache() -> Path:
+    """The folder that this user's caches of tinygpt share."""
+    if os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(os.environ["NUMBA_CACHE_DIR"]).absolute()
+    home = Path(os.path.expanduser("~"))  # stays "~" for a user without a home; Path.home() would raise
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "tinygpt" / "cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "tinygpt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "tinygpt"
+
+
+def _is_writable(folder: Path) -> bool:
+    if not folder.is_absolute():
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _owned_temporary_folder() -> Path | None:
+    """This user's folder under the temporary one, or None where someone else made it first.
+
+    Loading a cached kernel runs its code, so a folder that another user may write to is never used.
+    """
+    if not hasattr(os, "getuid"):  # Windows: the temporary folder is this user's own
+        return Path(tempfile.gettempdir()) / "tinygpt"
+    folder = Path(tempfile.gettempdir()) / f"tinygpt-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    is_ours = status.st_uid == os.getuid() and not folder.is_symlink() and not status.st_mode & 0o022
+    return folder if is_ours else None

@@ -1,0 +1,169 @@
+"""GPT-2 on the CPU: the same page as kernels/reference/model.py, over packed weights and preallocated buffers.
+
+Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size,
+F n_inner, V vocabulary, L layers, R rows whose logits are wanted, P panels of PANEL columns.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tinygpt.kernels.cpu.activations import NONE
+from tinygpt.kernels.cpu.attention import attend, write_kv
+from tinygpt.kernels.cpu.crew import Crew
+from tinygpt.kernels.cpu.embedding import embed
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.layer_norm import layer_norm
+from tinygpt.kernels.cpu.linear import ADD, REPLACE, linear
+from tinygpt.kernels.cpu.team import begin_step, join_step
+from tinygpt.kernels.cpu.tiles import TILE_ROWS
+
+
+class Params(NamedTuple):
+    """Packed weights, one array for all layers of a kind, and the numbers that shape the arithmetic."""
+
+    wte: np.ndarray  # (P, C, PANEL)     token embedding, in panels of tokens
+    wpe: np.ndarray  # (n_positions, C)
+    ln_1_weight: np.ndarray  # (L, C)
+    ln_1_bias: np.ndarray  # (L, C)
+    c_attn: np.ndarray  # (L, P, C, PANEL)  to 3C columns: q, k, v
+    c_attn_bias: np.ndarray  # (L, 3C)
+    attn_proj: np.ndarray  # (L, P, C, PANEL)
+    attn_proj_bias: np.ndarray  # (L, C)
+    ln_2_weight: np.ndarray  # (L, C)
+    ln_2_bias: np.ndarray  # (L, C)
+    c_fc: np.ndarray  # (L, P, C, PANEL)
+    c_fc_bias: np.ndarray  # (L, F)
+    mlp_proj: np.ndarray  # (L, P, F, PANEL)
+    mlp_proj_bias: np.ndarray  # (L, C)
+    ln_f_weight: np.ndarray  # (C,)
+    ln_f_bias: np.ndarray  # (C,)
+    lm_head: np.ndarray  # (P, C, PANEL)     the same array as wte where the head is tied
+    attention_scales: np.ndarray  # (L,)
+    embd_segments: np.ndarray  # (2,)  all of C
+    head_segments: np.ndarray  # (5,)  C in four runs of whole heads
+    inner_segments: np.ndarray  # (5,)  F in four runs
+    epsilon: np.float32
+    activation: int
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every position, preallocated and written in place; T is rounded up to KEY_BLOCK."""
+
+    k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D, KEY_BLOCK)
+    v: np.ndarray  # (L, S, H, T, D rounded up to LANES)
+
+
+class Buffers(NamedTuple):
+    """Every array of a step, allocated once for the largest one."""
+
+    x: np.ndarray  # (N, C)   the residual stream
+    normed: np.ndarray  # (N, C)
+    qkv: np.ndarray  # (N, 3C)
+    attended: np.ndarray  # (N, C)
+    inner: np.ndarray  # (N, F)
+    final: np.ndarray  # (R, C)
+    logits: np.ndarray  # (R, V)
+    every: np.ndarray  # (N,)     0, 1, 2, ...: layer norm of all rows
+    # The batch, as the kernels need it.
+    token_ids: np.ndarray  # (N,)
+    positions: np.ndarray  # (N,)
+    token_rows: np.ndarray  # (N,)      the cache row of each token
+    tiles: np.ndarray  # (N + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
+    logit_rows: np.ndarray  # (R,)
+    sizes: np.ndarray  # (3,)      N, the number of tiles, R
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The buffers of a step, and the threads that share it."""
+
+    buffers: Buffers
+    crew: Crew
+
+
+class Step(NamedTuple):
+    """The parts of the buffers that this step's batch fills."""
+
+    token_ids: np.ndarray  # (N,)
+    positions: np.ndarray  # (N,)
+    token_rows: np.ndarray  # (N,)
+    tiles: np.ndarray  # (tiles + 1,)
+    logit_rows: np.ndarray  # (R,)
+
+
+def forward(params: Params, batch, cache: KVCache, workspace: Workspace) -> np.ndarray:
+    """Run one step: write its keys and values into the cache and return logits (R, V) float32.
+
+    The result is a view of the workspace: the next step overwrites it.
+    """
+    buffers = workspace.buffers
+    tiles = query_tiles(batch.seq_starts)
+    n, r = batch.token_ids.size, batch.logit_rows.size
+    buffers.token_ids[:n] = batch.token_ids
+    buffers.positions[:n] = batch.positions
+    buffers.token_rows[:n] = np.repeat(batch.rows, np.diff(batch.seq_starts))
+    buffers.tiles[: tiles.size] = tiles
+    buffers.logit_rows[:r] = batch.logit_rows
+    buffers.sizes[:] = n, tiles.size - 1, r
+    workspace.crew.run(_take_steps, params, cache, buffers)
+    return buffers.logits[:r]
+
+
+@jit
+def _take_steps(team, leads, params, cache, buffers):
+    """The leader takes one step, a follower one after another: one function, so that it is compiled once."""
+    if leads:
+        begin_step(team)
+        _forward(team, params, cache, buffers)
+        return
+    while join_step(team):
+        _forward(team, params, cache, buffers)
+
+
+@jit
+def _forward(team, params, cache, buffers):
+    """What each thread of the team does in a step; a kernel is a phase, and they keep in step by phases."""
+    b, (n, tiles, r) = buffers, (buffers.sizes[0], buffers.sizes[1], buffers.sizes[2])
+    x, final, logits = b.x[:n], b.final[:r], b.logits[:r]
+    step = Step(b.token_ids[:n], b.positions[:n], b.token_rows[:n], b.tiles[: tiles + 1], b.logit_rows[:r])
+    embed(team, x, step.token_ids, step.positions, params.wte, params.wpe)  # (N, C)
+    for layer in range(params.attention_scales.size):
+        attention_block(team, x, layer, params, cache, buffers, step)
+        mlp_block(team, x, layer, params, buffers)
+    layer_norm(team, final, x, step.logit_rows, params.ln_f_weight, params.ln_f_bias, params.epsilon)  # (R, C)
+    no_bias = params.ln_f_bias[:0]
+    linear(team, logits, final, params.lm_head, no_bias, NONE, REPLACE, params.embd_segments)  # (R, V)
+
+
+@jit
+def attention_block(team, x, layer, params, cache, buffers, step):
+    """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
+    p, b, n = params, buffers, x.shape[0]
+    normed, qkv, attended = b.normed[:n], b.qkv[:n], b.attended[:n]
+    k, v, scale = cache.k[layer], cache.v[layer], p.attention_scales[layer]
+    layer_norm(team, normed, x, b.every[:n], p.ln_1_weight[layer], p.ln_1_bias[layer], p.epsilon)  # (N, C)
+    linear(team, qkv, normed, p.c_attn[layer], p.c_attn_bias[layer], NONE, REPLACE, p.embd_segments)  # (N, 3C)
+    write_kv(team, k, v, qkv, step.positions, step.token_rows)
+    attend(team, attended, qkv, k, v, step.positions, step.token_rows, step.tiles, scale)  # (N, C)
+    linear(team, x, attended, p.attn_proj[layer], p.attn_proj_bias[layer], NONE, ADD, p.head_segments)
+
+
+@jit
+def mlp_block(team, x, layer, params, buffers):
+    """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
+    p, b, n = params, buffers, x.shape[0]
+    normed, inner = b.normed[:n], b.inner[:n]
+    layer_norm(team, normed, x, b.every[:n], p.ln_2_weight[layer], p.ln_2_bias[layer], p.epsilon)  # (N, C)
+    linear(team, inner, normed, p.c_fc[layer], p.c_fc_bias[layer], p.activation, REPLACE, p.embd_segments)  # (N, F)
+    linear(team, x, inner, p.mlp_proj[layer], p.mlp_proj_bias[layer], NONE, ADD, p.inner_segments)
+
+
+def query_tiles(seq_starts: np.ndarray) -> np.ndarray:
+    """Cut each sequence's new tokens into runs of up to TILE_ROWS; the bounds of the runs, (tiles + 1,)."""
+    starts, stops = seq_starts[:-1], seq_starts[1:]
+    if stops[-1] == starts.size:  # one token each, as in decoding
+        return seq_starts
+    runs = [np.arange(start, stop, TILE_ROWS) for start, stop in zip(starts, stops, strict=True)]
+    return np.concatenate([*runs, seq_starts[-1:]])

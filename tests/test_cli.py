@@ -1,0 +1,367 @@
+"""`python -m tinygpt generate` with one prompt: what it prints where, and how it ends."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinygpt import LLM, SamplingParams, cli
+from tinygpt.commands import generate, loading
+from tinygpt.commands.messages import elapsed
+from tinygpt.kernels.cpu import jit
+
+ROOT = Path(__file__).parents[1]
+PROMPT = ["Once", "upon", "a", "time"]
+STATS = re.compile(r"tinygpt: (\d+) tokens in [\d.]+ s, [\d.]+ tokens/s, first token after [\d.]+ s, seed (\d+)\n")
+
+
+class Result:
+    """How an in-process run ended. `arguments` may be one string of words without spaces."""
+
+    def __init__(self, capsys, arguments):
+        capsys.readouterr()
+        arguments = arguments.split() if isinstance(arguments, str) else arguments
+        try:
+            self.code = cli.main(["generate", *arguments])
+        except SystemExit as exit_:  # argparse
+            self.code = exit_.code
+        self.out, self.err = capsys.readouterr()
+
+
+@pytest.fixture
+def run(capsys):
+    return lambda arguments: Result(capsys, arguments)
+
+
+@pytest.fixture
+def give_stdin(monkeypatch):
+    return lambda data: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo") as llm:
+        yield llm
+
+
+def tinygpt(*arguments, **options) -> subprocess.CompletedProcess:
+    """A real process, as a user starts it."""
+    return subprocess.run([sys.executable, "-m", "tinygpt", *arguments], cwd=ROOT, capture_output=True, **options)
+
+
+# --- flags
+
+
+def test_defaults_are_the_contract():
+    args = vars(cli.build_parser().parse_args(["generate", *PROMPT]))
+    assert args == {
+        "command": "generate",
+        "prompt": PROMPT,
+        "model": "demo",
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": None,
+        "max_num_seqs": 32,
+        "max_model_len": None,
+        "max_tokens": 128,
+        "temperature": 0.8,
+        "top_k": 40,
+        "top_p": 0.95,
+        "seed": None,
+        "n": 1,
+        "stop": None,
+        "ignore_eos": False,
+        "input": None,
+        "output": None,
+        "json": False,
+        "no_stream": False,
+        "echo": False,
+        "debug": False,
+    }
+
+
+def test_help_shows_the_default_of_every_flag(run):
+    result = run("--help")
+    assert result.code == 0
+    described = re.split(r"\n  (?=-|PROMPT)", result.out.split("positional arguments:")[1])
+    flags = {text.split()[0]: " ".join(text.split()) for text in described[1:]}
+    assert len(flags) > 20
+    assert [flag for flag, text in flags.items() if "(default: " not in text] == ["-h,"]
+
+
+def test_help_of_a_command_imports_nothing_heavy():
+    code = "import sys; from tinygpt.cli import main\ntry: main(['generate', '--help'])\nfinally: print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "tinygpt.commands.generate" in result.stdout
+    assert not {"numpy", "numba", "tiktoken", "tqdm", "safetensors"} & set(result.stdout.split())
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert re.fullmatch(r"tinygpt \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+# --- one prompt as text
+
+
+@pytest.mark.parametrize("how", [[], ["--no-stream"]], ids=["stream", "no-stream"])
+def test_text_on_stdout_and_stats_on_stderr(run, llm, how):
+    result = run([*PROMPT, "--seed", "7", "--max-tokens", "24", *how])
+    params = SamplingParams(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, seed=7)
+    assert result.out == llm.generate("Once upon a time", params)[0].outputs[0].text + "\n"
+    assert STATS.fullmatch(result.err).groups() == ("24", "7")
+    assert result.code == 0
+
+
+def test_the_reported_seed_repeats_the_run(run):
+    first = run([*PROMPT, "--max-tokens", "24"])
+    seed = STATS.fullmatch(first.err)[2]
+    again = run([*PROMPT, "--max-tokens", "24", "--seed", seed])
+    assert again.out == first.out
+    assert STATS.fullmatch(run([*PROMPT, "--max-tokens", "1"]).err)[2] != seed
+
+
+@pytest.mark.parametrize(("how", "pieces"), [([], 8), (["--no-stream"], 1)], ids=["stream", "no-stream"])
+def test_text_appears_as_it_is_made(monkeypatch, how, pieces):
+    class Screen(io.StringIO):
+        shown = 0
+
+        def flush(self):
+            self.shown = max(self.shown, len(seen)) if seen[-1:] == [self.getvalue()] else seen.append(self.getvalue())
+
+    seen = []
+    monkeypatch.setattr(sys, "stdout", Screen())
+    cli.main(["generate", "Once upon a time", "--seed", "7", "--max-tokens", "24", *how])
+    texts = [text for text in seen if text.strip()]
+    assert len(texts) >= pieces
+    assert (len(texts) == 1) == (pieces == 1)
+    assert all(texts[-1].startswith(text) for text in texts)
+
+
+def test_echo_puts_the_prompt_in_front(run):
+    plain = run("Once --seed 7 --max-tokens 8").out
+    assert run("Once --seed 7 --max-tokens 8 --echo").out == "Once" + plain
+    assert run("Once --seed 7 --max-tokens 8 --echo --no-stream").out == "Once" + plain
+
+
+def test_several_samples(run, llm):
+    result = run("Once --seed 7 --max-tokens 8 --n 3 --echo")
+    params = SamplingParams(max_tokens=8, temperature=0.8, top_k=40, top_p=0.95, seed=7, n=3)
+    samples = llm.generate("Once", params)[0].outputs
+    assert len({sample.text for sample in samples}) == 3
+    assert result.out == "".join(f"Once{sample.text}\n" for sample in samples)
+    assert "sample 3 of 3" in result.err
+    assert STATS.search(result.err)[1] == "24"
+
+
+def test_stop_ends_the_text_before_it(run):
+    whole = run("Once --temperature 0 --max-tokens 24").out
+    assert whole.index("a") < whole.index("the")
+    stopped = run(["Once", "--temperature", "0", "--max-tokens", "24", "--stop", "never there", "--stop", "the"])
+    assert stopped.out == whole[: whole.index("the")] + "\n"
+
+
+def test_ignore_eos_goes_on(run, llm, tmp_path):
+    third = llm.generate("Once", SamplingParams(max_tokens=3))[0].outputs[0].token_ids[2]
+    folder = shutil.copytree(ROOT / "weights" / "demo", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": third}))
+    arguments = ["Once", "--model", str(folder), "--temperature", "0", "--max-tokens", "8"]
+    assert int(STATS.search(run(arguments).err)[1]) <= 3
+    assert STATS.search(run([*arguments, "--ignore-eos"]).err)[1] == "8"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_both_backends_say_the_same(run, backend):
+    assert run(f"Once --temperature 0 --max-tokens 6 --device {backend}").out == run(
+        "Once --temperature 0 --max-tokens 6"
+    ).out
+
+
+# --- stdin
+
+
+def test_stdin_is_the_prompt_as_it_is(run, give_stdin):
+    give_stdin("Il était\r\nune fois 🦊\n".encode())
+    result = run("--max-tokens 1 --json")
+    assert json.loads(result.out)["prompt"] == "Il était\r\nune fois 🦊\n"
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["", "--json"]], ids=["stdin", "word"])
+def test_an_empty_prompt_starts_at_bos(run, llm, give_stdin, arguments):
+    give_stdin(b"")
+    record = json.loads(run([*arguments, "--max-tokens", "1"]).out)
+    assert record["prompt_token_ids"] == [llm.config.bos_token_id]
+
+
+def test_a_terminal_is_told_how_to_end_the_prompt(run, give_stdin, monkeypatch):
+    give_stdin(b"Once")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert "Ctrl-D" in run("--max-tokens 1").err
+
+
+# --- JSON
+
+
+def test_json_is_one_record(run, llm):
+    result = run("Once --seed 7 --n 2 --max-tokens 4 --json")
+    params = SamplingParams(max_tokens=4, temperature=0.8, top_k=40, top_p=0.95, seed=7, n=2)
+    expected = llm.generate("Once", params)[0]
+    record = json.loads(result.out)
+    assert list(record) == ["id", "prompt", "prompt_token_ids", "outputs", "metrics"]
+    assert (record["id"], record["prompt"]) == (None, "Once")
+    assert record["prompt_token_ids"] == expected.prompt_token_ids
+    assert record["outputs"] == [vars(sample) for sample in expected.outputs]
+    assert [sample["seed"] for sample in record["outputs"]] == [7, 7]
+    assert 0 < record["metrics"]["time_to_first_token"] <= record["metrics"]["time_to_finish"]
+    assert result.out.count("\n") == 1
+    assert STATS.fullmatch(result.err)
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ("Once --top-k -1", 2, "top_k=-1"),
+        ("Once --temperature nan", 2, "temperature=nan"),
+        ("Once --top-p 0 --max-tokens 0", 2, "max_tokens=0"),
+        ("Once --seed -1", 2, "seed=-1"),
+        ("Once --n 0", 2, "n=0"),
+        (["Once", "--stop", ""], 2, "stop="),
+        ("Once --threads 0", 2, "threads is 0"),
+        ("Once --max-num-seqs 0", 2, "max_num_seqs is 0"),
+        ("Once --max-model-len 513", 2, "has 512 positions"),
+        ("Once --device tpu", 2, "'cpu', 'reference'"),
+        ("Once --dtype float16", 2, "'float32' only"),
+        ("Once --max-tokens 600", 2, "512 positions"),
+        ("Once --output out.jsonl", 2, "--output needs --input"),
+        ("Once --input in.jsonl", 2, "both a PROMPT and --input"),
+        ("Once --echo --json", 2, "--echo is for text"),
+        (["half a character: \udce9"], 2, "lone surrogate"),
+        ("Once --model ./nowhere", 1, "nowhere"),
+    ],
+)
+def test_an_error_is_a_sentence(run, arguments, code, says):
+    result = run(arguments)
+    assert result.code == code
+    assert result.err.startswith("tinygpt: error: ")
+    assert says in result.err
+    assert result.err.rstrip().endswith((".", ")"))
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("arguments", ["--max-tokens many", "--temp 1", "--top-k"])
+def test_malformed_flags_are_usage_errors(run, arguments):
+    result = run(arguments)
+    assert result.code == 2
+    assert result.err.startswith("usage: tinygpt generate")
+
+
+def test_stdin_that_is_no_text(run, give_stdin):
+    give_stdin(b"caf\xe9")
+    result = run("--max-tokens 1")
+    assert (result.code, result.out) == (2, "")
+    assert "byte 3" in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (MemoryError(), 1, "not enough memory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: out.jsonl"),
+        (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_other_error_is_a_sentence_too(run, monkeypatch, error, code, says):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(generate, "run", fail)
+    result = run("Once")
+    assert result.code == code
+    assert says in result.err
+    assert "Traceback" not in result.err
+    with pytest.raises(type(error)):
+        run("Once --debug")
+
+
+# --- the first run, and threads
+
+
+def test_the_first_run_says_that_it_compiles(run, monkeypatch):
+    warm = run("Once --seed 7 --max-tokens 8")
+    monkeypatch.setattr(jit, "cache_is_cold", lambda: True)
+    cold = run("Once --seed 7 --max-tokens 8")
+    assert "compiling kernels" not in warm.err
+    assert cold.err.startswith("tinygpt: compiling kernels for this machine, once")
+    assert cold.out == warm.out
+    assert "compiling" not in run("Once --max-tokens 600").err  # refused before
+    assert "compiling" not in run("Once --max-tokens 2 --device reference").err
+
+
+def test_a_cache_in_an_unusual_place_is_mentioned(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(jit, "cache_folder", lambda: jit.CacheFolder(tmp_path, "kept elsewhere"))
+    assert "tinygpt: kept elsewhere\n" in run("Once --max-tokens 1").err
+
+
+def test_a_terminal_shows_the_seconds(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with elapsed("waiting"):
+        pass
+    assert re.fullmatch(r"(\rtinygpt: waiting: [\d.]+ s)+\n", terminal.getvalue())
+
+
+def test_threads_own_every_pool(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numba")
+    for name in loading.THREAD_POOLS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    loading.set_thread_pools(None)
+    pools = {name: os.environ[name] for name in loading.THREAD_POOLS}
+    assert pools.pop("OMP_NUM_THREADS") == "3"
+    assert set(pools.values()) == {str(loading.thread_count())}
+    loading.set_thread_pools(7)
+    assert {os.environ[name] for name in loading.THREAD_POOLS} == {"7"}
+
+
+# --- as a process
+
+
+def test_a_process_separates_stdout_and_stderr():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    threads = str((os.cpu_count() or 1) + 3)
+    arguments = ["generate", "Été 🦊", "--echo", "--seed", "7", "--max-tokens", "8"]
+    result = tinygpt(*arguments, "--threads", threads, env=environment)
+    assert result.returncode == 0
+    assert result.stdout.decode().startswith("Été 🦊")
+    assert STATS.fullmatch(result.stderr.decode().replace(os.linesep, "\n"))
+    assert tinygpt(*arguments, "--threads", "1").stdout == result.stdout
+
+
+def test_a_process_ends_with_the_exit_code():
+    result = tinygpt("generate", "Once", "--n", "0")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.startswith(b"tinygpt: error: ")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGPIPE")
+def test_a_closed_pipe_ends_the_run_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--max-tokens", "8"]
+    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")

@@ -1,0 +1,159 @@
+"""The architecture's rules, read from the source: who may import whom, and what the packages hold."""
+
+import ast
+import configparser
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"tinygpt": ROOT / "tinygpt", "tinygpt.kernels": ROOT / "kernels", "tinygpt.weights": ROOT / "weights"}
+BACKENDS = ("reference", "cpu")
+# Arrows point from an earlier line to a later one. PARTS are the engine's parts: every module not named here.
+PARTS = "the engine's parts"
+LEVELS = (
+    "tinygpt.__main__",
+    "tinygpt.cli",
+    "tinygpt.commands",
+    "tinygpt",
+    "tinygpt.engine",
+    PARTS,
+    "tinygpt.kernels",
+    "tinygpt.weights",
+    "tinygpt.config",
+    "tinygpt.errors",
+)
+# What each package imports from outside the standard library.
+LIBRARIES = {
+    "tinygpt.kernels": {"numpy", "numba", "llvmlite"},
+    "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub"},
+    "tinygpt": {"numpy", "tiktoken", "tokenizers", "tqdm"},
+}
+HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
+
+
+def module_name(file: Path) -> str:
+    package = next(name for name, folder in PACKAGES.items() if file.is_relative_to(folder))
+    parts = file.relative_to(PACKAGES[package]).with_suffix("").parts
+    return ".".join((package, *parts)).removesuffix(".__init__")
+
+
+FILES = {module_name(file): file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))}
+SOURCES = {module: ast.parse(file.read_text(encoding="utf-8"), str(file)) for module, file in FILES.items()}
+
+
+def imports(module: str) -> Iterator[str]:
+    """Every module that is named in an import, wherever in the file it stands."""
+    for node in ast.walk(SOURCES[module]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}, line {node.lineno}: a relative import"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in SOURCES else node.module for name in inner)
+
+
+def ours(module: str) -> set[str]:
+    return {name for name in imports(module) if is_in(name, "tinygpt")} - {module}
+
+
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def level_of(module: str) -> str:
+    exact_or_inside = (name for name in LEVELS if name == module or (name != "tinygpt" and is_in(module, name)))
+    return next(exact_or_inside, PARTS)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_arrows_point_one_way(module):
+    level = level_of(module)
+    for imported in ours(module):
+        towards = level_of(imported)
+        assert LEVELS.index(towards) >= LEVELS.index(level), f"{module} imports {imported}, which lies above it"
+        if level == PARTS and towards == "tinygpt.kernels":
+            assert module == "tinygpt.backend", f"{module} imports {imported}: backend.py alone knows the kernels"
+
+
+def test_no_import_cycles():
+    graphlib.TopologicalSorter({module: ours(module) for module in SOURCES}).prepare()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_imports_itself_alone(backend):
+    package = f"tinygpt.kernels.{backend}"
+    modules = [module for module in SOURCES if is_in(module, package)]
+    assert package in modules
+    for module in modules:
+        assert all(is_in(name, package) for name in ours(module)), module
+
+
+def test_weights_import_config_and_errors_alone():
+    allowed = ("tinygpt.weights", "tinygpt.config", "tinygpt.errors")
+    for module in SOURCES:
+        if is_in(module, "tinygpt.weights"):
+            assert all(any(is_in(name, a) for a in allowed) for name in ours(module)), module
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_libraries(module):
+    """Nothing beyond those of the package: no torch, no transformers, no top-level `kernels` or `weights`."""
+    package = next(name for name in LIBRARIES if is_in(module, name))
+    foreign = {name.split(".")[0] for name in imports(module)} - sys.stdlib_module_names - {"tinygpt"}
+    assert foreign <= LIBRARIES[package]
+
+
+@pytest.mark.parametrize("package", ["tinygpt.kernels", "tinygpt.weights"])
+def test_init_holds_a_docstring_and_nothing_else(package):
+    """Others import top-level folders of these names: what they then run must do nothing."""
+    assert ast.get_docstring(SOURCES[package])
+    assert len(SOURCES[package].body) == 1
+
+
+def test_setup_cfg_names_every_package():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    listed = setup["options"]["packages"].split()
+    assert sorted(listed) == sorted({module_name(file.parent / "__init__.py") for file in FILES.values()})
+    mapping = dict(line.split(" = ") for line in setup["options"]["package_dir"].strip().splitlines())
+    assert {name: ROOT / folder for name, folder in mapping.items()} == PACKAGES
+
+
+def test_every_backend_has_the_same_interface():
+    first, *others = (exports(f"tinygpt.kernels.{backend}") for backend in BACKENDS)
+    assert {"load_params", "new_cache", "new_workspace", "forward", "sample"} <= first.keys()
+    for other in others:
+        assert other == first
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_calls_its_blocks_alike(backend):
+    assert {"forward", "attention_block", "mlp_block"} <= functions(f"tinygpt.kernels.{backend}.model").keys()
+
+
+def exports(package: str) -> dict[str, list[str]]:
+    """The functions that a backend's __init__ gathers, and the names of their parameters."""
+    found = {}
+    for node in SOURCES[package].body:
+        if isinstance(node, ast.ImportFrom):
+            there = functions(node.module)
+            found |= {a.name: [p.arg for p in there[a.name].args.args] for a in node.names}
+    return found
+
+
+def functions(module: str) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in SOURCES[module].body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("arguments", [["-c", "import tinygpt"], ["-m", "tinygpt", "--help"]], ids=["import", "help"])
+def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
+    command = [sys.executable, "-X", "importtime", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in result.stderr.splitlines()}
+    assert "tinygpt" in imported
+    assert not imported & HEAVY

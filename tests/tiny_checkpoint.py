@@ -1,0 +1,58 @@
+"""A tiny random GPT-2 in a folder, as NumPy arrays with the names and layout of Hugging Face's files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+V, T, C, F, LAYERS = 11, 6, 8, 20, 2
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": V,
+    "n_positions": T,
+    "n_embd": C,
+    "n_inner": F,
+    "n_layer": LAYERS,
+    "n_head": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LAYER = {
+    "ln_1.weight": (C,),
+    "ln_1.bias": (C,),
+    "attn.c_attn.weight": (C, 3 * C),
+    "attn.c_attn.bias": (3 * C,),
+    "attn.c_proj.weight": (C, C),
+    "attn.c_proj.bias": (C,),
+    "ln_2.weight": (C,),
+    "ln_2.bias": (C,),
+    "mlp.c_fc.weight": (C, F),
+    "mlp.c_fc.bias": (F,),
+    "mlp.c_proj.weight": (F, C),
+    "mlp.c_proj.bias": (C,),
+}
+
+
+def random_tensors(prefix: str = "transformer.") -> dict[str, np.ndarray]:
+    """Every parameter but the head, as it lies in a file: matrices of a Conv1D are (in, out)."""
+    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
+    shapes |= {f"h.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in LAYER.items()}
+    generator = np.random.default_rng(0)
+    return {prefix + name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def write_config(folder: Path, **fields: object) -> None:
+    write_json(folder / "config.json", {**CONFIG, **fields})
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields: object) -> Path:
+    """config.json and model.safetensors in `folder`, which is returned."""
+    folder.mkdir(exist_ok=True)
+    write_config(folder, **fields)
+    save_file(random_tensors() if tensors is None else tensors, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,8 @@
+"""`python -m tinygpt`."""
+
+import sys
+
+from tinygpt.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

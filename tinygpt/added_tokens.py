@@ -1,0 +1,80 @@
+"""Added tokens: strings that are one token each, found in a text before byte-pair encoding sees it."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+# Unicode's White_Space, which str.isspace() and Python's \s exceed by four control characters.
+WHITESPACE = frozenset(
+    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+    "\u2028\u2029\u202f\u205f\u3000"
+)
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """One entry of tokenizer.json's `added_tokens`, with Hugging Face's names and defaults."""
+
+    id: int
+    content: str
+    special: bool = False
+    normalized: bool = True
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class AddedTokenSplitter:
+    """Splits a text at the added tokens in it, as Hugging Face's `tokenizers` does with special tokens off.
+
+    Tokens with normalized=False are looked for first, then the others in what is left; of those that start
+    at one place the longest is taken. A special token in a text stays text, and also hides the tokens of its
+    own pass that it overlaps.
+    """
+
+    def __init__(self, tokens: Iterable[AddedToken]):
+        tokens = list(tokens)
+        passes = ([t for t in tokens if not t.normalized], [t for t in tokens if t.normalized])
+        # A pass with special tokens alone finds nothing: GPT-2's own vocabulary has no other kind.
+        self._passes = [_Pass(group) for group in passes if any(not t.special for t in group)]
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """The text in order: an id for each added token found, a non-empty string for what lies between."""
+        parts: Iterator[str | int] = iter([text] if text else [])
+        for matcher in self._passes:
+            parts = _split_strings(parts, matcher)
+        return parts
+
+
+def _split_strings(parts: Iterator[str | int], matcher: "_Pass") -> Iterator[str | int]:
+    for part in parts:
+        if isinstance(part, str):
+            yield from matcher.split(part)
+        else:
+            yield part
+
+
+class _Pass:
+    def __init__(self, tokens: list[AddedToken]):
+        self._by_content = {token.content: token for token in tokens}
+        # re takes the first alternative that matches, so the longest stand first.
+        contents = sorted(self._by_content, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, contents)))
+
+    def split(self, text: str) -> Iterator[str | int]:
+        start = 0
+        for match in self._pattern.finditer(text):
+            token = self._by_content[match.group()]
+            if token.special:
+                continue
+            begin, end = match.span()
+            while token.lstrip and begin > start and text[begin - 1] in WHITESPACE:
+                begin -= 1
+            while token.rstrip and end < len(text) and text[end] in WHITESPACE:
+                end += 1
+            if start < begin:
+                yield text[start:begin]
+            yield token.id
+            start = end
+        if start < len(text):
+            yield text[start:]

@@ -1,0 +1,79 @@
+"""`python -m tinygpt`: find the subcommand, run it, turn what went wrong into a sentence and an exit code."""
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+import tinygpt
+from tinygpt.commands import generate
+from tinygpt.errors import RequestError, TinyGPTError
+
+COMMANDS = {"generate": generate}
+DONE, FAILED, USAGE = 0, 1, 2
+INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
+
+EPILOG = """text goes to stdout and everything else to stderr
+exit codes: 0 done, 1 failed, 2 asked for something impossible (nothing has been done)"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (None: the process's own) and return its exit code.
+
+    As argparse does, --help, --version and malformed flags raise SystemExit.
+    """
+    args = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")
+    try:
+        COMMANDS[args.command].run(args)
+        return DONE
+    except (Exception, KeyboardInterrupt) as error:
+        if args.debug:
+            raise
+        return _report(error)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every subcommand; builds without NumPy or Numba, so that --help answers at once."""
+    parser = argparse.ArgumentParser("tinygpt", description="GPT-2 inference on NumPy and Numba.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tinygpt {tinygpt.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.SUMMARY,
+            epilog=EPILOG,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error (default: off)")
+    return parser
+
+
+def _report(error: BaseException) -> int:
+    """Say what went wrong in a sentence on stderr; the exit code that goes with it."""
+    if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `| head`
+        # Python flushes stdout once more when it exits, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    if isinstance(error, KeyboardInterrupt):
+        print("\ntinygpt: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    print(f"tinygpt: error: {_sentence(error)}", file=sys.stderr)
+    return USAGE if isinstance(error, RequestError) else FAILED
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, TinyGPTError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "there is not enough memory: use a smaller --max-num-seqs, --max-model-len or model."
+    if isinstance(error, OSError):
+        place = f": {error.filename}" if error.filename is not None else ""
+        return f"{error.strerror or error}{place}."
+    return f"unexpected {type(error).__name__}: {error} (run it again with --debug to see where)."

@@ -1,0 +1,80 @@
+"""Many prompts from a file: check all of them, skip those already answered, write each as it finishes."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinygpt.commands import loading
+from tinygpt.commands.messages import Speed, say
+from tinygpt.commands.output_file import Earlier, check_output, open_after, read_earlier
+from tinygpt.commands.prompts_file import PromptRecord, read_prompts, refuse
+from tinygpt.commands.records import record_line
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tinygpt.engine import LLM
+
+
+def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
+    """Answer the prompts of --input; `params` where a line has no field of its own.
+
+    Raises RequestError, before any work, that lists every line which is impossible.
+    """
+    source, target = Path(args.input), None if args.output is None else Path(args.output)
+    if target is not None:
+        check_output(target, source)
+    prompts = read_prompts(source, params)
+    earlier = Earlier() if target is None else read_earlier(target, prompts)
+    pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
+    if len(pending) < len(prompts):
+        say(f"{len(prompts) - len(pending)} of {len(prompts)} prompts skipped: {target} has their records")
+    with _writer(target, earlier) as write:
+        if pending:
+            llm = loading.load_llm(args, lambda llm: _check_lengths(llm, source, pending))
+            speed = _answer(llm, pending, len(prompts), write)
+            say(f"{len(pending)} prompts, {speed}, seeds in their records")
+
+
+def _check_lengths(llm: "LLM", source: Path, prompts: list[PromptRecord]) -> None:
+    """What only the model and its tokenizer can tell: RequestError for all lines at once."""
+    problems = {}
+    for prompt in prompts:
+        try:
+            llm.generate_as_finished([prompt.prompt], prompt.params)
+        except RequestError as error:
+            problems[prompt.line] = str(error)
+    refuse(source, problems)
+
+
+def _answer(llm: "LLM", pending: list[PromptRecord], total: int, write: Callable[[str], None]) -> Speed:
+    """Generate, with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    started, tokens = time.perf_counter(), 0
+    outputs = llm.generate_as_finished([prompt.prompt for prompt in pending], [prompt.params for prompt in pending])
+    # disable=None: no bar where stderr is no terminal.
+    with tqdm(total=total, initial=total - len(pending), unit=" prompts", disable=None) as bar:
+        for i, output in outputs:
+            write(record_line(pending[i].id, output))
+            tokens += sum(len(sample.token_ids) for sample in output.outputs)
+            bar.update()
+    return Speed(tokens, time.perf_counter() - started)
+
+
+@contextmanager
+def _writer(target: Path | None, earlier: Earlier) -> Iterator[Callable[[str], None]]:
+    """What writes a line at once: to the file, behind its earlier records, or to stdout."""
+    if target is None:
+        yield lambda line: print(line, flush=True)
+        return
+    with open_after(target, earlier) as file:
+
+        def write(line: str) -> None:
+            file.write(f"{line}\n".encode())
+            file.flush()
+
+        yield write

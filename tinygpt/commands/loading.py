@@ -1,0 +1,89 @@
+"""The flags that choose a model and how it runs, and the loading: shared by every command that needs a model."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tinygpt.commands.messages import elapsed, say
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.threads import thread_count
+
+if TYPE_CHECKING:
+    from tinygpt.engine import LLM
+
+# Each library reads its variable once, when it is imported.
+THREAD_POOLS = (
+    "NUMBA_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", default="demo", help='"demo" (embedded), a local folder or a Hub id (default: %(default)s)'
+    )
+    group.add_argument("--dtype", default="float32", help="precision of the weights (default: %(default)s)")
+    group.add_argument(
+        "--device", default="cpu", help='"cpu", or "reference": NumPy in float64, slow (default: %(default)s)'
+    )
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="threads that compute (default: one for each physical core)"
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=32,
+        metavar="N",
+        help="samples that run at once; more wait their turn (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="positions kept for each sample, prompt included (default: all that the model has)",
+    )
+
+
+def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
+    """Load the model that the flags choose, its kernels compiled.
+
+    `check` is called before they compile, with the loaded model, to raise what is impossible about the
+    request: only the first run of all compiles, and it takes seconds.
+    """
+    set_thread_pools(args.threads)
+    from tinygpt.engine import LLM
+
+    is_cold = args.device == "cpu" and _kernels_are_cold()
+    llm = LLM(args.model, args.dtype, args.device, args.threads, args.max_num_seqs, args.max_model_len)
+    check(llm)
+    if is_cold:
+        with elapsed("compiling kernels for this machine, once (10 to 20 s)"):
+            llm.generate([[0]], SamplingParams(max_tokens=1))
+    return llm
+
+
+def set_thread_pools(threads: int | None) -> None:
+    """Size the thread pools of the libraries that are still to be imported. RequestError if impossible.
+
+    --threads owns all of them. Without it, a variable that the user has set stays.
+    """
+    count = thread_count(threads)
+    if "numba" in sys.modules:  # its pool has its size, and Numba refuses to be told another one
+        return
+    for name in THREAD_POOLS:
+        if threads is not None or name not in os.environ:
+            os.environ[name] = str(count)
+
+
+def _kernels_are_cold() -> bool:
+    from tinygpt.kernels.cpu.jit import cache_folder, cache_is_cold
+
+    if cache_folder().note:
+        say(cache_folder().note)
+    return cache_is_cold()

@@ -1,0 +1,51 @@
+"""What a command says on stderr, beside the text it makes on stdout."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast tokens were made. `first_token`: seconds until the first one; None where several prompts ran."""
+
+    tokens: int
+    seconds: float
+    first_token: float | None = None
+
+    def __str__(self) -> str:
+        first = "" if self.first_token is None else f", first token after {self.first_token:.3f} s"
+        return f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens / self.seconds:.1f} tokens/s{first}"
+
+
+def say(message: str) -> None:
+    print(f"tinygpt: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def elapsed(message: str) -> Iterator[None]:
+    """Show `message` while the block runs: with a clock on a terminal, as one line anywhere else."""
+    if not sys.stderr.isatty():
+        say(message)
+        yield
+        return
+    started, finished = time.perf_counter(), threading.Event()
+    clock = threading.Thread(target=_tick, args=(message, started, finished), daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        clock.join()
+        print(file=sys.stderr, flush=True)
+
+
+def _tick(message: str, started: float, finished: threading.Event) -> None:
+    while True:
+        last = finished.wait(0.1)
+        print(f"\rtinygpt: {message}: {time.perf_counter() - started:.1f} s", end="", file=sys.stderr, flush=True)
+        if last:
+            return

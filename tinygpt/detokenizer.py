@@ -1,0 +1,98 @@
+"""From a stream of token ids to a stream of text, and the strings that end it."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """All texts pushed out, with what `finish` gives, are decode(ids, skip_special_tokens=True)."""
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` completes: never part of a character, and often nothing."""
+
+    def finish(self) -> str:
+        """What is left when no more ids come: U+FFFD for a character that was never completed."""
+
+
+class ByteDetokenizer:
+    """For tokenizers whose tokens are bytes: UTF-8 decoded as the bytes arrive."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]):
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class PrefixDetokenizer:
+    """For any other tokenizer: decodes all ids so far at each step, and gives what is new.
+
+    That is quadratic in the length, and right for decoders that look at neighbouring tokens.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], is_byte: Callable[[int], bool]):
+        self._decode = decode
+        self._is_byte = is_byte
+        self._ids: list[int] = []
+        self._given = 0
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        # A run of byte tokens becomes characters only when all of it is UTF-8, so it waits for its end.
+        if self._is_byte(token_id):
+            return ""
+        return self._new(self._decode(self._ids).rstrip("\ufffd"))
+
+    def finish(self) -> str:
+        return self._new(self._decode(self._ids))
+
+    def _new(self, text: str) -> str:
+        new = text[self._given :]
+        self._given += len(new)
+        return new
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, however the text is cut.
+
+    The first is the one that is complete first, as generation would have ended there; of two that are
+    complete at one character, the longer, so that no part of it is left. `matched` then names it. Text that
+    may be the beginning of a stop string waits: what is given is always a prefix of the final text.
+    """
+
+    def __init__(self, stop: Sequence[str]):
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is now safe to give; after a match, nothing."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            end, _, self.matched = min(found)
+            self._held = ""
+            return text[: end - len(self.matched)]
+        safe = len(text) - self._unsettled(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def finish(self) -> str:
+        """The text that was waiting, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _unsettled(self, text: str) -> int:
+        """The length of the longest end of `text` that begins a stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,13 @@
+"""Errors that a user can act on. Each message says what was given, what is allowed and what to do."""
+
+
+class TinyGPTError(ValueError):
+    """Base of every error that tinygpt raises on purpose; the command line prints it without a traceback."""
+
+
+class CheckpointError(TinyGPTError):
+    """A folder, file or Hub id cannot be loaded: absent, damaged, incomplete or not implemented."""
+
+
+class RequestError(TinyGPTError):
+    """A prompt or a parameter cannot be served as asked."""

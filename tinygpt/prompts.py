@@ -1,0 +1,100 @@
+"""Prompts as users give them, checked and turned into token ids before any work is done."""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tinygpt.config import GPT2Config
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The text as given, if it was text, and its token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+def prompt_list(prompts: Any) -> list:
+    """One text, one list of token ids, or a list of either: always as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, dict)) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is {type(prompts).__name__} and must be a text, a list of texts or lists of token ids."
+        )
+    prompts = list(prompts)
+    return [prompts] if prompts and all(_is_index(item) for item in prompts) else prompts
+
+
+def read_prompt(prompt: Any, config: GPT2Config, tokenizer_of) -> Prompt:
+    """Encode a text, or check token ids. An empty prompt starts at the BOS token.
+
+    `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none.
+    """
+    if isinstance(prompt, str):
+        text, token_ids = prompt, tokenizer_of().encode(prompt) if prompt else []
+    else:
+        text, token_ids = None, _checked_ids(prompt)
+    outside = [i for i in token_ids if not 0 <= i < config.vocab_size]
+    if outside:
+        raise RequestError(
+            f"token id {outside[0]} is outside the vocabulary: this model knows ids 0 to {config.vocab_size - 1}."
+        )
+    if not token_ids:
+        if config.bos_token_id is None or config.bos_token_id >= config.vocab_size:
+            raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
+        token_ids = [config.bos_token_id]
+    return Prompt(text, token_ids)
+
+
+def params_list(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for all prompts, or one for each."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    params = list(params)
+    if not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError("params must be one SamplingParams, or a list with one for each prompt.")
+    if len(params) != count:
+        raise RequestError(f"{count} prompts were given with {len(params)} SamplingParams: give one for each.")
+    return params
+
+
+def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
+    """Refuse what cannot fit; RequestError with the three numbers and the ways out."""
+    if num_prompt_tokens >= max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, but the model has "
+            f"{max_model_len} positions: shorten the prompt to at most {max_model_len - 1} tokens."
+        )
+    if num_prompt_tokens + max_tokens > max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
+            f"{num_prompt_tokens + max_tokens}, but the model has {max_model_len} positions: ask for at most "
+            f"{max_model_len - num_prompt_tokens} new tokens, or shorten the prompt."
+        )
+
+
+def _checked_ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is {prompt!r} and must be a text or a list of token ids.")
+    items = list(prompt)
+    wrong = [item for item in items if not _is_index(item)]
+    if wrong:
+        raise RequestError(f"a prompt holds {wrong[0]!r} where a token id, a whole number, is expected.")
+    return [operator.index(item) for item in items]
+
+
+def _is_index(item: Any) -> bool:
+    if isinstance(item, bool):
+        return False
+    try:
+        operator.index(item)
+    except TypeError:
+        return False
+    return True

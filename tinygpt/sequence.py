@@ -1,0 +1,74 @@
+"""Sequence: the bookkeeping of one sample: its tokens, how many of them are cached, when it ends."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tinygpt.outputs import StreamChunk
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.text_stream import TextStream
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of one request. Knows no arrays and no model."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    index: int  # which of the request's n samples
+    eos_token_ids: frozenset[int]
+    text: TextStream | None  # None where the checkpoint has no tokenizer
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    num_cached: int = 0  # positions in the KV cache
+    row: int | None = None  # in the KV cache, while running
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    chunks: list[StreamChunk] | None = None  # not yet read by a stream; None where nobody streams
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.new_token_ids)
+
+    @property
+    def num_uncached(self) -> int:
+        return len(self) - self.num_cached
+
+    def next_token_ids(self, count: int) -> list[int]:
+        """The `count` tokens that follow the cached ones."""
+        if self.new_token_ids and self.num_uncached == 1:  # decode, the common case
+            return self.new_token_ids[-1:]
+        return (self.prompt_token_ids + self.new_token_ids)[self.num_cached : self.num_cached + count]
+
+    def append(self, token_id: int) -> None:
+        """Take the next token. Sets the finish reason if it was the last."""
+        if self.first_token_time is None:
+            self.first_token_time = time.perf_counter()
+        self.new_token_ids.append(token_id)
+        ends = token_id in self.params.stop_token_ids or (not self.params.ignore_eos and token_id in self.eos_token_ids)
+        text = "" if self.text is None or ends else self.text.push(token_id)
+        if ends:
+            self._finish("stop", token_id)
+        elif self.text is not None and self.text.stop is not None:
+            self._finish("stop", self.text.stop)
+        elif len(self.new_token_ids) >= self.params.max_tokens:
+            self._finish("length", None)
+        if self.finish_reason and self.text is not None:
+            text += self.text.finish()
+            if self.text.stop is not None and self.finish_reason == "length":
+                self._finish("stop", self.text.stop)
+        if self.chunks is not None:
+            self.chunks.append(StreamChunk(text, token_id, self.finish_reason))
+
+    def add_logprobs(self, ids, values, chosen: float, token_id: int) -> None:
+        """Report the most probable tokens (n,) of the next step and the chosen one's own log probability."""
+        best = zip(ids.tolist(), values.tolist(), strict=True)
+        self.logprobs.append({**dict(best), token_id: float(chosen)})
+        self.cumulative_logprob += float(chosen)
+
+    def _finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finished_time = time.perf_counter()

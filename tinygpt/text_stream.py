@@ -1,0 +1,36 @@
+"""TextStream: a sequence's text as it becomes certain: detokenised, and cut at the first stop string."""
+
+from collections.abc import Sequence
+
+from tinygpt.detokenizer import Detokenizer, StopStrings
+
+
+class TextStream:
+    """`text` grows by what `push` and `finish` return, and is never taken back."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]):
+        self._detokenizer = detokenizer
+        self._stop_strings = StopStrings(stop)
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was found."""
+        return self._stop_strings.matched
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        return self._give(self._stop_strings.push(self._detokenizer.push(token_id)))
+
+    def finish(self) -> str:
+        """The text that was waiting, when no more tokens come."""
+        rest = self._stop_strings.push(self._detokenizer.finish())
+        return self._give(rest + self._stop_strings.finish())
+
+    def _give(self, text: str) -> str:
+        self._parts.append(text)
+        return text

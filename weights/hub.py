@@ -1,0 +1,83 @@
+"""Checkpoints from the Hugging Face Hub, through huggingface_hub: its cache, progress bars and offline switch."""
+
+from pathlib import Path
+
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.weight_files import FORMATS, shard_of_each_tensor
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "encoder.json",
+    "vocab.bpe",
+    "vocab.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+
+
+def download(repo_id: str) -> Path:
+    """The local folder with the files of a Hub checkpoint that are needed, downloaded where they are not cached.
+
+    Safetensors are preferred to pytorch_model.bin and never both fetched. Raises CheckpointError when the id does
+    not exist, access is denied, or the Hub cannot be reached and the cache does not hold the files.
+    """
+    for form in FORMATS:
+        folder = _fetch(repo_id, [*CONFIG_FILES, *TOKENIZER_FILES, form.whole, form.index])
+        if (folder / form.whole).exists():
+            break
+        if (folder / form.index).exists():
+            _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / form.index).values())))
+            break
+    return folder
+
+
+def _fetch(repo_id: str, names: list[str]) -> Path:
+    import huggingface_hub  # slow to import, and only a Hub id needs it
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=names))
+    except errors.HFValidationError as error:
+        raise CheckpointError(
+            f"{repo_id!r} is neither a local folder nor a Hub id such as 'openai-community/gpt2': give one of them."
+        ) from error
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo_id} on the Hub asks for consent to its terms: accept them at {_page(repo_id)} and log in with "
+            "`hf auth login`."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo_id!r} is no local folder and there is no such model on the Hub, or it is private: check the "
+            f"spelling at {_page(repo_id)}, or log in with `hf auth login`."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise CheckpointError(_unreachable(repo_id, error)) from error
+    # The network library below differs with huggingface_hub's version, and so do the classes of its errors.
+    except Exception as error:
+        raise CheckpointError(f"Downloading {repo_id} from the Hub failed ({error}): try again.") from error
+
+
+def _unreachable(repo_id: str, error: Exception) -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"{repo_id} is not, or not wholly, in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE forbids "
+            "downloads: unset it once, or give a local folder."
+        )
+    reason = str(error.__cause__ or error)
+    return (
+        f"{repo_id!r} is no local folder, it is not in the cache, and the Hub at {constants.ENDPOINT} cannot be "
+        f"reached ({reason}): check the network, or give a local folder."
+    )
+
+
+def _page(repo_id: str) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{repo_id}"

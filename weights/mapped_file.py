@@ -1,0 +1,83 @@
+"""A file mapped into memory, and the tensors that lie in it."""
+
+import mmap
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+
+import numpy as np
+
+from tinygpt.errors import CheckpointError
+
+# How each floating-point dtype lies in a file: little-endian, and bfloat16, unknown to NumPy, as its bits.
+STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
+
+
+class MappedFile:
+    """The bytes of a checkpoint file, read by the operating system when they are touched.
+
+    Raises CheckpointError when the file cannot be opened, is empty, or is a Git LFS pointer.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                if not path.stat().st_size:
+                    raise CheckpointError(f"{path} is empty: download it again.")
+                # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        if self.data[:24] == b"version https://git-lfs.":
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its folder."
+            )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies in a file: `strides` in elements, `offset` in bytes from the file's start."""
+
+    file: MappedFile
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def float32(self) -> np.ndarray:
+        """The tensor as float32: a view into the file where it holds aligned float32, otherwise a copy."""
+        stored = np.dtype(STORED_AS[self.dtype])
+        strides = tuple(stride * stored.itemsize for stride in self.strides)
+        array = np.ndarray(self.shape, stored, self.file.data, self.offset, strides)
+        if self.dtype != "bfloat16":
+            return np.require(array, np.float32, "A")
+        bits = array.astype(np.uint32)
+        bits <<= 16  # bfloat16 is the upper half of a float32
+        return bits.view(np.float32)
+
+    def release(self) -> None:
+        """Tell the operating system that the whole pages behind this tensor may leave memory."""
+        if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
+            return
+        extent = element_extent(self.shape, self.strides) * np.dtype(STORED_AS[self.dtype]).itemsize
+        start = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (self.offset + extent) // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start:
+            self.file.data.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-ordered tensor."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
+
+
+def element_extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """How many elements of storage a strided tensor spans, from its first element to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
