@@ -299,7 +299,11 @@ BAD_ZIPS = {
         lambda: rewrite_zip(compression=zipfile.ZIP_LZMA, data__0=b"\0" * 10**7),
         "compressed, encrypted or repeated",
     ),
-    "encrypted": (lambda: encrypted(ZIP), "compressed, encrypted or repeated"),
+    "encrypted": (lambda: flagged(ZIP, 0, 1), "compressed, encrypted or repeated"),
+    "a name that is not UTF-8": (
+        lambda: flagged(ZIP.replace(b"archive/data.pkl", b"archive/data\xffpkl"), 1, 8),
+        "damaged zip archive",
+    ),
     "an entry twice": (lambda: repeated(ZIP), "compressed, encrypted or repeated"),
     "no data.pkl": (lambda: rewrite_zip(data_pkl=None), r"without data\.pkl"),
     "no storage": (lambda: rewrite_zip(data__0=None), "holds 0 bytes for the storage"),
@@ -329,12 +333,12 @@ def pickle_of(data):
         return archive.read("archive/data.pkl")
 
 
-def encrypted(data):
-    """The archive with the flag of encryption set on every entry of its directory."""
+def flagged(data, byte, bits):
+    """The archive with bits of the flags set on every entry of its directory."""
     data = bytearray(data)
     place = data.find(b"PK\x01\x02")
     while place >= 0:
-        data[place + 8] |= 1
+        data[place + 8 + byte] |= bits
         place = data.find(b"PK\x01\x02", place + 4)
     return bytes(data)
 

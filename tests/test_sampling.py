@@ -135,6 +135,16 @@ def test_top_p_keeps_the_token_that_crosses_p(backend):
 
 
 @BACKENDS
+def test_round_values_of_p_meet_the_border_as_in_float32(backend):
+    """0.1 + 0.1 + 0.1 against 1 - 0.7: the sums are huggingface's only if the roundings are."""
+    for vocab in range(1, 17):
+        for percent in range(1, 100):
+            row = np.zeros(vocab, np.float32)
+            setting = (1.0, 0, percent / 100)
+            np.testing.assert_array_equal(one_row(backend, row, *setting), huggingface(row, *setting))
+
+
+@BACKENDS
 def test_greedy_rows_pass_the_filters_untouched(backend):
     logits = random_row(50, 0).reshape(2, 25)
     np.testing.assert_array_equal(backend.filter_logits(logits, [0, 0], [3, 0], [0.1, 1.0]), logits)
@@ -174,6 +184,22 @@ def test_cpu_equals_the_reference_on_a_full_vocabulary(make_row):
         logits = np.stack([row] * 3)
         ours, theirs = (draw(backend, logits, *setting, positions=[1, 2, 3]) for backend in (cpu, reference))
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_cpu_rounds_at_the_border_as_the_reference_does():
+    for vocab in range(2, 41):
+        row = np.log(np.random.default_rng(vocab).choice(np.float32([0.05, 0.1, 0.2]), vocab))
+        for percent in range(1, 100):
+            setting = (1.0, 0, percent / 100)
+            np.testing.assert_array_equal(one_row(cpu, row, *setting), one_row(reference, row, *setting))
+
+
+def test_cpu_draws_the_references_tokens_from_far_and_near():
+    row, draws = random_row(5000, 2, spread=0.5), 500
+    logits = np.tile(row, (draws, 1))
+    ours, theirs = (draw(backend, logits, 1.0, positions=np.arange(draws)) for backend in (cpu, reference))
+    np.testing.assert_array_equal(ours, theirs)
+    assert len(set((ours // 1024).tolist())) == 5
 
 
 def test_cpu_exponential_is_as_good_as_libm():

@@ -137,12 +137,15 @@ class TestText:
     def test_round_trip(self, ours, text):
         assert ours.decode(ours.encode(text)) == text
 
-    def test_every_character_meets_the_same_class_of_the_pattern(self, ours, trained):
-        characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
-        # A letter, a digit, a mark or a space before it: the split shows what the pattern takes it for.
-        for start in range(0, len(characters), 1000):
-            text = "".join(f"a{c}1{c}!{c} {c}" for c in characters[start : start + 1000])
-            assert ours.encode(text) == trained.encode(text).ids
+    def test_every_character_meets_the_same_class_of_the_pattern(self, tmp_path):
+        # A letter, a digit, a mark and a space merge with whatever follows in the same word: the ids show
+        # what the pattern takes a character for. Past plane 3 all is private or unassigned, but for tags.
+        library = bpe([(first, second) for first in "a1!Ġ" for second in ALPHABET])
+        ours = save(library, tmp_path)
+        numbers = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE0200), *range(0x40000, 0x110000, 997)]
+        for start in range(0, len(numbers), 1000):
+            text = "".join(f"a{c}1{c}!{c} {c}" for c in map(chr, numbers[start : start + 1000]))
+            assert ours.encode(text) == library.encode(text).ids
 
     @given(st.lists(st.integers(0, 720), max_size=40))
     def test_decode_any_ids(self, ours, trained, ids):

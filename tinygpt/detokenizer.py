@@ -35,16 +35,17 @@ class PrefixDetokenizer:
     That is quadratic in the length, and right for decoders that look at neighbouring tokens.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], is_byte: Callable[[int], bool]):
+    def __init__(self, decode: Callable[[list[int]], str], is_plain: Callable[[int], bool]):
         self._decode = decode
-        self._is_byte = is_byte
+        self._is_plain = is_plain
         self._ids: list[int] = []
         self._given = 0
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        # A run of byte tokens becomes characters only when all of it is UTF-8, so it waits for its end.
-        if self._is_byte(token_id):
+        # A run of byte tokens becomes characters only if all of it is UTF-8, so it waits for its end, which
+        # no token is that gives no text.
+        if not self._is_plain(token_id):
             return ""
         return self._new(self._decode(self._ids).rstrip("\ufffd"))
 

@@ -46,8 +46,10 @@ class LibraryTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self) -> PrefixDetokenizer:
-        return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_byte)
+        return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_plain)
 
-    def _is_byte(self, token_id: int) -> bool:
-        known = token_id < self.vocab_size
-        return known and bool(_BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or ""))
+    def _is_plain(self, token_id: int) -> bool:
+        """Whether a token gives text, and not one byte of it."""
+        if token_id >= self.vocab_size or token_id in self.special_ids:
+            return False
+        return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")

@@ -25,7 +25,7 @@ def _refuse_unknown_fields(cls: _Class) -> _Class:
     init = cls.__init__
 
     @functools.wraps(init)
-    def __init__(self, *args, **kwargs):
+    def __init__(self, /, *args, **kwargs):  # "self" may be a keyword too, and is as unknown as any
         names = [field.name for field in fields(cls)]
         if unknown := [name for name in kwargs if name not in names]:
             raise RequestError(_describe_unknown(unknown, names))

@@ -32,30 +32,35 @@ def download(repo_id: str) -> Path:
         if (folder / form.index).exists():
             _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / form.index).values())))
             break
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{repo_id} on the Hub has no config.json, so it is no checkpoint that can be loaded: see what it holds at "
+            f"{_page(repo_id)}/tree/main."
+        )
     return folder
 
 
 def _fetch(repo_id: str, names: list[str]) -> Path:
     import huggingface_hub  # slow to import, and only a Hub id needs it
-    from huggingface_hub import errors
+    from huggingface_hub import utils
 
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=names))
-    except errors.HFValidationError as error:
+    except utils.HFValidationError as error:
         raise CheckpointError(
             f"{repo_id!r} is neither a local folder nor a Hub id such as 'openai-community/gpt2': give one of them."
         ) from error
-    except errors.GatedRepoError as error:
+    except utils.GatedRepoError as error:
         raise CheckpointError(
             f"{repo_id} on the Hub asks for consent to its terms: accept them at {_page(repo_id)} and log in with "
             "`hf auth login`."
         ) from error
-    except errors.RepositoryNotFoundError as error:
+    except utils.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"{repo_id!r} is no local folder and there is no such model on the Hub, or it is private: check the "
             f"spelling at {_page(repo_id)}, or log in with `hf auth login`."
         ) from error
-    except errors.LocalEntryNotFoundError as error:
+    except utils.LocalEntryNotFoundError as error:
         raise CheckpointError(_unreachable(repo_id, error)) from error
     # The network library below differs with huggingface_hub's version, and so do the classes of its errors.
     except Exception as error:

@@ -88,7 +88,10 @@ def _head_is_embedding(parameters: dict[str, StoredTensor]) -> bool:
     head, embedding = parameters.get("lm_head.weight"), parameters["wte.weight"]
     if head is None or head == embedding:  # the same bytes of the same file
         return True
-    return np.array_equal(head.float32(), embedding.float32())
+    equal = np.array_equal(head.float32(), embedding.float32())
+    head.release()
+    embedding.release()
+    return equal
 
 
 def _explain(path: Path, problems: dict[str, list[tuple[str, str]]]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinygpt.commands import loading
-from tinygpt.commands.messages import Speed, say
+from tinygpt.commands.messages import Speed, counted, say
 from tinygpt.commands.output_file import Earlier, check_output, open_after, read_earlier
 from tinygpt.commands.prompts_file import PromptRecord, read_prompts, refuse
 from tinygpt.commands.records import record_line
@@ -31,12 +31,12 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     earlier = Earlier() if target is None else read_earlier(target, prompts)
     pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
     if len(pending) < len(prompts):
-        say(f"{len(prompts) - len(pending)} of {len(prompts)} prompts skipped: {target} has their records")
+        say(f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped: {target} has their records")
     with _writer(target, earlier) as write:
         if pending:
             llm = loading.load_llm(args, lambda llm: _check_lengths(llm, source, pending))
             speed = _answer(llm, pending, len(prompts), write)
-            say(f"{len(pending)} prompts, {speed}, seeds in their records")
+            say(f"{counted(len(pending), 'prompt')}, {speed}, seeds in their records")
 
 
 def _check_lengths(llm: "LLM", source: Path, prompts: list[PromptRecord]) -> None:

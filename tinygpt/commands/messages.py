@@ -17,8 +17,12 @@ class Speed:
     first_token: float | None = None
 
     def __str__(self) -> str:
-        first = "" if self.first_token is None else f", first token after {self.first_token:.3f} s"
-        return f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens / self.seconds:.1f} tokens/s{first}"
+        text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {self.tokens / self.seconds:.1f} tokens/s"
+        return text if self.first_token is None else f"{text}, first token after {self.first_token:.3f} s"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def say(message: str) -> None:

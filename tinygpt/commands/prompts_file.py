@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tinygpt.commands.messages import counted
 from tinygpt.commands.sampling import with_seed
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
@@ -49,8 +50,8 @@ def refuse(path: Path, problems: dict[int, str]) -> None:
     listed = [f"  line {number}: {problem}" for number, problem in list(problems.items())[:MAX_LISTED]]
     if len(problems) > MAX_LISTED:
         listed.append(f"  and {len(problems) - MAX_LISTED} more")
-    lines = "1 line" if len(problems) == 1 else f"{len(problems)} lines"
-    raise RequestError("\n".join([f"{lines} of {path} cannot be used, so nothing was generated:", *listed]))
+    headline = f"{counted(len(problems), 'line')} of {path} cannot be used, so nothing was generated:"
+    raise RequestError("\n".join([headline, *listed]))
 
 
 def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:

@@ -1,0 +1,71 @@
+"""What setup.cfg promises: complete metadata, and every file that the installed package reads."""
+
+import configparser
+import re
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+import tinygpt
+from tinygpt import cli
+
+ROOT = Path(__file__).parents[1]
+SUFFIXES_OF_CODE = {".py", ".pyc"}
+
+
+@pytest.fixture(scope="module")
+def setup():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def words(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def test_metadata_is_complete(setup):
+    metadata = setup["metadata"]
+    for name in ("name", "version", "description", "long_description", "author", "license", "keywords", "classifiers"):
+        assert metadata.get(name), name
+    assert metadata["version"] == "attr: tinygpt.__version__"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tinygpt.__version__)
+    assert (ROOT / metadata["long_description"].removeprefix("file: ")).is_file()
+    assert all((ROOT / name).is_file() for name in words(metadata["license_files"]))
+
+
+def test_every_supported_python_is_declared(setup):
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(c.removeprefix(prefix)) for c in words(setup["metadata"]["classifiers"]) if c.startswith(prefix)]
+    assert minors == list(range(10, 15))
+    assert setup["options"]["python_requires"] == f">=3.{minors[0]}"
+    assert sys.version_info >= (3, minors[0])
+
+
+def test_every_file_that_is_no_code_is_package_data(setup):
+    folders = dict(line.split(" = ") for line in words(setup["options"]["package_dir"]))
+    for package in ("tinygpt", "tinygpt.kernels", "tinygpt.weights"):
+        folder = ROOT / folders[package]
+        patterns = words(setup["options.package_data"].get(package, ""))
+        files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+        data = [name for name in files if Path(name).suffix not in SUFFIXES_OF_CODE]
+        assert [name for name in data if not any(fnmatch(name, pattern) for pattern in patterns)] == []
+        assert all(any(fnmatch(name, pattern) for name in data) for pattern in patterns)
+
+
+def test_the_demo_checkpoint_is_whole():
+    names = {file.name for file in (ROOT / "weights" / "demo").iterdir()}
+    assert {"config.json", "model.safetensors", "vocab.json", "merges.txt", "README.md"} <= names
+
+
+def test_the_command_is_the_module(setup):
+    scripts = dict(line.split(" = ") for line in words(setup["options.entry_points"]["console_scripts"]))
+    assert scripts == {"tinygpt": f"{cli.__name__}:{cli.main.__name__}"}
+
+
+def test_run_time_needs_no_torch(setup):
+    names = [re.split(r"[<>=]", line)[0] for line in words(setup["options"]["install_requires"])]
+    assert sorted(names) == ["huggingface-hub", "numba", "numpy", "safetensors", "tiktoken", "tqdm"]
+    assert "torch==2.13.0" in words(setup["options.extras_require"]["test"])
