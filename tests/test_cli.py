@@ -195,7 +195,7 @@ def test_stdin_is_the_prompt_as_it_is(run, give_stdin):
 
 @pytest.mark.parametrize("arguments", [["--json"], ["", "--json"]], ids=["stdin", "word"])
 def test_an_empty_prompt_starts_at_bos(run, llm, give_stdin, arguments):
-    give_stdin(b"")
+    give_stdin(b"not read" if "" in arguments else b"")
     record = json.loads(run([*arguments, "--max-tokens", "1"]).out)
     assert record["prompt_token_ids"] == [llm.config.bos_token_id]
 

@@ -94,6 +94,7 @@ def test_drawn_seeds_are_in_the_records_and_repeat_them(jobs):
     cli.main(["generate", "--input", str(jobs.input), "--output", str(jobs.output), "--max-tokens", "8"])
     first, second = (record["outputs"] for record in jobs.records().values())
     assert first[0]["seed"] != second[0]["seed"]
+    assert max(first[0]["seed"], second[0]["seed"]) < 2**53  # exact in any JSON reader
     jobs.write([{"prompt": "The fox", "seed": first[0]["seed"], "max_tokens": 8}])
     jobs.run(output=False)
     assert read_records(jobs.out[jobs.out.index('{"id"') :])[1]["outputs"] == first
@@ -130,6 +131,7 @@ def test_an_interrupted_run_is_continued(jobs, monkeypatch):
     written = []
 
     def record_line(*arguments):
+        assert jobs.output.read_bytes().count(b"\n") == len(written)  # each is in the file at once
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(arguments[0])
@@ -230,6 +232,7 @@ def test_a_long_list_of_bad_lines_is_cut(jobs, no_model):
     assert jobs.run() == 2
     assert "50 lines" in jobs.err
     assert jobs.err.endswith("and 30 more\n")
+    assert len(jobs.err.splitlines()) == 22
 
 
 def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):

@@ -5,6 +5,7 @@ chunking, a slot in the cache or a number of threads must give those very bits.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ THREADS = (1, 2, 4)  # more than this machine's cores may be among them: partiti
 SEQUENCES = 5
 SLOTS = 7
 # Head size 5, width 35, 97 tokens: no dimension is a multiple of a vector or of a tile.
-ODD = Recipe("odd", {"n_embd": 35, "n_head": 7, "n_layer": 3, "vocab_size": 97, "n_positions": 200, "n_inner": 83})
+ODD = Recipe("odd", {"n_embd": 35, "n_head": 7, "n_layer": 3, "vocab_size": 97, "n_positions": 700, "n_inner": 83})
 LENGTHS = {"odd": 200, "demo": 150}  # positions that are tried
 
 
@@ -107,7 +108,7 @@ def feeds(draw, length: int) -> list[Feed]:
 
 
 @given(data=st.data(), threads=st.sampled_from(THREADS))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_any_batch_order_chunking_slot_and_threads(lab, data, threads):
     plan = data.draw(feeds(lab.length))
     for step in range(max(feed.arrival + len(feed.cuts) + 1 for feed in plan)):
@@ -144,6 +145,14 @@ def test_logits_of_some_tokens_equal_logits_of_all(lab, threads):
     assert_same_bits(machine.step(chunks, [0] * SEQUENCES, rows, "last"), ends)
     flags = [True, False, False, True, False]
     assert_same_bits(machine.step(chunks, [0] * SEQUENCES, rows, flags), ends[flags])
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_a_step_without_logits_still_fills_the_cache(lab, threads):
+    """The first chunks of a long prompt: nothing is sampled yet."""
+    machine, ids = lab.machines[threads], lab.sequences[0]
+    assert machine.step([ids[:70]], [0], [5], [False]).shape[0] == 0
+    assert_same_bits(machine.step([ids[70:80]], [70], [5]), lab.alone[0][70:80])
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 16, 31, 64, 65])
@@ -201,9 +210,38 @@ def test_llm_greedy_token_is_the_best_of_llm_logits(model):
             assert logits.argmax(axis=1).tolist() == ids
 
 
+def test_llm_work_between_the_chunks_of_a_stream(model):
+    """Requests that come and go, or are given up, while a stream is open change nothing in it."""
+    with LLM(model, threads=2, max_num_seqs=3) as llm:
+        prompts, params = prompts_for(llm), params_for(3)
+        whole, other = (llm.generate([prompts[i]], params)[0].outputs[0].token_ids for i in (1, 3))
+        stream = llm.stream(prompts[1], params)
+        begun = [next(stream).token_id for _ in range(3)]
+        given_up = llm.stream(prompts[4], params)
+        next(given_up)
+        given_up.close()
+        assert llm.generate([prompts[3]], params)[0].outputs[0].token_ids == other
+        llm.logits(prompts[5])
+        assert begun + [chunk.token_id for chunk in stream] == whole
+
+
+def test_llms_that_run_at_the_same_time(model):
+    """Three engines in three Python threads, with more threads between them than there are cores."""
+
+    def run(_) -> list[tuple]:
+        with LLM(model, threads=3) as llm:
+            return tokens(llm.generate(prompts_for(llm)[:5], [params_for(i) for i in range(5)]))
+
+    expected = run(None)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [expected] * 3
+
+
 def prompts_for(llm: LLM) -> list[list[int]]:
+    """The last is longer than a step's budget of new tokens where the model allows, and all together always are."""
     random = np.random.default_rng(1)
-    return [random.integers(llm.config.vocab_size, size=n).tolist() for n in (1, 40, 7, 64, 3, 129)]
+    lengths = (1, 140, 7, 120, 3, 129, llm.config.n_positions - 50)
+    return [random.integers(llm.config.vocab_size, size=n).tolist() for n in lengths]
 
 
 def params_for(i: int) -> SamplingParams:

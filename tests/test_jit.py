@@ -1,6 +1,7 @@
 """Where compiled kernels are kept: one folder for each build, in a place that can be written to."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,8 @@ def test_fingerprint_changes_with_any_source(tmp_path):
     sources[0].rename(tmp_path / "c.py")
     seen.add(jit.fingerprint(tmp_path))
     assert len(seen) == 4
+    shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
+    assert jit.fingerprint(copy) not in seen
 
 
 def test_fingerprint_changes_with_numba_settings_that_change_code(tmp_path, monkeypatch):
@@ -97,5 +100,14 @@ def test_other_packages_keep_their_cache_folder(monkeypatch):
     assert jit.cache_folder().path in Path(kernel._cache.cache_path).parents
 
 
-def test_fastmath_never_assumes_that_nan_is_absent():
-    assert not jit.FASTMATH & {"nnan", "ninf", "fast"}
+def test_floating_point_is_strict():
+    @jit.jit
+    def adds_in_order(x, y):
+        return (x + y) - x  # 0 under strict IEEE where y is lost in x; y if a compiler may reorder
+
+    @jit.jit
+    def is_nan(x):
+        return x != x
+
+    assert adds_in_order(1e30, 1.0) == 0.0
+    assert is_nan(float("nan"))

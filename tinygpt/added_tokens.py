@@ -74,7 +74,9 @@ class _Pass:
                 end += 1
             if start < begin:
                 yield text[start:begin]
-            yield token.id
+            # A token of white space may lie wholly in what the one before it has stripped.
+            if not token.lstrip or max(begin, start) < end:
+                yield token.id
             start = end
         if start < len(text):
             yield text[start:]

@@ -144,9 +144,10 @@ def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int
     if _type(processor) in (None, "ByteLevel"):
         return [], []
     if _type(processor) == "Sequence":
-        sides = [_template_ids(part) for part in processor["processors"]]
-        # Each goes around what the ones before it made.
-        return [i for before, _ in reversed(sides) for i in before], [i for _, after in sides for i in after]
+        others = [part for part in processor["processors"] if _type(part) != "ByteLevel"]
+        if len(others) > 1:
+            raise UnlikeGPT2("its post_processor has several steps")
+        return _template_ids(others[0] if others else None)
     if _type(processor) != "TemplateProcessing":
         raise UnlikeGPT2(f"its post_processor is {_type(processor)}")
     before: list[int] = []

@@ -19,8 +19,6 @@ import numba
 from llvmlite import binding
 from numba.core import config
 
-# Never fastmath=True: with nnan and ninf, isnan() is folded to False and a fully masked row becomes NaN.
-FASTMATH = frozenset({"nsz", "arcp", "contract", "afn", "reassoc"})
 _SOURCES = Path(__file__).resolve().parent
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
 # a needless compilation is slow, a stale kernel is wrong.
@@ -40,20 +38,18 @@ class CacheFolder:
     note: str = ""
 
 
-def jit(function=None, **options):
-    """Compile a kernel on first call: `@jit`, or `@jit(parallel=True)` with any option of `numba.njit`.
+def jit(function):
+    """Compile a kernel on first call. A module-level function: Numba's cache misses a closure in every process.
 
-    `@jit(fastmath=False)` keeps floating-point sums in the order they are written; the default lets
-    LLVM reorder a reduction. A kernel must be a module-level function: a closure misses the cache.
+    Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a result has
+    the same bits on every CPU, and isnan() works. Where a fused multiply-add or a sum over lanes pays, the kernel
+    says so itself (see tiles.py).
     """
-    if function is None:
-        return functools.partial(jit, **options)
-    policy = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": set(FASTMATH)}
     # Numba reads CACHE_DIR while it decorates; other packages' kernels must not see ours.
     previous = config.CACHE_DIR
     config.CACHE_DIR = str(cache_folder().path)
     try:
-        return numba.njit(**(policy | options))(function)
+        return numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=False)(function)
     finally:
         config.CACHE_DIR = previous
 

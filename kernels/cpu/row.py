@@ -4,10 +4,6 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import jit
 
-# Scores are true quotients (no arcp) and sums, which decide what stays and what is drawn, keep their order
-# (no reassoc); fusing a product into a sum changes neither.
-strict = jit(fastmath={"contract"})
-
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
 LANES = 64  # partial sums
 STRIDE = 1024  # a search goes by strides before it looks at single elements
@@ -21,7 +17,7 @@ LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 EXP_MIN = -700.0
 
 
-@strict
+@jit
 def is_finite(scores):
     """No NaN, no +inf and something above -inf."""
     bad = alive = 0
@@ -31,7 +27,7 @@ def is_finite(scores):
     return bad == 0 and alive > 0
 
 
-@strict
+@jit
 def greatest_of(scores):
     """By keys: LLVM vectorises a maximum of integers, but not of floats, which may be NaN."""
     greatest = np.int32(LEAST_KEY)
@@ -40,7 +36,7 @@ def greatest_of(scores):
     return value_of(greatest)
 
 
-@strict
+@jit
 def kth_greatest(scores, k):
     """Select among the few scores that reach the k-th greatest of the blocks' maxima, a lower bound."""
     blocks = (scores.size + BLOCK - 1) // BLOCK
@@ -61,7 +57,7 @@ def kth_greatest(scores, k):
     return value_of(_bisect_count(reaching[:count], k))
 
 
-@strict
+@jit
 def _bisect_count(scores, k):
     """The greatest key whose value is reached by k scores."""
     low, high = LEAST_KEY, GREATEST_KEY
@@ -75,7 +71,7 @@ def _bisect_count(scores, k):
     return low
 
 
-@strict
+@jit
 def first_of(scores, value):
     """The lowest index that holds `value`; in strides, since a loop that may stop is not vectorised."""
     start = 0
@@ -86,7 +82,7 @@ def first_of(scores, value):
     return start
 
 
-@strict
+@jit
 def count_of(scores, value):
     """How many scores equal `value`."""
     count = 0
@@ -95,21 +91,21 @@ def count_of(scores, value):
     return count
 
 
-@strict
+@jit
 def key_of(value):
     """An int32 that orders as the float32 does, -0 just below 0."""
     bits = np.float32(value).view(np.int32)
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE))
 
 
-@strict
+@jit
 def value_of(key):
     """The float32 that `key_of` turns into this key."""
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE)).view(np.float32)
 
 
-@strict
+@jit
 def sum_of(weights):
     """LANES partial sums, element i in number i % LANES, then added up: vectorised, yet in a fixed order."""
     partial = np.zeros(LANES)
@@ -125,7 +121,7 @@ def sum_of(weights):
     return total
 
 
-@strict
+@jit
 def mass_below(scores, probabilities, value):
     """The sum of the probabilities whose score is less than `value`, in the order of `sum_of`."""
     partial = np.zeros(LANES)
@@ -142,7 +138,7 @@ def mass_below(scores, probabilities, value):
     return total
 
 
-@strict
+@jit
 def exponentials(scores, weights):
     """weights[i] = e**(scores[i] - the greatest score), in float64."""
     greatest = np.float64(greatest_of(scores))
@@ -150,7 +146,7 @@ def exponentials(scores, weights):
         weights[i] = _exp(scores[i] - greatest)
 
 
-@strict
+@jit
 def _exp(x):
     """e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN; a call to libm is not vectorised.
 

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.philox import uniform
 from tinygpt.kernels.cpu.row import (
     STRIDE,
@@ -20,7 +21,6 @@ from tinygpt.kernels.cpu.row import (
     key_of,
     kth_greatest,
     mass_below,
-    strict,
     sum_of,
     value_of,
 )
@@ -59,7 +59,7 @@ def _rows(logits, temperature, top_k, top_p):
     )
 
 
-@strict
+@jit
 def _filter_rows(logits, temperature, top_k, top_p, filtered):
     ids, scores, weights = _candidates(logits.shape[1])
     for r in range(logits.shape[0]):
@@ -73,7 +73,7 @@ def _filter_rows(logits, temperature, top_k, top_p, filtered):
             filtered[r, ids[i]] = scores[i]
 
 
-@strict
+@jit
 def _sample_rows(logits, temperature, top_k, top_p, seeds, sample_indices, positions, token_ids):
     # Fresh memory costs more than a greedy row: a page fault for every 4 KiB.
     ids, scores, weights = _candidates(logits.shape[1] if np.any(temperature > 0) else 0)
@@ -89,7 +89,7 @@ def _sample_rows(logits, temperature, top_k, top_p, seeds, sample_indices, posit
         token_ids[r] = ids[_draw(weights[:kept], uniform(seeds[r], sample_indices[r], positions[r]))]
 
 
-@strict
+@jit
 def _top_logprobs(logits, token_id, n):
     ids, scores, weights = _candidates(logits.size)
     _divide(logits, np.float32(1), ids, scores)
@@ -101,12 +101,12 @@ def _top_logprobs(logits, token_id, n):
     return ids[order], (scores[order] - greatest) - log_total, (logits[token_id] - greatest) - log_total
 
 
-@strict
+@jit
 def _candidates(vocab_size):
     return np.empty(vocab_size, np.int32), np.empty(vocab_size, np.float32), np.empty(vocab_size, np.float64)
 
 
-@strict
+@jit
 def _divide(logits, temperature, ids, scores):
     """Make every token a candidate."""
     for i in range(logits.size):
@@ -114,7 +114,7 @@ def _divide(logits, temperature, ids, scores):
         scores[i] = logits[i] / temperature
 
 
-@strict
+@jit
 def _filter(ids, scores, weights, top_k, top_p):
     """Apply top-k and top-p; the number of candidates that stay, with their weights."""
     kept = scores.size
@@ -126,7 +126,7 @@ def _filter(ids, scores, weights, top_k, top_p):
     return kept
 
 
-@strict
+@jit
 def _keep_top_k(ids, scores, top_k):
     threshold = kth_greatest(scores, top_k)
     kept = 0
@@ -137,7 +137,7 @@ def _keep_top_k(ids, scores, top_k):
     return kept
 
 
-@strict
+@jit
 def _keep_top_p(ids, scores, weights, top_p):
     """The candidates up to some score add up to 1 - p and go; of those tied at the border, the first go."""
     probabilities = _normalise(weights[: ids.size])
@@ -158,7 +158,7 @@ def _keep_top_p(ids, scores, weights, top_p):
     return kept
 
 
-@strict
+@jit
 def _bisect_mass(scores, probabilities, limit):
     """The key of the least score that does not go whole: what lies below adds up to `limit` at most."""
     greatest = greatest_of(scores)
@@ -170,7 +170,7 @@ def _bisect_mass(scores, probabilities, limit):
     return low
 
 
-@strict
+@jit
 def _draw(weights, number):
     """The first index at which the cumulated weight exceeds `number` (in [0, 1)) of the total."""
     goal = number * sum_of(weights)
@@ -191,7 +191,7 @@ def _draw(weights, number):
     return chosen
 
 
-@strict
+@jit
 def _normalise(weights):
     """The probabilities in float32, which is the precision that top-p counts in."""
     total = sum_of(weights)
