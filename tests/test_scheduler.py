@@ -85,6 +85,12 @@ def test_decoding_comes_before_prompts_however_old():
     assert run_step(scheduler) == [(long, 1), (late, 1)]
 
 
+def test_a_prompt_of_one_token_is_as_short_as_decoding_and_overtakes_long_ones():
+    long, short = new_sequence(30, 5), new_sequence(1, 3)
+    scheduler = scheduler_of(long, short, tokens=10)
+    assert [run_step(scheduler) for _ in range(4)] == [[(short, 1), (long, 9)]] * 3 + [[(long, 3)]]
+
+
 def test_one_that_ends_early_leaves_its_row():
     a, b = new_sequence(2, 10), new_sequence(2, 10)
     scheduler = scheduler_of(a, b, rows=1)

@@ -1,6 +1,7 @@
 """LLM: from prompts to text. Everything a request goes through meets here, and nothing is computed here."""
 
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from tinygpt.prompts import Prompt, check_length, params_list, prompt_list, read_prompt
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
-from tinygpt.scheduler import Scheduler
+from tinygpt.scheduler import Chunk, Scheduler
 from tinygpt.sequence import Sequence
 from tinygpt.text_stream import TextStream
 from tinygpt.threads import thread_count
@@ -26,6 +27,10 @@ from tinygpt.weights.checkpoint import Checkpoint
 MAX_STEP_TOKENS = 512
 # Rows whose logits are computed together when all are wanted: 64 x 50257 x 4 bytes are 13 MB.
 LOGIT_ROWS = 64
+NOT_FINITE = (
+    "the model's logits at position {} are not finite numbers: the checkpoint is damaged, or its activations "
+    "overflow float32."
+)
 
 
 @dataclass
@@ -39,9 +44,11 @@ class _Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(s.finish_reason for s in self.sequences)
+        return all(s.is_finished for s in self.sequences)
 
     def output(self) -> RequestOutput:
+        """What a finished request gives back; the error of the first sequence that failed, if any did."""
+        self.raise_error()
         first = min(s.first_token_time for s in self.sequences)
         last = max(s.finished_time for s in self.sequences)
         return RequestOutput(
@@ -50,6 +57,10 @@ class _Request:
             outputs=[_completion(s) for s in self.sequences],
             metrics=RequestMetrics(self.arrival, first, last),
         )
+
+    def raise_error(self) -> None:
+        for error in [s.error for s in self.sequences if s.error]:
+            raise TinyGPTError(error)
 
 
 class LLM:
@@ -62,7 +73,8 @@ class LLM:
     max_model_len: positions kept for each; None is the model's own n_positions.
 
     Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
-    Results do not depend on threads, max_num_seqs or on what else is running, to the last bit.
+    Results do not depend on threads, max_num_seqs or on what else is running, to the last bit. Several Python
+    threads may call one LLM: their requests share its steps.
     """
 
     def __init__(
@@ -88,12 +100,13 @@ class LLM:
         self.max_model_len = max_model_len or self.config.n_positions
         self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint)
         self._params = self._backend.load_params(checkpoint, dtype, threads)
-        self._cache = self._backend.new_cache(self.config, max_num_seqs, self.max_model_len)
+        self._cache = self._new_cache(max_num_seqs)
         max_step_tokens = max(MAX_STEP_TOKENS, max_num_seqs)
         self._workspace = self._backend.new_workspace(
             self.config, max_step_tokens, max(LOGIT_ROWS, max_num_seqs), threads
         )
         self._scheduler = Scheduler(max_num_seqs, max_step_tokens)
+        self._lock = threading.RLock()  # over the scheduler, the cache and the workspace
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -141,16 +154,20 @@ class LLM:
         Raises RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
         self._check_open()
+        if len(token_ids) == 0:
+            raise RequestError("logits need at least one token id: the list is empty.")
         token_ids = read_prompt(token_ids, self.config, lambda: self.tokenizer).token_ids
         if len(token_ids) > self.max_model_len:
             raise RequestError(
                 f"{len(token_ids)} token ids were given and the model has {self.max_model_len} positions."
             )
-        return self._all_logits(token_ids)
+        with self._lock:
+            return self._all_logits(token_ids)
 
     def close(self) -> None:
         """Give the memory back. Any later call raises RequestError."""
-        self._params = self._cache = self._workspace = self._tokenizer = None
+        with self._lock:
+            self._params = self._cache = self._workspace = self._tokenizer = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -160,7 +177,13 @@ class LLM:
 
     def step(self) -> None:
         """Advance every running sequence: one forward pass, one new token for each that is not still in its prompt."""
-        chunks = self._scheduler.schedule()
+        with self._lock:
+            self._check_open()
+            chunks = self._scheduler.schedule()
+            if chunks:  # none: another thread's step has finished everything
+                self._step(chunks)
+
+    def _step(self, chunks: list[Chunk]) -> None:
         batch = Batch.of(
             [chunk.sequence.next_token_ids(chunk.count) for chunk in chunks],
             [chunk.sequence.num_cached for chunk in chunks],
@@ -189,10 +212,8 @@ class LLM:
         )  # (R,)
         for sequence, row, token_id in zip(sequences, logits, token_ids.tolist(), strict=True):
             if token_id < 0:
-                raise TinyGPTError(
-                    f"the model's logits at position {len(sequence) - 1} are not finite numbers: the checkpoint "
-                    "is damaged, or its activations overflow float32."
-                )
+                sequence.fail(NOT_FINITE.format(len(sequence) - 1))
+                continue
             if sequence.params.logprobs is not None:
                 sequence.add_logprobs(*self._backend.top_logprobs(row, token_id, sequence.params.logprobs), token_id)
             sequence.append(token_id)
@@ -203,7 +224,6 @@ class LLM:
             for request in requests:
                 self._add(request)
             while pending:
-                self._check_open()
                 self.step()
                 for i in [i for i, request in pending.items() if request.is_finished]:
                     yield i, pending.pop(i).output()
@@ -216,12 +236,12 @@ class LLM:
         sequence.chunks = []
         try:
             self._add(request)
-            while sequence.chunks or not sequence.finish_reason:
+            while sequence.chunks or not sequence.is_finished:
                 while sequence.chunks:
                     yield sequence.chunks.pop(0)
-                if not sequence.finish_reason:
-                    self._check_open()
+                if not sequence.is_finished:
                     self.step()
+            request.raise_error()
         finally:
             self._remove(request)
 
@@ -239,16 +259,28 @@ class LLM:
         ]
         return _Request(prompt, params, sequences)
 
+    def _new_cache(self, max_num_seqs: int) -> Any:
+        try:
+            return self._backend.new_cache(self.config, max_num_seqs, self.max_model_len)
+        except MemoryError:
+            size = self._backend.cache_bytes(self.config, max_num_seqs, self.max_model_len) / 2**30
+            raise RequestError(
+                f"the KV cache for max_num_seqs={max_num_seqs} and {self.max_model_len} positions takes {size:.1f} "
+                "GiB, which this machine cannot give: lower max_num_seqs or max_model_len."
+            ) from None
+
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         return None if self._tokenizer is None else TextStream(self._tokenizer.detokenizer(), params.stop)
 
     def _add(self, request: _Request) -> None:
-        for sequence in request.sequences:
-            self._scheduler.add(sequence)
+        with self._lock:
+            for sequence in request.sequences:
+                self._scheduler.add(sequence)
 
     def _remove(self, request: _Request) -> None:
-        for sequence in request.sequences:
-            self._scheduler.remove(sequence)
+        with self._lock:
+            for sequence in request.sequences:
+                self._scheduler.remove(sequence)
 
     def _all_logits(self, token_ids: list[int]) -> np.ndarray:
         cache = self._backend.new_cache(self.config, 1, len(token_ids))

@@ -51,7 +51,7 @@ class Scheduler:
 
     def finish_step(self) -> None:
         """Give back the rows of the sequences that have ended."""
-        for sequence in [s for s in self.running if s.finish_reason]:
+        for sequence in [s for s in self.running if s.is_finished]:
             self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:

@@ -26,6 +26,7 @@ class Sequence:
     row: int | None = None  # in the KV cache, while running
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
+    error: str | None = None  # why it could not go on
     chunks: list[StreamChunk] | None = None  # not yet read by a stream; None where nobody streams
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -36,6 +37,10 @@ class Sequence:
     @property
     def num_uncached(self) -> int:
         return len(self) - self.num_cached
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
 
     def next_token_ids(self, count: int) -> list[int]:
         """The `count` tokens that follow the cached ones."""
@@ -62,6 +67,10 @@ class Sequence:
                 self._finish("stop", self.text.stop)
         if self.chunks is not None:
             self.chunks.append(StreamChunk(text, token_id, self.finish_reason))
+
+    def fail(self, error: str) -> None:
+        """End without a result: an error that whoever made the request is to see, and no neighbour of it."""
+        self.error = error
 
     def add_logprobs(self, ids, values, chosen: float, token_id: int) -> None:
         """Report the most probable tokens (n,) of the next step and the chosen one's own log probability."""

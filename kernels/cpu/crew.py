@@ -1,5 +1,6 @@
 """The Python side of a team: the threads that wait for steps, and sleep when none come."""
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,9 +18,13 @@ class Crew:
 
     def __init__(self, threads: int, scratch: np.ndarray):
         """scratch (threads, ...) float32: each member's own."""
+        self._threads, self._scratch = threads, scratch
+        self._start()
+
+    def _start(self) -> None:
         board = new_board()
-        teams = [Team(board, np.zeros(8, np.int64), scratch[i]) for i in range(threads)]
-        self._leader = teams[0]
+        teams = [Team(board, np.zeros(8, np.int64), self._scratch[i]) for i in range(self._threads)]
+        self._leader, self._process = teams[0], os.getpid()
         self._shared = _Shared([_Follower(team) for team in teams[1:]])
         for follower in self._shared.followers:
             threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
@@ -30,6 +35,9 @@ class Crew:
 
         It is compiled and holds no GIL. Steps with the same arguments find the followers awake.
         """
+        if self._process != os.getpid():  # a fork takes the calling thread along, and none of the followers
+            self._finalizer.detach()
+            self._start()
         self._shared.set_task((take_steps, *arguments))
         for follower in self._shared.followers:
             if follower.is_asleep:

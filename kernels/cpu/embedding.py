@@ -10,7 +10,7 @@ ROWS_PER_ITEM = 4
 @jit
 def embed(team, x, token_ids, positions, wte, wpe):
     """x (N, C) = wte[token] + wpe[position]. A phase. wte lies in panels (P, C, PANEL), which the tied head shares."""
-    items = (token_ids.size + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
+    items = max((token_ids.size + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
     item = claim(team, items)
     while item >= 0:
         for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, token_ids.size)):
