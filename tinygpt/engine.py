@@ -1,5 +1,6 @@
 """LLM: from prompts to text. Everything a request goes through meets here, and nothing is computed here."""
 
+import itertools
 import secrets
 import threading
 import time
@@ -41,6 +42,10 @@ class _Request:
     params: SamplingParams
     sequences: list[Sequence]
     arrival: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_started(self) -> bool:
+        return self.sequences[0].num_cached > 0
 
     @property
     def is_finished(self) -> bool:
@@ -225,7 +230,9 @@ class LLM:
                 self._add(request)
             while pending:
                 self.step()
-                for i in [i for i, request in pending.items() if request.is_finished]:
+                # First come, first served: behind one that has not started, none has finished.
+                started = itertools.takewhile(lambda item: item[1].is_started, pending.items())
+                for i in [i for i, request in started if request.is_finished]:
                     yield i, pending.pop(i).output()
         finally:
             for request in pending.values():

@@ -52,13 +52,16 @@ class Scheduler:
     def finish_step(self) -> None:
         """Give back the rows of the sequences that have ended."""
         for sequence in [s for s in self.running if s.is_finished]:
-            self.remove(sequence)
+            self._leave_row(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is; its row is free for the next one."""
-        if sequence in self.waiting:
+        if sequence.row is not None:
+            self._leave_row(sequence)
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._free_rows.append(sequence.row)
-            sequence.row = None
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_rows.append(sequence.row)
+        sequence.row = None
