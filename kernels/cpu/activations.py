@@ -7,7 +7,7 @@ explicit fma), so a value's bits do not depend on where it stands in a vector, n
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.tiles import fma
+from tinygpt.kernels.cpu.vector_ir import fma
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits

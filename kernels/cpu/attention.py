@@ -6,15 +6,19 @@ query computes therefore depends on its position alone: not on which queries sha
 was cut into steps.
 
 The cache is laid out as the tiles read it: keys transposed in a block, (..., T / KEY_BLOCK, D, KEY_BLOCK), values by
-position, (..., T, D rounded up to LANES).
+position, (..., T, D rounded up to LANES). It holds float32, or bfloat16 as uint16; the arithmetic is float32.
 """
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from tinygpt.kernels.cpu.activations import exp
 from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.operands import to_bfloat16
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.tiles import LANES, TILE_ROWS, address, max_lanes, sum_lanes, wide_tile
+from tinygpt.kernels.cpu.tiles import TILE_ROWS, wide_tile, wide_tile_f32b
+from tinygpt.kernels.cpu.vector_ir import LANES, address, max_lanes, sum_lanes
 
 KEY_BLOCK = 64
 
@@ -42,9 +46,9 @@ def write_kv(team, k_cache, v_cache, qkv, positions, token_rows):
         for n in range(positions.size):
             row, block, column = token_rows[n], positions[n] // KEY_BLOCK, positions[n] % KEY_BLOCK
             for d in range(size):
-                k_cache[row, head, block, d, column] = qkv[n, k_start + d]
+                k_cache[row, head, block, d, column] = encode(k_cache, qkv[n, k_start + d])
             for d in range(size):
-                v_cache[row, head, positions[n], d] = qkv[n, v_start + d]
+                v_cache[row, head, positions[n], d] = encode(v_cache, qkv[n, v_start + d])
         complete(team, heads)
         head = claim(team, heads)
     finish_phase(team)
@@ -90,18 +94,12 @@ def _attend_tile(first, last, head, out, qkv, k, v, positions, scale, scratch):
     newest = positions[last - 1]
     for block in range(newest // KEY_BLOCK + 1):
         keys = min(KEY_BLOCK, newest + 1 - block * KEY_BLOCK)
-        wide_tile(
-            rows, q, qkv.shape[1] * 4, address(k[block]), KEY_BLOCK * 4, size, address(scores), KEY_BLOCK * 4,
-            scores.shape[1],
-        )  # fmt: skip
+        cache_tile(rows, q, qkv.shape[1] * 4, k[block], size, address(scores), KEY_BLOCK * 4)
         for r in range(rows):
             visible = min(KEY_BLOCK, positions[first + r] + 1 - block * KEY_BLOCK)
             _softmax_step(scores[r], visible, scale, r, highest, weight_sum, total[r])
         # Keys past `keys` are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
-        wide_tile(
-            rows, address(scores), KEY_BLOCK * 4, address(v[block * KEY_BLOCK]), padded * 4, keys,
-            address(values), padded * 4, padded,
-        )  # fmt: skip
+        cache_tile(rows, address(scores), KEY_BLOCK * 4, v[block * KEY_BLOCK :], keys, address(values), padded * 4)
         for r in range(rows):
             for d in range(padded):
                 total[r, d] += values[r, d]
@@ -129,3 +127,35 @@ def _softmax_step(scores, visible, scale, r, highest, weight_sum, total):
             total[d] *= shrink
         highest[r] = new
     weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)
+
+
+def cache_tile(rows, a, lda, b, steps, c, ldc):
+    """C (rows, columns) = A (rows, steps) @ b (steps, columns), b a part of the cache; strides in bytes."""
+    raise NotImplementedError
+
+
+@overload(cache_tile)
+def _cache_tile(rows, a, lda, b, steps, c, ldc):
+    if b.dtype == types.float32:
+        return _cache_tile_float32
+    return _cache_tile_bfloat16
+
+
+def _cache_tile_float32(rows, a, lda, b, steps, c, ldc):
+    wide_tile(rows, a, lda, address(b), b.shape[1] * 4, steps, c, ldc, b.shape[1])
+
+
+def _cache_tile_bfloat16(rows, a, lda, b, steps, c, ldc):
+    wide_tile_f32b(rows, a, lda, address(b), b.shape[1] * 2, steps, c, ldc, b.shape[1])
+
+
+def encode(cache, x):
+    """A float32 value as the cache holds it."""
+    raise NotImplementedError
+
+
+@overload(encode, inline="always")
+def _encode(cache, x):
+    if cache.dtype == types.float32:
+        return lambda cache, x: x
+    return lambda cache, x: to_bfloat16(x)

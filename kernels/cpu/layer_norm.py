@@ -3,27 +3,33 @@
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.operands import put
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.tiles import LANES, address, sum_lanes, sum_squares_lanes
+from tinygpt.kernels.cpu.vector_ir import LANES, address, sum_lanes, sum_squares_lanes
 
 ROWS_PER_ITEM = 4  # a row takes less than a microsecond: about what claiming it costs
 
 
 @jit
 def layer_norm(team, out, x, rows, weight, bias, epsilon):
-    """out[i] = layer norm of x[rows[i]]. A phase. out (R, C), x (N, C), rows (R,), weight and bias (C,)."""
+    """Row i of the operand `out` = layer norm of x[rows[i]]. A phase.
+
+    x (N, C), rows (R,), weight and bias (C,). Needs C values of the thread's scratch.
+    """
     items = max((rows.size + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
+    normed = team.scratch[: x.shape[1]]
     item = claim(team, items)
     while item >= 0:
         for i in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, rows.size)):
-            _normalise(out[i], x[rows[i]], weight, bias, epsilon)
+            normalise(normed, x[rows[i]], weight, bias, epsilon)
+            put(out, i, 0, normed)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
 
 
 @jit
-def _normalise(out, x, weight, bias, epsilon):
+def normalise(out, x, weight, bias, epsilon):
     n = x.size
     mean = _sum(x) / np.float32(n)
     for c in range(n):

@@ -1,106 +1,200 @@
 """The matrix product: out = epilogue(x @ weight.T), over weights packed once into panels.
 
-A panel holds PANEL output columns, k by k: weight (N, K) becomes (ceil(N / PANEL), K, PANEL), the last panel filled
-with zeros. A tile reads a panel from its first byte to its last, which is how memory likes to be read.
-
 K may be cut into four segments, each accumulated apart and added as (s0 + s1) + (s2 + s3). That is the order in
 which four tensor-parallel ranks would add them, so that one rank or four give the same bits.
 """
 
 import numpy as np
+from numba.extending import overload
 
 from tinygpt.kernels.cpu.activations import NONE, activate
+from tinygpt.kernels.cpu.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight, is_a
 from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.operands import put
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.tiles import PANEL, TILE_ROWS, address, panel_tile
+from tinygpt.kernels.cpu.tiles import (
+    GROUP,
+    GROUPED_ROWS,
+    PANEL,
+    TILE_ROWS,
+    WEIGHT_GROUP,
+    panel_tile,
+    panel_tile_bf16,
+    panel_tile_int4,
+    panel_tile_int8,
+)
+from tinygpt.kernels.cpu.vector_ir import address
 
 # Rows of x that a thread takes on at a time: enough to use each panel well while it is in the L2 cache.
 ROW_BLOCK = 8 * TILE_ROWS
 MAX_SEGMENTS = 4
+SCRATCH = MAX_SEGMENTS * TILE_ROWS * PANEL  # float32 values that one thread needs
 # What to do with the result. NumPy scalars: Numba would compile one more `linear` for each Python constant.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
-SCRATCH = MAX_SEGMENTS * TILE_ROWS * PANEL  # float32 values that one thread needs
 
 
 @jit
-def pack(weight, is_transposed, panels, first, last):
-    """Panels first to last of (P, K, PANEL) from weight (N, K), or (K, N) if transposed, as Conv1D stores it."""
-    n = weight.shape[1] if is_transposed else weight.shape[0]
-    for p in range(first, last):
-        columns = min(PANEL, n - p * PANEL)
-        for k in range(panels.shape[1]):
-            if is_transposed:
-                for j in range(columns):
-                    panels[p, k, j] = weight[k, p * PANEL + j]
-            else:
-                for j in range(columns):
-                    panels[p, k, j] = weight[p * PANEL + j, k]
-            for j in range(columns, PANEL):
-                panels[p, k, j] = 0
-
-
-def panel_count(columns: int) -> int:
-    return -(-columns // PANEL)
-
-
-@jit
-def linear(team, out, x, panels, bias, activation, add, segments):
+def linear(team, out, x, weight, layer, bias, activation, add, segments):
     """out = activation(x @ weight.T + bias), or out += that if `add`. A phase; an item is a panel and a row block.
 
-    out (M, N), x (M, K), panels (P, K, PANEL), bias (N,) or (0,) for none, segments: the bounds of the segments of
-    K, (2,) or (5,) with no segment empty. Needs SCRATCH values of the thread's scratch.
+    out (M, N) float32, x an operand of M rows, weight one of formats.py, bias (N,) or (0,) for none, segments: the
+    bounds of the segments of K, (2,) or (5,) with no segment empty. Needs SCRATCH values of the thread's scratch.
     """
-    blocks = max((out.shape[0] + ROW_BLOCK - 1) // ROW_BLOCK, 1)
-    items = panels.shape[0] * blocks
+    for_each_tile(team, out, x, weight, layer, bias, activation, add, segments, out.shape[0], out.shape[1])
+
+
+@jit
+def linear_to_operand(team, out, x, weight, layer, bias, activation, segments, rows):
+    """As `linear` without `add`, into rows of an operand: the next product's activations, converted tile by tile."""
+    for_each_tile(team, out, x, weight, layer, bias, activation, REPLACE, segments, rows, bias.size)
+
+
+@jit
+def for_each_tile(team, out, x, weight, layer, bias, activation, add, segments, rows, columns):
+    height = tile_rows(weight)
+    blocks = max((rows + ROW_BLOCK - 1) // ROW_BLOCK, 1)
+    items = weight.panels.shape[1] * blocks
     item = claim(team, items)
     while item >= 0:
         panel, block = item // blocks, item % blocks
-        stop = min((block + 1) * ROW_BLOCK, out.shape[0])
-        for row in range(block * ROW_BLOCK, stop, TILE_ROWS):
-            rows = min(TILE_ROWS, stop - row)
-            _products(rows, row, panel, x, panels, segments, team.scratch)
-            _epilogue(rows, row, panel, out, bias, activation, add, segments, team.scratch)
+        stop = min((block + 1) * ROW_BLOCK, rows)
+        for row in range(block * ROW_BLOCK, stop, height):
+            count = min(height, stop - row)
+            products(count, row, panel, x, weight, layer, segments, team.scratch)
+            _epilogue(count, row, panel, out, bias, activation, add, segments, columns, team.scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
 
 
-@jit
-def _products(rows, row, panel, x, panels, segments, scratch):
+def tile_rows(weight):
+    """How many rows a tile of this weight takes."""
+    raise NotImplementedError
+
+
+@overload(tile_rows)
+def _tile_rows(weight):
+    if is_a(weight, Int8Weight) or is_a(weight, Int4Weight):
+        return lambda weight: GROUPED_ROWS
+    return lambda weight: TILE_ROWS
+
+
+def products(rows, row, panel, x, weight, layer, segments, scratch):
     """scratch[segment, r, column] = the product over one segment of K, for the rows of one tile."""
-    k = x.shape[1]
-    a = address(x) + row * k * 4
-    b = address(panels) + panel * k * PANEL * 4
+    raise NotImplementedError
+
+
+@overload(products)
+def _products(rows, row, panel, x, weight, layer, segments, scratch):
+    for record, function in PRODUCTS.items():
+        if is_a(weight, record):
+            return function
+    return None
+
+
+def _products_float32(rows, row, panel, x, weight, layer, segments, scratch):
+    lda = x.values.shape[1] * 4
+    a = address(x.values) + row * lda
+    b = address(weight.panels[layer, panel])
     c = address(scratch)
     for s in range(segments.size - 1):
         start, steps = segments[s], segments[s + 1] - segments[s]
         c_segment = c + s * TILE_ROWS * PANEL * 4
-        panel_tile(rows, a + start * 4, k * 4, b + start * PANEL * 4, PANEL * 4, steps, c_segment, PANEL * 4)
+        panel_tile(rows, a + start * 4, lda, b + start * PANEL * 4, PANEL * 4, steps, c_segment, PANEL * 4)
+
+
+def _products_bfloat16(rows, row, panel, x, weight, layer, segments, scratch):
+    lda = x.values.shape[1] * 2
+    a = address(x.values) + row * lda
+    b = address(weight.panels[layer, panel])
+    c = address(scratch)
+    for s in range(segments.size - 1):
+        start, steps = segments[s] // 2, (segments[s + 1] + 1) // 2 - segments[s] // 2
+        c_segment = c + s * TILE_ROWS * PANEL * 4
+        panel_tile_bf16(rows, a + start * 4, lda, b + start * PANEL * 4, PANEL * 4, steps, c_segment, PANEL * 4)
+
+
+def _products_int8(rows, row, panel, x, weight, layer, segments, scratch):
+    lda, lds = x.values.shape[1], x.scales.shape[1] * 16
+    a, scales = address(x.values) + row * lda, address(x.scales) + row * lds
+    b = address(weight.panels[layer, panel])
+    c = address(scratch)
+    for s in range(segments.size - 1):
+        start, stop = segments[s] // GROUP, (segments[s + 1] + GROUP - 1) // GROUP
+        c_segment = c + s * TILE_ROWS * PANEL * 4
+        b_segment = b + start * GROUP * PANEL
+        a_segment, s_segment = a + start * GROUP, scales + start * 16
+        panel_tile_int8(rows, a_segment, lda, s_segment, lds, b_segment, b, stop - start, c_segment, PANEL * 4)
+    column_scales = weight.scales[layer, panel * PANEL : (panel + 1) * PANEL]
+    sums = scratch[:SCRATCH].reshape(MAX_SEGMENTS, TILE_ROWS, PANEL)
+    for s in range(segments.size - 1):
+        for r in range(rows):
+            for j in range(PANEL):
+                sums[s, r, j] *= column_scales[j]
+
+
+def _products_int4(rows, row, panel, x, weight, layer, segments, scratch):
+    lda, lds = x.values.shape[1], x.scales.shape[1] * 16
+    a, scales = address(x.values) + row * lda, address(x.scales) + row * lds
+    b = address(weight.panels[layer, panel])
+    b_scales = address(weight.group_scales[layer, panel])
+    c = address(scratch)
+    for s in range(segments.size - 1):
+        start, stop = segments[s] // GROUP, (segments[s + 1] + GROUP - 1) // GROUP
+        c_segment = c + s * TILE_ROWS * PANEL * 4
+        b_segment = b + start * GROUP * PANEL // 2
+        g_segment = b_scales + start * (GROUP // WEIGHT_GROUP) * 2 * PANEL * 2
+        a_segment, s_segment = a + start * GROUP, scales + start * 16
+        panel_tile_int4(rows, a_segment, lda, s_segment, lds, b_segment, g_segment, stop - start, c_segment, PANEL * 4)
+
+
+PRODUCTS = {
+    Float32Weight: _products_float32,
+    BFloat16Weight: _products_bfloat16,
+    Int8Weight: _products_int8,
+    Int4Weight: _products_int4,
+}
 
 
 @jit
-def _epilogue(rows, row, panel, out, bias, activation, add, segments, scratch):
+def _epilogue(rows, row, panel, out, bias, activation, add, segments, columns, scratch):
     """Add up the segments, then bias, activation and residual, while the tile is in the L1 cache."""
     sums = scratch[:SCRATCH].reshape(MAX_SEGMENTS, TILE_ROWS, PANEL)
     first = panel * PANEL
-    columns = min(PANEL, out.shape[1] - first)
+    used = min(PANEL, columns - first)
     for r in range(rows):
-        y = sums[0, r, :columns]
+        y = sums[0, r, :used]
         if segments.size == 5:
-            for j in range(columns):
+            for j in range(used):
                 y[j] = (y[j] + sums[1, r, j]) + (sums[2, r, j] + sums[3, r, j])
         if bias.size:
-            for j in range(columns):
+            for j in range(used):
                 y[j] += bias[first + j]
         if activation != NONE:
             activate(y, activation)
-        target = out[row + r, first : first + columns]
-        if add:
-            for j in range(columns):
-                target[j] += y[j]
-        else:
-            for j in range(columns):
-                target[j] = y[j]
+        emit(out, row + r, first, y, add)
+
+
+def emit(out, row, first, y, add):
+    """Put y (n,) into columns first to first + n of `out`, an array or an operand, or add it."""
+    raise NotImplementedError
+
+
+@overload(emit)
+def _emit(out, row, first, y, add):
+    if hasattr(out, "instance_class"):
+        return lambda out, row, first, y, add: put(out, row, first, y)
+    return _emit_float32
+
+
+def _emit_float32(out, row, first, y, add):
+    target = out[row, first : first + y.size]
+    if add:
+        for j in range(y.size):
+            target[j] += y[j]
+    else:
+        for j in range(y.size):
+            target[j] = y[j]
 
 
 def whole(k: int) -> np.ndarray:

@@ -5,7 +5,7 @@ F n_inner, V vocabulary, L layers, R rows whose logits are wanted, P panels of P
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,31 +15,35 @@ from tinygpt.kernels.cpu.crew import Crew
 from tinygpt.kernels.cpu.embedding import embed
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layer_norm import layer_norm
-from tinygpt.kernels.cpu.linear import ADD, REPLACE, linear
+from tinygpt.kernels.cpu.linear import ADD, REPLACE, linear, linear_to_operand
+from tinygpt.kernels.cpu.operands import convert
 from tinygpt.kernels.cpu.team import begin_step, join_step
 from tinygpt.kernels.cpu.tiles import TILE_ROWS
 
+FIRST = np.int64(0)  # wte and the head have one layer
+
 
 class Params(NamedTuple):
-    """Packed weights, one array for all layers of a kind, and the numbers that shape the arithmetic."""
+    """Packed weights, one record for all layers of a kind, and the numbers that shape the arithmetic."""
 
-    wte: np.ndarray  # (P, C, PANEL)     token embedding, in panels of tokens
+    wte: Any  # (V, C)  one of formats.py, one layer
+    wte_factors: np.ndarray  # (C,)    what undoes the head's smoothing where it shares wte
     wpe: np.ndarray  # (n_positions, C)
     ln_1_weight: np.ndarray  # (L, C)
     ln_1_bias: np.ndarray  # (L, C)
-    c_attn: np.ndarray  # (L, P, C, PANEL)  to 3C columns: q, k, v
+    c_attn: Any  # (L, 3C, C)   to q, k, v
     c_attn_bias: np.ndarray  # (L, 3C)
-    attn_proj: np.ndarray  # (L, P, C, PANEL)
+    attn_proj: Any  # (L, C, C)
     attn_proj_bias: np.ndarray  # (L, C)
     ln_2_weight: np.ndarray  # (L, C)
     ln_2_bias: np.ndarray  # (L, C)
-    c_fc: np.ndarray  # (L, P, C, PANEL)
+    c_fc: Any  # (L, F, C)
     c_fc_bias: np.ndarray  # (L, F)
-    mlp_proj: np.ndarray  # (L, P, F, PANEL)
+    mlp_proj: Any  # (L, C, F)
     mlp_proj_bias: np.ndarray  # (L, C)
     ln_f_weight: np.ndarray  # (C,)
     ln_f_bias: np.ndarray  # (C,)
-    lm_head: np.ndarray  # (P, C, PANEL)     the same array as wte where the head is tied
+    lm_head: Any  # (V, C)  one layer; the same arrays as wte where the head is tied
     attention_scales: np.ndarray  # (L,)
     embd_segments: np.ndarray  # (2,)  all of C
     head_segments: np.ndarray  # (5,)  C in four runs of whole heads
@@ -51,19 +55,20 @@ class Params(NamedTuple):
 class KVCache(NamedTuple):
     """Keys and values of every position, preallocated and written in place; T is rounded up to KEY_BLOCK."""
 
-    k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D, KEY_BLOCK)
-    v: np.ndarray  # (L, S, H, T, D rounded up to LANES)
+    k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D, KEY_BLOCK) float32, or bfloat16 as uint16
+    v: np.ndarray  # (L, S, H, T, D rounded up to LANES) the same
 
 
 class Buffers(NamedTuple):
     """Every array of a step, allocated once for the largest one."""
 
     x: np.ndarray  # (N, C)   the residual stream
-    normed: np.ndarray  # (N, C)
+    normed: Any  # (N, C)   an operand of formats.py
     qkv: np.ndarray  # (N, 3C)
     attended: np.ndarray  # (N, C)
-    inner: np.ndarray  # (N, F)
-    final: np.ndarray  # (R, C)
+    heads: Any  # (N, C)   the operand made of `attended`
+    inner: Any  # (N, F)   an operand
+    final: Any  # (R, C)   an operand
     logits: np.ndarray  # (R, V)
     every: np.ndarray  # (N,)     0, 1, 2, ...: layer norm of all rows
     # The batch, as the kernels need it.
@@ -126,38 +131,40 @@ def _take_steps(team, leads, params, cache, buffers):
 def _forward(team, params, cache, buffers):
     """What each thread of the team does in a step; a kernel is a phase, and they keep in step by phases."""
     b, (n, tiles, r) = buffers, (buffers.sizes[0], buffers.sizes[1], buffers.sizes[2])
-    x, final, logits = b.x[:n], b.final[:r], b.logits[:r]
+    x, logits = b.x[:n], b.logits[:r]
     step = Step(b.token_ids[:n], b.positions[:n], b.token_rows[:n], b.tiles[: tiles + 1], b.logit_rows[:r])
-    embed(team, x, step.token_ids, step.positions, params.wte, params.wpe)  # (N, C)
+    embed(team, x, step.token_ids, step.positions, params.wte, params.wte_factors, params.wpe)  # (N, C)
     for layer in range(params.attention_scales.size):
         attention_block(team, x, layer, params, cache, buffers, step)
         mlp_block(team, x, layer, params, buffers)
-    layer_norm(team, final, x, step.logit_rows, params.ln_f_weight, params.ln_f_bias, params.epsilon)  # (R, C)
+    layer_norm(team, b.final, x, step.logit_rows, params.ln_f_weight, params.ln_f_bias, params.epsilon)  # (R, C)
     no_bias = params.ln_f_bias[:0]
-    linear(team, logits, final, params.lm_head, no_bias, NONE, REPLACE, params.embd_segments)  # (R, V)
+    linear(team, logits, b.final, params.lm_head, FIRST, no_bias, NONE, REPLACE, params.embd_segments)  # (R, V)
 
 
 @jit
 def attention_block(team, x, layer, params, cache, buffers, step):
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
     p, b, n = params, buffers, x.shape[0]
-    normed, qkv, attended = b.normed[:n], b.qkv[:n], b.attended[:n]
+    qkv, attended = b.qkv[:n], b.attended[:n]
     k, v, scale = cache.k[layer], cache.v[layer], p.attention_scales[layer]
-    layer_norm(team, normed, x, b.every[:n], p.ln_1_weight[layer], p.ln_1_bias[layer], p.epsilon)  # (N, C)
-    linear(team, qkv, normed, p.c_attn[layer], p.c_attn_bias[layer], NONE, REPLACE, p.embd_segments)  # (N, 3C)
+    layer_norm(team, b.normed, x, b.every[:n], p.ln_1_weight[layer], p.ln_1_bias[layer], p.epsilon)  # (N, C)
+    linear(team, qkv, b.normed, p.c_attn, layer, p.c_attn_bias[layer], NONE, REPLACE, p.embd_segments)  # (N, 3C)
     write_kv(team, k, v, qkv, step.positions, step.token_rows)
     attend(team, attended, qkv, k, v, step.positions, step.token_rows, step.tiles, scale)  # (N, C)
-    linear(team, x, attended, p.attn_proj[layer], p.attn_proj_bias[layer], NONE, ADD, p.head_segments)
+    convert(team, b.heads, attended)
+    linear(team, x, b.heads, p.attn_proj, layer, p.attn_proj_bias[layer], NONE, ADD, p.head_segments)
 
 
 @jit
 def mlp_block(team, x, layer, params, buffers):
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     p, b, n = params, buffers, x.shape[0]
-    normed, inner = b.normed[:n], b.inner[:n]
-    layer_norm(team, normed, x, b.every[:n], p.ln_2_weight[layer], p.ln_2_bias[layer], p.epsilon)  # (N, C)
-    linear(team, inner, normed, p.c_fc[layer], p.c_fc_bias[layer], p.activation, REPLACE, p.embd_segments)  # (N, F)
-    linear(team, x, inner, p.mlp_proj[layer], p.mlp_proj_bias[layer], NONE, ADD, p.inner_segments)
+    layer_norm(team, b.normed, x, b.every[:n], p.ln_2_weight[layer], p.ln_2_bias[layer], p.epsilon)  # (N, C)
+    linear_to_operand(
+        team, b.inner, b.normed, p.c_fc, layer, p.c_fc_bias[layer], p.activation, p.embd_segments, n
+    )  # (N, F)
+    linear(team, x, b.inner, p.mlp_proj, layer, p.mlp_proj_bias[layer], NONE, ADD, p.inner_segments)
 
 
 def query_tiles(seq_starts: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.tiles import address
+from tinygpt.kernels.cpu.vector_ir import address
 
 PUBLISHED, CLAIMS, DONE = 0, 8, 16  # indices into the board: 64 bytes apart
 BOARD_SIZE = 24

@@ -1,13 +1,18 @@
 """Micro-kernels written as LLVM vector IR inside Numba intrinsics. Everything here works on raw addresses.
 
-`tile_RxN` multiplies R rows of A by N*16 columns of B over `steps` values of k and stores the R x N*16 block
-of C. Each output element is one chain of fused multiply-adds in the order of k, whatever R, N and the CPU are:
-hence a row's bits do not depend on its batch. B is read as rows of k, `ldb` bytes apart; within a step the
-R*N accumulators stay in registers, N vectors of B are loaded, and one value of each of the R rows of A is
-broadcast to all 16 lanes.
+A tile multiplies R rows of A by N*16 columns of B, over K in steps, and stores the R x N*16 block of C as float32.
+Each output element is one chain of operations in the order of k, whatever R and N are: hence a row's bits do not
+depend on its batch. Per step, N vectors of B are loaded, and 4 bytes of each of the R rows of A are broadcast to all
+16 lanes; the R*N accumulators stay in registers.
 
-`sum_lanes`, `sum_squares_lanes` and `max_lanes` reduce vectors of 16 values, one chain a lane, the lanes folded
-in halves: a fixed order again, which LLVM's own reordering of a loop would not promise.
+    kind     4 bytes of A are    a vector of B is            a step
+    f32      1 float32           16 float32                  fused multiply-add
+    f32b     1 float32           16 bfloat16, widened        fused multiply-add
+    bf16     2 bfloat16          16 pairs of bfloat16        two products a lane, added in float32
+    int8     4 int8              16 fours of uint8           four products a lane, added in int32
+    int4     4 int8              16 x 8 nibbles: two steps   the same
+
+int8 and int4 add up integers over a group of K, exactly, and fold them to float32 once a group (see `make_grouped`).
 """
 
 from llvmlite import ir
@@ -15,53 +20,124 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import has_feature, jit
+from tinygpt.kernels.cpu.vector_ir import (
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    INTS,
+    LANES,
+    VECTOR_BYTES,
+    broadcast,
+    declare,
+    load,
+    multiply_add,
+    repeat,
+    store,
+)
 
-F32, I32 = ir.FloatType(), ir.IntType(32)
-LANES = 16
-VECTOR = ir.VectorType(F32, LANES)
-VECTOR_BYTES = 4 * LANES
+PANEL_VECTORS = 4
+PANEL = PANEL_VECTORS * LANES
+# 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers.
+TILE_ROWS = 6
+# The grouped tiles keep integer and float accumulators: 3 x 64 takes 24 registers for them.
+GROUPED_ROWS = 3
+GROUP = 64  # values of K that share an activation's scale
+STEPS_PER_GROUP = GROUP // 4
+WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
 
-
-def _declare(builder, name: str, result, arguments):
-    functions = builder.module.globals
-    return functions.get(name) or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def _load(builder, address, kind, align: int):
-    load = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    load.align = align
-    return load
-
-
-def _broadcast(builder, value):
-    undefined = ir.Constant(VECTOR, ir.Undefined)
-    lane = builder.insert_element(undefined, value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
-
-
-def _loop(builder, count, body, initial):
-    """Repeat `body(index, values) -> values` `count` >= 1 times; return the last values."""
-    index_type = count.type
-    entry = builder.block
-    loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index = builder.phi(index_type)
-    index.add_incoming(ir.Constant(index_type, 0), entry)
-    values = [builder.phi(value.type) for value in initial]
-    for phi, value in zip(values, initial, strict=True):
-        phi.add_incoming(value, entry)
-    new = body(index, values)
-    after = builder.add(index, ir.Constant(index_type, 1))
-    for phi, value in zip([index, *values], [after, *new], strict=True):
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", after, count), loop, done)
-    builder.position_at_end(done)
-    return new
+HAS_BF16 = has_feature("avx512bf16") and has_feature("avx512f")
+HAS_VNNI = has_feature("avx512vnni") and has_feature("avx512f")
 
 
-def make_tile(rows: int, vectors: int):
-    """The intrinsic tile(a, lda, b, ldb, steps, c, ldc): float32 addresses, strides in bytes, steps >= 1."""
+class BFloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    __str__ = _to_string
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat)
+
+    def __hash__(self):
+        return hash("bfloat")
+
+
+def _widen_low(builder, pairs):
+    """The first bfloat16 of each pair as float32: its bits moved up."""
+    return builder.bitcast(builder.shl(pairs, ir.Constant(INTS, [16] * LANES)), FLOATS)
+
+
+def _widen_high(builder, pairs):
+    return builder.bitcast(builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES)), FLOATS)
+
+
+def _step_f32(builder, a, b, accumulator):
+    return multiply_add(builder, builder.bitcast(a, FLOATS), builder.bitcast(b, FLOATS), accumulator)
+
+
+def _step_bf16(builder, a, b, accumulator):
+    if HAS_BF16:
+        pairs = ir.VectorType(BFloat(), 2 * LANES)
+        dot = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, pairs, pairs])
+        return builder.call(dot, [accumulator, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
+    accumulator = multiply_add(builder, _widen_high(builder, a), _widen_high(builder, b), accumulator)
+    return multiply_add(builder, _widen_low(builder, a), _widen_low(builder, b), accumulator)
+
+
+def _step_int8(builder, a, b, accumulator):
+    """Four products of a signed byte of A and an unsigned one of B, exactly, added to an int32 lane."""
+    if HAS_VNNI:
+        bytes_ = ir.VectorType(I8, 4 * LANES)
+        dot = declare(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, [INTS, bytes_, bytes_])
+        return builder.call(dot, [accumulator, builder.bitcast(b, bytes_), builder.bitcast(a, bytes_)])
+    # Even and odd bytes as 16-bit pairs: LLVM has a multiply-and-add of pairs on every vector unit.
+    for even in (True, False):
+        products = builder.mul(_bytes_as_int32(builder, a, even, True), _bytes_as_int32(builder, b, even, False))
+        first, second = (_every_second(builder, products, start) for start in (0, 1))
+        accumulator = builder.add(accumulator, builder.add(first, second))
+    return accumulator
+
+
+def _bytes_as_int32(builder, vector, even: bool, is_signed: bool):
+    """Bytes 0 and 2 (or 1 and 3) of each lane, as 32 int32."""
+    shorts = ir.VectorType(I16, 2 * LANES)
+    eight = ir.Constant(shorts, [8] * (2 * LANES))
+    vector = builder.bitcast(vector, shorts)
+    if even:
+        vector = builder.shl(vector, eight)
+    vector = builder.ashr(vector, eight) if is_signed else builder.lshr(vector, eight)
+    wide = ir.VectorType(I32, 2 * LANES)
+    return builder.sext(vector, wide) if is_signed else builder.zext(vector, wide)
+
+
+def _every_second(builder, vector, start: int):
+    mask = ir.Constant(INTS, list(range(start, 2 * LANES, 2)))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+
+
+def _load_plain(builder, address):
+    return load(builder, address, INTS, 32)
+
+
+def _load_widened(builder, address):
+    halves = load(builder, address, ir.VectorType(I16, LANES), 32)
+    return builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
+
+
+STEPS = {  # how a vector of B is read, its bytes in memory, the step
+    "f32": (_load_plain, VECTOR_BYTES, _step_f32),
+    "f32b": (_load_widened, VECTOR_BYTES // 2, _step_f32),
+    "bf16": (_load_plain, VECTOR_BYTES, _step_bf16),
+}
+
+
+def make_tile(kind: str, rows: int, vectors: int):
+    """The intrinsic tile(a, lda, b, ldb, steps, c, ldc): addresses, strides in bytes, steps >= 1."""
+    load_b, bytes_b, multiply = STEPS[kind]
 
     @intrinsic
     def tile(typingctx, a, lda, b, ldb, steps, c, ldc):
@@ -71,27 +147,23 @@ def make_tile(rows: int, vectors: int):
             def size(n: int):
                 return ir.Constant(a.type, n)
 
-            fma = _declare(builder, f"llvm.fma.v{LANES}f32", VECTOR, [VECTOR] * 3)
             row_starts = [builder.add(a, builder.mul(lda, size(r))) for r in range(rows)]
 
             def step(k, accumulators):
                 b_row = builder.add(b, builder.mul(k, ldb))
-                b_k = [_load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), VECTOR, 64) for v in range(vectors)]
+                b_k = [load_b(builder, builder.add(b_row, size(v * bytes_b))) for v in range(vectors)]
                 sums = []
                 for r in range(rows):
-                    a_k = _load(builder, builder.add(row_starts[r], builder.mul(k, size(4))), F32, 4)
-                    a_k = _broadcast(builder, a_k)
+                    a_k = load(builder, builder.add(row_starts[r], builder.mul(k, size(4))), I32, 4)
+                    a_k = broadcast(builder, a_k)
                     for v in range(vectors):
-                        sums.append(builder.call(fma, [a_k, b_k[v], accumulators[r * vectors + v]]))
+                        sums.append(multiply(builder, a_k, b_k[v], accumulators[r * vectors + v]))
                 return sums
 
-            sums = _loop(builder, steps, step, [ir.Constant(VECTOR, None)] * (rows * vectors))
-            for r in range(rows):
-                c_row = builder.add(c, builder.mul(ldc, size(r)))
-                for v in range(vectors):
-                    address = builder.add(c_row, size(v * VECTOR_BYTES))
-                    store = builder.store(sums[r * vectors + v], builder.inttoptr(address, VECTOR.as_pointer()))
-                    store.align = 4
+            sums = repeat(builder, steps, step, [ir.Constant(FLOATS, None)] * (rows * vectors))
+            for i, total in enumerate(sums):
+                c_row = builder.add(c, builder.mul(ldc, size(i // vectors)))
+                store(builder, total, builder.add(c_row, size(i % vectors * VECTOR_BYTES)), 4)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7), codegen
@@ -99,102 +171,144 @@ def make_tile(rows: int, vectors: int):
     return tile
 
 
-def _make_reduction(start: float, combine, fold):
-    """The intrinsic reduce(x, vectors): float32 result over vectors * 16 values at address x, vectors >= 1."""
+def make_grouped_tile(kind: str, rows: int):
+    """The intrinsic tile(a, lda, scales, lds, b, b_scales, groups, c, ldc): addresses, strides in bytes, groups >= 1.
+
+    a: int8, GROUP values a group. scales: for each row and group 16 bytes: the activation's scale s (float32),
+    -128 times the sum of the group's a (int32), and s times the sum of each half of the group (two float32).
+    b, int8: weights + 128 as uint8, in fours along K. The 128 is taken out by starting the sums at -128 sum(a); the
+    scale of a weight's column is left to the caller, and b_scales is not read.
+    b, int4: weights 0..15, two steps in a byte, the first in its low half; b_scales: for each WEIGHT_GROUP a row of
+    bfloat16 scales and one of offsets, PANEL each: the weight is q * scale + offset.
+    """
+    fold_group = {"int8": _int8_group, "int4": _int4_group}[kind]
 
     @intrinsic
-    def reduce(typingctx, x, vectors):
+    def tile(typingctx, a, lda, scales, lds, b, b_scales, groups, c, ldc):
         def codegen(context, builder, signature, args):
-            x, vectors = args
+            a, lda, scales, lds, b, b_scales, groups, c, ldc = args
 
-            def step(i, accumulators):
-                address = builder.add(x, builder.mul(i, ir.Constant(i.type, VECTOR_BYTES)))
-                return [combine(builder, accumulators[0], _load(builder, address, VECTOR, 4))]
+            def size(n: int):
+                return ir.Constant(a.type, n)
 
-            (total,) = _loop(builder, vectors, step, [ir.Constant(VECTOR, [start] * LANES)])
-            return _fold(builder, total, fold)
+            def row(start, stride, r: int):
+                return builder.add(start, builder.mul(stride, size(r)))
 
-        return types.float32(types.intp, types.intp), codegen
+            def group(g, accumulators):
+                a_rows = [builder.add(row(a, lda, r), builder.mul(g, size(GROUP))) for r in range(rows)]
+                s_rows = [builder.add(row(scales, lds, r), builder.mul(g, size(16))) for r in range(rows)]
+                return fold_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators)
 
-    return reduce
+            sums = repeat(builder, groups, group, [ir.Constant(FLOATS, None)] * (rows * PANEL_VECTORS))
+            for i, total in enumerate(sums):
+                at = size(i % PANEL_VECTORS * VECTOR_BYTES)
+                store(builder, total, builder.add(row(c, ldc, i // PANEL_VECTORS), at), 4)
+            return context.get_dummy_value()
 
+        return types.void(*[types.intp] * 9), codegen
 
-def _fold(builder, vector, combine):
-    """16 lanes to one value: the upper half onto the lower, four times."""
-    width = LANES
-    while width > 1:
-        width //= 2
-        undefined = ir.Constant(vector.type, ir.Undefined)
-        lanes = ir.VectorType(I32, width)
-        masks = [ir.Constant(lanes, list(range(first, first + width))) for first in (0, width)]
-        halves = [builder.shuffle_vector(vector, undefined, mask) for mask in masks]
-        vector = combine(builder, *halves)
-    return builder.extract_element(vector, ir.Constant(I32, 0))
+    return tile
 
 
-def _add(builder, x, y):
-    return builder.fadd(x, y)
+def _integer_steps(builder, size, steps: int, a_rows, load_b, per_load: int, start):
+    """Integer sums of `steps` steps; load_b(i) gives the vectors of B for `per_load` steps together."""
+
+    def step(i, sums):
+        b_steps = load_b(i)
+        for j, b_k in enumerate(b_steps):
+            k = builder.add(builder.mul(i, size(4 * per_load)), size(4 * j))
+            new = []
+            for r, a_row in enumerate(a_rows):
+                a_k = broadcast(builder, load(builder, builder.add(a_row, k), I32, 4))
+                for v in range(PANEL_VECTORS):
+                    new.append(_step_int8(builder, a_k, b_k[v], sums[r * PANEL_VECTORS + v]))
+            sums = new
+        return sums
+
+    return repeat(builder, size(steps // per_load), step, start)
 
 
-def _max(builder, x, y):
-    return builder.select(builder.fcmp_ordered(">", y, x), y, x)
+def _int8_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators):
+    b_group = builder.add(b, builder.mul(g, size(GROUP * PANEL)))
+
+    def load_b(i):
+        start = builder.add(b_group, builder.mul(i, size(4 * PANEL)))
+        return [[load(builder, builder.add(start, size(v * VECTOR_BYTES)), INTS, 64) for v in range(PANEL_VECTORS)]]
+
+    starts = [broadcast(builder, load(builder, builder.add(s, size(4)), I32, 4)) for s in s_rows]
+    start = [value for value in starts for _ in range(PANEL_VECTORS)]
+    sums = _integer_steps(builder, size, STEPS_PER_GROUP, a_rows, load_b, 1, start)
+    scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
+    return [
+        multiply_add(builder, builder.sitofp(total, FLOATS), scales[i // PANEL_VECTORS], accumulators[i])
+        for i, total in enumerate(sums)
+    ]
 
 
-def _add_square(builder, total, x):
-    fma = _declare(builder, f"llvm.fma.v{LANES}f32", VECTOR, [VECTOR] * 3)
-    return builder.call(fma, [x, x, total])
+def _int4_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators):
+    halves = GROUP // WEIGHT_GROUP
+    scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
+    for half in range(halves):
+        number = builder.add(builder.mul(g, size(halves)), size(half))
+        b_half = builder.add(b, builder.mul(number, size(WEIGHT_GROUP * PANEL // 2)))
+
+        def load_b(i, b_half=b_half):
+            start = builder.add(b_half, builder.mul(i, size(4 * PANEL)))
+            both = [load(builder, builder.add(start, size(v * VECTOR_BYTES)), INTS, 64) for v in range(PANEL_VECTORS)]
+            nibbles = ir.Constant(INTS, [0x0F0F0F0F] * LANES)
+            low = [builder.and_(x, nibbles) for x in both]
+            high = [builder.and_(builder.lshr(x, ir.Constant(INTS, [4] * LANES)), nibbles) for x in both]
+            return [low, high]
+
+        halves_of_a = [builder.add(a_row, size(half * WEIGHT_GROUP)) for a_row in a_rows]
+        zeros = [ir.Constant(INTS, None)] * (len(a_rows) * PANEL_VECTORS)
+        sums = _integer_steps(builder, size, WEIGHT_GROUP // 4, halves_of_a, load_b, 2, zeros)
+        row = builder.add(b_scales, builder.mul(number, size(2 * 2 * PANEL)))
+        b_scale, b_offset = (
+            [
+                builder.bitcast(_load_widened(builder, builder.add(row, size(2 * (kind * PANEL + v * LANES)))), FLOATS)
+                for v in range(PANEL_VECTORS)
+            ]
+            for kind in (0, 1)
+        )
+        a_sums = [broadcast(builder, load(builder, builder.add(s, size(8 + 4 * half)), F32, 4)) for s in s_rows]
+        new = []
+        for i, total in enumerate(sums):
+            r, v = divmod(i, PANEL_VECTORS)
+            scaled = builder.fmul(builder.sitofp(total, FLOATS), scales[r])
+            new.append(
+                multiply_add(
+                    builder, a_sums[r], b_offset[v], multiply_add(builder, scaled, b_scale[v], accumulators[i])
+                )
+            )
+        accumulators = new
+    return accumulators
 
 
-@intrinsic
-def address(typingctx, array):
-    """Where the array's first value lies."""
-
-    def codegen(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.ptrtoint(data, context.get_value_type(types.intp))
-
-    return types.intp(array), codegen
-
-
-@intrinsic
-def fma(typingctx, x, y, z):
-    """x * y + z with one rounding; LLVM vectorises it inside a loop."""
-
-    def codegen(context, builder, signature, args):
-        return builder.call(_declare(builder, "llvm.fma.f32", F32, [F32] * 3), args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
-
-
-# A cached kernel must reach its intrinsics as module-level names.
-sum_lanes = _make_reduction(0.0, _add, _add)
-sum_squares_lanes = _make_reduction(0.0, _add_square, _add)
-max_lanes = _make_reduction(float("-inf"), _max, _max)
-
-# 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers. Elsewhere a vector of
-# 16 takes two or four registers, and 6 x 16 is what fits.
-PANEL_VECTORS = 4 if has_feature("avx512f") else 1
-PANEL = PANEL_VECTORS * LANES
-TILE_ROWS = 6
-tile_6, tile_5, tile_4, tile_3, tile_2, tile_1 = (make_tile(rows, PANEL_VECTORS) for rows in (6, 5, 4, 3, 2, 1))
-strip_6, strip_5, strip_4, strip_3, strip_2, strip_1 = (make_tile(rows, 1) for rows in (6, 5, 4, 3, 2, 1))
+f32_6, f32_5, f32_4, f32_3, f32_2, f32_1 = (make_tile("f32", rows, PANEL_VECTORS) for rows in (6, 5, 4, 3, 2, 1))
+strip_6, strip_5, strip_4, strip_3, strip_2, strip_1 = (make_tile("f32", rows, 1) for rows in (6, 5, 4, 3, 2, 1))
+f32b_6, f32b_5, f32b_4, f32b_3, f32b_2, f32b_1 = (make_tile("f32b", rows, PANEL_VECTORS) for rows in (6, 5, 4, 3, 2, 1))
+stripb_6, stripb_5, stripb_4, stripb_3, stripb_2, stripb_1 = (make_tile("f32b", rows, 1) for rows in (6, 5, 4, 3, 2, 1))
+bf16_6, bf16_5, bf16_4, bf16_3, bf16_2, bf16_1 = (make_tile("bf16", rows, PANEL_VECTORS) for rows in (6, 5, 4, 3, 2, 1))
+int8_3, int8_2, int8_1 = (make_grouped_tile("int8", rows) for rows in (3, 2, 1))
+int4_3, int4_2, int4_1 = (make_grouped_tile("int4", rows) for rows in (3, 2, 1))
 
 
 @jit
 def panel_tile(rows, a, lda, b, ldb, steps, c, ldc):
-    """C (rows, PANEL) = A (rows, steps) @ B (steps, PANEL), 1 <= rows <= TILE_ROWS; strides in bytes."""
+    """C (rows, PANEL) = A (rows, steps) @ B (steps, PANEL), float32, 1 <= rows <= TILE_ROWS; strides in bytes."""
     if rows == 6:
-        tile_6(a, lda, b, ldb, steps, c, ldc)
+        f32_6(a, lda, b, ldb, steps, c, ldc)
     elif rows == 5:
-        tile_5(a, lda, b, ldb, steps, c, ldc)
+        f32_5(a, lda, b, ldb, steps, c, ldc)
     elif rows == 4:
-        tile_4(a, lda, b, ldb, steps, c, ldc)
+        f32_4(a, lda, b, ldb, steps, c, ldc)
     elif rows == 3:
-        tile_3(a, lda, b, ldb, steps, c, ldc)
+        f32_3(a, lda, b, ldb, steps, c, ldc)
     elif rows == 2:
-        tile_2(a, lda, b, ldb, steps, c, ldc)
+        f32_2(a, lda, b, ldb, steps, c, ldc)
     else:
-        tile_1(a, lda, b, ldb, steps, c, ldc)
+        f32_1(a, lda, b, ldb, steps, c, ldc)
 
 
 @jit
@@ -215,12 +329,97 @@ def strip_tile(rows, a, lda, b, ldb, steps, c, ldc):
 
 
 @jit
+def panel_tile_bf16(rows, a, lda, b, ldb, steps, c, ldc):
+    """The same for A and B in pairs of bfloat16; steps of two."""
+    if rows == 6:
+        bf16_6(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 5:
+        bf16_5(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 4:
+        bf16_4(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 3:
+        bf16_3(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 2:
+        bf16_2(a, lda, b, ldb, steps, c, ldc)
+    else:
+        bf16_1(a, lda, b, ldb, steps, c, ldc)
+
+
+@jit
+def panel_tile_f32b(rows, a, lda, b, ldb, steps, c, ldc):
+    """The same as panel_tile for B of bfloat16."""
+    if rows == 6:
+        f32b_6(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 5:
+        f32b_5(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 4:
+        f32b_4(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 3:
+        f32b_3(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 2:
+        f32b_2(a, lda, b, ldb, steps, c, ldc)
+    else:
+        f32b_1(a, lda, b, ldb, steps, c, ldc)
+
+
+@jit
+def strip_tile_f32b(rows, a, lda, b, ldb, steps, c, ldc):
+    """The same as strip_tile for B of bfloat16."""
+    if rows == 6:
+        stripb_6(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 5:
+        stripb_5(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 4:
+        stripb_4(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 3:
+        stripb_3(a, lda, b, ldb, steps, c, ldc)
+    elif rows == 2:
+        stripb_2(a, lda, b, ldb, steps, c, ldc)
+    else:
+        stripb_1(a, lda, b, ldb, steps, c, ldc)
+
+
+@jit
+def panel_tile_int8(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
+    """See make_grouped_tile; 1 <= rows <= GROUPED_ROWS."""
+    if rows == 3:
+        int8_3(a, lda, scales, lds, b, b_scales, groups, c, ldc)
+    elif rows == 2:
+        int8_2(a, lda, scales, lds, b, b_scales, groups, c, ldc)
+    else:
+        int8_1(a, lda, scales, lds, b, b_scales, groups, c, ldc)
+
+
+@jit
+def panel_tile_int4(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
+    """See make_grouped_tile; 1 <= rows <= GROUPED_ROWS."""
+    if rows == 3:
+        int4_3(a, lda, scales, lds, b, b_scales, groups, c, ldc)
+    elif rows == 2:
+        int4_2(a, lda, scales, lds, b, b_scales, groups, c, ldc)
+    else:
+        int4_1(a, lda, scales, lds, b, b_scales, groups, c, ldc)
+
+
+@jit
 def wide_tile(rows, a, lda, b, ldb, steps, c, ldc, columns):
-    """The same for B of any multiple of LANES columns: panels first, then strips."""
+    """As panel_tile, for B of any multiple of LANES columns: panels first, then strips."""
     done = 0
     while columns - done >= PANEL:
         panel_tile(rows, a, lda, b + done * 4, ldb, steps, c + done * 4, ldc)
         done += PANEL
     while done < columns:
         strip_tile(rows, a, lda, b + done * 4, ldb, steps, c + done * 4, ldc)
+        done += LANES
+
+
+@jit
+def wide_tile_f32b(rows, a, lda, b, ldb, steps, c, ldc, columns):
+    """As wide_tile, for B of bfloat16."""
+    done = 0
+    while columns - done >= PANEL:
+        panel_tile_f32b(rows, a, lda, b + done * 2, ldb, steps, c + done * 4, ldc)
+        done += PANEL
+    while done < columns:
+        strip_tile_f32b(rows, a, lda, b + done * 2, ldb, steps, c + done * 4, ldc)
         done += LANES

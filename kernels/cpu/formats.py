@@ -1,0 +1,53 @@
+"""How weights, activations and the KV cache are held, one NamedTuple for each: Numba compiles by its type.
+
+Weights lie in panels of PANEL output columns, step by step along K, so that a tile reads a panel from its first byte
+to its last. The layer axis comes first; wte and the head are one layer.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+
+class Float32Weight(NamedTuple):
+    panels: np.ndarray  # (L, P, K, PANEL) float32
+
+
+class BFloat16Weight(NamedTuple):
+    panels: np.ndarray  # (L, P, K / 2, PANEL, 2) uint16, K rounded up to 2
+
+
+class Int8Weight(NamedTuple):
+    """weight[n, k] = (panels - 128) * scales[n]."""
+
+    panels: np.ndarray  # (L, P, K / 4, PANEL, 4) uint8, K rounded up to GROUP
+    scales: np.ndarray  # (L, P * PANEL) float32
+
+
+class Int4Weight(NamedTuple):
+    """weight[n, k] = nibble * scale + offset, with a scale and an offset for each WEIGHT_GROUP of K and each n."""
+
+    panels: np.ndarray  # (L, P, K / 8, PANEL, 4) uint8, K rounded up to GROUP; step 2i in the low half of byte i
+    group_scales: np.ndarray  # (L, P, K / WEIGHT_GROUP, 2, PANEL) uint16: bfloat16 scale, offset
+
+
+class Float32Operand(NamedTuple):
+    values: np.ndarray  # (N, K) float32
+
+
+class BFloat16Operand(NamedTuple):
+    values: np.ndarray  # (N, K rounded up to 2) uint16
+
+
+class Int8Operand(NamedTuple):
+    """x[n, k] = values[n, k] * scales[n, k / GROUP, 0]: quantised per token, so that neighbours do not matter."""
+
+    values: np.ndarray  # (N, K rounded up to GROUP) int8
+    scales: np.ndarray  # (N, G, 4) float32: scale, -, scale times the sum of each half of the group
+    zero_points: np.ndarray  # (N, G, 4) int32, the same memory: [1] is -128 times the group's sum
+
+
+def is_a(numba_type, record: type) -> bool:
+    """Whether a Numba type is that of the NamedTuple `record`."""
+    return isinstance(numba_type, types.BaseNamedTuple) and numba_type.instance_class is record

@@ -1,0 +1,135 @@
+"""Pieces of LLVM vector IR that the tiles and reductions are made of, and the few intrinsics that need no loop."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+F32, I32, I16, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+LANES = 16
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+VECTOR_BYTES = 4 * LANES
+
+
+def declare(builder, name: str, result, arguments):
+    functions = builder.module.globals
+    return functions.get(name) or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def load(builder, address, kind, align: int):
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value.align = align
+    return value
+
+
+def store(builder, value, address, align: int) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
+
+
+def broadcast(builder, value, lanes: int = LANES):
+    """A vector with `value` in every lane."""
+    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    lane = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+
+def multiply_add(builder, x, y, z):
+    """x * y + z, vectors of float32, with one rounding."""
+    return builder.call(declare(builder, f"llvm.fma.v{LANES}f32", FLOATS, [FLOATS] * 3), [x, y, z])
+
+
+def repeat(builder, count, body, initial):
+    """Repeat `body(index, values) -> values` `count` >= 1 times; return the last values."""
+    entry = builder.block
+    loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(count.type)
+    values = [builder.phi(value.type) for value in initial]
+    new = body(index, values)
+    following = builder.add(index, ir.Constant(count.type, 1))
+    start = [ir.Constant(count.type, 0), *initial]
+    for phi, before, after in zip([index, *values], start, [following, *new], strict=True):
+        phi.add_incoming(before, entry)
+        phi.add_incoming(after, builder.block)  # the body may have ended in a block of its own
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+    builder.position_at_end(done)
+    return new
+
+
+def make_reduction(start: float, combine, fold):
+    """The intrinsic reduce(x, vectors): float32 result over vectors * 16 values at address x, vectors >= 1."""
+
+    @intrinsic
+    def reduce(typingctx, x, vectors):
+        def codegen(context, builder, signature, args):
+            x, vectors = args
+
+            def step(i, accumulators):
+                address = builder.add(x, builder.mul(i, ir.Constant(i.type, VECTOR_BYTES)))
+                return [combine(builder, accumulators[0], load(builder, address, FLOATS, 4))]
+
+            (total,) = repeat(builder, vectors, step, [ir.Constant(FLOATS, [start] * LANES)])
+            return _fold(builder, total, fold)
+
+        return types.float32(types.intp, types.intp), codegen
+
+    return reduce
+
+
+def _fold(builder, vector, combine):
+    """16 lanes to one value: the upper half onto the lower, four times."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        lanes = ir.VectorType(I32, width)
+        masks = [ir.Constant(lanes, list(range(first, first + width))) for first in (0, width)]
+        halves = [builder.shuffle_vector(vector, undefined, mask) for mask in masks]
+        vector = combine(builder, *halves)
+    return builder.extract_element(vector, ir.Constant(I32, 0))
+
+
+def _add(builder, x, y):
+    return builder.fadd(x, y)
+
+
+def _max(builder, x, y):
+    return builder.select(builder.fcmp_ordered(">", y, x), y, x)
+
+
+def _add_square(builder, total, x):
+    return multiply_add(builder, x, x, total)
+
+
+def _max_size(builder, largest, x):
+    size = builder.call(declare(builder, f"llvm.fabs.v{LANES}f32", FLOATS, [FLOATS]), [x])
+    return _max(builder, largest, size)
+
+
+# Sums and maxima over 16 lanes, one chain a lane, the lanes folded in halves: an order of our own, which LLVM's
+# reordering of a loop would not promise. A cached kernel must reach an intrinsic as a module-level name.
+sum_lanes = make_reduction(0.0, _add, _add)
+sum_squares_lanes = make_reduction(0.0, _add_square, _add)
+max_lanes = make_reduction(float("-inf"), _max, _max)
+max_size_lanes = make_reduction(0.0, _max_size, _max)
+
+
+@intrinsic
+def address(typingctx, array):
+    """Where the array's first value lies."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, context.get_value_type(types.intp))
+
+    return types.intp(array), codegen
+
+
+@intrinsic
+def fma(typingctx, x, y, z):
+    """x * y + z with one rounding; LLVM vectorises it inside a loop."""
+
+    def codegen(context, builder, signature, args):
+        return builder.call(declare(builder, "llvm.fma.f32", F32, [F32] * 3), args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
