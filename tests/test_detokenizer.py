@@ -3,20 +3,22 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tokenizer import bpe, save, unigram, word_piece
+from test_tokenizer import bpe, save, unigram, with_digits, word_piece
 
 from tinygpt.detokenizer import ByteDetokenizer, StopStrings
 
 LETTERS = "ab"
 
 
-@pytest.fixture(scope="module", params=["bytes", "unigram", "word piece"])
+@pytest.fixture(scope="module", params=["bytes", "library bytes", "unigram", "word piece"])
 def tokenizer(request, tmp_path_factory):
-    """One that tiktoken runs, whose tokens are mostly single bytes, and two that the library runs."""
-    if request.param == "bytes":
+    """One that tiktoken runs, whose tokens are mostly single bytes, and three that the library runs."""
+    if "bytes" in request.param:
         library = bpe([("ã", "ģ"), ("ð", "Ł")])
         library.add_special_tokens(["<|endoftext|>"])
         library.add_tokens(["日本"])
+        if request.param == "library bytes":
+            library = with_digits(library)
     else:
         library = {"unigram": unigram, "word piece": word_piece}[request.param]()
     return save(library, tmp_path_factory.mktemp("tokenizer"))

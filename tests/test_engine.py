@@ -256,6 +256,7 @@ def test_logits(llm, length):
     assert (logits.shape, logits.dtype) == ((length, llm.config.vocab_size), np.float32)
     kept = logits.copy()
     np.testing.assert_array_equal(llm.logits(ids.tolist()), kept)
+    np.testing.assert_array_equal(llm.logits(ids[:40]), kept[:40])
     llm.logits(ids[::-1])
     np.testing.assert_array_equal(logits, kept)  # not a view of what the next call overwrites
 

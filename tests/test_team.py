@@ -1,5 +1,6 @@
 """The team's protocol under stress: every item once, no phase before the last is over, whoever turns up."""
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -175,14 +176,22 @@ def test_followers_take_their_share(crew):
     task.check()
 
 
-@crews_of(4)
-def test_followers_that_never_wake(crew):
+@contextlib.contextmanager
+def nobody_wakes(crew: Crew):
     for follower in crew._shared.followers:
         follower.wake.set = lambda: None
+    yield
+    for follower in crew._shared.followers:
+        del follower.wake.set  # closing must reach them
+
+
+@crews_of(4)
+def test_followers_that_never_wake(crew):
     task = random_task(4)
-    for _ in range(10):
-        task.run(crew)
-        task.check()
+    with nobody_wakes(crew):
+        for _ in range(10):
+            task.run(crew)
+            task.check()
     assert task.busy[1:].tolist() == [0, 0, 0]
 
 
@@ -259,6 +268,30 @@ def test_another_task_never_meets_the_old_arguments(crew):
         for task in (task for task in tasks if task.steps):
             task.check()
     assert [task.steps for task in tasks] == np.bincount(chosen).tolist()
+
+
+def test_a_follower_that_missed_a_step_does_not_take_it_up_with_another_task():
+    """The other task may have more phases: they would reach into the next step's."""
+    crew, tasks = new_crew(2), [random_task(2, phases) for phases in (3, 17)]
+    (follower,) = crew._shared.followers
+    with nobody_wakes(crew):
+        tasks[0].run(crew)
+        crew._shared.set_task((take_steps, *tasks[1].arrays))
+        assert not join_step(follower.team)
+        tasks[1].run(crew)
+        assert join_step(follower.team)
+
+
+def test_a_sleeping_follower_keeps_no_old_task_alive():
+    crew, task, other = new_crew(3), random_task(3), random_task(3)
+    task.run(crew)
+    wait_until_asleep(crew)
+    values = weakref.ref(task.values)
+    del task
+    with nobody_wakes(crew):
+        other.run(crew)
+        gc.collect()
+        assert values() is None
 
 
 def test_two_crews_at_once():

@@ -272,8 +272,8 @@ class TestFiles:
     @pytest.mark.parametrize("header", ["", "#version: 0.2\n"])
     @pytest.mark.parametrize("last", ["", "\n"])
     def test_forms_of_merges_txt(self, tmp_path, ends, header, last):
-        write_pair(bpe([("a", "b"), ("#", "#"), ("ab", "c")]), tmp_path)
-        write(tmp_path, "merges.txt", (header + "a b\n# #\nab c" + last).replace("\n", ends))
+        write_pair(bpe([("#", "#"), ("a", "b"), ("ab", "c")]), tmp_path)
+        write(tmp_path, "merges.txt", (header + "# #\na b\nab c" + last).replace("\n", ends))
         assert_equal(Tokenizer.from_folder(tmp_path), hugging_face(tmp_path), "abc ## ab")
 
     @pytest.mark.parametrize(
@@ -355,6 +355,22 @@ class TestAddedTokens:
         library.add_tokens([AddedToken(content, **flags) for content, flags in tokens])
         ours = save(library, tmp_path_factory.mktemp("added"))
         assert_equal(ours, library, "".join(parts))
+
+    @pytest.mark.parametrize(
+        ("tokens", "text"),
+        [
+            ([AddedToken("<a>"), AddedToken("<a>b")], "x<a>bc"),  # the longest
+            ([AddedToken("abc"), AddedToken("bcdef", normalized=False)], "abcdef"),  # not normalized first
+            ([AddedToken("<|x|>", special=True), AddedToken("<|", normalized=False)], "<|x|><|"),  # hidden
+            ([AddedToken("<|x|>", special=True), AddedToken("<|")], "<|x|><|"),  # of the other pass: found
+            ([AddedToken("RR", rstrip=True), AddedToken("LL", lstrip=True)], "a RR \u3000 LL b\u2003LL"),
+            ([AddedToken("RR", rstrip=True), AddedToken("LL", lstrip=True)], "\x1cLLRR\x1f\x85LL"),
+        ],
+    )
+    def test_which_is_found(self, tmp_path, tokens, text):
+        library = bpe()
+        library.add_tokens(tokens)
+        assert_equal(save(library, tmp_path), library, text)
 
     @pytest.mark.parametrize("lstrip", [False, True])
     def test_white_space_that_another_token_has_stripped(self, tmp_path, lstrip):
@@ -536,8 +552,9 @@ class TestDamagedFiles:
     def test_refused_in_a_sentence(self, tmp_path, files, says):
         for name, content in files.items():
             write(tmp_path, name, content)
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(CheckpointError, match=says) as error:
             Tokenizer.from_folder(tmp_path)
+        assert str(error.value).count("CheckpointError") == 0
 
     def test_not_utf8(self, tmp_path):
         (tmp_path / "tokenizer.json").write_bytes(b'{"a": "\xff"}')
