@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.backend import load_backend
+from tinygpt.backend import load_backend, resolve_kv_cache_dtype
 from tinygpt.batch import Batch
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
@@ -72,10 +72,12 @@ class LLM:
     """A GPT-2 checkpoint, ready to generate.
 
     model: "demo" (embedded), a local folder in Hugging Face's layout, or a Hub id such as "gpt2".
-    dtype: "float32". device: "cpu" or "reference" (NumPy, float64 inside, slow).
+    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load.
+    device: "cpu", or "reference" (NumPy, float64 inside, slow, float32 weights only).
     threads: how many threads compute; None is one for each physical core.
     max_num_seqs: sequences that run at once; more wait their turn.
     max_model_len: positions kept for each; None is the model's own n_positions.
+    kv_cache_dtype: "float32", "bfloat16", or "auto": float32 for float32 weights, bfloat16 for the others.
 
     Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
     Results do not depend on threads, max_num_seqs or on what else is running, to the last bit. Several Python
@@ -90,12 +92,14 @@ class LLM:
         threads: int | None = None,
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
+        kv_cache_dtype: str = "auto",
     ):
         threads = thread_count(threads)
         _check_positive("max_num_seqs", max_num_seqs)
         if max_model_len is not None:
             _check_positive("max_model_len", max_model_len)
         self._backend = load_backend(device, dtype)
+        kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, device, dtype)
         checkpoint = Checkpoint.open(model)
         self.config = checkpoint.config
         if max_model_len is not None and max_model_len > self.config.n_positions:
@@ -105,12 +109,13 @@ class LLM:
         self.max_model_len = max_model_len or self.config.n_positions
         self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint)
         self._params = self._backend.load_params(checkpoint, dtype, threads)
-        self._cache = self._new_cache(max_num_seqs)
+        self._cache = self._new_cache(max_num_seqs, kv_cache_dtype)
         max_step_tokens = max(MAX_STEP_TOKENS, max_num_seqs)
         self._workspace = self._backend.new_workspace(
-            self.config, max_step_tokens, max(LOGIT_ROWS, max_num_seqs), threads
+            self.config, max_step_tokens, max(LOGIT_ROWS, max_num_seqs), threads, dtype
         )
         self._scheduler = Scheduler(max_num_seqs, max_step_tokens)
+        self._logits_row = max_num_seqs  # one more than the scheduler gives out
         self._lock = threading.RLock()  # over the scheduler, the cache and the workspace
 
     @property
@@ -266,14 +271,15 @@ class LLM:
         ]
         return _Request(prompt, params, sequences)
 
-    def _new_cache(self, max_num_seqs: int) -> Any:
+    def _new_cache(self, max_num_seqs: int, dtype: str) -> Any:
+        sizes = self.config, max_num_seqs + 1, self.max_model_len, dtype
         try:
-            return self._backend.new_cache(self.config, max_num_seqs, self.max_model_len)
+            return self._backend.new_cache(*sizes)
         except MemoryError:
-            size = self._backend.cache_bytes(self.config, max_num_seqs, self.max_model_len) / 2**30
             raise RequestError(
-                f"the KV cache for max_num_seqs={max_num_seqs} and {self.max_model_len} positions takes {size:.1f} "
-                "GiB, which this machine cannot give: lower max_num_seqs or max_model_len."
+                f"the KV cache for max_num_seqs={max_num_seqs} and {self.max_model_len} positions takes "
+                f"{self._backend.cache_bytes(*sizes) / 2**30:.1f} GiB, which this machine cannot give: lower "
+                "max_num_seqs or max_model_len."
             ) from None
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
@@ -290,11 +296,10 @@ class LLM:
                 self._scheduler.remove(sequence)
 
     def _all_logits(self, token_ids: list[int]) -> np.ndarray:
-        cache = self._backend.new_cache(self.config, 1, len(token_ids))
         parts = []
         for start in range(0, len(token_ids), LOGIT_ROWS):
-            batch = Batch.of([token_ids[start : start + LOGIT_ROWS]], [start], [0], "all")
-            parts.append(self._backend.forward(self._params, batch, cache, self._workspace).copy())
+            batch = Batch.of([token_ids[start : start + LOGIT_ROWS]], [start], [self._logits_row], "all")
+            parts.append(self._backend.forward(self._params, batch, self._cache, self._workspace).copy())
         return np.concatenate(parts)  # (T, V)
 
     def _check_open(self) -> None:

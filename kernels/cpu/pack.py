@@ -80,7 +80,7 @@ def _level(x, scale, offset):
 
 @jit
 def _choose_scales(group, group_scales):
-    """For each column of group (WEIGHT_GROUP, PANEL), the scale and offset with the least squared error, as bfloat16."""
+    """For each column of group (WEIGHT_GROUP, PANEL), the bfloat16 scale and offset with the least squared error."""
     low, high = group[0].copy(), group[0].copy()
     least = np.full(PANEL, np.inf, np.float32)
     error, scale, offset = np.empty(PANEL, np.float32), np.empty(PANEL, np.float32), np.empty(PANEL, np.float32)

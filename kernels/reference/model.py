@@ -41,16 +41,16 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
     return Params(checkpoint.config, {name: checkpoint.tensor(name) for name in names})
 
 
-def new_cache(config, max_num_seqs: int, max_model_len: int) -> KVCache:
+def new_cache(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     shape = (config.n_layer, max_num_seqs, config.n_head, max_model_len, config.head_size)
     return KVCache(np.zeros(shape), np.zeros(shape))
 
 
-def cache_bytes(config, max_num_seqs: int, max_model_len: int) -> int:
+def cache_bytes(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
     return 2 * 8 * config.n_layer * max_num_seqs * max_model_len * config.n_embd
 
 
-def new_workspace(config, max_num_tokens: int, max_num_logits: int, threads: int = 1) -> None:
+def new_workspace(config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32") -> None:
     """The reference allocates as it goes; the other backends return their step buffers here."""
 
 
