@@ -64,7 +64,7 @@ def test_defaults_are_the_contract():
         "command": "generate",
         "prompt": PROMPT,
         "model": "demo",
-        "dtype": "float32",
+        "dtype": "auto",
         "device": "cpu",
         "threads": None,
         "max_num_seqs": 32,

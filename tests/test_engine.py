@@ -1,6 +1,7 @@
 """The LLM as its users see it, on the demo checkpoint: what comes out, what is refused, and what may be mixed."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -266,7 +267,7 @@ def test_logits_of_both_devices_agree(tiny_folder, tiny):
         np.testing.assert_allclose(tiny.logits([3, 1, 4, 1, 5, 9]), reference.logits([3, 1, 4, 1, 5, 9]), atol=1e-4)
 
 
-def test_logits_of_a_text_or_an_empty_prompt(llm):
+def test_logits_of_a_text(llm):
     np.testing.assert_array_equal(llm.logits("The old"), llm.logits(llm.tokenizer.encode("The old")))
 
 
@@ -333,6 +334,21 @@ def test_more_streams_than_rows(llm):
     for tokens, stream in zip(got, reversed(streams), strict=True):
         tokens += [chunk.token_id for chunk in stream]
     assert got == alone[::-1]
+
+
+def test_several_threads_share_one_engine(llm):
+    """Each gets what it would get alone, whoever's step computes it."""
+    params = [sampled(seed=seed, max_tokens=20) for seed in range(6)]
+    alone = [[ids_of(output) for output in llm.generate(PROMPTS[:3], p)] for p in params]
+    logits = llm.logits([1, 2, 3])
+
+    def use(p: SamplingParams):
+        outputs = [ids_of(output) for output in llm.generate(PROMPTS[:2], p)]
+        np.testing.assert_array_equal(llm.logits([1, 2, 3]), logits)
+        return [*outputs, [chunk.token_id for chunk in llm.stream(PROMPTS[2], p)]]
+
+    with ThreadPoolExecutor(len(params)) as pool:
+        assert list(pool.map(use, params)) == alone
 
 
 def test_a_stream_has_one_prompt_and_one_sample(llm):
@@ -414,7 +430,8 @@ IMPOSSIBLE = {
     "max_num_seqs": [0, -1, True, "2", 1.5, None],
     "max_model_len": [0, -1, True, "2", 1.5, 513],
     "device": ["tpu", "", None, ["cpu"]],
-    "dtype": ["float64", "int8", "", None, ["float32"]],
+    "dtype": ["float64", "float16", "", None, ["float32"]],
+    "kv_cache_dtype": ["int8", "", None, ["float32"]],
 }
 
 
@@ -423,6 +440,18 @@ def test_impossible_arguments(name, value):
     with pytest.raises(RequestError, match=name) as caught:
         LLM("demo", **{name: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [{"dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}])
+def test_the_reference_computes_in_float32_alone(field):
+    with pytest.raises(RequestError, match=next(iter(field))):
+        LLM("demo", device="reference", **field)
+
+
+@pytest.mark.parametrize("prompt", [[], "", [11], [-1], [1.5], 5, None])
+def test_impossible_logits(tiny, prompt):
+    with pytest.raises(RequestError):
+        tiny.logits(prompt)
 
 
 # A checkpoint without a tokenizer.
@@ -459,13 +488,16 @@ def test_a_model_without_bos_refuses_an_empty_prompt(tmp_path):
 # Weights that are not numbers.
 
 
-@pytest.fixture(params=["cpu", "reference"])
+@pytest.fixture(
+    params=[("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "int8"), ("reference", "float32")], ids="-".join
+)
 def damaged(request, tmp_path):
     """Only positions 3 and later are not numbers: short requests are served."""
     tensors = tiny_checkpoint.random_tensors()
     tensors["transformer.wpe.weight"][3:] = np.nan
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
-    with LLM(str(folder), device=request.param, max_num_seqs=2) as llm:
+    device, dtype = request.param
+    with LLM(str(folder), device=device, dtype=dtype, max_num_seqs=2) as llm:
         yield llm
 
 

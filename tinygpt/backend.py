@@ -2,8 +2,11 @@
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 from tinygpt.errors import RequestError
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.packed import PackedCheckpoint
 
 # Which precisions each backend computes with: weights, and the KV cache.
 DTYPES = {"cpu": ("float32", "bfloat16", "int8", "int4"), "reference": ("float32",)}
@@ -12,12 +15,45 @@ KV_CACHE_DTYPES = ("float32", "bfloat16")
 
 def load_backend(device: str, dtype: str) -> ModuleType:
     """Import the kernels of `device`; RequestError if it or `dtype` is not implemented."""
-    if device not in DTYPES:
+    if device not in tuple(DTYPES):
         raise RequestError(f"device is {device!r} and must be one of {', '.join(map(repr, DTYPES))}.")
-    if dtype not in DTYPES[device]:
+    if dtype not in ("auto", *DTYPES[device]):
         allowed = ", ".join(map(repr, DTYPES[device]))
         raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only.")
     return importlib.import_module(f"tinygpt.kernels.{device}")
+
+
+def resolve_dtype(dtype: str, device: str, checkpoint: Checkpoint | PackedCheckpoint) -> str:
+    """The precision of the weights: "auto" is a converted checkpoint's own, and float32 for any other.
+
+    Raises RequestError if a converted checkpoint has another one, or is no use to `device`.
+    """
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return "float32" if dtype == "auto" else dtype
+    if device != "cpu":
+        raise RequestError(
+            f"{checkpoint.path} is converted for device 'cpu' and device is {device!r}: give the checkpoint that it "
+            "was made from."
+        )
+    if dtype not in ("auto", checkpoint.dtype):
+        raise RequestError(
+            f"dtype is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave dtype at 'auto', or "
+            "give the checkpoint that it was made from."
+        )
+    return checkpoint.dtype
+
+
+def load_params(backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint, dtype: str, threads: int) -> Any:
+    """The backend's Params: packed now, or as they lie in a converted checkpoint.
+
+    Raises CheckpointError if that is damaged, or packed for other kernels.
+    """
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return backend.load_params(checkpoint, dtype, threads)
+    from tinygpt.kernels.cpu import packed  # `resolve_dtype` lets no other backend come here
+
+    layout = packed.layout_of(checkpoint.config, dtype, checkpoint.tied)
+    return packed.params_of(checkpoint.arrays(layout, packed.PACKING), checkpoint.config, dtype)
 
 
 def resolve_kv_cache_dtype(kv_cache_dtype: str, device: str, dtype: str) -> str:

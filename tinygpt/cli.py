@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import tinygpt
-from tinygpt.commands import generate
+from tinygpt.commands import convert, generate, warmup
 from tinygpt.errors import RequestError, TinyGPTError
 
-COMMANDS = {"generate": generate}
+COMMANDS = {"generate": generate, "convert": convert, "warmup": warmup}
 DONE, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
 

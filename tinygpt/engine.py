@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.backend import load_backend, resolve_kv_cache_dtype
+from tinygpt.backend import load_backend, load_params, resolve_dtype, resolve_kv_cache_dtype
 from tinygpt.batch import Batch
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
-from tinygpt.prompts import Prompt, check_length, params_list, prompt_list, read_prompt
+from tinygpt.prompts import Prompt, check_length, checked_ids, params_list, prompt_list, read_prompt
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 from tinygpt.scheduler import Chunk, Scheduler
 from tinygpt.sequence import Sequence
@@ -22,6 +22,7 @@ from tinygpt.text_stream import TextStream
 from tinygpt.threads import thread_count
 from tinygpt.tokenizer import Tokenizer
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.packed import PackedCheckpoint, open_checkpoint
 
 # New tokens in a step: enough for the matrix products to run at full speed, few enough that a decoding
 # sequence never waits long for a neighbour's prompt.
@@ -72,7 +73,8 @@ class LLM:
     """A GPT-2 checkpoint, ready to generate.
 
     model: "demo" (embedded), a local folder in Hugging Face's layout, or a Hub id such as "gpt2".
-    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load.
+    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load. "auto" is the dtype that a
+        converted checkpoint was converted to, and float32 for any other.
     device: "cpu", or "reference" (NumPy, float64 inside, slow, float32 weights only).
     threads: how many threads compute; None is one for each physical core.
     max_num_seqs: sequences that run at once; more wait their turn.
@@ -87,7 +89,7 @@ class LLM:
     def __init__(
         self,
         model: str = "demo",
-        dtype: str = "float32",
+        dtype: str = "auto",
         device: str = "cpu",
         threads: int | None = None,
         max_num_seqs: int = 32,
@@ -99,8 +101,9 @@ class LLM:
         if max_model_len is not None:
             _check_positive("max_model_len", max_model_len)
         self._backend = load_backend(device, dtype)
+        checkpoint = open_checkpoint(model)
+        dtype = resolve_dtype(dtype, device, checkpoint)
         kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, device, dtype)
-        checkpoint = Checkpoint.open(model)
         self.config = checkpoint.config
         if max_model_len is not None and max_model_len > self.config.n_positions:
             raise RequestError(
@@ -108,7 +111,7 @@ class LLM:
             )
         self.max_model_len = max_model_len or self.config.n_positions
         self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint)
-        self._params = self._backend.load_params(checkpoint, dtype, threads)
+        self._params = load_params(self._backend, checkpoint, dtype, threads)
         self._cache = self._new_cache(max_num_seqs, kv_cache_dtype)
         max_step_tokens = max(MAX_STEP_TOKENS, max_num_seqs)
         self._workspace = self._backend.new_workspace(
@@ -141,6 +144,7 @@ class LLM:
 
         Everything is checked when this is called; closing the iterator frees what was still running.
         """
+        self._check_open()
         prompts = prompt_list(prompts)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._request(prompt, p) for prompt, p in pairs])
@@ -164,7 +168,9 @@ class LLM:
         Raises RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
         self._check_open()
-        if len(token_ids) == 0:
+        is_text = isinstance(token_ids, str) and token_ids
+        token_ids = self.tokenizer.encode(token_ids) if is_text else checked_ids(token_ids)
+        if not token_ids:
             raise RequestError("logits need at least one token id: the list is empty.")
         token_ids = read_prompt(token_ids, self.config, lambda: self.tokenizer).token_ids
         if len(token_ids) > self.max_model_len:
@@ -321,7 +327,7 @@ def _completion(sequence: Sequence) -> CompletionOutput:
     )
 
 
-def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, CheckpointError | None]:
+def _load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint) -> tuple[Tokenizer | None, CheckpointError | None]:
     """The tokenizer, or the reason why there is none: token ids work without one."""
     try:
         return Tokenizer.from_folder(checkpoint.path), None

@@ -38,7 +38,7 @@ def read_prompt(prompt: Any, config: GPT2Config, tokenizer_of) -> Prompt:
     if isinstance(prompt, str):
         text, token_ids = prompt, tokenizer_of().encode(prompt) if prompt else []
     else:
-        text, token_ids = None, _checked_ids(prompt)
+        text, token_ids = None, checked_ids(prompt)
     outside = [i for i in token_ids if not 0 <= i < config.vocab_size]
     if outside:
         raise RequestError(
@@ -57,7 +57,7 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    params = list(params)
+    params = list(params) if isinstance(params, Iterable) else [params]
     if not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError("params must be one SamplingParams, or a list with one for each prompt.")
     if len(params) != count:
@@ -80,7 +80,8 @@ def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) ->
         )
 
 
-def _checked_ids(prompt: Any) -> list[int]:
+def checked_ids(prompt: Any) -> list[int]:
+    """A list of whole numbers; RequestError for anything else."""
     if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is {prompt!r} and must be a text or a list of token ids.")
     items = list(prompt)

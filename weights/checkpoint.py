@@ -36,7 +36,7 @@ class Checkpoint:
         Raises CheckpointError, with everything that is wrong, when it cannot be found, read or used.
         """
         path = resolve(model)
-        config = _read_config(path)
+        config = read_config(path)
         inventory = take_inventory(path, read_weights(path), config)
         return cls(path, config, inventory.ignored, inventory.tied, inventory.parameters)
 
@@ -56,7 +56,7 @@ class Checkpoint:
         return self.parameters["wte.weight" if self.tied and name == "lm_head.weight" else name]
 
 
-def _read_config(folder: Path) -> GPT2Config:
+def read_config(folder: Path) -> GPT2Config:
     generation = folder / "generation_config.json"
     return GPT2Config.from_dict(
         read_json_object(folder / "config.json"),

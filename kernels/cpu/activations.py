@@ -52,7 +52,7 @@ def exp(x):
 
 @jit
 def tanh(x):
-    """1 - 2 / (e**2x + 1), on |x| for symmetry; below 0.25 a polynomial, where that form would lose digits."""
+    """1 - 2 / (e**2x + 1), on |x| for symmetry; below 0.625 a polynomial, where that form would lose digits."""
     size = abs(x)
     large = ONE - TWO / (exp(size + size) + ONE)
     s = x * x
@@ -72,7 +72,7 @@ def sigmoid(x):
 
 @jit
 def erf(x):
-    """Within 3e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
+    """Within 5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
     size = abs(x)
     t = ONE / fma(np.float32(0.3275911), size, ONE)
     p = fma(np.float32(1.061405429), t, np.float32(-1.453152027))

@@ -13,12 +13,12 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from tinygpt.kernels.cpu.activations import exp
+from tinygpt.kernels.cpu.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.operands import to_bfloat16
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.tiles import TILE_ROWS, wide_tile, wide_tile_f32b
-from tinygpt.kernels.cpu.vector_ir import LANES, address, max_lanes, sum_lanes
+from tinygpt.kernels.cpu.vector_ir import LANES, address, float32_at, max_lanes, sum_lanes
 
 KEY_BLOCK = 64
 
@@ -62,52 +62,56 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_rows, tiles, scale
     sequence, the last bound being N. Needs scratch_size values of the thread's scratch.
     """
     count = tiles.size - 1
-    items = k_cache.shape[1] * count
+    items = max(k_cache.shape[1] * count, 1)
     item = claim(team, items)
     while item >= 0:
         head, tile = item // count, item % count
         first, last = tiles[tile], tiles[tile + 1]
-        row = token_rows[first]
-        k, v = k_cache[row, head], v_cache[row, head]
-        _attend_tile(first, last, head, out, qkv, k, v, positions, scale, team.scratch)
+        _attend_tile(first, last, token_rows[first], head, out, qkv, k_cache, v_cache, positions, scale, team.scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
 
 
 @jit
-def _attend_tile(first, last, head, out, qkv, k, v, positions, scale, scratch):
-    """Up to TILE_ROWS queries of one sequence and head. k (T / KEY_BLOCK, D, KEY_BLOCK), v (T, padded D)."""
-    rows, size, padded = last - first, k.shape[1], v.shape[1]
-    scores = scratch[: TILE_ROWS * KEY_BLOCK].reshape(TILE_ROWS, KEY_BLOCK)
-    used = TILE_ROWS * KEY_BLOCK
-    values = scratch[used : used + TILE_ROWS * padded].reshape(TILE_ROWS, padded)
-    used += TILE_ROWS * padded
-    total = scratch[used : used + TILE_ROWS * padded].reshape(TILE_ROWS, padded)
-    used += TILE_ROWS * padded
-    highest, weight_sum = scratch[used : used + TILE_ROWS], scratch[used + TILE_ROWS : used + 2 * TILE_ROWS]
-    total[:rows] = 0
-    highest[:rows] = -np.inf
-    weight_sum[:rows] = 0
+def _attend_tile(first, last, row, head, out, qkv, k_cache, v_cache, positions, scale, scratch):
+    """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
+    rows, size, padded = last - first, k_cache.shape[3], v_cache.shape[3]
+    scores = address(scratch)  # (TILE_ROWS, KEY_BLOCK)
+    values = scores + TILE_ROWS * KEY_BLOCK * 4  # (TILE_ROWS, padded), of one block
+    totals = values + TILE_ROWS * padded * 4  # (TILE_ROWS, padded), so far
+    highest = float32_at(totals + TILE_ROWS * padded * 4, TILE_ROWS)
+    weight_sum = float32_at(totals + TILE_ROWS * padded * 4 + TILE_ROWS * 4, TILE_ROWS)
+    for r in range(rows):
+        float32_at(totals + r * padded * 4, padded)[:] = ZERO
+        highest[r], weight_sum[r] = -np.inf, ZERO
 
-    q = address(qkv) + (first * qkv.shape[1] + head * size) * 4
+    q, ldq = address(qkv) + (first * qkv.shape[1] + head * size) * 4, qkv.shape[1] * 4
+    k = address(k_cache) + row * k_cache.strides[0] + head * k_cache.strides[1]
+    v = address(v_cache) + row * v_cache.strides[0] + head * v_cache.strides[1]
     newest = positions[last - 1]
     for block in range(newest // KEY_BLOCK + 1):
         keys = min(KEY_BLOCK, newest + 1 - block * KEY_BLOCK)
-        cache_tile(rows, q, qkv.shape[1] * 4, k[block], size, address(scores), KEY_BLOCK * 4)
+        cache_tile(k_cache, rows, q, ldq, k + block * k_cache.strides[2], size, scores, KEY_BLOCK)
         for r in range(rows):
             visible = min(KEY_BLOCK, positions[first + r] + 1 - block * KEY_BLOCK)
-            _softmax_step(scores[r], visible, scale, r, highest, weight_sum, total[r])
+            row_scores = float32_at(scores + r * KEY_BLOCK * 4, KEY_BLOCK)
+            total = float32_at(totals + r * padded * 4, padded)
+            _softmax_step(row_scores, visible, scale, r, highest, weight_sum, total)
         # Keys past `keys` are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
-        cache_tile(rows, address(scores), KEY_BLOCK * 4, v[block * KEY_BLOCK :], keys, address(values), padded * 4)
+        v_block = v + block * KEY_BLOCK * v_cache.strides[2]
+        cache_tile(v_cache, rows, scores, KEY_BLOCK * 4, v_block, keys, values, padded)
         for r in range(rows):
+            value, total = float32_at(values + r * padded * 4, padded), float32_at(totals + r * padded * 4, padded)
             for d in range(padded):
-                total[r, d] += values[r, d]
+                total[d] += value[d]
 
     for r in range(rows):
-        share = np.float32(1) / weight_sum[r]
+        share = ONE / weight_sum[r]
+        total = float32_at(totals + r * padded * 4, size)
+        target = float32_at(address(out) + ((first + r) * out.shape[1] + head * size) * 4, size)
         for d in range(size):
-            out[first + r, head * size + d] = total[r, d] * share
+            target[d] = total[d] * share
 
 
 @jit
@@ -129,24 +133,24 @@ def _softmax_step(scores, visible, scale, r, highest, weight_sum, total):
     weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)
 
 
-def cache_tile(rows, a, lda, b, steps, c, ldc):
-    """C (rows, columns) = A (rows, steps) @ b (steps, columns), b a part of the cache; strides in bytes."""
+def cache_tile(cache, rows, a, lda, b, steps, c, columns):
+    """C (rows, columns) = A (rows, steps) @ B (steps, columns), B at an address in the cache, lda in bytes."""
     raise NotImplementedError
 
 
 @overload(cache_tile)
-def _cache_tile(rows, a, lda, b, steps, c, ldc):
-    if b.dtype == types.float32:
+def _cache_tile(cache, rows, a, lda, b, steps, c, columns):
+    if cache.dtype == types.float32:
         return _cache_tile_float32
     return _cache_tile_bfloat16
 
 
-def _cache_tile_float32(rows, a, lda, b, steps, c, ldc):
-    wide_tile(rows, a, lda, address(b), b.shape[1] * 4, steps, c, ldc, b.shape[1])
+def _cache_tile_float32(cache, rows, a, lda, b, steps, c, columns):
+    wide_tile(rows, a, lda, b, columns * 4, steps, c, columns * 4, columns)
 
 
-def _cache_tile_bfloat16(rows, a, lda, b, steps, c, ldc):
-    wide_tile_f32b(rows, a, lda, address(b), b.shape[1] * 2, steps, c, ldc, b.shape[1])
+def _cache_tile_bfloat16(cache, rows, a, lda, b, steps, c, columns):
+    wide_tile_f32b(rows, a, lda, b, columns * 2, steps, c, columns * 4, columns)
 
 
 def encode(cache, x):

@@ -54,6 +54,15 @@ def jit(function):
         config.CACHE_DIR = previous
 
 
+def inline(function):
+    """Make a function part of whatever kernel calls it.
+
+    LLVM optimises a jitted function once more inside each of its callers. For the few large functions at the top,
+    called from one place, that would be most of the time it takes to compile everything.
+    """
+    return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
+
+
 @functools.cache
 def cache_folder() -> CacheFolder:
     """The folder for this build's kernels.

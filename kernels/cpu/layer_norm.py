@@ -5,7 +5,7 @@ import numpy as np
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.operands import put
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.vector_ir import LANES, address, sum_lanes, sum_squares_lanes
+from tinygpt.kernels.cpu.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
 
 ROWS_PER_ITEM = 4  # a row takes less than a microsecond: about what claiming it costs
 
@@ -17,11 +17,12 @@ def layer_norm(team, out, x, rows, weight, bias, epsilon):
     x (N, C), rows (R,), weight and bias (C,). Needs C values of the thread's scratch.
     """
     items = max((rows.size + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
-    normed = team.scratch[: x.shape[1]]
+    normed = float32_at(address(team.scratch), x.shape[1])
     item = claim(team, items)
     while item >= 0:
         for i in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, rows.size)):
-            normalise(normed, x[rows[i]], weight, bias, epsilon)
+            row = float32_at(address(x) + rows[i] * x.shape[1] * 4, x.shape[1])
+            normalise(normed, row, weight, bias, epsilon)
             put(out, i, 0, normed)
         complete(team, items)
         item = claim(team, items)

@@ -23,11 +23,12 @@ from tinygpt.kernels.cpu.tiles import (
     panel_tile_int4,
     panel_tile_int8,
 )
-from tinygpt.kernels.cpu.vector_ir import address
+from tinygpt.kernels.cpu.vector_ir import address, float32_at
 
 # Rows of x that a thread takes on at a time: enough to use each panel well while it is in the L2 cache.
 ROW_BLOCK = 8 * TILE_ROWS
 MAX_SEGMENTS = 4
+SEGMENT_BYTES = TILE_ROWS * PANEL * 4
 SCRATCH = MAX_SEGMENTS * TILE_ROWS * PANEL  # float32 values that one thread needs
 # What to do with the result. NumPy scalars: Numba would compile one more `linear` for each Python constant.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
@@ -95,57 +96,63 @@ def _products(rows, row, panel, x, weight, layer, segments, scratch):
 def _products_float32(rows, row, panel, x, weight, layer, segments, scratch):
     lda = x.values.shape[1] * 4
     a = address(x.values) + row * lda
-    b = address(weight.panels[layer, panel])
+    b = panel_address(weight.panels, layer, panel)
     c = address(scratch)
     for s in range(segments.size - 1):
         start, steps = segments[s], segments[s + 1] - segments[s]
-        c_segment = c + s * TILE_ROWS * PANEL * 4
+        c_segment = c + s * SEGMENT_BYTES
         panel_tile(rows, a + start * 4, lda, b + start * PANEL * 4, PANEL * 4, steps, c_segment, PANEL * 4)
 
 
 def _products_bfloat16(rows, row, panel, x, weight, layer, segments, scratch):
     lda = x.values.shape[1] * 2
     a = address(x.values) + row * lda
-    b = address(weight.panels[layer, panel])
+    b = panel_address(weight.panels, layer, panel)
     c = address(scratch)
     for s in range(segments.size - 1):
         start, steps = segments[s] // 2, (segments[s + 1] + 1) // 2 - segments[s] // 2
-        c_segment = c + s * TILE_ROWS * PANEL * 4
+        c_segment = c + s * SEGMENT_BYTES
         panel_tile_bf16(rows, a + start * 4, lda, b + start * PANEL * 4, PANEL * 4, steps, c_segment, PANEL * 4)
 
 
 def _products_int8(rows, row, panel, x, weight, layer, segments, scratch):
     lda, lds = x.values.shape[1], x.scales.shape[1] * 16
     a, scales = address(x.values) + row * lda, address(x.scales) + row * lds
-    b = address(weight.panels[layer, panel])
+    b = panel_address(weight.panels, layer, panel)
     c = address(scratch)
     for s in range(segments.size - 1):
         start, stop = segments[s] // GROUP, (segments[s + 1] + GROUP - 1) // GROUP
-        c_segment = c + s * TILE_ROWS * PANEL * 4
+        c_segment = c + s * SEGMENT_BYTES
         b_segment = b + start * GROUP * PANEL
         a_segment, s_segment = a + start * GROUP, scales + start * 16
         panel_tile_int8(rows, a_segment, lda, s_segment, lds, b_segment, b, stop - start, c_segment, PANEL * 4)
-    column_scales = weight.scales[layer, panel * PANEL : (panel + 1) * PANEL]
-    sums = scratch[:SCRATCH].reshape(MAX_SEGMENTS, TILE_ROWS, PANEL)
+    column_scales = float32_at(address(weight.scales) + (layer * weight.scales.shape[1] + panel * PANEL) * 4, PANEL)
     for s in range(segments.size - 1):
         for r in range(rows):
+            y = float32_at(c + s * SEGMENT_BYTES + r * PANEL * 4, PANEL)
             for j in range(PANEL):
-                sums[s, r, j] *= column_scales[j]
+                y[j] *= column_scales[j]
 
 
 def _products_int4(rows, row, panel, x, weight, layer, segments, scratch):
     lda, lds = x.values.shape[1], x.scales.shape[1] * 16
     a, scales = address(x.values) + row * lda, address(x.scales) + row * lds
-    b = address(weight.panels[layer, panel])
-    b_scales = address(weight.group_scales[layer, panel])
+    b = panel_address(weight.panels, layer, panel)
+    b_scales = panel_address(weight.group_scales, layer, panel)
     c = address(scratch)
     for s in range(segments.size - 1):
         start, stop = segments[s] // GROUP, (segments[s + 1] + GROUP - 1) // GROUP
-        c_segment = c + s * TILE_ROWS * PANEL * 4
+        c_segment = c + s * SEGMENT_BYTES
         b_segment = b + start * GROUP * PANEL // 2
         g_segment = b_scales + start * (GROUP // WEIGHT_GROUP) * 2 * PANEL * 2
         a_segment, s_segment = a + start * GROUP, scales + start * 16
         panel_tile_int4(rows, a_segment, lda, s_segment, lds, b_segment, g_segment, stop - start, c_segment, PANEL * 4)
+
+
+@jit
+def panel_address(panels, layer, panel):
+    """Where a panel of a layer begins: panels (L, P, ...)."""
+    return address(panels) + (layer * panels.shape[1] + panel) * panels.strides[1]
 
 
 PRODUCTS = {
@@ -159,20 +166,29 @@ PRODUCTS = {
 @jit
 def _epilogue(rows, row, panel, out, bias, activation, add, segments, columns, scratch):
     """Add up the segments, then bias, activation and residual, while the tile is in the L1 cache."""
-    sums = scratch[:SCRATCH].reshape(MAX_SEGMENTS, TILE_ROWS, PANEL)
     first = panel * PANEL
     used = min(PANEL, columns - first)
     for r in range(rows):
-        y = sums[0, r, :used]
+        y = float32_at(address(scratch) + r * PANEL * 4, used)
         if segments.size == 5:
-            for j in range(used):
-                y[j] = (y[j] + sums[1, r, j]) + (sums[2, r, j] + sums[3, r, j])
+            _add_segments(y, address(y))
         if bias.size:
+            b = float32_at(address(bias) + first * 4, used)
             for j in range(used):
-                y[j] += bias[first + j]
+                y[j] += b[j]
         if activation != NONE:
             activate(y, activation)
         emit(out, row + r, first, y, add)
+
+
+@jit
+def _add_segments(y, first):
+    """y, the first segment's row, becomes (s0 + s1) + (s2 + s3)."""
+    s1 = float32_at(first + SEGMENT_BYTES, y.size)
+    s2 = float32_at(first + 2 * SEGMENT_BYTES, y.size)
+    s3 = float32_at(first + 3 * SEGMENT_BYTES, y.size)
+    for j in range(y.size):
+        y[j] = (y[j] + s1[j]) + (s2[j] + s3[j])
 
 
 def emit(out, row, first, y, add):
@@ -188,7 +204,7 @@ def _emit(out, row, first, y, add):
 
 
 def _emit_float32(out, row, first, y, add):
-    target = out[row, first : first + y.size]
+    target = float32_at(address(out) + (row * out.shape[1] + first) * 4, y.size)
     if add:
         for j in range(y.size):
             target[j] += y[j]

@@ -1,6 +1,8 @@
 """From a checkpoint's tensors to packed weights, quantised if asked, and the buffers that go with them."""
 
+import contextlib
 import itertools
+import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,16 +23,16 @@ from tinygpt.kernels.cpu.formats import (
 from tinygpt.kernels.cpu.linear import SCRATCH, quarters, whole
 from tinygpt.kernels.cpu.model import Buffers, KVCache, Params, Workspace
 from tinygpt.kernels.cpu.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
+from tinygpt.kernels.cpu.smoothing import smoothing_factors
 from tinygpt.kernels.cpu.tiles import GROUP, PANEL, WEIGHT_GROUP
 from tinygpt.kernels.cpu.vector_ir import LANES, VECTOR_BYTES
 
 PACK_SHARES = 16  # of a matrix, for any number of threads to take
-LAYER_NORMS = ("ln_1", "ln_2")
+LAYER_NORMS, KINDS = ("ln_1", "ln_2"), ("weight", "bias")
 # Our name for each kind of layer, and the checkpoint's.
 LINEARS = {"c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc", "mlp_proj": "mlp.c_proj"}
 # The layer norm in front of a linear layer, where there is one.
 NORM_BEFORE = {"c_attn": "ln_1", "c_fc": "ln_2"}
-SMOOTHED = ("int8", "int4")
 K_UNIT = {"float32": 1, "bfloat16": 2, "int8": GROUP, "int4": GROUP}  # what segments of K are whole numbers of
 
 
@@ -39,31 +41,34 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
     and release(name), called as soon as a tensor has been packed so that its file pages may leave memory."""
     config = checkpoint.config
     layers = range(config.n_layer)
-    head_dtype = "int8" if dtype == "int4" else dtype
-    fields = {}
+    head_dtype, fields = head_dtype_of(dtype), {}
     with ThreadPoolExecutor(threads) as pool:
         # First the largest, while little else is in memory: it alone is there twice while it is packed.
         head_name = "wte.weight" if checkpoint.tied else "lm_head.weight"
-        fields["lm_head"], factors = _pack_layers(checkpoint, [head_name], ["ln_f"], head_dtype, dtype, pool)
+        fields["lm_head"], factors = _pack_layers(checkpoint, [head_name], ["ln_f"], head_dtype, pool)
         fields["ln_f_weight"], fields["ln_f_bias"] = (
             _divided(checkpoint, ["ln_f"], kind, factors)[0] for kind in KINDS
         )
         fields["wte_factors"] = (1 / factors[0]) if checkpoint.tied else np.ones(config.n_embd, np.float32)
         fields["wte"] = fields["lm_head"]
         if not checkpoint.tied:
-            fields["wte"], _ = _pack_layers(checkpoint, ["wte.weight"], None, head_dtype, dtype, pool)
+            fields["wte"], _ = _pack_layers(checkpoint, ["wte.weight"], None, head_dtype, pool)
         for ours, name in LINEARS.items():
             norms = [f"h.{i}.{NORM_BEFORE[ours]}" for i in layers] if ours in NORM_BEFORE else None
             names = [f"h.{i}.{name}.weight" for i in layers]
-            fields[ours], factors = _pack_layers(checkpoint, names, norms, dtype, dtype, pool)
+            fields[ours], factors = _pack_layers(checkpoint, names, norms, dtype, pool)
             fields[f"{ours}_bias"] = _stack(checkpoint, [f"h.{i}.{name}.bias" for i in layers])
             if norms:
                 for kind in KINDS:
                     fields[f"{NORM_BEFORE[ours]}_{kind}"] = _divided(checkpoint, norms, kind, factors)  # (L, C)
+    return new_params(config, dtype, {**fields, "wpe": _stack(checkpoint, ["wpe.weight"])[0]})
+
+
+def new_params(config, dtype: str, fields: dict) -> Params:
+    """The fields that come from a checkpoint, by name, and beside them those that its configuration decides."""
     return Params(
         **fields,
-        wpe=_stack(checkpoint, ["wpe.weight"])[0],
-        attention_scales=np.array([config.attention_scale(i) for i in layers], np.float32),
+        attention_scales=np.array([config.attention_scale(i) for i in range(config.n_layer)], np.float32),
         embd_segments=whole(config.n_embd),
         head_segments=_segments(config.n_head, config.head_size, dtype),
         inner_segments=_segments(config.inner_size // K_UNIT[dtype], K_UNIT[dtype], dtype, config.inner_size),
@@ -72,7 +77,9 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
     )
 
 
-KINDS = ("weight", "bias")
+def head_dtype_of(dtype: str) -> str:
+    """The precision of wte and the head: four bits are too few for them."""
+    return "int8" if dtype == "int4" else dtype
 
 
 def _segments(units: int, unit: int, dtype: str, k: int | None = None) -> np.ndarray:
@@ -81,21 +88,7 @@ def _segments(units: int, unit: int, dtype: str, k: int | None = None) -> np.nda
     return quarters(units, unit) if unit % K_UNIT[dtype] == 0 and units * unit == k else whole(k)
 
 
-def smooth(weight: np.ndarray, gain: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Factors (K,) that move size from a layer norm's output into the weight (N, K) after it, or back.
-
-    SmoothQuant's per-channel balance (Xiao et al., 2022), with sqrt(gain^2 + bias^2) for the size of the channel:
-    what a layer norm makes of a channel of unit variance. The norm is divided by the factors and the weight multiplied
-    by them, so that the function stays as it is and neither side has channels far larger than the rest.
-    """
-    channel = np.sqrt(gain**2 + bias**2)
-    largest = np.abs(weight).max(axis=0)  # (K,)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factors = np.sqrt(channel / largest)
-    return np.where(np.isfinite(factors) & (factors > 0), factors, 1).astype(np.float32)
-
-
-def _pack_layers(checkpoint, names, norms, dtype: str, model_dtype: str, pool) -> tuple[tuple, np.ndarray]:
+def _pack_layers(checkpoint, names, norms, dtype: str, pool) -> tuple[tuple, np.ndarray]:
     """Weights of one shape (N, K), one after another, and the factors (L, K) that they were multiplied by."""
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
@@ -103,9 +96,9 @@ def _pack_layers(checkpoint, names, norms, dtype: str, model_dtype: str, pool) -
     all_factors = np.ones((len(names), k), np.float32)
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
-        if norms and model_dtype in SMOOTHED:
+        if norms:
             gain, bias = (checkpoint.tensor(f"{norms[layer]}.{kind}") for kind in KINDS)
-            all_factors[layer] = smooth(weight, gain, bias)
+            all_factors[layer] = smoothing_factors(weight, gain, bias, dtype)
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
         _in_shares(pool, pack, panel_count(n), source, is_transposed, all_factors[layer], *(a[layer] for a in arrays))
@@ -129,15 +122,21 @@ FORMATS = {
 
 def _new_weight(dtype: str, layers: int, n: int, k: int) -> tuple[np.ndarray, ...]:
     """Empty arrays for the dtype's record, in the order of its fields."""
+    return tuple(_zeros(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
+
+
+def weight_layout(dtype: str, layers: int, n: int, k: int) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+    """Shape and dtype of each array of the dtype's record, for weights (N, K)."""
     p, groups = panel_count(n), -(-k // GROUP)
     if dtype == "float32":
-        return (_zeros((layers, p, k, PANEL)),)
+        return (((layers, p, k, PANEL), np.dtype(np.float32)),)
     if dtype == "bfloat16":
-        return (_zeros((layers, p, -(-k // 2), PANEL, 2), np.uint16),)
+        return (((layers, p, -(-k // 2), PANEL, 2), np.dtype(np.uint16)),)
     if dtype == "int8":
-        return _zeros((layers, p, groups * GROUP // 4, PANEL, 4), np.uint8), _zeros((layers, p * PANEL))
-    panels = _zeros((layers, p, groups * GROUP // 8, PANEL, 4), np.uint8)
-    return panels, _zeros((layers, p, groups * GROUP // WEIGHT_GROUP, 2, PANEL), np.uint16)
+        panels = (layers, p, groups * GROUP // 4, PANEL, 4)
+        return (panels, np.dtype(np.uint8)), ((layers, p * PANEL), np.dtype(np.float32))
+    panels = (layers, p, groups * GROUP // 8, PANEL, 4)
+    return (panels, np.dtype(np.uint8)), ((layers, p, groups * GROUP // WEIGHT_GROUP, 2, PANEL), np.dtype(np.uint16))
 
 
 def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np.ndarray:
@@ -154,8 +153,8 @@ def new_cache(config, max_num_seqs: int, max_model_len: int, dtype: str = "float
     rows = (config.n_layer, max_num_seqs, config.n_head)
     kind = np.float32 if dtype == "float32" else np.uint16
     return KVCache(
-        k=_zeros((*rows, blocks, config.head_size, KEY_BLOCK), kind),
-        v=_zeros((*rows, blocks * KEY_BLOCK, padded_head(config.head_size)), kind),
+        k=_small_pages((*rows, blocks, config.head_size, KEY_BLOCK), kind),
+        v=_small_pages((*rows, blocks * KEY_BLOCK, padded_head(config.head_size)), kind),
     )
 
 
@@ -201,6 +200,23 @@ def _new_operand(dtype: str, n: int, k: int):
     groups = -(-k // GROUP)
     scales = _zeros((n, groups, 4))
     return Int8Operand(_zeros((n, groups * GROUP), np.int8), scales, scales.view(np.int32))
+
+
+def _small_pages(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """Zeros that arrive in pages of 4 KB as they are touched.
+
+    For its own large arrays NumPy asks Linux for pages of 2 MB: a hardly begun cache then takes several of them for
+    each layer, 80 MB for one sequence of GPT-2 124M, and clearing them delays the first token.
+    """
+    size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    try:
+        pages = mmap.mmap(-1, size, **private)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes cannot be reserved") from error
+    with contextlib.suppress(AttributeError, OSError):  # a system, or a kernel, that has no huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)
 
 
 def _zeros(shape: tuple[int, ...], dtype=np.float32) -> np.ndarray:

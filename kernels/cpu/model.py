@@ -13,7 +13,7 @@ from tinygpt.kernels.cpu.activations import NONE
 from tinygpt.kernels.cpu.attention import attend, write_kv
 from tinygpt.kernels.cpu.crew import Crew
 from tinygpt.kernels.cpu.embedding import embed
-from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.jit import inline, jit
 from tinygpt.kernels.cpu.layer_norm import layer_norm
 from tinygpt.kernels.cpu.linear import ADD, REPLACE, linear, linear_to_operand
 from tinygpt.kernels.cpu.operands import convert
@@ -121,13 +121,13 @@ def _take_steps(team, leads, params, cache, buffers):
     """The leader takes one step, a follower one after another: one function, so that it is compiled once."""
     if leads:
         begin_step(team)
+    while leads or join_step(team):
         _forward(team, params, cache, buffers)
-        return
-    while join_step(team):
-        _forward(team, params, cache, buffers)
+        if leads:
+            break
 
 
-@jit
+@inline
 def _forward(team, params, cache, buffers):
     """What each thread of the team does in a step; a kernel is a phase, and they keep in step by phases."""
     b, (n, tiles, r) = buffers, (buffers.sizes[0], buffers.sizes[1], buffers.sizes[2])
@@ -142,7 +142,7 @@ def _forward(team, params, cache, buffers):
     linear(team, logits, b.final, params.lm_head, FIRST, no_bias, NONE, REPLACE, params.embd_segments)  # (R, V)
 
 
-@jit
+@inline
 def attention_block(team, x, layer, params, cache, buffers, step):
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
     p, b, n = params, buffers, x.shape[0]
@@ -156,7 +156,7 @@ def attention_block(team, x, layer, params, cache, buffers, step):
     linear(team, x, b.heads, p.attn_proj, layer, p.attn_proj_bias[layer], NONE, ADD, p.head_segments)
 
 
-@jit
+@inline
 def mlp_block(team, x, layer, params, buffers):
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     p, b, n = params, buffers, x.shape[0]

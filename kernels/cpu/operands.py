@@ -1,17 +1,40 @@
 """From float32 rows to what the tiles multiply: the activations of the next product, quantised per token."""
 
+import functools
+
 import numpy as np
-from numba.extending import overload
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
 
 from tinygpt.kernels.cpu.formats import BFloat16Operand, Float32Operand, Int8Operand, is_a
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.tiles import GROUP, WEIGHT_GROUP
-from tinygpt.kernels.cpu.vector_ir import fma
+from tinygpt.kernels.cpu.tiles import GROUP
+from tinygpt.kernels.cpu.vector_ir import (
+    F32,
+    FLOATS,
+    I8,
+    I32,
+    INTS,
+    LANES,
+    VECTOR_BYTES,
+    add,
+    add_int,
+    address,
+    broadcast,
+    declare,
+    float32_at,
+    fold,
+    load,
+    maximum,
+    multiply_add,
+    store,
+    uint16_at,
+)
 
 ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
-LARGEST = np.float32(127)
 ROWS_PER_ITEM = 4
 
 
@@ -36,57 +59,77 @@ def put(operand, row, first, values):
 @overload(put)
 def _put(operand, row, first, values):
     if is_a(operand, Float32Operand):
-        return lambda operand, row, first, values: _put_float32(operand.values[row], first, values)
+        return _put_float32
     if is_a(operand, BFloat16Operand):
-        return lambda operand, row, first, values: _put_bfloat16(operand.values[row], first, values)
+        return _put_bfloat16
     if is_a(operand, Int8Operand):
         return _put_int8
     return None
 
 
-@jit
-def _put_float32(target, first, values):
+def _put_float32(operand, row, first, values):
+    target = float32_at(address(operand.values) + (row * operand.values.shape[1] + first) * 4, values.size)
     for i in range(values.size):
-        target[first + i] = values[i]
+        target[i] = values[i]
 
 
-@jit
-def _put_bfloat16(target, first, values):
+def _put_bfloat16(operand, row, first, values):
+    target = uint16_at(address(operand.values) + (row * operand.values.shape[1] + first) * 2, values.size)
     for i in range(values.size):
-        target[first + i] = to_bfloat16(values[i])
+        target[i] = to_bfloat16(values[i])
 
 
 def _put_int8(operand, row, first, values):
-    for start in range(0, values.size, GROUP):
-        group = values[start : start + GROUP]
-        column = first + start
-        quantise(
-            group,
-            operand.values[row, column : column + group.size],
-            operand.scales[row, column // GROUP],
-            operand.zero_points[row, column // GROUP],
-        )
+    target = address(operand.values) + row * operand.values.shape[1] + first
+    scales = address(operand.scales) + (row * operand.scales.shape[1] + first // GROUP) * 16
+    whole = values.size // GROUP
+    for g in range(whole):
+        quantise_group(address(values) + g * GROUP * 4, target + g * GROUP, scales + g * 16)
+    if values.size > whole * GROUP:
+        padded = np.zeros(GROUP, np.float32)
+        padded[: values.size - whole * GROUP] = values[whole * GROUP :]
+        quantise_group(address(padded), target + whole * GROUP, scales + whole * 16)
 
 
-@jit
-def quantise(x, target, scales, zero_points):
-    """x (n,), n <= GROUP, to int8 with one scale: the largest size becomes 127. A row of zeros has scale 0."""
-    largest = np.float32(0)
-    for i in range(x.size):
-        largest = max(largest, abs(x[i]))
-    inverse = LARGEST / largest if largest > 0 else np.float32(0)
-    low = high = np.int32(0)
-    for i in range(x.size):
-        target[i] = np.int32(fma(x[i], inverse, ROUNDING) - ROUNDING)
-    for i in range(min(x.size, WEIGHT_GROUP)):
-        low += np.int32(target[i])
-    for i in range(WEIGHT_GROUP, x.size):
-        high += np.int32(target[i])
-    scale = largest / LARGEST
-    scales[0] = scale
-    zero_points[1] = np.int32(-128) * (low + high)
-    scales[2] = scale * np.float32(low)
-    scales[3] = scale * np.float32(high)
+@intrinsic
+def quantise_group(typingctx, x, target, scales):
+    """GROUP float32 values to int8 with one scale: the largest size becomes 127, and zeros have scale 0.
+
+    All three are addresses; `scales` is that of the group's four entries, see Int8Operand.
+    """
+
+    def codegen(context, builder, signature, args):
+        x, target, scales = args
+
+        def at(start, offset: int):
+            return builder.add(start, ir.Constant(start.type, offset))
+
+        values = [load(builder, at(x, i * VECTOR_BYTES), FLOATS, 4) for i in range(GROUP // LANES)]
+        sizes = [builder.call(declare(builder, f"llvm.fabs.v{LANES}f32", FLOATS, [FLOATS]), [v]) for v in values]
+        largest = fold(builder, functools.reduce(functools.partial(maximum, builder), sizes), maximum)
+        zero, limit = ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)
+        is_zero = builder.fcmp_ordered("==", largest, zero)
+        inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
+        rounding = ir.Constant(FLOATS, [ROUNDING] * LANES)
+        sums = []
+        for i, value in enumerate(values):
+            nearest = builder.fsub(multiply_add(builder, value, inverse, rounding), rounding)
+            whole = builder.fptosi(nearest, INTS)
+            store(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), at(target, i * LANES), 1)
+            sums.append(whole)
+        half = len(sums) // 2
+        low, high = (fold(builder, builder.add(*part), add_int) for part in (sums[:half], sums[half:]))
+        # A maximum passes over NaN: 0 * x is NaN wherever x is not finite, and so is the scale then.
+        nothing = [builder.fmul(value, ir.Constant(FLOATS, [0.0] * LANES)) for value in values]
+        unfinite = fold(builder, functools.reduce(builder.fadd, nothing), add)
+        scale = builder.fadd(builder.fdiv(largest, limit), unfinite)
+        store(builder, scale, scales, 4)
+        store(builder, builder.mul(builder.add(low, high), ir.Constant(I32, -128)), at(scales, 4), 4)
+        store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(scales, 8), 4)
+        store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(scales, 12), 4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
 
 
 def convert(team, operand, x):
@@ -106,7 +149,7 @@ def _convert_rows(team, operand, x):
     item = claim(team, items)
     while item >= 0:
         for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, x.shape[0])):
-            put(operand, n, 0, x[n])
+            put(operand, n, 0, float32_at(address(x) + n * x.shape[1] * 4, x.shape[1]))
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)

@@ -39,16 +39,18 @@ from tinygpt.kernels.cpu.vector_ir import (
 
 PANEL_VECTORS = 4
 PANEL = PANEL_VECTORS * LANES
-# 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers.
+HAS_AVX512 = has_feature("avx512f")
+HAS_BF16 = HAS_AVX512 and has_feature("avx512bf16")
+HAS_VNNI = HAS_AVX512 and has_feature("avx512vnni")
+# 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers. Elsewhere a vector of 16
+# takes two or four registers, and a panel is walked through in strips of one.
 TILE_ROWS = 6
+STRIP = PANEL_VECTORS if HAS_AVX512 else 1
 # The grouped tiles keep integer and float accumulators: 3 x 64 takes 24 registers for them.
-GROUPED_ROWS = 3
+GROUPED_ROWS = 3 if HAS_AVX512 else 1
 GROUP = 64  # values of K that share an activation's scale
 STEPS_PER_GROUP = GROUP // 4
 WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
-
-HAS_BF16 = has_feature("avx512bf16") and has_feature("avx512f")
-HAS_VNNI = has_feature("avx512vnni") and has_feature("avx512f")
 
 
 class BFloat(ir.types.Type):
@@ -135,47 +137,71 @@ STEPS = {  # how a vector of B is read, its bytes in memory, the step
 }
 
 
-def make_tile(kind: str, rows: int, vectors: int):
-    """The intrinsic tile(a, lda, b, ldb, steps, c, ldc): addresses, strides in bytes, steps >= 1."""
+def make_tile(kind: str, vectors: int):
+    """The intrinsic tile(rows, a, lda, b, ldb, steps, c, ldc): addresses, strides in bytes.
+
+    1 <= rows <= TILE_ROWS, steps >= 1. There is code for each number of rows.
+    """
     load_b, bytes_b, multiply = STEPS[kind]
+    strip = min(STRIP, vectors)
+
+    def strip_code(builder, rows, a, lda, b, ldb, steps, c, ldc):
+        def size(n: int):
+            return ir.Constant(a.type, n)
+
+        row_starts = [builder.add(a, builder.mul(lda, size(r))) for r in range(rows)]
+
+        def step(k, accumulators):
+            b_row = builder.add(b, builder.mul(k, ldb))
+            b_k = [load_b(builder, builder.add(b_row, size(v * bytes_b))) for v in range(strip)]
+            sums = []
+            for r in range(rows):
+                a_k = load(builder, builder.add(row_starts[r], builder.mul(k, size(4))), I32, 4)
+                a_k = broadcast(builder, a_k)
+                sums += [multiply(builder, a_k, b_k[v], accumulators[r * strip + v]) for v in range(strip)]
+            return sums
+
+        sums = repeat(builder, steps, step, [ir.Constant(FLOATS, None)] * (rows * strip))
+        for i, total in enumerate(sums):
+            c_row = builder.add(c, builder.mul(ldc, size(i // strip)))
+            store(builder, total, builder.add(c_row, size(i % strip * VECTOR_BYTES)), 4)
+
+    def code(builder, rows, a, lda, b, ldb, steps, c, ldc):
+        for first in range(0, vectors, strip):
+            b_strip = builder.add(b, ir.Constant(b.type, first * bytes_b))
+            c_strip = builder.add(c, ir.Constant(c.type, first * VECTOR_BYTES))
+            strip_code(builder, rows, a, lda, b_strip, ldb, steps, c_strip, ldc)
 
     @intrinsic
-    def tile(typingctx, a, lda, b, ldb, steps, c, ldc):
+    def tile(typingctx, rows, a, lda, b, ldb, steps, c, ldc):
         def codegen(context, builder, signature, args):
-            a, lda, b, ldb, steps, c, ldc = args
-
-            def size(n: int):
-                return ir.Constant(a.type, n)
-
-            row_starts = [builder.add(a, builder.mul(lda, size(r))) for r in range(rows)]
-
-            def step(k, accumulators):
-                b_row = builder.add(b, builder.mul(k, ldb))
-                b_k = [load_b(builder, builder.add(b_row, size(v * bytes_b))) for v in range(vectors)]
-                sums = []
-                for r in range(rows):
-                    a_k = load(builder, builder.add(row_starts[r], builder.mul(k, size(4))), I32, 4)
-                    a_k = broadcast(builder, a_k)
-                    for v in range(vectors):
-                        sums.append(multiply(builder, a_k, b_k[v], accumulators[r * vectors + v]))
-                return sums
-
-            sums = repeat(builder, steps, step, [ir.Constant(FLOATS, None)] * (rows * vectors))
-            for i, total in enumerate(sums):
-                c_row = builder.add(c, builder.mul(ldc, size(i // vectors)))
-                store(builder, total, builder.add(c_row, size(i % vectors * VECTOR_BYTES)), 4)
+            for_each_height(builder, TILE_ROWS, code, *args)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 7), codegen
+        return types.void(*[types.intp] * 8), codegen
 
     return tile
 
 
-def make_grouped_tile(kind: str, rows: int):
-    """The intrinsic tile(a, lda, scales, lds, b, b_scales, groups, c, ldc): addresses, strides in bytes, groups >= 1.
+def for_each_height(builder, highest: int, code, rows, *arguments) -> None:
+    """Emit `code(builder, n, *arguments)` for n = 1 to `highest`, and a jump to the one for `rows`."""
+    done = builder.append_basic_block("done")
+    blocks = [builder.append_basic_block(f"rows{n}") for n in range(1, highest + 1)]
+    switch = builder.switch(rows, blocks[-1])
+    for n, block in enumerate(blocks, 1):
+        switch.add_case(ir.Constant(rows.type, n), block)
+        builder.position_at_end(block)
+        code(builder, n, *arguments)
+        builder.branch(done)
+    builder.position_at_end(done)
 
-    a: int8, GROUP values a group. scales: for each row and group 16 bytes: the activation's scale s (float32),
-    -128 times the sum of the group's a (int32), and s times the sum of each half of the group (two float32).
+
+def make_grouped_tile(kind: str):
+    """The intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc): addresses, strides in bytes.
+
+    1 <= rows <= GROUPED_ROWS, groups >= 1. a: int8, GROUP values a group. scales: for each row and group 16 bytes: the
+    activation's scale s (float32), -128 times the sum of the group's a (int32), and s times the sum of each half of
+    the group (two float32).
     b, int8: weights + 128 as uint8, in fours along K. The 128 is taken out by starting the sums at -128 sum(a); the
     scale of a weight's column is left to the caller, and b_scales is not read.
     b, int4: weights 0..15, two steps in a byte, the first in its low half; b_scales: for each WEIGHT_GROUP a row of
@@ -183,29 +209,30 @@ def make_grouped_tile(kind: str, rows: int):
     """
     fold_group = {"int8": _int8_group, "int4": _int4_group}[kind]
 
+    def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
+        def size(n: int):
+            return ir.Constant(a.type, n)
+
+        def row(start, stride, r: int):
+            return builder.add(start, builder.mul(stride, size(r)))
+
+        def group(g, accumulators):
+            a_rows = [builder.add(row(a, lda, r), builder.mul(g, size(GROUP))) for r in range(rows)]
+            s_rows = [builder.add(row(scales, lds, r), builder.mul(g, size(16))) for r in range(rows)]
+            return fold_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators)
+
+        sums = repeat(builder, groups, group, [ir.Constant(FLOATS, None)] * (rows * PANEL_VECTORS))
+        for i, total in enumerate(sums):
+            at = size(i % PANEL_VECTORS * VECTOR_BYTES)
+            store(builder, total, builder.add(row(c, ldc, i // PANEL_VECTORS), at), 4)
+
     @intrinsic
-    def tile(typingctx, a, lda, scales, lds, b, b_scales, groups, c, ldc):
+    def tile(typingctx, rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
         def codegen(context, builder, signature, args):
-            a, lda, scales, lds, b, b_scales, groups, c, ldc = args
-
-            def size(n: int):
-                return ir.Constant(a.type, n)
-
-            def row(start, stride, r: int):
-                return builder.add(start, builder.mul(stride, size(r)))
-
-            def group(g, accumulators):
-                a_rows = [builder.add(row(a, lda, r), builder.mul(g, size(GROUP))) for r in range(rows)]
-                s_rows = [builder.add(row(scales, lds, r), builder.mul(g, size(16))) for r in range(rows)]
-                return fold_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators)
-
-            sums = repeat(builder, groups, group, [ir.Constant(FLOATS, None)] * (rows * PANEL_VECTORS))
-            for i, total in enumerate(sums):
-                at = size(i % PANEL_VECTORS * VECTOR_BYTES)
-                store(builder, total, builder.add(row(c, ldc, i // PANEL_VECTORS), at), 4)
+            for_each_height(builder, GROUPED_ROWS, code, *args)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 9), codegen
+        return types.void(*[types.intp] * 10), codegen
 
     return tile
 
@@ -285,125 +312,19 @@ def _int4_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators):
     return accumulators
 
 
-f32_6, f32_5, f32_4, f32_3, f32_2, f32_1 = (make_tile("f32", rows, PANEL_VECTORS) for rows in (6, 5, 4, 3, 2, 1))
-strip_6, strip_5, strip_4, strip_3, strip_2, strip_1 = (make_tile("f32", rows, 1) for rows in (6, 5, 4, 3, 2, 1))
-f32b_6, f32b_5, f32b_4, f32b_3, f32b_2, f32b_1 = (make_tile("f32b", rows, PANEL_VECTORS) for rows in (6, 5, 4, 3, 2, 1))
-stripb_6, stripb_5, stripb_4, stripb_3, stripb_2, stripb_1 = (make_tile("f32b", rows, 1) for rows in (6, 5, 4, 3, 2, 1))
-bf16_6, bf16_5, bf16_4, bf16_3, bf16_2, bf16_1 = (make_tile("bf16", rows, PANEL_VECTORS) for rows in (6, 5, 4, 3, 2, 1))
-int8_3, int8_2, int8_1 = (make_grouped_tile("int8", rows) for rows in (3, 2, 1))
-int4_3, int4_2, int4_1 = (make_grouped_tile("int4", rows) for rows in (3, 2, 1))
-
-
-@jit
-def panel_tile(rows, a, lda, b, ldb, steps, c, ldc):
-    """C (rows, PANEL) = A (rows, steps) @ B (steps, PANEL), float32, 1 <= rows <= TILE_ROWS; strides in bytes."""
-    if rows == 6:
-        f32_6(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 5:
-        f32_5(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 4:
-        f32_4(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 3:
-        f32_3(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 2:
-        f32_2(a, lda, b, ldb, steps, c, ldc)
-    else:
-        f32_1(a, lda, b, ldb, steps, c, ldc)
-
-
-@jit
-def strip_tile(rows, a, lda, b, ldb, steps, c, ldc):
-    """The same for B of LANES columns."""
-    if rows == 6:
-        strip_6(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 5:
-        strip_5(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 4:
-        strip_4(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 3:
-        strip_3(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 2:
-        strip_2(a, lda, b, ldb, steps, c, ldc)
-    else:
-        strip_1(a, lda, b, ldb, steps, c, ldc)
-
-
-@jit
-def panel_tile_bf16(rows, a, lda, b, ldb, steps, c, ldc):
-    """The same for A and B in pairs of bfloat16; steps of two."""
-    if rows == 6:
-        bf16_6(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 5:
-        bf16_5(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 4:
-        bf16_4(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 3:
-        bf16_3(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 2:
-        bf16_2(a, lda, b, ldb, steps, c, ldc)
-    else:
-        bf16_1(a, lda, b, ldb, steps, c, ldc)
-
-
-@jit
-def panel_tile_f32b(rows, a, lda, b, ldb, steps, c, ldc):
-    """The same as panel_tile for B of bfloat16."""
-    if rows == 6:
-        f32b_6(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 5:
-        f32b_5(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 4:
-        f32b_4(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 3:
-        f32b_3(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 2:
-        f32b_2(a, lda, b, ldb, steps, c, ldc)
-    else:
-        f32b_1(a, lda, b, ldb, steps, c, ldc)
-
-
-@jit
-def strip_tile_f32b(rows, a, lda, b, ldb, steps, c, ldc):
-    """The same as strip_tile for B of bfloat16."""
-    if rows == 6:
-        stripb_6(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 5:
-        stripb_5(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 4:
-        stripb_4(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 3:
-        stripb_3(a, lda, b, ldb, steps, c, ldc)
-    elif rows == 2:
-        stripb_2(a, lda, b, ldb, steps, c, ldc)
-    else:
-        stripb_1(a, lda, b, ldb, steps, c, ldc)
-
-
-@jit
-def panel_tile_int8(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
-    """See make_grouped_tile; 1 <= rows <= GROUPED_ROWS."""
-    if rows == 3:
-        int8_3(a, lda, scales, lds, b, b_scales, groups, c, ldc)
-    elif rows == 2:
-        int8_2(a, lda, scales, lds, b, b_scales, groups, c, ldc)
-    else:
-        int8_1(a, lda, scales, lds, b, b_scales, groups, c, ldc)
-
-
-@jit
-def panel_tile_int4(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
-    """See make_grouped_tile; 1 <= rows <= GROUPED_ROWS."""
-    if rows == 3:
-        int4_3(a, lda, scales, lds, b, b_scales, groups, c, ldc)
-    elif rows == 2:
-        int4_2(a, lda, scales, lds, b, b_scales, groups, c, ldc)
-    else:
-        int4_1(a, lda, scales, lds, b, b_scales, groups, c, ldc)
+# Module-level names: a cached kernel cannot reach an intrinsic through a closure.
+panel_tile = make_tile("f32", PANEL_VECTORS)
+strip_tile = make_tile("f32", 1)
+panel_tile_f32b = make_tile("f32b", PANEL_VECTORS)
+strip_tile_f32b = make_tile("f32b", 1)
+panel_tile_bf16 = make_tile("bf16", PANEL_VECTORS)
+panel_tile_int8 = make_grouped_tile("int8")
+panel_tile_int4 = make_grouped_tile("int4")
 
 
 @jit
 def wide_tile(rows, a, lda, b, ldb, steps, c, ldc, columns):
-    """As panel_tile, for B of any multiple of LANES columns: panels first, then strips."""
+    """panel_tile for B of any multiple of LANES columns: panels first, then strips."""
     done = 0
     while columns - done >= PANEL:
         panel_tile(rows, a, lda, b + done * 4, ldb, steps, c + done * 4, ldc)

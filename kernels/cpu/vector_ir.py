@@ -3,6 +3,7 @@
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 F32, I32, I16, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 LANES = 16
@@ -56,7 +57,7 @@ def repeat(builder, count, body, initial):
     return new
 
 
-def make_reduction(start: float, combine, fold):
+def make_reduction(start: float, combine, combine_lanes):
     """The intrinsic reduce(x, vectors): float32 result over vectors * 16 values at address x, vectors >= 1."""
 
     @intrinsic
@@ -69,14 +70,14 @@ def make_reduction(start: float, combine, fold):
                 return [combine(builder, accumulators[0], load(builder, address, FLOATS, 4))]
 
             (total,) = repeat(builder, vectors, step, [ir.Constant(FLOATS, [start] * LANES)])
-            return _fold(builder, total, fold)
+            return fold(builder, total, combine_lanes)
 
         return types.float32(types.intp, types.intp), codegen
 
     return reduce
 
 
-def _fold(builder, vector, combine):
+def fold(builder, vector, combine):
     """16 lanes to one value: the upper half onto the lower, four times."""
     width = LANES
     while width > 1:
@@ -89,11 +90,15 @@ def _fold(builder, vector, combine):
     return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
-def _add(builder, x, y):
+def add(builder, x, y):
     return builder.fadd(x, y)
 
 
-def _max(builder, x, y):
+def add_int(builder, x, y):
+    return builder.add(x, y)
+
+
+def maximum(builder, x, y):
     return builder.select(builder.fcmp_ordered(">", y, x), y, x)
 
 
@@ -101,17 +106,11 @@ def _add_square(builder, total, x):
     return multiply_add(builder, x, x, total)
 
 
-def _max_size(builder, largest, x):
-    size = builder.call(declare(builder, f"llvm.fabs.v{LANES}f32", FLOATS, [FLOATS]), [x])
-    return _max(builder, largest, size)
-
-
 # Sums and maxima over 16 lanes, one chain a lane, the lanes folded in halves: an order of our own, which LLVM's
 # reordering of a loop would not promise. A cached kernel must reach an intrinsic as a module-level name.
-sum_lanes = make_reduction(0.0, _add, _add)
-sum_squares_lanes = make_reduction(0.0, _add_square, _add)
-max_lanes = make_reduction(float("-inf"), _max, _max)
-max_size_lanes = make_reduction(0.0, _max_size, _max)
+sum_lanes = make_reduction(0.0, add, add)
+sum_squares_lanes = make_reduction(0.0, _add_square, add)
+max_lanes = make_reduction(float("-inf"), maximum, maximum)
 
 
 @intrinsic
@@ -123,6 +122,32 @@ def address(typingctx, array):
         return builder.ptrtoint(data, context.get_value_type(types.intp))
 
     return types.intp(array), codegen
+
+
+def _make_view(dtype):
+    """The intrinsic view(address, n): a 1-d array of n values that lie there.
+
+    A slice of an array would count references, with an atomic operation on a counter that all threads share.
+    """
+    array = types.Array(dtype, 1, "C")
+
+    @intrinsic
+    def view(typingctx, address, n):
+        def codegen(context, builder, signature, args):
+            result = context.make_array(array)(context, builder)
+            itemsize = context.get_constant(types.intp, dtype.bitwidth // 8)
+            data = builder.inttoptr(args[0], context.get_data_type(dtype).as_pointer())
+            populate_array(
+                result, data=data, shape=[args[1]], strides=[itemsize], itemsize=itemsize, meminfo=None, parent=None
+            )
+            return result._getvalue()
+
+        return array(types.intp, types.intp), codegen
+
+    return view
+
+
+float32_at, uint16_at = _make_view(types.float32), _make_view(types.uint16)
 
 
 @intrinsic

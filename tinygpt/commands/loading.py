@@ -1,6 +1,7 @@
 """The flags that choose a model and how it runs, and the loading: shared by every command that needs a model."""
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -21,19 +22,13 @@ THREAD_POOLS = (
     "MKL_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+COLLECT_AFTER = 200_000  # new objects
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", default="demo", help='"demo" (embedded), a local folder or a Hub id (default: %(default)s)'
-    )
-    group.add_argument("--dtype", default="float32", help="precision of the weights (default: %(default)s)")
+    group = add_model_arguments(parser)
     group.add_argument(
         "--device", default="cpu", help='"cpu", or "reference": NumPy in float64, slow (default: %(default)s)'
-    )
-    group.add_argument(
-        "--threads", type=int, metavar="N", help="threads that compute (default: one for each physical core)"
     )
     group.add_argument(
         "--max-num-seqs",
@@ -50,6 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The flags of every command that loads a model into the CPU's kernels; the group that holds them."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", default="demo", help='"demo" (embedded), a local folder or a Hub id (default: %(default)s)'
+    )
+    group.add_argument(
+        "--dtype",
+        default="auto",
+        help='precision of the weights: "float32", "bfloat16", "int8" or "int4"; "auto" is a converted checkpoint\'s '
+        "own, and float32 for any other (default: %(default)s)",
+    )
+    group.add_argument(
+        "--threads", type=int, metavar="N", help="threads that compute (default: one for each physical core)"
+    )
+    return group
+
+
 def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
     """Load the model that the flags choose, its kernels compiled.
 
@@ -57,6 +70,8 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
     request: only the first run of all compiles, and it takes seconds.
     """
     set_thread_pools(args.threads)
+    # Numba and a tokenizer make a million objects to keep; looking for garbage among them took 0.1 s of a start.
+    gc.set_threshold(COLLECT_AFTER)
     from tinygpt.engine import LLM
 
     is_cold = args.device == "cpu" and _kernels_are_cold()

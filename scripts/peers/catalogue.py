@@ -1,0 +1,59 @@
+"""Which peers there are: what to install for each, and the form of the checkpoint that it has for each dtype.
+
+The modules named here import their engine, so they are only imported in its own virtual environment.
+"""
+
+from dataclasses import dataclass, field
+
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`module` (in this package) has make(checkpoint, folder, dtype), unless it reads the checkpoint as it is, and
+    Engine(folder, dtype, threads), see engine.py."""
+
+    name: str
+    module: str
+    requirements: tuple[str, ...]
+    forms: dict[str, str]  # dtype -> what the peer calls it
+    makes_files: bool = True
+    environment: dict[tuple[str, str], str] = field(default_factory=dict)  # (dtype, variable) -> value
+    build_environment: dict[str, str] = field(default_factory=dict)
+
+    def variables(self, dtype: str) -> dict[str, str]:
+        return {name: value for (key, name), value in self.environment.items() if key == dtype}
+
+
+PEERS = (
+    Peer(
+        "transformers",
+        "with_transformers",
+        ("transformers==5.23.0", "torch==2.13.0", "numpy"),
+        {"float32": "float32", "bfloat16": "bfloat16"},
+        makes_files=False,
+    ),
+    Peer(
+        "onnxruntime",
+        "with_onnxruntime",
+        # Its converter for GPT-2 knows nothing later of transformers.
+        ("onnxruntime==1.31.0", "onnx", "transformers==4.38.2", "torch==2.13.0", "sympy", "coloredlogs", "psutil"),
+        {"float32": "float32, fused", "int8": "int8, dynamic"},
+    ),
+    Peer(
+        "ctranslate2",
+        "with_ctranslate2",
+        ("ctranslate2==4.8.5", "safetensors", "numpy"),
+        {"float32": "float32, MKL", "int8": "int8"},
+        environment={("float32", "CT2_USE_MKL"): "1"},
+    ),
+    Peer(
+        "llama.cpp",
+        "with_llama_cpp",
+        ("llama-cpp-python==0.3.36", "gguf", "safetensors", "numpy"),
+        {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
+        build_environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
+    ),
+)
+OURS = Peer("tinygpt", "with_tinygpt", (), {dtype: dtype for dtype in DTYPES}, makes_files=False)
+MACHINE = Peer("machine", "machine", (), {dtype: dtype for dtype in DTYPES}, makes_files=False)
