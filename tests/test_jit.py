@@ -14,9 +14,12 @@ from tinygpt.kernels.cpu import jit
 ROOT = Path(__file__).parents[1]
 REPORT = (
     "from tinygpt.kernels.cpu import jit, philox; folder = jit.cache_folder();"
-    "print(folder.path); print(folder.note); print(jit.cache_is_cold())"
+    "print(folder.path); print(folder.note); print(jit.cache_is_cold('int8'))"
 )
-RUN_ONE = "import numpy as np; philox._multiply_high(np.uint64(3), np.uint64(5)); print(jit.cache_is_cold())"
+RUN_ONE = (
+    "import numpy as np; philox._multiply_high(np.uint64(3), np.uint64(5)); jit.mark_warm('int8');"
+    "print(jit.cache_is_cold('int8'), jit.cache_is_cold('int4'))"
+)
 
 
 def report(script=REPORT, **environment):
@@ -58,7 +61,7 @@ def test_folder_follows_the_environment_and_warms_up(tmp_path):
         assert Path(path).parent == tmp_path / "tinygpt"
     assert (note, cold) == ("", "True")
     *_, before, after = report(f"{REPORT}; {RUN_ONE}", NUMBA_CACHE_DIR=str(tmp_path / "own"))
-    assert (before, after) == ("True", "False")
+    assert (before, after) == ("True", "False True")
     path, note, cold = report(NUMBA_CACHE_DIR=str(tmp_path / "own"))
     assert (Path(path).parent, note, cold) == (tmp_path / "own", "", "False")
 

@@ -102,7 +102,7 @@ class LLM:
             _check_positive("max_model_len", max_model_len)
         self._backend = load_backend(device, dtype)
         checkpoint = open_checkpoint(model)
-        dtype = resolve_dtype(dtype, device, checkpoint)
+        self.dtype = dtype = resolve_dtype(dtype, device, checkpoint)
         kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, device, dtype)
         self.config = checkpoint.config
         if max_model_len is not None and max_model_len > self.config.n_positions:

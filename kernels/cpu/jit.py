@@ -81,9 +81,18 @@ def cache_folder() -> CacheFolder:
     return CacheFolder(path, f"{note}; this run compiles into {path}. Set NUMBA_CACHE_DIR to keep them.")
 
 
-def cache_is_cold() -> bool:
-    """True if no kernel of this build has been compiled on this machine yet."""
-    return not any(cache_folder().path.rglob("*.nbc"))
+def cache_is_cold(dtype: str) -> bool:
+    """True until `mark_warm(dtype)`: the kernels of a dtype are compiled by its first step."""
+    return not _mark_of(dtype).exists()
+
+
+def mark_warm(dtype: str) -> None:
+    """Note that this build's kernels for a dtype have been compiled on this machine."""
+    _mark_of(dtype).touch()
+
+
+def _mark_of(dtype: str) -> Path:
+    return cache_folder().path / f"{dtype}.warm"
 
 
 def fingerprint(sources: Path) -> str:

@@ -50,7 +50,7 @@ PEERS = (
     Peer(
         "llama.cpp",
         "with_llama_cpp",
-        ("llama-cpp-python==0.3.36", "gguf", "safetensors", "numpy"),
+        ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors", "numpy"),
         {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
         build_environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
     ),

@@ -106,5 +106,6 @@ class Worker:
         return answer["result"]
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        """Not by the end of its input: some engines hang or abort as they leave, and there is nothing to save."""
+        self._process.kill()
+        self._process.communicate()

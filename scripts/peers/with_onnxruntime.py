@@ -22,8 +22,8 @@ def make(checkpoint: Path, folder: Path, dtype: str) -> None:
     flags = ["-o", "-p", PRECISIONS[dtype], "--overwrite", *checks, "--output", str(output)]
     # Run in `folder`, as it leaves files in the working directory.
     subprocess.run([sys.executable, "-m", converter, "-m", str(checkpoint), *flags], check=True, cwd=folder)
-    for leftover in folder.glob("*_past*"):
-        leftover.unlink()
+    for leftover in folder.glob("checkpoint_past*"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     shutil.copy(checkpoint / "config.json", folder)
 
 

@@ -67,19 +67,17 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
     """Load the model that the flags choose, its kernels compiled.
 
     `check` is called before they compile, with the loaded model, to raise what is impossible about the
-    request: only the first run of all compiles, and it takes seconds.
+    request: the first run with a dtype compiles, and it takes seconds.
     """
     set_thread_pools(args.threads)
     # Numba and a tokenizer make a million objects to keep; looking for garbage among them took 0.1 s of a start.
     gc.set_threshold(COLLECT_AFTER)
     from tinygpt.engine import LLM
 
-    is_cold = args.device == "cpu" and _kernels_are_cold()
     llm = LLM(args.model, args.dtype, args.device, args.threads, args.max_num_seqs, args.max_model_len)
     check(llm)
-    if is_cold:
-        with elapsed("compiling kernels for this machine, once (10 to 20 s)"):
-            llm.generate([[0]], SamplingParams(max_tokens=1))
+    if args.device == "cpu":
+        _compile_kernels(llm)
     return llm
 
 
@@ -96,9 +94,13 @@ def set_thread_pools(threads: int | None) -> None:
             os.environ[name] = str(count)
 
 
-def _kernels_are_cold() -> bool:
-    from tinygpt.kernels.cpu.jit import cache_folder, cache_is_cold
+def _compile_kernels(llm: "LLM") -> None:
+    """Take a step, with a notice, if this machine has not compiled the kernels of the model's dtype yet."""
+    from tinygpt.kernels.cpu.jit import cache_folder, cache_is_cold, mark_warm
 
     if cache_folder().note:
         say(cache_folder().note)
-    return cache_is_cold()
+    if cache_is_cold(llm.dtype):
+        with elapsed(f"compiling {llm.dtype} kernels for this machine, once (10 to 20 s)"):
+            llm.generate([[0]], SamplingParams(max_tokens=1))
+        mark_warm(llm.dtype)

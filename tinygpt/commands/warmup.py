@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from tinygpt.engine import LLM
-    from tinygpt.kernels.cpu.jit import cache_folder
+    from tinygpt.kernels.cpu.jit import cache_folder, mark_warm
 
     if cache_folder().note:
         say(cache_folder().note)
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> None:
                 bar.update()
                 bar.set_description_str(name)
                 llm.generate([[0, 0]], params)
+            mark_warm(llm.dtype)
         bar.update()
     made = _compiled_kernels() - before
     say(f"{counted(made, 'kernel')} compiled" if made else "nothing was left to compile")
