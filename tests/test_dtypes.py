@@ -57,7 +57,7 @@ not a moment to think about stopping herself before she found herself falling do
 # Quality.
 
 # In % of perplexity, on a long text. Over a few hundred tokens the change of perplexity is mostly chance (for int8,
-# 0.1 % either way), so the mean KL divergence from float32 is held to these limits: it is the logarithm of what
+# 0.5 % either way), so the mean KL divergence from float32 is held to these limits: it is the logarithm of what
 # the perplexity would grow by on a text that the float32 model has written itself.
 LIMITS = {"bfloat16": 0.05, "int8": 0.15, "int4": 2.0}
 OUTLIER_LIMITS = {"bfloat16": 0.05, "int8": 0.3, "int4": 3.0}
@@ -106,9 +106,9 @@ SHAPES = {
     "heads of 80, untied": {"n_embd": 80, "n_head": 1, "tie_word_embeddings": False},
     "four segments": {"n_embd": 320, "n_head": 5, "n_inner": 384},
 }
-# Of the logits: the root of the mean squared error, over their standard deviation. Measured: 0.004 to 0.006, 0.008 to
-# 0.012, 0.08 to 0.12. One group of K, one head or one panel in a wrong place costs 0.3 and more.
-ERRORS = {"bfloat16": 0.01, "int8": 0.05, "int4": 0.5}
+# Of the logits: the root of the mean squared error, over their standard deviation. Measured on these random weights:
+# up to 0.008, 0.030 and 0.21; a trained model's are smaller.
+ERRORS = {"bfloat16": 0.01, "int8": 0.04, "int4": 0.3}
 
 
 @pytest.fixture(scope="module")

@@ -118,11 +118,11 @@ def fingerprint(sources: Path) -> str:
 def has_feature(name: str) -> bool:
     """Whether Numba compiles for a CPU with this feature, in LLVM's spelling ("avx512f").
 
-    NUMBA_CPU_FEATURES and NUMBA_CPU_NAME choose another CPU than the one we run on.
+    NUMBA_CPU_FEATURES chooses other features than the machine's, and NUMBA_ENABLE_AVX=0 takes some away.
     """
     if config.CPU_FEATURES is not None:
         return f"+{name}" in config.CPU_FEATURES.split(",")
-    if config.CPU_NAME not in (None, "host"):
+    if name.startswith("avx") and not config.ENABLE_AVX:
         return False
     return binding.get_host_cpu_features().get(name, False)
 

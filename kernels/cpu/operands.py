@@ -36,6 +36,7 @@ from tinygpt.kernels.cpu.vector_ir import (
 ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 ROWS_PER_ITEM = 4
+NOTHING = 2.0**-100  # a group smaller than this is one of zeros: 127 / largest must stay finite
 
 
 @jit
@@ -108,7 +109,7 @@ def quantise_group(typingctx, x, target, scales):
         sizes = [builder.call(declare(builder, f"llvm.fabs.v{LANES}f32", FLOATS, [FLOATS]), [v]) for v in values]
         largest = fold(builder, functools.reduce(functools.partial(maximum, builder), sizes), maximum)
         zero, limit = ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)
-        is_zero = builder.fcmp_ordered("==", largest, zero)
+        is_zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, NOTHING))
         inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
         rounding = ir.Constant(FLOATS, [ROUNDING] * LANES)
         sums = []
@@ -122,7 +123,7 @@ def quantise_group(typingctx, x, target, scales):
         # A maximum passes over NaN: 0 * x is NaN wherever x is not finite, and so is the scale then.
         nothing = [builder.fmul(value, ir.Constant(FLOATS, [0.0] * LANES)) for value in values]
         unfinite = fold(builder, functools.reduce(builder.fadd, nothing), add)
-        scale = builder.fadd(builder.fdiv(largest, limit), unfinite)
+        scale = builder.fadd(builder.select(is_zero, zero, builder.fdiv(largest, limit)), unfinite)
         store(builder, scale, scales, 4)
         store(builder, builder.mul(builder.add(low, high), ir.Constant(I32, -128)), at(scales, 4), 4)
         store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(scales, 8), 4)

@@ -11,6 +11,7 @@ from tinygpt.kernels.cpu.operands import ROUNDING, from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.tiles import PANEL, WEIGHT_GROUP
 
 LEVELS = np.float32(15)
+NAN = np.uint16(0x7FC0)  # as bfloat16
 # Shares of a group's range that int4 tries: a smaller step for all, at the price of clipping the outermost.
 SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
 
@@ -37,16 +38,19 @@ def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
 def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
     """panels (P, K / 4, PANEL, 4) uint8, scales (P * PANEL,): the largest weight of a column becomes 127."""
     block = np.empty((panels.shape[1] * 4, PANEL), np.float32)
-    largest, inverse = np.empty(PANEL, np.float32), np.empty(PANEL, np.float32)
+    largest, inverse, unfinite = (np.empty(PANEL, np.float32), np.empty(PANEL, np.float32), np.empty(PANEL, np.float32))
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
         largest[:] = 0
+        unfinite[:] = 0
         for k in range(block.shape[0]):
             for j in range(PANEL):
                 largest[j] = max(largest[j], abs(block[k, j]))
+                unfinite[j] += block[k, j] * np.float32(0)
         for j in range(PANEL):
             inverse[j] = np.float32(127) / largest[j] if largest[j] > 0 else np.float32(0)
-            scales[p * PANEL + j] = largest[j] / np.float32(127)
+            # A maximum passes over NaN: 0 * x is NaN wherever x is not finite, and so is the scale then.
+            scales[p * PANEL + j] = largest[j] / np.float32(127) + unfinite[j]
         for k in range(block.shape[0]):
             for j in range(PANEL):
                 nearest = (block[k, j] * inverse[j] + ROUNDING) - ROUNDING
@@ -87,6 +91,7 @@ def _choose_scales(group, group_scales):
     for i in range(WEIGHT_GROUP):
         for j in range(PANEL):
             low[j], high[j] = min(low[j], group[i, j]), max(high[j], group[i, j])
+    group_scales[0] = NAN  # stays where no error is finite, so that a damaged weight is seen in the logits
     for share in SHARES:
         for j in range(PANEL):
             step = (high[j] - low[j]) * share / LEVELS
