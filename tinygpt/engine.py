@@ -241,10 +241,7 @@ class LLM:
                 self._add(request)
             while pending:
                 self.step()
-                # First come, first served: behind one that has not started, none has finished.
-                started = itertools.takewhile(lambda item: item[1].is_started, pending.items())
-                for i in [i for i, request in started if request.is_finished]:
-                    yield i, pending.pop(i).output()
+                yield from self._take_finished(pending)
         finally:
             for request in pending.values():
                 self._remove(request)
@@ -254,14 +251,25 @@ class LLM:
         sequence.chunks = []
         try:
             self._add(request)
-            while sequence.chunks or not sequence.is_finished:
-                while sequence.chunks:
-                    yield sequence.chunks.pop(0)
-                if not sequence.is_finished:
-                    self.step()
+            is_finished = False
+            while not is_finished:
+                self.step()
+                with self._lock:  # another thread's step may be adding to them
+                    chunks, sequence.chunks = sequence.chunks, []
+                    is_finished = sequence.is_finished
+                yield from chunks
             request.raise_error()
         finally:
             self._remove(request)
+
+    def _take_finished(self, pending: dict[int, _Request]) -> list[tuple[int, RequestOutput]]:
+        """Remove what has finished from `pending`; its outputs, with their indices."""
+        with self._lock:  # another thread's step may be finishing them
+            # A long list is not looked through at every step: the few that have started stand first. One that
+            # overtook the others is seen as soon as they have started too.
+            started = itertools.takewhile(lambda item: item[1].is_started, pending.items())
+            finished = [i for i, request in started if request.is_finished]
+            return [(i, pending.pop(i).output()) for i in finished]
 
     def _request(self, prompt: Any, params: SamplingParams) -> _Request:
         """Check everything about a prompt and its parameters; RequestError if it cannot be served."""

@@ -54,19 +54,20 @@ class Sequence:
             self.first_token_time = time.perf_counter()
         self.new_token_ids.append(token_id)
         ends = token_id in self.params.stop_token_ids or (not self.params.ignore_eos and token_id in self.eos_token_ids)
-        text = "" if self.text is None or ends else self.text.push(token_id)
-        if ends:
-            self._finish("stop", token_id)
-        elif self.text is not None and self.text.stop is not None:
-            self._finish("stop", self.text.stop)
-        elif len(self.new_token_ids) >= self.params.max_tokens:
-            self._finish("length", None)
-        if self.finish_reason and self.text is not None:
-            text += self.text.finish()
-            if self.text.stop is not None and self.finish_reason == "length":
-                self._finish("stop", self.text.stop)
+        is_full = len(self.new_token_ids) >= self.params.max_tokens
+        text = stop = None
+        if self.text is not None:
+            text = "" if ends else self.text.push(token_id)
+            if ends or is_full or self.text.stop is not None:
+                text += self.text.finish()
+            stop = self.text.stop
+        reason = "stop" if ends or stop is not None else "length" if is_full else None
         if self.chunks is not None:
-            self.chunks.append(StreamChunk(text, token_id, self.finish_reason))
+            self.chunks.append(StreamChunk(text or "", token_id, reason))
+        if reason is not None:
+            self.stop_reason = token_id if ends else stop
+            self.finished_time = time.perf_counter()
+            self.finish_reason = reason
 
     def fail(self, error: str) -> None:
         """End without a result: an error that whoever made the request is to see, and no neighbour of it."""
@@ -77,7 +78,3 @@ class Sequence:
         best = zip(ids.tolist(), values.tolist(), strict=True)
         self.logprobs.append({**dict(best), token_id: float(chosen)})
         self.cumulative_logprob += float(chosen)
-
-    def _finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
-        self.finished_time = time.perf_counter()
