@@ -29,7 +29,6 @@ from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.names import stored_shapes
 
-TEXT = Path(__file__).resolve().parents[2] / "shared" / "data" / "tales" / "val.txt"
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 SHAPES = {"124M": (12, 768, 12), "355M": (24, 1024, 16)}  # layers, width, heads
 RANDOM_WINDOWS = 2
@@ -179,6 +178,14 @@ def write_random(shape: str, folder: Path) -> str:
     return str(folder)
 
 
+def read_text(file: Path, parser: argparse.ArgumentParser) -> str:
+    """The file's text; the parser ends the program where there is none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"TEXT {file} cannot be read: {error}. Give a file of plain text in UTF-8.")
+
+
 # The table.
 
 
@@ -208,19 +215,25 @@ def cells(quality: Quality, exact: Quality, has_text: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, nargs="?", default=TEXT, help="default: %(default)s")
-    parser.add_argument("--model", default="demo", help="a local folder or a Hub id; default: %(default)s")
-    parser.add_argument("--random", choices=SHAPES, help="a checkpoint of this shape with random weights instead")
+    parser.add_argument("text", metavar="TEXT", type=Path, nargs="?", help="a file in UTF-8")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--model", default="demo", help="a local folder or a Hub id; default: %(default)s")
+    models.add_argument("--random", choices=SHAPES, help="a checkpoint of this shape with random weights, and no TEXT")
     parser.add_argument("--windows", type=int, help=f"default: all; with --random, {RANDOM_WINDOWS}")
     parser.add_argument("--outliers", action="store_true", help="the checkpoint's versions with outliers, too")
     arguments = parser.parse_args()
+    if (arguments.text is None) == (arguments.random is None):
+        parser.error("give either a TEXT to measure on, or --random and a shape.")
+    text = "" if arguments.text is None else read_text(arguments.text, parser)
     with tempfile.TemporaryDirectory() as scratch:
         name, model = arguments.model, arguments.model
         if arguments.random:
             name, model = f"random {arguments.random}", write_random(arguments.random, Path(scratch) / "random")
             windows = random_windows(model, arguments.windows or RANDOM_WINDOWS)
         else:
-            windows = text_windows(model, arguments.text.read_text(encoding="utf-8"), arguments.windows)
+            windows = text_windows(model, text, arguments.windows)
+        if not windows:
+            parser.error("nothing to measure on: give a TEXT of more tokens than the model has positions.")
         models = {name: model}
         for name, change in OUTLIERS.items() if arguments.outliers else ():
             models[name] = write_outliers(model, change, windows[0], Path(scratch) / name)

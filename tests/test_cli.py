@@ -4,16 +4,20 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
+import tiny_checkpoint
 
 from tinygpt import LLM, SamplingParams, cli
 from tinygpt.commands import generate, loading
 from tinygpt.commands.messages import elapsed
+from tinygpt.kernels import cpu as kernels
 from tinygpt.kernels.cpu import jit
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +72,7 @@ def test_defaults_are_the_contract():
         "prompt": PROMPT,
         "model": "demo",
         "dtype": "auto",
+        "kv_cache_dtype": "auto",
         "device": "cpu",
         "threads": None,
         "max_num_seqs": 32,
@@ -217,8 +222,9 @@ def test_json_is_one_record(run, llm):
     params = SamplingParams(max_tokens=4, temperature=0.8, top_k=40, top_p=0.95, seed=7, n=2)
     expected = llm.generate("Once", params)[0]
     record = json.loads(result.out)
-    assert list(record) == ["id", "prompt", "prompt_token_ids", "outputs", "metrics"]
+    assert list(record) == ["id", "model", "dtype", "prompt", "prompt_token_ids", "outputs", "metrics"]
     assert (record["id"], record["prompt"]) == (None, "Once")
+    assert (record["model"], record["dtype"]) == ("demo", "float32")
     assert record["prompt_token_ids"] == expected.prompt_token_ids
     assert record["outputs"] == [vars(sample) for sample in expected.outputs]
     assert [sample["seed"] for sample in record["outputs"]] == [7, 7]
@@ -244,6 +250,7 @@ def test_json_is_one_record(run, llm):
         ("Once --max-model-len 513", 2, "has 512 positions"),
         ("Once --device tpu", 2, "'cpu', 'reference'"),
         ("Once --dtype float16", 2, "'int4' only"),
+        ("Once --kv-cache-dtype int8", 2, "kv_cache_dtype is 'int8'"),
         ("Once --max-tokens 600", 2, "512 positions"),
         ("Once --output out.jsonl", 2, "--output needs --input"),
         ("Once --input in.jsonl", 2, "both a PROMPT and --input"),
@@ -260,6 +267,25 @@ def test_an_error_is_a_sentence(run, arguments, code, says):
     assert result.err.rstrip().endswith((".", ")"))
     assert "Traceback" not in result.err
     assert result.out == ""
+
+
+def test_text_needs_a_tokenizer(run, tmp_path):
+    folder = str(tiny_checkpoint.write_checkpoint(tmp_path / "tiny"))
+    for flags in (["--n", "2"], ["--no-stream"], []):
+        result = run(["", "--model", folder, "--max-tokens", "2", *flags])
+        assert (result.code, result.out) == (1, "")
+        assert result.err.startswith("tinygpt: error: ")
+        assert "tokenizer" in result.err
+    record = json.loads(run(["", "--model", folder, "--max-tokens", "2", "--json"]).out)
+    assert record["outputs"][0]["text"] is None
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_the_kv_cache_has_the_dtype_that_is_asked_for(run, monkeypatch, name):
+    made, new_cache = [], kernels.new_cache
+    monkeypatch.setattr(kernels, "new_cache", lambda *sizes: made.append(sizes) or new_cache(*sizes))
+    assert run(f"Once --max-tokens 1 --kv-cache-dtype {name}").code == 0
+    assert [sizes[-1] for sizes in made] == [name]
 
 
 @pytest.mark.parametrize("arguments", ["--max-tokens many", "--temp 1", "--top-k"])
@@ -302,15 +328,36 @@ def test_any_other_error_is_a_sentence_too(run, monkeypatch, error, code, says):
 # --- the first run, and threads
 
 
+def compile_a_kernel() -> None:
+    numba.njit(lambda x: x)(1)
+
+
 def test_the_first_run_says_that_it_compiles(run, monkeypatch):
+    """From the loading on, where the weights are packed."""
     warm = run("Once --seed 7 --max-tokens 8")
-    monkeypatch.setattr(jit, "cache_is_cold", lambda dtype: True)
-    cold = run("Once --seed 7 --max-tokens 8")
     assert "compiling" not in warm.err
-    assert cold.err.startswith("tinygpt: compiling float32 kernels for this machine, once")
+    forward, pack = kernels.forward, kernels.load_params
+    monkeypatch.setattr(kernels, "load_params", lambda *weights: compile_a_kernel() or pack(*weights))
+    cold = run("Once --seed 7 --max-tokens 8 --dtype float32")
+    assert cold.err.startswith("tinygpt: compiling float32 kernels for this machine, once (10 to 20 s)\n")
+    assert cold.err.count("compiling") == 1
     assert cold.out == warm.out
+    monkeypatch.setattr(kernels, "load_params", pack)
+    monkeypatch.setattr(kernels, "forward", lambda *step: compile_a_kernel() or forward(*step))
+    monkeypatch.setattr(jit, "cache_is_cold", lambda name: True)
+    assert run("Once --seed 7 --max-tokens 8").err.startswith("tinygpt: compiling kernels for this machine, once")
     assert "compiling" not in run("Once --max-tokens 600").err  # refused before
+
+
+def test_no_notice_where_nothing_compiles(run, monkeypatch):
+    monkeypatch.setattr(jit, "cache_is_cold", lambda name: True)
+    assert "compiling" not in run("Once --max-tokens 2").err
     assert "compiling" not in run("Once --max-tokens 2 --device reference").err
+
+
+def test_a_mark_that_cannot_be_kept_is_no_error(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(jit, "cache_folder", lambda: jit.CacheFolder(tmp_path / "absent"))
+    assert run("Once --max-tokens 1").code == 0
 
 
 def test_a_cache_in_an_unusual_place_is_mentioned(run, monkeypatch, tmp_path):
@@ -359,6 +406,31 @@ def test_a_process_ends_with_the_exit_code():
     result = tinygpt("generate", "Once", "--n", "0")
     assert (result.returncode, result.stdout) == (2, b"")
     assert result.stderr.startswith(b"tinygpt: error: ")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the descriptors")
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code", "out", "says"),
+    [
+        (["--max-tokens", "1"], "<&-", 2, "", "no PROMPT was given and stdin is closed"),
+        (["Once", "--temperature", "0", "--max-tokens", "1"], "2>&-", 0, ",\n", ""),
+        (["Once", "--n", "0"], "2>&-", 2, "", ""),
+        (["--nonsense"], "2>&-", 2, "", ""),
+    ],
+)
+def test_a_closed_stream(arguments, closed, code, out, says):
+    command = shlex.join([sys.executable, "-m", "tinygpt", "generate", *arguments])
+    result = subprocess.run(f"{command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (code, out)
+    assert says in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no names that are no text")
+def test_a_name_that_is_no_text_is_still_reported():
+    result = tinygpt("generate", "Once", "--model", b"./caf\xe9")
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert rb"caf\udce9" in result.stderr
+    assert b"Traceback" not in result.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGPIPE")

@@ -50,6 +50,12 @@ def read_records(text):
     return by_id
 
 
+def record(record_id, prompt, model="demo", dtype="float32") -> bytes:
+    """A line of an earlier run's output."""
+    fields = {"id": record_id, "model": model, "dtype": dtype, "prompt": prompt, "prompt_token_ids": [1]}
+    return json.dumps(fields).encode() + b"\n"
+
+
 @pytest.fixture
 def jobs(tmp_path, capsys):
     return Batch(tmp_path, capsys)
@@ -79,6 +85,7 @@ def test_records_are_what_generate_returns(jobs):
             assert records[record_id]["outputs"] == samples
             assert records[record_id]["prompt_token_ids"] == output.prompt_token_ids
             assert records[record_id]["prompt"] == output.prompt
+            assert (records[record_id]["model"], records[record_id]["dtype"]) == ("demo", "float32")
     assert jobs.out == ""
     assert re.fullmatch(r"tinygpt: 4 prompts, \d+ tokens in [\d.]+ s, [\d.]+ tokens/s, seeds .*\n", jobs.err)
 
@@ -176,13 +183,37 @@ def test_an_added_prompt_is_answered(jobs):
         (b'{"id": "fox"}\n', "line 1 of --output"),
         (b'[{"id": "fox"}]\n', "line 1 of --output"),
         (b'{"id": [], "prompt": "", "prompt_token_ids": []}\n', "line 1 of --output"),
-        (b'{"id": "fox", "prompt": "The cat", "prompt_token_ids": [1]}\n', "another prompt"),
+        (b'{"id": ' + b"[" * 100_000 + b"\n", "line 1 of --output"),
+        (b'{"id": "fox", "prompt": "The fox", "prompt_token_ids": [1]}\n', "no record of an earlier run"),
+        (record("fox", "The cat"), "another prompt"),
+        (record("cat", "The cat"), "line 1 of --output {} answers id 'cat', which --input does not have"),
+        (record("fox", "The fox", model="gpt2"), "was made by model gpt2 and --model is demo"),
+        (
+            record(2, "It was") + record("fox", "The fox", dtype="int8"),
+            "line 2 of --output {} was made with dtype int8",
+        ),
     ],
 )
 def test_a_file_with_anything_else_is_left_alone(jobs, no_model, content, says):
     jobs.output.write_bytes(content)
     assert jobs.run() == 2
-    assert says in jobs.err
+    assert says.format(jobs.output) in jobs.err
+    assert jobs.output.read_bytes() == content
+
+
+def test_records_of_another_dtype_are_left_alone(jobs, no_model):
+    content = b"".join(record(line.get("id", 2), line.get("prompt", ""), dtype="int8") for line in LINES[:3])
+    jobs.output.write_bytes(content)
+    assert jobs.run("--dtype", "bfloat16") == 2
+    assert "was made with dtype int8 and not bfloat16: give --dtype int8, or" in jobs.err
+    assert jobs.output.read_bytes() == content
+
+
+def test_auto_must_come_to_the_dtype_of_the_records(jobs):
+    content = record("fox", "The fox", dtype="int8")
+    jobs.output.write_bytes(content)
+    assert jobs.run() == 2
+    assert "were made with dtype int8 and this run has float32: give --dtype int8, or" in jobs.err
     assert jobs.output.read_bytes() == content
 
 

@@ -96,6 +96,7 @@ REFUSED = [
     ("model_type", None),
     ("add_cross_attention", True),
     ("add_cross_attention", 1),
+    ("add_cross_attention", "yes"),
     ("quantization_config", {"quant_method": "gptq"}),
     ("activation_function", "mish"),
     ("activation_function", None),
@@ -140,6 +141,16 @@ REFUSED = [
 def test_impossible_and_unimplemented_fields_are_refused_by_name(name, value):
     with pytest.raises(CheckpointError, match=name):
         GPT2Config.from_dict({**CONFIG, name: value})
+
+
+@pytest.mark.parametrize("value", [None, False, 0])
+def test_cross_attention_may_be_absent_in_any_spelling(value):
+    assert GPT2Config.from_dict({**CONFIG, "add_cross_attention": value}) == GPT2Config.from_dict(CONFIG)
+
+
+def test_cross_attention_is_refused_as_it_was_given():
+    with pytest.raises(CheckpointError, match="add_cross_attention is 'yes' and"):
+        GPT2Config.from_dict({**CONFIG, "add_cross_attention": "yes"})
 
 
 def test_an_alias_is_refused_by_the_name_it_stands_for():

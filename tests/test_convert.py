@@ -5,6 +5,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import tiny_checkpoint
 
 from tinygpt import LLM, SamplingParams, cli
-from tinygpt.commands import convert
+from tinygpt.config import DTYPES
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.kernels.cpu import load, packed
 from tinygpt.weights.checkpoint import Checkpoint
@@ -20,7 +21,6 @@ from tinygpt.weights.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, open
 
 ROOT = Path(__file__).parents[1]
 IDS = [3, 1, 4, 1, 5, 9]
-DTYPES = convert.DTYPES
 SHAPES = {  # of models; the first is smaller than one panel, and no size of it is a whole number of anything
     "tiny": {},
     "untied": {"tie_word_embeddings": False},
@@ -66,6 +66,7 @@ def rewrite(file: Path, change) -> None:
     header, start = header_of(file)
     data = file.read_bytes()[start:]
     text = json.dumps(change(header) or header).encode()
+    text += b" " * (-(8 + len(text)) % BOUNDARY)
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
@@ -151,9 +152,10 @@ def test_the_file_is_not_written_through_its_arrays(demo_int8):
 
 def test_the_file_says_what_it_is(demo_int8):
     metadata = header_of(demo_int8 / PACKED_FILE)[0]["__metadata__"]
-    assert len(metadata.pop("sha256")) == 64
+    file = demo_int8 / PACKED_FILE
+    assert metadata.pop("crc32") == f"{zlib.crc32(file.read_bytes()[header_of(file)[1] :]):08x}"
     packing = {name: str(number) for name, number in packed.PACKING.items()}
-    about = {"format": "tinygpt packed weights", "version": "1", "dtype": "int8", "tied": "true", "source": "demo"}
+    about = {"format": "tinygpt packed weights", "version": "2", "dtype": "int8", "tied": "true", "source": "demo"}
     about |= {"vocab_size": "8193"}
     assert metadata == about | packing
 
@@ -306,6 +308,17 @@ def retype_tensor(file: Path) -> None:
     rewrite(file, change)
 
 
+def flip_bit(position: int):
+    """Of the data, from its start or, below 0, its end."""
+
+    def change(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[(header_of(file)[1] if position >= 0 else 0) + position] ^= 1
+        file.write_bytes(data)
+
+    return change
+
+
 def shift_data(file: Path) -> None:
     """Valid safetensors, but the data does not start where vectors can be loaded."""
     header, start = header_of(file)
@@ -336,7 +349,7 @@ DAMAGE = {
     "too long": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "not a whole safetensors file"),
     "no file of ours": (replace_by_plain, "not made by tinygpt's convert"),
     "another format": (set_metadata(format="gguf"), "not made by tinygpt's convert"),
-    "another version": (set_metadata(version="2"), "version 2 .* reads version 1"),
+    "another version": (set_metadata(version="1"), "version 1 .* reads version 2"),
     "another panel": (set_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
     "another group": (set_metadata(group="32"), "its group is 32"),
     "another packing": (set_metadata(packing="0"), "its packing is 0"),
@@ -348,6 +361,10 @@ DAMAGE = {
     "a tensor reshaped": (reshape_tensor, r"wpe is float32 \(8, 6\) and should be float32 \(6, 8\)"),
     "a tensor retyped": (retype_tensor, "wpe is I32"),
     "shifted": (shift_data, "c_attn.panels does not start on its boundary"),
+    "a bit flipped at the start": (flip_bit(0), "is damaged, its data does not have the checksum"),
+    "a bit flipped inside": (flip_bit(1000), "is damaged, its data does not have the checksum"),
+    "a bit flipped at the end": (flip_bit(-1), "is damaged, its data does not have the checksum"),
+    "another checksum": (set_metadata(crc32="00000000"), "is damaged, its data does not have the checksum"),
     "another config": (other_config, r"c_fc_bias is float32 \(2, 20\) and should be float32 \(2, 280\)"),
     "another vocabulary": (other_vocabulary, "vocab_size is 11 and 12 is asked for"),
 }

@@ -1,4 +1,4 @@
-"""bfloat16, int8 and int4 as a whole: what they cost in quality, and that they are as invariant as float32."""
+"""bfloat16, int8 and int4 as a whole: what they cost in quality, on odd shapes too, and how they are chosen."""
 
 import runpy
 from pathlib import Path
@@ -6,27 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from factory import Recipe, make_case
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_invariance import (
-    SEQUENCES,
-    SLOTS,
-    THREADS,
-    Lab,
-    Machine,
-    assert_same_bits,
-    check_step,
-    feeds,
-    orders,
-    params_for,
-    prompts_for,
-    tokens,
-)
+from test_invariance import assert_same_bits
 
 from tinygpt import LLM
 from tinygpt.errors import RequestError
-from tinygpt.kernels import cpu
-from tinygpt.weights.checkpoint import Checkpoint
 
 QUALITY = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "quality.py"))
 QUANTISED = ("bfloat16", "int8", "int4")
@@ -131,94 +114,6 @@ def test_logits_are_near_the_reference(shape, shape_folders):
         with LLM(folder, dtype=dtype) as llm:
             error = np.sqrt(((llm.logits(token_ids) - exact) ** 2).mean()) / exact.std()
         assert limit / 1000 < error < limit, dtype
-
-
-# Invariance, bit for bit: as in test_invariance.py, whose measure this is.
-
-# Three groups of K, the last one not full; heads of 5.
-ODD = Recipe("odd", {"n_embd": 130, "n_head": 26, "n_layer": 2, "vocab_size": 97, "n_positions": 400, "n_inner": 83})
-LENGTH = 140
-NAN = {np.dtype(np.float32): np.nan, np.dtype(np.uint16): 0x7FFF}  # uint16 holds bfloat16's bits
-# model, dtype, kv_cache_dtype. The demo's products are cut into four segments.
-VARIANTS = [
-    ("odd", "bfloat16", "bfloat16"),
-    ("odd", "int8", "bfloat16"),
-    ("odd", "int4", "bfloat16"),
-    ("odd", "float32", "bfloat16"),
-    ("odd", "int8", "float32"),
-    ("demo", "bfloat16", "bfloat16"),
-    ("demo", "int8", "bfloat16"),
-    ("demo", "int4", "bfloat16"),
-]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("odd")
-    make_case(ODD, folder)
-    return {"odd": str(folder), "demo": "demo"}
-
-
-def machine_of(checkpoint: Checkpoint, dtype: str, kv_cache_dtype: str, threads: int) -> Machine:
-    cache = cpu.new_cache(checkpoint.config, SLOTS, LENGTH, kv_cache_dtype)
-    for array in cache:
-        array.fill(NAN[array.dtype])  # what an earlier sequence left behind must never be felt
-    tokens = SEQUENCES * LENGTH
-    workspace = cpu.new_workspace(checkpoint.config, tokens, tokens, threads, dtype)
-    return Machine(cpu.load_params(checkpoint, dtype, threads), cache, workspace)
-
-
-@pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
-def lab(request, folders) -> Lab:
-    model, dtype, kv_cache_dtype = request.param
-    checkpoint = Checkpoint.open(folders[model])
-    machines = {threads: machine_of(checkpoint, dtype, kv_cache_dtype, threads) for threads in THREADS}
-    shape = (SEQUENCES, LENGTH)
-    sequences = np.random.default_rng(0).integers(checkpoint.config.vocab_size, size=shape).tolist()
-    alone = [machines[1].step([ids], [0], [0]) for ids in sequences]
-    assert all(np.isfinite(logits).all() for logits in alone)
-    return Lab(model, LENGTH, machines, sequences, alone)
-
-
-@given(data=st.data(), threads=st.sampled_from(THREADS))
-@settings(max_examples=20)
-def test_any_batch_order_chunking_slot_and_threads(lab, data, threads):
-    plan = data.draw(feeds(lab.length))
-    for step in range(max(feed.arrival + len(feed.cuts) + 1 for feed in plan)):
-        now = [(feed, feed.chunk(step)) for feed in plan if feed.chunk(step)]
-        if now:
-            check_step(lab, threads, now)
-
-
-@pytest.mark.parametrize("threads", THREADS)
-def test_decode_steps_equal_one_prefill(lab, threads):
-    lengths = [1, 17, 30, 64, 100]  # ragged prompts, then one token of each sequence a step
-    rows, machine = list(range(SEQUENCES)), lab.machines[threads]
-    machine.step([ids[:n] for ids, n in zip(lab.sequences, lengths, strict=True)], [0] * SEQUENCES, rows)
-    for step in range(40):
-        at = [n + step for n in lengths]
-        logits = machine.step([[ids[i]] for ids, i in zip(lab.sequences, at, strict=True)], at, rows)  # (S, V)
-        assert_same_bits(logits, np.stack([alone[i] for alone, i in zip(lab.alone, at, strict=True)]))
-
-
-@pytest.mark.parametrize("block", [1, 3, 63, 64])
-def test_chunks_of_every_size(lab, block):
-    machine, ids = lab.machines[2], lab.sequences[0]
-    logits = [machine.step([ids[i : i + block]], [i], [3]) for i in range(0, lab.length, block)]
-    assert_same_bits(np.concatenate(logits), lab.alone[0])
-
-
-@pytest.mark.parametrize("dtype", QUANTISED)
-def test_llm_tokens_alone_and_in_any_batch(dtype, folders):
-    alone = []
-    for threads, slots in ((1, 1), (2, 4)):
-        with LLM(folders["odd"], dtype=dtype, threads=threads, max_num_seqs=slots) as llm:
-            prompts = prompts_for(llm)
-            params = [params_for(i) for i in range(len(prompts))]
-            alone = alone or [tokens(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
-            for order in orders(len(prompts)):
-                outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order])
-                assert tokens(outputs) == [alone[i] for i in order]
 
 
 # The choice of a precision.

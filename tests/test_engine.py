@@ -418,10 +418,13 @@ def test_too_many_tokens_are_refused_with_the_three_numbers(llm):
 
 def test_max_model_len(tiny_folder):
     with LLM(str(tiny_folder), max_model_len=4) as llm:
-        with pytest.raises(RequestError, match="4 positions"):
+        lowered = r"max_model_len is 4 \(the model has 6 positions, and it can be raised to that\)"
+        with pytest.raises(RequestError, match=f"{lowered}: ask for at most 2 new tokens"):
             llm.generate([1, 2], SamplingParams(max_tokens=3))
+        with pytest.raises(RequestError, match=f"{lowered}: shorten the prompt to at most 3 tokens"):
+            llm.generate([1] * 4, SamplingParams(max_tokens=1))
         assert len(generate_one(llm, [1, 2], SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
-        with pytest.raises(RequestError, match=r"5 token ids .* 4 positions"):
+        with pytest.raises(RequestError, match=f"5 token ids were given, but {lowered}: give at most 4"):
             llm.logits([1] * 5)
 
 
@@ -478,8 +481,9 @@ def test_without_a_tokenizer_texts_are_refused(tiny):
         tiny.generate([3], SamplingParams(max_tokens=1, stop="a"))
 
 
-def test_a_model_without_bos_refuses_an_empty_prompt(tmp_path):
-    with LLM(str(tiny_checkpoint.write_checkpoint(tmp_path / "no bos", bos_token_id=None))) as llm:
+@pytest.mark.parametrize("bos_token_id", [None, -1, 11])
+def test_a_model_without_bos_refuses_an_empty_prompt(tmp_path, bos_token_id):
+    with LLM(str(tiny_checkpoint.write_checkpoint(tmp_path / "no bos", bos_token_id=bos_token_id))) as llm:
         with pytest.raises(RequestError, match="no BOS"):
             llm.generate("")
         assert generate_one(llm, [3], SamplingParams(max_tokens=1)).token_ids
@@ -515,6 +519,16 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_engine_goes_on(damaged
     with pytest.raises(TinyGPTError, match="not finite"):
         list(damaged.stream([3, 4], params))
     assert len(damaged._scheduler._free_rows) == 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["h.1.mlp.c_proj.weight", "h.0.attn.c_proj.weight", "wte.weight"])
+def test_one_weight_that_is_not_a_number_is_not_lost_in_quantising(tmp_path, name, dtype):
+    tensors = tiny_checkpoint.random_tensors()
+    tensors[f"transformer.{name}"][3, 5] = np.nan
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
+    with LLM(str(folder), dtype=dtype, max_num_seqs=1) as llm, pytest.raises(TinyGPTError, match="not finite"):
+        llm.generate([3, 4], SHORT)
 
 
 def test_a_request_that_fails_does_not_touch_a_stream_beside_it(damaged):

@@ -117,11 +117,8 @@ def test_a_cpu_without_avx512(name, dtype, runs):
     assert size > 0
     assert TARGETS[name].registers not in wide, "the restriction had no effect"
     assert_same_bits(pieces, whole)
-    expected = whole_logits(dtype)
-    if dtype == "bfloat16":  # AVX-512's product of pairs takes numbers below 1e-38 for 0
-        assert np.abs(whole - expected).mean() < 1e-3
-    else:
-        assert_same_bits(whole, expected)
+    # In bfloat16 too: AVX-512's product of pairs takes numbers below 1e-38 for 0, and the demo's steps meet none.
+    assert_same_bits(whole, whole_logits(dtype))
 
 
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:

@@ -27,6 +27,8 @@ def words(text: str) -> list[str]:
 
 
 def test_metadata_is_complete(setup):
+    """Complete: what it is, which version, whose, under which licence, for whom. An address (url, project_urls) is
+    no part of it, as the project has none."""
     metadata = setup["metadata"]
     for name in ("name", "version", "description", "long_description", "author", "license", "keywords", "classifiers"):
         assert metadata.get(name), name

@@ -321,22 +321,20 @@ class TestFiles:
         assert_equal(save(trained, tmp_path), trained, "the quick brown")
 
     def test_demo(self):
-        if not DEMO.is_dir() or not (DEMO / "vocab.json").is_file():
-            pytest.skip("the demo checkpoint is not there")
         ours, theirs = Tokenizer.from_folder(DEMO), hugging_face(DEMO)
         for text in [*PARTS, "".join(PARTS)]:
             assert_equal(ours, theirs, text)
 
     def test_gpt2(self, tmp_path):
-        source = SHARED / "gpt2-bpe"
-        if not source.is_dir():
-            pytest.skip("GPT-2's own vocabulary is not there (shared data)")
+        source, tales = SHARED / "gpt2-bpe", SHARED / "tales" / "val.txt"
+        if not (source.is_dir() and tales.is_file()):
+            pytest.skip(f"GPT-2's own vocabulary and a long text are not there: {source}, {tales}")
         for ours, theirs in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
             write(tmp_path, theirs, (source / ours).read_text(encoding="utf-8"))
         ours, theirs = Tokenizer.from_folder(source), hugging_face(tmp_path)
         assert (ours.vocab_size, ours.special_ids) == (50257, {50256})
         assert ours.encode("Hello world<|endoftext|>")[:3] == [15496, 995, 27]
-        for text in [*PARTS, "".join(PARTS), (SHARED / "tales" / "val.txt").read_text(encoding="utf-8")]:
+        for text in [*PARTS, "".join(PARTS), tales.read_text(encoding="utf-8")]:
             assert_equal(ours, theirs, text)
 
 

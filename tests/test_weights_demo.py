@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tinygpt.weights.checkpoint import Checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAINED = Path(__file__).parents[2] / "shared" / "data" / "demo-model"
+TRAINED = ROOT.parent / "shared" / "data" / "demo-model"
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
 
 

@@ -1,15 +1,20 @@
-"""Choose the kernel package once; everything above calls it by the same names."""
+"""Choose the kernel package once; the engine calls it by the same names, whichever it is.
+
+Only the CPU's kernels have a layout to convert a checkpoint to, and are compiled. Hence two exceptions: converting
+goes to `kernels.cpu.packed`, here and in the command convert, and compiling to `kernels.cpu.jit`, in the commands.
+"""
 
 import importlib
 from types import ModuleType
 from typing import Any
 
+from tinygpt import config
 from tinygpt.errors import RequestError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.packed import PackedCheckpoint
 
 # Which precisions each backend computes with: weights, and the KV cache.
-DTYPES = {"cpu": ("float32", "bfloat16", "int8", "int4"), "reference": ("float32",)}
+DTYPES = {"cpu": config.DTYPES, "reference": ("float32",)}
 KV_CACHE_DTYPES = ("float32", "bfloat16")
 
 

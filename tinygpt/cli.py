@@ -23,10 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     As argparse does, --help, --version and malformed flags raise SystemExit.
     """
+    _prepare_streams()
     args = build_parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")
     try:
         COMMANDS[args.command].run(args)
         return DONE
@@ -53,6 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_arguments(subparser)
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error (default: off)")
     return parser
+
+
+def _prepare_streams() -> None:
+    """UTF-8 on every system. A message is never lost to a file name, or a prompt, that UTF-8 cannot spell."""
+    if sys.stderr is None:  # the descriptor was closed, as by `2>&-`
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, it stays open as stderr does
+    for stream, errors in ((sys.stdout, "strict"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def _report(error: BaseException) -> int:

@@ -1,11 +1,13 @@
-"""GPT2Config: the fields of a checkpoint's config.json that change the result."""
+"""GPT2Config: the fields of a checkpoint's config.json that change the result. And the dtypes it can run in."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from tinygpt.errors import CheckpointError
 
-# Every spelling transformers accepts, and the one function each stands for.
+# The precisions that weights can be held in.
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+# Every spelling of a function that is implemented, and the one function each stands for.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -109,8 +111,8 @@ def _unsupported(values: dict[str, Any]) -> list[str]:
     problems = []
     if values.get("model_type", "gpt2") != "gpt2":
         problems.append(f"model_type is {values['model_type']!r} and only 'gpt2' is implemented")
-    if values.get("add_cross_attention", False) is not False:
-        problems.append("add_cross_attention is true and cross-attention is not implemented")
+    if values.get("add_cross_attention"):
+        problems.append(f"add_cross_attention is {values['add_cross_attention']!r} and only false is implemented")
     if values.get("quantization_config") is not None:
         problems.append("quantization_config is given and quantised checkpoints are not implemented")
     activation = values.get("activation_function", "gelu_new")

@@ -14,7 +14,7 @@ from tinygpt.backend import load_backend, load_params, resolve_dtype, resolve_kv
 from tinygpt.batch import Batch
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
-from tinygpt.prompts import Prompt, check_length, checked_ids, params_list, prompt_list, read_prompt
+from tinygpt.prompts import Prompt, check_length, checked_ids, describe_positions, params_list, prompt_list, read_prompt
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 from tinygpt.scheduler import Chunk, Scheduler
 from tinygpt.sequence import Sequence
@@ -175,7 +175,8 @@ class LLM:
         token_ids = read_prompt(token_ids, self.config, lambda: self.tokenizer).token_ids
         if len(token_ids) > self.max_model_len:
             raise RequestError(
-                f"{len(token_ids)} token ids were given and the model has {self.max_model_len} positions."
+                f"{len(token_ids)} token ids were given, but "
+                f"{describe_positions(self.max_model_len, self.config.n_positions)}: give at most {self.max_model_len}."
             )
         with self._lock:
             return self._all_logits(token_ids)
@@ -275,7 +276,7 @@ class LLM:
         """Check everything about a prompt and its parameters; RequestError if it cannot be served."""
         self._check_open()
         prompt = read_prompt(prompt, self.config, lambda: self.tokenizer)
-        check_length(len(prompt.token_ids), params.max_tokens, self.max_model_len)
+        check_length(len(prompt.token_ids), params.max_tokens, self.max_model_len, self.config.n_positions)
         if params.stop and self._tokenizer is None:
             raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)

@@ -45,7 +45,7 @@ def read_prompt(prompt: Any, config: GPT2Config, tokenizer_of) -> Prompt:
             f"token id {outside[0]} is outside the vocabulary: this model knows ids 0 to {config.vocab_size - 1}."
         )
     if not token_ids:
-        if config.bos_token_id is None or config.bos_token_id >= config.vocab_size:
+        if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
             raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
         token_ids = [config.bos_token_id]
     return Prompt(text, token_ids)
@@ -65,19 +65,24 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
     return params
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
-    """Refuse what cannot fit; RequestError with the three numbers and the ways out."""
-    if num_prompt_tokens >= max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, but the model has "
-            f"{max_model_len} positions: shorten the prompt to at most {max_model_len - 1} tokens."
-        )
-    if num_prompt_tokens + max_tokens > max_model_len:
-        raise RequestError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together "
-            f"{num_prompt_tokens + max_tokens}, but the model has {max_model_len} positions: ask for at most "
-            f"{max_model_len - num_prompt_tokens} new tokens, or shorten the prompt."
-        )
+def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int, n_positions: int) -> None:
+    """Refuse what cannot fit; RequestError with the numbers and the ways out."""
+    total, left = num_prompt_tokens + max_tokens, max_model_len - num_prompt_tokens
+    if total <= max_model_len:
+        return
+    shorter = f"shorten the prompt to at most {max_model_len - 1} tokens"
+    raise RequestError(
+        f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}, but "
+        f"{describe_positions(max_model_len, n_positions)}: "
+        f"{f'ask for at most {left} new tokens, or shorten the prompt' if left > 0 else shorter}."
+    )
+
+
+def describe_positions(max_model_len: int, n_positions: int) -> str:
+    """How many positions there are, for a message: the model's, or fewer where max_model_len was lowered."""
+    if max_model_len == n_positions:
+        return f"the model has {n_positions} positions"
+    return f"max_model_len is {max_model_len} (the model has {n_positions} positions, and it can be raised to that)"
 
 
 def checked_ids(prompt: Any) -> list[int]:

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Real
@@ -14,6 +14,7 @@ from tinygpt.errors import RequestError
 
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**64 - 1
+MAX_SAMPLES = 10_000  # of one prompt: all of them are kept in memory until the last is finished
 # Logits are float32: divided by less than this, they overflow to infinity.
 MIN_TEMPERATURE = 1e-30
 
@@ -45,7 +46,7 @@ class SamplingParams:
     top_k: only the k most probable tokens stay, and those tied with the k-th; 0 is off.
     top_p: of those, only the most probable stay that reach probability p, the last one included; 1.0 is off.
     seed: 0 to 2**64 - 1; the same seed and prompt give the same tokens. None: the engine draws one.
-    n: samples per prompt, 1 or more.
+    n: samples per prompt, 1 to 10 000.
     stop: text, or several texts, that ends a sample and is cut off it.
     stop_token_ids: token ids that end a sample.
     ignore_eos: go on past the end-of-text token.
@@ -73,13 +74,6 @@ class SamplingParams:
                 problems.append(f"{name}={reprlib.repr(given)} is not possible: it must be {allowed}")
         if problems:
             raise RequestError("; ".join(problems) + ".")
-
-    @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any]) -> "SamplingParams":
-        """Read the fields from a JSON object; RequestError for an unknown field or an impossible value."""
-        if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
-            raise RequestError(f"sampling fields must be an object with text keys, not {reprlib.repr(mapping)}.")
-        return cls(**mapping)
 
 
 def _describe_unknown(unknown: list[str], names: list[str]) -> str:
@@ -145,7 +139,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         lambda value: _real(value, lambda number: 0 < number <= 1),
     ),
     "seed": ("None or a whole number from 0 to 2**64 - 1", lambda value: _optional(value, 0, MAX_SEED)),
-    "n": ("a whole number from 1 to 2**31 - 1", lambda value: _integer(value, 1)),
+    "n": (f"a whole number from 1 to {MAX_SAMPLES}", lambda value: _integer(value, 1, MAX_SAMPLES)),
     "stop": ("None, a text or a list of texts, none of them empty", _texts),
     "stop_token_ids": ("None or a list of token ids, each a whole number from 0 to 2**31 - 1", _token_ids),
     "ignore_eos": ("True or False", _boolean),

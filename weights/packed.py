@@ -2,22 +2,24 @@
 
 model.tinygpt.safetensors holds the CPU kernels' arrays by name. Its metadata says what they mean: `format` and
 `version` of this file, `dtype`, whether the head is `tied` to wte (and so stored once), the packing's own numbers,
-the `source`, and the `sha256` of all the data. The header is padded so that the data starts on a 64-byte boundary,
+the `source`, and the `crc32` of all the data, which is verified at every load: it finds what a disk or a copy has
+damaged, in a third of the time that SHA-256 takes. The header is padded so that the data starts on a 64-byte boundary,
 and arrays that fill whole 64 bytes come first, so that each of them starts on one too. Two-byte arrays hold bfloat16.
 """
 
-import hashlib
 import json
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import DTYPES, GPT2Config
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint, read_config
 from tinygpt.weights.mapped_file import StoredTensor
@@ -26,10 +28,9 @@ from tinygpt.weights.safetensors_file import read_safetensors
 from tinygpt.weights.weight_files import FORMATS
 
 PACKED_FILE = "model.tinygpt.safetensors"
-FORMAT, VERSION = "tinygpt packed weights", "1"
+FORMAT, VERSION = "tinygpt packed weights", "2"
 BOUNDARY = 64  # bytes: the widest vector, and a cache line
 CONVERT_AGAIN = "convert the original checkpoint again with `python -m tinygpt convert`."
-DTYPES = ("float32", "bfloat16", "int8", "int4")
 # NumPy's dtypes by their names in the file, and by those that `read_safetensors` has for them.
 NAMES = {"float32": "F32", "uint8": "U8", "uint16": "BF16"}
 STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16"}
@@ -39,7 +40,10 @@ Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """A converted checkpoint: `dtype` is the one that it was converted to, `tied` says that wte is the head."""
+    """A converted checkpoint: `dtype` is the one that it was converted to, `tied` says that wte is the head.
+
+    `checksum` is that of the file's data: it is computed beside whatever else is to be loaded.
+    """
 
     path: Path
     config: GPT2Config
@@ -47,6 +51,7 @@ class PackedCheckpoint:
     tied: bool
     metadata: dict[str, str]
     stored: dict[str, StoredTensor]
+    checksum: Future[str]
 
     @classmethod
     def open(cls, path: Path) -> "PackedCheckpoint":
@@ -61,12 +66,14 @@ class PackedCheckpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
         metadata = _read_metadata(file)
-        return cls(path, config, metadata["dtype"], metadata["tied"] == "true", metadata, stored)
+        tied = metadata["tied"] == "true"
+        return cls(path, config, metadata["dtype"], tied, metadata, stored, _begin_checksum(stored))
 
     def arrays(self, layout: Layout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Views of the file, mapped into memory: writable, though what is written stays out of the file.
 
-        Raises one CheckpointError that lists all in which the file is not of this layout and packing.
+        Raises one CheckpointError that lists all in which the file is not of this layout and packing, or one that
+        says that its data is damaged.
         """
         wanted = {**packing, "vocab_size": self.config.vocab_size}  # no array is as long: panels are padded
         problems = [
@@ -81,6 +88,11 @@ class PackedCheckpoint:
                 f"{self.path / PACKED_FILE} does not hold what its config.json and this tinygpt ask for:\n{lines}\n"
                 f"Restore the two files as they were made together, or {CONVERT_AGAIN}"
             )
+        if self.checksum.result() != self.metadata.get("crc32"):
+            raise CheckpointError(
+                f"{self.path / PACKED_FILE} is damaged, its data does not have the checksum in its header: copy it "
+                f"again, or {CONVERT_AGAIN}"
+            )
         return {name: _view(self.stored[name], *layout[name]) for name in layout}
 
 
@@ -93,8 +105,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint | PackedCheckpo
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
     """Write PACKED_FILE into the folder and read it back. CheckpointError where the disk did not keep the data."""
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
-    digest = _digest(array for _, array in ordered)
-    about = {"format": FORMAT, "version": VERSION, **metadata, "sha256": digest}
+    checksum = _checksum(_bytes(array) for _, array in ordered)
+    about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
     with path.open("wb") as file:
         file.write(_header(ordered, {name: str(value) for name, value in about.items()}))
@@ -102,8 +114,7 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
             file.write(_bytes(array))
         file.flush()
         os.fsync(file.fileno())
-    stored = read_safetensors(path)
-    if _digest(_view(stored[name], array.shape, array.dtype) for name, array in ordered) != digest:
+    if _checksum([_data(read_safetensors(path))]) != checksum:
         raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
     return path
 
@@ -152,8 +163,23 @@ def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _digest(arrays: Iterable[np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(_bytes(array))
-    return digest.hexdigest()
+def _data(stored: Mapping[str, StoredTensor]) -> memoryview:
+    """All of the file that lies behind its header."""
+    data = memoryview(next(iter(stored.values())).file.data)
+    return data[min(tensor.offset for tensor in stored.values()) :]
+
+
+def _begin_checksum(stored: Mapping[str, StoredTensor]) -> Future[str]:
+    """Read the data in a thread of its own: zlib lets go of the interpreter's lock."""
+    reader = ThreadPoolExecutor(1)
+    future = reader.submit(lambda: _checksum([_data(stored)]))
+    reader.shutdown(wait=False)
+    return future
+
+
+def _checksum(parts: Iterable[memoryview]) -> str:
+    """The CRC-32 of all parts, end to end, as 8 hex digits."""
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return f"{checksum:08x}"

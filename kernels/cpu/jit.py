@@ -5,19 +5,21 @@ Here the cache lives in a folder named by everything that decides the machine co
 included, so kernels may be split over files freely and an upgrade can never meet old code.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import platform
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import llvmlite
 import numba
 from llvmlite import binding
-from numba.core import config
+from numba.core import config, event
 
 _SOURCES = Path(__file__).resolve().parent
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
@@ -81,18 +83,35 @@ def cache_folder() -> CacheFolder:
     return CacheFolder(path, f"{note}; this run compiles into {path}. Set NUMBA_CACHE_DIR to keep them.")
 
 
-def cache_is_cold(dtype: str) -> bool:
-    """True until `mark_warm(dtype)`: the kernels of a dtype are compiled by its first step."""
-    return not _mark_of(dtype).exists()
+def on_compilation(callback: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Call `callback` whenever a kernel starts to compile in the block; not for one that comes from the cache."""
+    return event.install_listener("numba:compile", _CompilationListener(callback))
 
 
-def mark_warm(dtype: str) -> None:
+class _CompilationListener(event.Listener):
+    def __init__(self, callback: Callable[[], None]):
+        self._callback = callback
+
+    def on_start(self, event) -> None:
+        self._callback()
+
+    def on_end(self, event) -> None:
+        pass
+
+
+def cache_is_cold(name: str) -> bool:
+    """True until `mark_warm(name)`: the kernels of a dtype are compiled by its first step."""
+    return not _mark_of(name).exists()
+
+
+def mark_warm(name: str) -> None:
     """Note that this build's kernels for a dtype have been compiled on this machine."""
-    _mark_of(dtype).touch()
+    with contextlib.suppress(OSError):  # a mark that cannot be kept costs the next run a needless step
+        _mark_of(name).touch()
 
 
-def _mark_of(dtype: str) -> Path:
-    return cache_folder().path / f"{dtype}.warm"
+def _mark_of(name: str) -> Path:
+    return cache_folder().path / f"{name}.warm"
 
 
 def fingerprint(sources: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tinygpt.commands import loading
 from tinygpt.commands.messages import Speed, counted, say
-from tinygpt.commands.output_file import Earlier, check_output, open_after, read_earlier
+from tinygpt.commands.output_file import Earlier, check_dtype, check_output, open_after, read_earlier
 from tinygpt.commands.prompts_file import PromptRecord, read_prompts, refuse
 from tinygpt.commands.records import record_line
 from tinygpt.errors import RequestError
@@ -28,14 +28,19 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     if target is not None:
         check_output(target, source)
     prompts = read_prompts(source, params)
-    earlier = Earlier() if target is None else read_earlier(target, prompts)
+    earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
     pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
     if len(pending) < len(prompts):
         say(f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped: {target} has their records")
+
+    def check(llm: "LLM") -> None:
+        check_dtype(target, earlier, llm.dtype)
+        _check_lengths(llm, source, pending)
+
     with _writer(target, earlier) as write:
         if pending:
-            llm = loading.load_llm(args, lambda llm: _check_lengths(llm, source, pending))
-            speed = _answer(llm, pending, len(prompts), write)
+            llm = loading.load_llm(args, check)
+            speed = _answer(llm, args.model, pending, len(prompts), write)
             say(f"{counted(len(pending), 'prompt')}, {speed}, seeds in their records")
 
 
@@ -50,7 +55,7 @@ def _check_lengths(llm: "LLM", source: Path, prompts: list[PromptRecord]) -> Non
     refuse(source, problems)
 
 
-def _answer(llm: "LLM", pending: list[PromptRecord], total: int, write: Callable[[str], None]) -> Speed:
+def _answer(llm: "LLM", model: str, pending: list[PromptRecord], total: int, write: Callable[[str], None]) -> Speed:
     """Generate, with a progress bar on a terminal."""
     from tqdm import tqdm
 
@@ -59,7 +64,7 @@ def _answer(llm: "LLM", pending: list[PromptRecord], total: int, write: Callable
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=total - len(pending), unit=" prompts", disable=None) as bar:
         for i, output in outputs:
-            write(record_line(pending[i].id, output))
+            write(record_line(pending[i].id, model, llm.dtype, output))
             tokens += sum(len(sample.token_ids) for sample in output.outputs)
             bar.update()
     return Speed(tokens, time.perf_counter() - started)

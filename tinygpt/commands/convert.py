@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tinygpt.commands.loading import set_thread_pools
 from tinygpt.commands.messages import elapsed, say
+from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
 
 SUMMARY = "pack a checkpoint once, in a precision of its choice, for faster starts"
-DTYPES = ("float32", "bfloat16", "int8", "int4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,8 @@ def _becoming(target: Path) -> Iterator[Path]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     """Fill the folder; the sizes of the weights' files in bytes, before and after."""
-    from tinygpt.kernels.cpu import load, packed
+    from tinygpt.backend import load_backend, load_params
+    from tinygpt.kernels.cpu import packed
     from tinygpt.threads import thread_count
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
     from tinygpt.weights.packed import PackedCheckpoint, open_checkpoint, write_packed
@@ -68,7 +69,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
     with elapsed(f"packing {args.source} as {args.dtype}"):
-        params = load.load_params(checkpoint, args.dtype, thread_count(args.threads))
+        params = load_params(load_backend("cpu", args.dtype), checkpoint, args.dtype, thread_count(args.threads))
     metadata = {
         "dtype": args.dtype,
         "tied": str(checkpoint.tied).lower(),

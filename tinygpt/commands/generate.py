@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         help="JSONL, one record for each line of --input as soon as it is finished; ids that are already in it are "
-        "skipped, so that the same command continues an interrupted run (default: stdout)",
+        "skipped, so that the same command continues an interrupted run; records of another --model or --dtype are "
+        "refused, and other settings are not compared (default: stdout)",
     )
     group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
     group.add_argument(
@@ -69,6 +70,8 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:  # the descriptor was closed, as by `<&-`
+        raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
     if sys.stdin.isatty():
         say("reading the prompt from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
     data = sys.stdin.buffer.read()
@@ -79,14 +82,19 @@ def _read_stdin() -> str:
 
 
 def _run_prompt(args: argparse.Namespace, prompt: str, params: SamplingParams) -> None:
-    llm = loading.load_llm(args, lambda llm: llm.generate_as_finished([prompt], params))
+    def check(llm: "LLM") -> None:
+        if not args.json:
+            _ = llm.tokenizer  # text is asked for: raise the error that says why there is none
+        llm.generate_as_finished([prompt], params)
+
+    llm = loading.load_llm(args, check)
     front = prompt if args.echo else ""
     if params.n == 1 and not args.json and not args.no_stream:
         speed = _stream(llm, prompt, params, front)
     else:
         output = llm.generate([prompt], params)[0]
         if args.json:
-            print(record_line(None, output), flush=True)
+            print(record_line(None, args.model, llm.dtype, output), flush=True)
         else:
             _print_samples(output, front)
         speed = _speed(output)

@@ -4,10 +4,12 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from tinygpt.commands.messages import elapsed, say
+from tinygpt.config import DTYPES
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.threads import thread_count
 
@@ -54,8 +56,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
     group.add_argument(
         "--dtype",
         default="auto",
-        help='precision of the weights: "float32", "bfloat16", "int8" or "int4"; "auto" is a converted checkpoint\'s '
-        "own, and float32 for any other (default: %(default)s)",
+        help=f"precision of the weights: {', '.join(DTYPES)}; auto is a converted checkpoint's own, and float32 for "
+        "any other (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="precision of the KV cache: float32 or bfloat16; auto is float32 for float32 weights, and bfloat16 for "
+        "the others (default: %(default)s)",
     )
     group.add_argument(
         "--threads", type=int, metavar="N", help="threads that compute (default: one for each physical core)"
@@ -66,18 +75,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
 def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
     """Load the model that the flags choose, its kernels compiled.
 
-    `check` is called before they compile, with the loaded model, to raise what is impossible about the
-    request: the first run with a dtype compiles, and it takes seconds.
+    `check` is called with the loaded model to raise what is impossible about the request, before the kernels of
+    a step compile: the first run with a dtype does that, and it takes seconds.
     """
     set_thread_pools(args.threads)
     # Numba and a tokenizer make a million objects to keep; looking for garbage among them took 0.1 s of a start.
     gc.set_threshold(COLLECT_AFTER)
     from tinygpt.engine import LLM
 
-    llm = LLM(args.model, args.dtype, args.device, args.threads, args.max_num_seqs, args.max_model_len)
-    check(llm)
-    if args.device == "cpu":
-        _compile_kernels(llm)
+    with _notice_of_compiling(args.dtype) if args.device == "cpu" else nullcontext():
+        sizes = args.max_num_seqs, args.max_model_len
+        llm = LLM(args.model, args.dtype, args.device, args.threads, *sizes, args.kv_cache_dtype)
+        check(llm)
+        if args.device == "cpu":
+            _compile_kernels(llm, args.kv_cache_dtype)
     return llm
 
 
@@ -94,13 +105,35 @@ def set_thread_pools(threads: int | None) -> None:
             os.environ[name] = str(count)
 
 
-def _compile_kernels(llm: "LLM") -> None:
-    """Take a step, with a notice, if this machine has not compiled the kernels of the model's dtype yet."""
-    from tinygpt.kernels.cpu.jit import cache_folder, cache_is_cold, mark_warm
+def kernels_of(llm: "LLM", kv_cache_dtype: str) -> str:
+    """A name for the kernels that a model runs: they are compiled for its weights' dtype and its KV cache's."""
+    return llm.dtype if kv_cache_dtype == "auto" else f"{llm.dtype}-{kv_cache_dtype}"
+
+
+@contextmanager
+def _notice_of_compiling(dtype: str) -> Iterator[None]:
+    """From the first kernel that compiles in the block until its end, say so."""
+    from tinygpt.kernels.cpu.jit import cache_folder, on_compilation
 
     if cache_folder().note:
         say(cache_folder().note)
-    if cache_is_cold(llm.dtype):
-        with elapsed(f"compiling {llm.dtype} kernels for this machine, once (10 to 20 s)"):
-            llm.generate([[0]], SamplingParams(max_tokens=1))
-        mark_warm(llm.dtype)
+    kernels = "kernels" if dtype == "auto" else f"{dtype} kernels"
+    notices = [elapsed(f"compiling {kernels} for this machine, once (10 to 20 s)")]
+    with ExitStack() as shown:
+
+        def show() -> None:
+            while notices:
+                shown.enter_context(notices.pop())
+
+        with on_compilation(show):
+            yield
+
+
+def _compile_kernels(llm: "LLM", kv_cache_dtype: str) -> None:
+    """Take a step if this machine has not taken one with these kernels yet."""
+    from tinygpt.kernels.cpu.jit import cache_is_cold, mark_warm
+
+    kernels = kernels_of(llm, kv_cache_dtype)
+    if cache_is_cold(kernels):
+        llm.generate([[0]], SamplingParams(max_tokens=1))
+        mark_warm(kernels)

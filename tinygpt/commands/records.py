@@ -11,11 +11,15 @@ if TYPE_CHECKING:
 BEGINNING = '{"id": '
 
 
-def record_line(record_id: str | int | None, output: "RequestOutput") -> str:
-    """One line of JSON: id, then RequestOutput's fields by their names, with times in seconds since arrival."""
+def record_line(record_id: str | int | None, model: str, dtype: str, output: "RequestOutput") -> str:
+    """One line of JSON: id, model as it was given, dtype of its weights, then RequestOutput's fields by their names.
+
+    Times are in seconds since the prompt's arrival.
+    """
     metrics = output.metrics
     times = {
         "time_to_first_token": round(metrics.first_token - metrics.arrival, 6),
         "time_to_finish": round(metrics.finished - metrics.arrival, 6),
     }
-    return json.dumps({"id": record_id, **asdict(output), "metrics": times}, ensure_ascii=False)
+    record = {"id": record_id, "model": model, "dtype": dtype, **asdict(output), "metrics": times}
+    return json.dumps(record, ensure_ascii=False)

@@ -33,12 +33,14 @@ def run(args: argparse.Namespace) -> None:
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=1 + len(REQUESTS), bar_format="tinygpt: {desc} {bar} {elapsed}", disable=None) as bar:
         bar.set_description_str("loading")
-        with LLM(args.model, args.dtype, threads=args.threads, max_num_seqs=1) as llm:
+        with LLM(
+            args.model, args.dtype, threads=args.threads, max_num_seqs=1, kv_cache_dtype=args.kv_cache_dtype
+        ) as llm:
             for name, params in REQUESTS.items():
                 bar.update()
                 bar.set_description_str(name)
                 llm.generate([[0, 0]], params)
-            mark_warm(llm.dtype)
+            mark_warm(loading.kernels_of(llm, args.kv_cache_dtype))
         bar.update()
     made = _compiled_kernels() - before
     say(f"{counted(made, 'kernel')} compiled" if made else "nothing was left to compile")
