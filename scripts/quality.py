@@ -23,13 +23,12 @@ from tqdm import tqdm
 
 from tinygpt import LLM
 from tinygpt.batch import Batch
-from tinygpt.config import GPT2Config
+from tinygpt.config import DTYPES, GPT2Config
 from tinygpt.kernels import reference
 from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.names import stored_shapes
 
-DTYPES = ("float32", "bfloat16", "int8", "int4")
 SHAPES = {"124M": (12, 768, 12), "355M": (24, 1024, 16)}  # layers, width, heads
 RANDOM_WINDOWS = 2
 GAIN_OUTLIER = 30

@@ -43,8 +43,9 @@ class CacheFolder:
 def jit(function):
     """Compile a kernel on first call. A module-level function: Numba's cache misses a closure in every process.
 
-    Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a result has
-    the same bits on every CPU, and isnan() works. Where a fused multiply-add or a sum over lanes pays, the kernel
+    Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a float32, int8
+    or int4 result has the same bits on every CPU, and a bfloat16 one but for denormals, which AVX-512's product of
+    pairs takes for 0; and isnan() works. Where a fused multiply-add or a sum over lanes pays, the kernel
     says so itself (see tiles.py).
     """
     # Numba reads CACHE_DIR while it decorates; other packages' kernels must not see ours.
