@@ -307,7 +307,7 @@ def test_stdin_that_is_no_text(run, give_stdin):
     [
         (MemoryError(), 1, "not enough memory"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: out.jsonl"),
+        (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: 'out.jsonl'"),
         (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero"),
     ],
     ids=lambda value: type(value).__name__,

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ LINES = [
 ]
 IDS = ["fox", 2, 17, "é"]
 FLAGS = ["--max-tokens", "6", "--seed", "5"]
+DEMO = Path(__file__).parents[1] / "weights" / "demo"
 
 
 class Batch:
@@ -199,6 +201,14 @@ def test_a_file_with_anything_else_is_left_alone(jobs, no_model, content, says):
     assert jobs.run() == 2
     assert says.format(jobs.output) in jobs.err
     assert jobs.output.read_bytes() == content
+
+
+def test_a_folder_may_be_spelled_in_several_ways(jobs, monkeypatch):
+    assert jobs.run("--model", str(DEMO)) == 0
+    monkeypatch.chdir(DEMO.parent)
+    assert jobs.run("--model", "./demo/") == 0
+    assert f"{len(LINES)} of {len(LINES)} prompts skipped" in jobs.err
+    assert jobs.run("--model", str(DEMO.parent)) == 2
 
 
 def test_records_of_another_dtype_are_left_alone(jobs, no_model):

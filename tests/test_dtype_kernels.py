@@ -13,7 +13,7 @@ from kernel_tools import aligned, from_bits, operand_of, packed, random_values, 
 
 from tinygpt.kernels.cpu import load, tiles
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.operands import from_bfloat16, to_bfloat16
+from tinygpt.kernels.cpu.operands import NOTHING, from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.pack import SHARES, panel_count
 from tinygpt.kernels.cpu.tiles import GROUP, GROUPED_ROWS, PANEL, TILE_ROWS, WEIGHT_GROUP
 
@@ -122,11 +122,10 @@ def check_activations(x: np.ndarray) -> None:
     operand = operand_of(x, "int8")
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
     largest = np.abs(padded).max(axis=2)  # (M, G)
-    largest_or_one = np.where(largest < 1e-36, 1, largest)  # 127 / largest is finite
-    codes = np.rint(padded.astype(float) * (F32(127) / largest_or_one)[:, :, None].astype(float))  # (M, G, GROUP)
-    tiny = (largest > 0) & (largest < 1e-36)
-    assert (np.abs(operand.values.reshape(codes.shape)[tiny].astype(int)) <= 127).all()
-    np.testing.assert_array_equal(operand.values.reshape(codes.shape)[~tiny], codes[~tiny])
+    largest = np.where(largest < NOTHING, F32(0), largest)  # so that 127 / largest is finite
+    inverse = np.divide(F32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(padded.astype(float) * inverse[:, :, None].astype(float))  # (M, G, GROUP)
+    np.testing.assert_array_equal(operand.values.reshape(codes.shape), codes)
     same_bits(operand.scales[:, :, 0].copy(), largest / F32(127))
 
 

@@ -81,6 +81,6 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "there is not enough memory: use a smaller --max-num-seqs, --max-model-len or model."
     if isinstance(error, OSError):
-        place = f": {error.filename}" if error.filename is not None else ""
+        place = f": {str(error.filename)!r}" if error.filename is not None else ""
         return f"{error.strerror or error}{place}."
     return f"unexpected {type(error).__name__}: {error} (run it again with --debug to see where)."

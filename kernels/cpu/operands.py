@@ -36,7 +36,7 @@ from tinygpt.kernels.cpu.vector_ir import (
 ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 ROWS_PER_ITEM = 4
-NOTHING = 2.0**-100  # a group smaller than this is one of zeros: 127 / largest must stay finite
+NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
 
 
 @jit

@@ -98,7 +98,7 @@ def _check_prompt(place: str, record: dict[str, Any], prompt_of: dict[str | int,
 
 
 def _check_maker(place: str, record: dict[str, Any], model: str, dtype: str) -> None:
-    if record["model"] != model:
+    if not _is_same_model(record["model"], model):
         raise RequestError(
             f"{place} was made by model {record['model']} and --model is {model}: give --model {record['model']}, or "
             "name another output file."
@@ -118,3 +118,8 @@ def _check_beginning(place: str, line: bytes) -> None:
 
 def _foreign(place: str) -> str:
     return f"{place} is no record of an earlier run: name another file."
+
+
+def _is_same_model(one: str, other: str) -> bool:
+    """Whether two spellings of --model name one checkpoint: a folder has many."""
+    return one == other or (os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other))
