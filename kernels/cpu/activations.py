@@ -7,11 +7,10 @@ explicit fma), so a value's bits do not depend on where it stands in a vector, n
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.vector_ir import fma
+from tinygpt.kernels.cpu.vector_ir import ROUNDING, fma
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits
-ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
 EXP_MIN, EXP_MAX = np.float32(-87.0), np.float32(88.0)  # below: flushed to 0; above: held, short of overflow
 ONE, HALF, TWO, ZERO = np.float32(1), np.float32(0.5), np.float32(2), np.float32(0)
 

@@ -44,8 +44,8 @@ class Int8Operand(NamedTuple):
     """x[n, k] = values[n, k] * scales[n, k / GROUP, 0]: quantised per token, so that neighbours do not matter."""
 
     values: np.ndarray  # (N, K rounded up to GROUP) int8
-    scales: np.ndarray  # (N, G, 4) float32: scale, -, scale times the sum of each half of the group
-    zero_points: np.ndarray  # (N, G, 4) int32, the same memory: [1] is -128 times the group's sum
+    # (N, G, 4) float32: scale; -128 times the group's sum, an int32's bits; scale times the sum of each of its halves
+    scales: np.ndarray
 
 
 def is_a(numba_type, record: type) -> bool:

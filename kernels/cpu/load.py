@@ -198,8 +198,7 @@ def _new_operand(dtype: str, n: int, k: int):
     if dtype == "bfloat16":
         return BFloat16Operand(_zeros((n, k + k % 2), np.uint16))
     groups = -(-k // GROUP)
-    scales = _zeros((n, groups, 4))
-    return Int8Operand(_zeros((n, groups * GROUP), np.int8), scales, scales.view(np.int32))
+    return Int8Operand(_zeros((n, groups * GROUP), np.int8), _zeros((n, groups, 4)))
 
 
 def _small_pages(shape: tuple[int, ...], dtype) -> np.ndarray:

@@ -18,6 +18,7 @@ from tinygpt.kernels.cpu.vector_ir import (
     I32,
     INTS,
     LANES,
+    ROUNDING,
     VECTOR_BYTES,
     add,
     add_int,
@@ -33,7 +34,6 @@ from tinygpt.kernels.cpu.vector_ir import (
     uint16_at,
 )
 
-ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 ROWS_PER_ITEM = 4
 NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
@@ -89,7 +89,13 @@ def _put_int8(operand, row, first, values):
     if values.size > whole * GROUP:
         padded = np.zeros(GROUP, np.float32)
         padded[: values.size - whole * GROUP] = values[whole * GROUP :]
-        quantise_group(address(padded), target + whole * GROUP, scales + whole * 16)
+        _quantise_array(padded, target + whole * GROUP, scales + whole * 16)
+
+
+@jit
+def _quantise_array(x, target, scales):
+    """quantise_group of an array that the caller made: an argument lives through the call, an address holds nothing."""
+    quantise_group(address(x), target, scales)
 
 
 @intrinsic

@@ -7,8 +7,9 @@ Column k is multiplied by factors[k] (see smoothing.py). Columns past N and rows
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.operands import ROUNDING, from_bfloat16, to_bfloat16
+from tinygpt.kernels.cpu.operands import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.tiles import PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.vector_ir import ROUNDING
 
 LEVELS = np.float32(15)
 NAN = np.uint16(0x7FC0)  # as bfloat16

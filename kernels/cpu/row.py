@@ -5,7 +5,7 @@ import numpy as np
 from tinygpt.kernels.cpu.jit import jit
 
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
-LANES = 64  # partial sums
+PARTIAL_SUMS = 64  # that LLVM adds side by side
 STRIDE = 1024  # a search goes by strides before it looks at single elements
 
 # Float32 bits but for the sign, and the keys of -inf and +inf (see `key_of`).
@@ -107,16 +107,16 @@ def value_of(key):
 
 @jit
 def sum_of(weights):
-    """LANES partial sums, element i in number i % LANES, then added up: vectorised, yet in a fixed order."""
-    partial = np.zeros(LANES)
-    full = weights.size - weights.size % LANES
-    for start in range(0, full, LANES):
-        for lane in range(LANES):
+    """PARTIAL_SUMS sums, element i in number i % PARTIAL_SUMS, then added up: vectorised, yet in a fixed order."""
+    partial = np.zeros(PARTIAL_SUMS)
+    full = weights.size - weights.size % PARTIAL_SUMS
+    for start in range(0, full, PARTIAL_SUMS):
+        for lane in range(PARTIAL_SUMS):
             partial[lane] += weights[start + lane]
     for i in range(full, weights.size):
         partial[i - full] += weights[i]
     total = 0.0
-    for lane in range(LANES):
+    for lane in range(PARTIAL_SUMS):
         total += partial[lane]
     return total
 
@@ -124,16 +124,16 @@ def sum_of(weights):
 @jit
 def mass_below(scores, probabilities, value):
     """The sum of the probabilities whose score is less than `value`, in the order of `sum_of`."""
-    partial = np.zeros(LANES)
-    full = scores.size - scores.size % LANES
-    for start in range(0, full, LANES):
-        for lane in range(LANES):
+    partial = np.zeros(PARTIAL_SUMS)
+    full = scores.size - scores.size % PARTIAL_SUMS
+    for start in range(0, full, PARTIAL_SUMS):
+        for lane in range(PARTIAL_SUMS):
             i = start + lane
             partial[lane] += probabilities[i] * (scores[i] < value)
     for i in range(full, scores.size):
         partial[i - full] += probabilities[i] * (scores[i] < value)
     total = 0.0
-    for lane in range(LANES):
+    for lane in range(PARTIAL_SUMS):
         total += partial[lane]
     return total
 

@@ -1,5 +1,6 @@
 """Pieces of LLVM vector IR that the tiles and reductions are made of, and the few intrinsics that need no loop."""
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -9,6 +10,7 @@ F32, I32, I16, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8
 LANES = 16
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 VECTOR_BYTES = 4 * LANES
+ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
 
 
 def declare(builder, name: str, result, arguments):
