@@ -9,7 +9,7 @@ from tinygpt.kernels.cpu.attention import KEY_BLOCK
 from tinygpt.kernels.cpu.operands import to_bfloat16
 
 BACKENDS = pytest.mark.parametrize(
-    "backend, dtype",
+    ("backend", "dtype"),
     [(cpu, "float32"), (cpu, "bfloat16"), (reference, "float32")],
     ids=["cpu", "cpu-bf16", "reference"],
 )
@@ -20,10 +20,7 @@ RANGES = [(0, 1), (0, KEY_BLOCK), (5, 9), (KEY_BLOCK - 1, KEY_BLOCK + 1), (3, 2 
 
 def filled_cache(backend, dtype):
     """Three rows of random values that the dtype can hold, written a range at a time."""
-    config, random = (
-        GPT2Config(n_layer=2, n_head=3, n_embd=60, n_positions=LENGTH, vocab_size=50),
-        np.random.default_rng(0),
-    )
+    random = np.random.default_rng(0)
     cache = backend.new_cache(CONFIG, 3, LENGTH, dtype)
     shape = (3, CONFIG.n_layer, CONFIG.n_head, LENGTH, CONFIG.head_size)
     k, v = (random.integers(-200, 200, shape).astype(np.float32) for _ in "kv")  # 8 bits: bfloat16 holds them
@@ -60,10 +57,7 @@ def test_copy_changes_these_positions_and_no_other(backend, dtype, start, stop):
 
 
 def test_write_rounds_float32_to_the_cache_as_the_kernel_does():
-    config, random = (
-        GPT2Config(n_layer=2, n_head=3, n_embd=60, n_positions=LENGTH, vocab_size=50),
-        np.random.default_rng(1),
-    )
+    random = np.random.default_rng(1)
     cache = cpu.new_cache(CONFIG, 1, LENGTH, "bfloat16")
     shape = (CONFIG.n_layer, CONFIG.n_head, 5, CONFIG.head_size)
     values = random.standard_normal(shape).astype(np.float32)
