@@ -9,8 +9,8 @@ import numpy as np
 
 from tinygpt.kernels.cpu import load
 from tinygpt.kernels.cpu.attention import scratch_size
+from tinygpt.kernels.cpu.epilogue import SCRATCH
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.linear import SCRATCH
 from tinygpt.kernels.cpu.operands import put
 from tinygpt.kernels.cpu.pack import panel_count
 from tinygpt.kernels.cpu.team import Team, begin_step, new_board
@@ -39,6 +39,7 @@ TOLERANCES = {
     "sum": Tolerance(8 * EPS, "against the sum of sizes: a chain of 9 roundings a lane, four folds"),
     "layer_norm": Tolerance(64 * EPS, "against the outlier: mean and variance are rounded once more each"),
     "attention": Tolerance(32 * EPS, "against the largest value: scores of a few units, rounded, go through exp"),
+    "bfloat16 attention": Tolerance(2.0**-9 + 32 * EPS, "against the largest value: weights are rounded to 8 bits"),
     "extreme attention": Tolerance(0.05, "against the largest value: half a unit of a score of 1e4 is 5e-4, times D"),
     "bfloat16": Tolerance(2.0**-8, "relative: half a unit of 8 bits, and a little"),
     "quantised": Tolerance(0.5 + 1e-4, "in steps: the nearest level, found in float32"),

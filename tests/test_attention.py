@@ -15,16 +15,16 @@ CACHES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 class Cache(NamedTuple):
-    """One layer's: k (S, H, T / KEY_BLOCK, D, KEY_BLOCK), v (S, H, T, padded D); bfloat16 as uint16."""
+    """One layer's: k (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v (S, H, T / P, padded D, P); bfloat16 as uint16."""
 
     k: np.ndarray
     v: np.ndarray
 
 
 def new_cache(sequences: int, heads: int, size: int, length: int, dtype: str) -> Cache:
-    blocks, kind = -(-length // KEY_BLOCK), np.float32 if dtype == "float32" else np.uint16
-    k = unwritten(sequences, heads, blocks, size, KEY_BLOCK, dtype=kind)
-    return Cache(k, unwritten(sequences, heads, blocks * KEY_BLOCK, padded_head(size), dtype=kind))
+    blocks, kind, p = -(-length // KEY_BLOCK), *((np.float32, 1) if dtype == "float32" else (np.uint16, 2))
+    k = unwritten(sequences, heads, blocks, -(-size // p), KEY_BLOCK, p, dtype=kind)
+    return Cache(k, unwritten(sequences, heads, blocks * KEY_BLOCK // p, padded_head(size), p, dtype=kind))
 
 
 def write(cache: Cache, qkv, positions, token_rows) -> None:
@@ -40,10 +40,12 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return values if dtype == "float32" else from_bits(bfloat16_bits(values))
 
 
-def plain_keys(cache: Cache) -> np.ndarray:
-    """(S, H, T, D) float32."""
-    k = as_float32(cache.k).transpose(0, 1, 2, 4, 3)  # (S, H, T / KEY_BLOCK, KEY_BLOCK, D)
-    return k.reshape(*k.shape[:2], -1, k.shape[-1])
+def plain(cache: Cache, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values, (S, H, T, D) float32."""
+    k = as_float32(cache.k).transpose(0, 1, 2, 4, 3, 5)  # (S, H, T / KEY_BLOCK, KEY_BLOCK, D / P, P)
+    v = as_float32(cache.v).swapaxes(-1, -2)  # (S, H, T / P, P, padded D)
+    sequences, heads, blocks = k.shape[:3]
+    return tuple(x.reshape(sequences, heads, blocks * KEY_BLOCK, -1)[..., :size] for x in (k, v))
 
 
 class Run(NamedTuple):
@@ -81,10 +83,10 @@ def exact_attention(run: Run, dtype: str = "float32") -> np.ndarray:
     for length, cached in zip(run.lengths, run.cached, strict=True):
         qkv = run.qkv[start : start + length].astype(np.float64).reshape(length, 3, run.heads, run.size)
         q, k, v = qkv.transpose(1, 0, 2, 3)  # (T, H, D)
-        k, v = rounded(k, dtype).astype(np.float64), rounded(v, dtype).astype(np.float64)
-        scale = float(np.float32(run.size**-0.5))
+        q = q.astype(np.float32) * np.float32(run.size**-0.5)
+        q, k, v = (rounded(x.astype(np.float32), dtype).astype(np.float64) for x in (q, k, v))
         out = reference.attend(
-            q[cached:], k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length), scale
+            q[cached:], k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length), 1.0
         )  # (N, H, D)
         outs.append(out.reshape(len(out), -1))
         start += length
@@ -103,14 +105,17 @@ def random_run(lengths, cached, heads: int, size: int, spread: float = 1.0) -> R
 def test_write_kv_writes_its_places_and_nothing_else(size, dtype):
     heads, random = 3, np.random.default_rng(size)
     cache, qkv = new_cache(4, heads, size, 130, dtype), random_values(40, 3 * heads * size)
-    flat = random.choice(4 * 130, size=40, replace=False)
+    flat = np.sort(random.choice(4 * 130, size=40, replace=False))
     token_rows, positions = flat // 130, flat % 130
     write(cache, qkv, positions, token_rows)
     _, keys, values = rounded(qkv, dtype).reshape(40, 3, heads, size).transpose(1, 0, 2, 3)  # (N, H, D)
-    k, v = plain_keys(cache), as_float32(cache.v)
+    k, v = plain(cache, size)
     same_bits(k[token_rows, :, positions], keys)
-    same_bits(v[token_rows, :, positions, :size], values)
-    assert (~np.isnan(k)).sum() == (~np.isnan(v)).sum() == values.size
+    same_bits(v[token_rows, :, positions], values)
+    cleared = set() if dtype == "float32" else {at + 1 for at in flat if at % 130 % 2 == 0} - set(flat)
+    assert (~np.isnan(k)).sum() == values.size
+    assert (~np.isnan(v)).sum() == values.size + len(cleared) * heads * size
+    assert all((v[at // 130, :, at % 130] == 0).all() for at in cleared)
 
 
 @CACHES
@@ -119,7 +124,8 @@ def test_write_kv_writes_its_places_and_nothing_else(size, dtype):
 def test_attend(length, size, dtype):
     """A whole prompt, the last tokens of one, and a decode step, beside each other."""
     run = random_run([length, length, length, 7], [0, max(length - 7, 0), length - 1, 3], 2, size, spread=1.3)
-    check("attention", run_attend(run, dtype), exact_attention(run, dtype), np.abs(run.qkv[:, -2 * size :]).max())
+    kind = "attention" if dtype == "float32" else "bfloat16 attention"
+    check(kind, run_attend(run, dtype), exact_attention(run, dtype), np.abs(run.qkv[:, -2 * size :]).max())
 
 
 @CACHES

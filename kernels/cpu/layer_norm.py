@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.operands import put
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
@@ -10,7 +10,7 @@ from tinygpt.kernels.cpu.vector_ir import LANES, address, float32_at, sum_lanes,
 ROWS_PER_ITEM = 4  # a row takes less than a microsecond: about what claiming it costs
 
 
-@jit
+@kernel
 def layer_norm(team, out, x, rows, weight, bias, epsilon):
     """Row i of the operand `out` = layer norm of x[rows[i]]. A phase.
 
@@ -29,7 +29,7 @@ def layer_norm(team, out, x, rows, weight, bias, epsilon):
     finish_phase(team)
 
 
-@jit
+@kernel
 def normalise(out, x, weight, bias, epsilon):
     n = x.size
     mean = _sum(x) / np.float32(n)
@@ -40,7 +40,7 @@ def normalise(out, x, weight, bias, epsilon):
         out[c] = out[c] * scale * weight[c] + bias[c]
 
 
-@jit
+@kernel
 def _sum(x):
     vectors = x.size // LANES
     total = sum_lanes(address(x), vectors) if vectors else np.float32(0)
@@ -49,7 +49,7 @@ def _sum(x):
     return total
 
 
-@jit
+@kernel
 def _sum_squares(x):
     vectors = x.size // LANES
     total = sum_squares_lanes(address(x), vectors) if vectors else np.float32(0)

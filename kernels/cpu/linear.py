@@ -7,10 +7,9 @@ which four tensor-parallel ranks would add them, so that one rank or four give t
 import numpy as np
 from numba.extending import overload
 
-from tinygpt.kernels.cpu.activations import NONE, activate
+from tinygpt.kernels.cpu.epilogue import SEGMENT_BYTES, expect_tile, finish_tile
 from tinygpt.kernels.cpu.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight, is_a
-from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.operands import put
+from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.tiles import (
     GROUP,
@@ -23,34 +22,31 @@ from tinygpt.kernels.cpu.tiles import (
     panel_tile_int4,
     panel_tile_int8,
 )
-from tinygpt.kernels.cpu.vector_ir import address, float32_at
+from tinygpt.kernels.cpu.vector_ir import address
 
 # Rows of x that a thread takes on at a time: enough to use each panel well while it is in the L2 cache.
 ROW_BLOCK = 8 * TILE_ROWS
-MAX_SEGMENTS = 4
-SEGMENT_BYTES = TILE_ROWS * PANEL * 4
-SCRATCH = MAX_SEGMENTS * TILE_ROWS * PANEL  # float32 values that one thread needs
 # What to do with the result. NumPy scalars: Numba would compile one more `linear` for each Python constant.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
 
 
-@jit
+@kernel
 def linear(team, out, x, weight, layer, bias, activation, add, segments):
     """out = activation(x @ weight.T + bias), or out += that if `add`. A phase; an item is a panel and a row block.
 
     out (M, N) float32, x an operand of M rows, weight one of formats.py, bias (N,) or (0,) for none, segments: the
-    bounds of the segments of K, (2,) or (5,) with no segment empty. Needs SCRATCH values of the thread's scratch.
+    bounds of the segments of K, (2,) or (5,) with no segment empty. Needs epilogue.SCRATCH values of scratch.
     """
     for_each_tile(team, out, x, weight, layer, bias, activation, add, segments, out.shape[0], out.shape[1])
 
 
-@jit
+@kernel
 def linear_to_operand(team, out, x, weight, layer, bias, activation, segments, rows):
     """As `linear` without `add`, into rows of an operand: the next product's activations, converted tile by tile."""
     for_each_tile(team, out, x, weight, layer, bias, activation, REPLACE, segments, rows, bias.size)
 
 
-@jit
+@kernel
 def for_each_tile(team, out, x, weight, layer, bias, activation, add, segments, rows, columns):
     height = tile_rows(weight)
     blocks = max((rows + ROW_BLOCK - 1) // ROW_BLOCK, 1)
@@ -61,8 +57,9 @@ def for_each_tile(team, out, x, weight, layer, bias, activation, add, segments, 
         stop = min((block + 1) * ROW_BLOCK, rows)
         for row in range(block * ROW_BLOCK, stop, height):
             count = min(height, stop - row)
+            expect_tile(out, count, row, panel)
             products(count, row, panel, x, weight, layer, segments, team.scratch)
-            _epilogue(count, row, panel, out, bias, activation, add, segments, columns, team.scratch)
+            finish_tile(count, row, panel, out, weight, layer, bias, activation, add, segments, columns, team.scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
@@ -81,7 +78,7 @@ def _tile_rows(weight):
 
 
 def products(rows, row, panel, x, weight, layer, segments, scratch):
-    """scratch[segment, r, column] = the product over one segment of K, for the rows of one tile."""
+    """scratch[segment, r, column] = the product over one segment of K, for a tile's rows; int8 columns unscaled."""
     raise NotImplementedError
 
 
@@ -126,12 +123,6 @@ def _products_int8(rows, row, panel, x, weight, layer, segments, scratch):
         b_segment = b + start * GROUP * PANEL
         a_segment, s_segment = a + start * GROUP, scales + start * 16
         panel_tile_int8(rows, a_segment, lda, s_segment, lds, b_segment, b, stop - start, c_segment, PANEL * 4)
-    column_scales = float32_at(address(weight.scales) + (layer * weight.scales.shape[1] + panel * PANEL) * 4, PANEL)
-    for s in range(segments.size - 1):
-        for r in range(rows):
-            y = float32_at(c + s * SEGMENT_BYTES + r * PANEL * 4, PANEL)
-            for j in range(PANEL):
-                y[j] *= column_scales[j]
 
 
 def _products_int4(rows, row, panel, x, weight, layer, segments, scratch):
@@ -149,7 +140,7 @@ def _products_int4(rows, row, panel, x, weight, layer, segments, scratch):
         panel_tile_int4(rows, a_segment, lda, s_segment, lds, b_segment, g_segment, stop - start, c_segment, PANEL * 4)
 
 
-@jit
+@kernel
 def panel_address(panels, layer, panel):
     """Where a panel of a layer begins: panels (L, P, ...)."""
     return address(panels) + (layer * panels.shape[1] + panel) * panels.strides[1]
@@ -161,56 +152,6 @@ PRODUCTS = {
     Int8Weight: _products_int8,
     Int4Weight: _products_int4,
 }
-
-
-@jit
-def _epilogue(rows, row, panel, out, bias, activation, add, segments, columns, scratch):
-    """Add up the segments, then bias, activation and residual, while the tile is in the L1 cache."""
-    first = panel * PANEL
-    used = min(PANEL, columns - first)
-    for r in range(rows):
-        y = float32_at(address(scratch) + r * PANEL * 4, used)
-        if segments.size == 5:
-            _add_segments(y, address(y))
-        if bias.size:
-            b = float32_at(address(bias) + first * 4, used)
-            for j in range(used):
-                y[j] += b[j]
-        if activation != NONE:
-            activate(y, activation)
-        emit(out, row + r, first, y, add)
-
-
-@jit
-def _add_segments(y, first):
-    """y, the first segment's row, becomes (s0 + s1) + (s2 + s3)."""
-    s1 = float32_at(first + SEGMENT_BYTES, y.size)
-    s2 = float32_at(first + 2 * SEGMENT_BYTES, y.size)
-    s3 = float32_at(first + 3 * SEGMENT_BYTES, y.size)
-    for j in range(y.size):
-        y[j] = (y[j] + s1[j]) + (s2[j] + s3[j])
-
-
-def emit(out, row, first, y, add):
-    """Put y (n,) into columns first to first + n of `out`, an array or an operand, or add it."""
-    raise NotImplementedError
-
-
-@overload(emit)
-def _emit(out, row, first, y, add):
-    if hasattr(out, "instance_class"):
-        return lambda out, row, first, y, add: put(out, row, first, y)
-    return _emit_float32
-
-
-def _emit_float32(out, row, first, y, add):
-    target = float32_at(address(out) + (row * out.shape[1] + first) * 4, y.size)
-    if add:
-        for j in range(y.size):
-            target[j] += y[j]
-    else:
-        for j in range(y.size):
-            target[j] = y[j]
 
 
 def whole(k: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import numpy as np
 from tinygpt.kernels.cpu.activations import ACTIVATIONS
 from tinygpt.kernels.cpu.attention import KEY_BLOCK, padded_head, scratch_size
 from tinygpt.kernels.cpu.crew import Crew
+from tinygpt.kernels.cpu.epilogue import SCRATCH
 from tinygpt.kernels.cpu.formats import (
     BFloat16Operand,
     BFloat16Weight,
@@ -20,7 +22,7 @@ from tinygpt.kernels.cpu.formats import (
     Int8Operand,
     Int8Weight,
 )
-from tinygpt.kernels.cpu.linear import SCRATCH, quarters, whole
+from tinygpt.kernels.cpu.linear import quarters, whole
 from tinygpt.kernels.cpu.model import Buffers, KVCache, Params, Workspace
 from tinygpt.kernels.cpu.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
 from tinygpt.kernels.cpu.smoothing import smoothing_factors
@@ -149,20 +151,23 @@ def _stack(checkpoint, names: list[str]) -> np.ndarray:
 
 def new_cache(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     """Zeros: memory that no sequence has reached costs nothing yet. float32 for float32, else bfloat16."""
-    blocks = -(-max_model_len // KEY_BLOCK)
-    rows = (config.n_layer, max_num_seqs, config.n_head)
+    k, v = _cache_shapes(config, max_num_seqs, max_model_len, dtype)
     kind = np.float32 if dtype == "float32" else np.uint16
-    return KVCache(
-        k=_small_pages((*rows, blocks, config.head_size, KEY_BLOCK), kind),
-        v=_small_pages((*rows, blocks * KEY_BLOCK, padded_head(config.head_size)), kind),
-    )
+    return KVCache(_small_pages(k, kind), _small_pages(v, kind))
 
 
 def cache_bytes(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
     """What `new_cache` would take when it is full."""
-    positions = -(-max_model_len // KEY_BLOCK) * KEY_BLOCK
-    per_position = config.n_head * (config.head_size + padded_head(config.head_size))
-    return (4 if dtype == "float32" else 2) * config.n_layer * max_num_seqs * positions * per_position
+    shapes = _cache_shapes(config, max_num_seqs, max_model_len, dtype)
+    return (4 if dtype == "float32" else 2) * sum(math.prod(shape) for shape in shapes)
+
+
+def _cache_shapes(config, rows: int, length: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    per_step = 1 if dtype == "float32" else 2
+    blocks, size = -(-length // KEY_BLOCK), config.head_size
+    k = (blocks, -(-size // per_step), KEY_BLOCK, per_step)
+    v = (blocks * KEY_BLOCK // per_step, padded_head(size), per_step)
+    return (config.n_layer, rows, config.n_head, *k), (config.n_layer, rows, config.n_head, *v)
 
 
 def new_workspace(

@@ -13,7 +13,7 @@ from tinygpt.kernels.cpu.activations import NONE
 from tinygpt.kernels.cpu.attention import attend, write_kv
 from tinygpt.kernels.cpu.crew import Crew
 from tinygpt.kernels.cpu.embedding import embed
-from tinygpt.kernels.cpu.jit import inline, jit
+from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layer_norm import layer_norm
 from tinygpt.kernels.cpu.linear import ADD, REPLACE, linear, linear_to_operand
 from tinygpt.kernels.cpu.operands import convert
@@ -55,8 +55,9 @@ class Params(NamedTuple):
 class KVCache(NamedTuple):
     """Keys and values of every position, preallocated and written in place; T is rounded up to KEY_BLOCK."""
 
-    k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D, KEY_BLOCK) float32, or bfloat16 as uint16
-    v: np.ndarray  # (L, S, H, T, D rounded up to LANES) the same
+    # 4 bytes of a cache hold P values: 1 float32, or 2 bfloat16 (as uint16), which a tile multiplies in one step.
+    k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D / P rounded up, KEY_BLOCK, P)
+    v: np.ndarray  # (L, S, H, T / P, D rounded up to LANES, P)
 
 
 class Buffers(NamedTuple):
@@ -116,7 +117,7 @@ def forward(params: Params, batch, cache: KVCache, workspace: Workspace) -> np.n
     return buffers.logits[:r]
 
 
-@jit
+@kernel
 def _take_steps(team, leads, params, cache, buffers):
     """The leader takes one step, a follower one after another: one function, so that it is compiled once."""
     if leads:

@@ -21,7 +21,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.vector_ir import address
 
 PUBLISHED, CLAIMS, DONE = 0, 8, 16  # indices into the board: 64 bytes apart
@@ -52,7 +52,7 @@ def new_board() -> np.ndarray:
     return board
 
 
-@jit
+@kernel
 def claim(team, items):
     """The next item of this phase, 0 <= item < items, or -1 if there is none left for this thread."""
     claims = address(team.board) + CLAIMS * 8
@@ -65,7 +65,7 @@ def claim(team, items):
             return item
 
 
-@jit
+@kernel
 def complete(team, items):
     """Say that a claimed item is done; the last one of a phase opens the next."""
     done = address(team.board) + DONE * 8
@@ -75,7 +75,7 @@ def complete(team, items):
         atomic_store(address(team.board) + CLAIMS * 8, following)
 
 
-@jit
+@kernel
 def finish_phase(team):
     """Wait until every item of this phase is done, and go on to the next."""
     claims, spins = address(team.board) + CLAIMS * 8, 0
@@ -85,7 +85,7 @@ def finish_phase(team):
     team.phase[PHASE] += ONE
 
 
-@jit
+@kernel
 def begin_step(team):
     """For the thread that leads: start at the phase that is open, and let the others in."""
     first = atomic_load(address(team.board) + CLAIMS * 8) >> SHIFT
@@ -93,7 +93,7 @@ def begin_step(team):
     atomic_store(address(team.board) + PUBLISHED * 8, first)
 
 
-@jit
+@kernel
 def join_step(team):
     """For the others: wait a while for a step that this thread has not joined yet; whether one came."""
     published = address(team.board) + PUBLISHED * 8
@@ -106,7 +106,7 @@ def join_step(team):
     return False
 
 
-@jit
+@kernel
 def _relax(spins):
     pause()
     if spins > SPINS and spins % 16 == 0:

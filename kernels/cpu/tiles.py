@@ -7,7 +7,6 @@ depend on its batch. Per step, N vectors of B are loaded, and 4 bytes of each of
 
     kind     4 bytes of A are    a vector of B is            a step
     f32      1 float32           16 float32                  fused multiply-add
-    f32b     1 float32           16 bfloat16, widened        fused multiply-add
     bf16     2 bfloat16          16 pairs of bfloat16        two products a lane, added in float32
     int8     4 int8              16 fours of uint8           four products a lane, added in int32
     int4     4 int8              16 x 8 nibbles: two steps   the same
@@ -19,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import has_feature, jit
+from tinygpt.kernels.cpu.jit import has_feature
 from tinygpt.kernels.cpu.vector_ir import (
     F32,
     FLOATS,
@@ -121,28 +120,20 @@ def _every_second(builder, vector, start: int):
     return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
 
 
-def _load_plain(builder, address):
-    return load(builder, address, INTS, 32)
-
-
 def _load_widened(builder, address):
     halves = load(builder, address, ir.VectorType(I16, LANES), 32)
     return builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
 
 
-STEPS = {  # how a vector of B is read, its bytes in memory, the step
-    "f32": (_load_plain, VECTOR_BYTES, _step_f32),
-    "f32b": (_load_widened, VECTOR_BYTES // 2, _step_f32),
-    "bf16": (_load_plain, VECTOR_BYTES, _step_bf16),
-}
+STEPS = {"f32": _step_f32, "bf16": _step_bf16}
 
 
-def make_tile(kind: str, vectors: int):
-    """The intrinsic tile(rows, a, lda, b, ldb, steps, c, ldc): addresses, strides in bytes.
+def make_tile(kind: str, vectors: int, adds: bool = False):
+    """The intrinsic tile(rows, a, lda, b, ldb, steps, c, ldc): addresses, strides in bytes; C += A @ B if it `adds`.
 
     1 <= rows <= TILE_ROWS, steps >= 1. There is code for each number of rows.
     """
-    load_b, bytes_b, multiply = STEPS[kind]
+    multiply = STEPS[kind]
     strip = min(STRIP, vectors)
 
     def strip_code(builder, rows, a, lda, b, ldb, steps, c, ldc):
@@ -153,7 +144,7 @@ def make_tile(kind: str, vectors: int):
 
         def step(k, accumulators):
             b_row = builder.add(b, builder.mul(k, ldb))
-            b_k = [load_b(builder, builder.add(b_row, size(v * bytes_b))) for v in range(strip)]
+            b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 32) for v in range(strip)]
             sums = []
             for r in range(rows):
                 a_k = load(builder, builder.add(row_starts[r], builder.mul(k, size(4))), I32, 4)
@@ -161,14 +152,15 @@ def make_tile(kind: str, vectors: int):
                 sums += [multiply(builder, a_k, b_k[v], accumulators[r * strip + v]) for v in range(strip)]
             return sums
 
-        sums = repeat(builder, steps, step, [ir.Constant(FLOATS, None)] * (rows * strip))
-        for i, total in enumerate(sums):
-            c_row = builder.add(c, builder.mul(ldc, size(i // strip)))
-            store(builder, total, builder.add(c_row, size(i % strip * VECTOR_BYTES)), 4)
+        c_rows = [builder.add(c, builder.mul(ldc, size(r))) for r in range(rows)]
+        places = [builder.add(c_row, size(v * VECTOR_BYTES)) for c_row in c_rows for v in range(strip)]
+        start = [load(builder, at, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for at in places]
+        for at, total in zip(places, repeat(builder, steps, step, start), strict=True):
+            store(builder, total, at, 4)
 
     def code(builder, rows, a, lda, b, ldb, steps, c, ldc):
         for first in range(0, vectors, strip):
-            b_strip = builder.add(b, ir.Constant(b.type, first * bytes_b))
+            b_strip = builder.add(b, ir.Constant(b.type, first * VECTOR_BYTES))
             c_strip = builder.add(c, ir.Constant(c.type, first * VECTOR_BYTES))
             strip_code(builder, rows, a, lda, b_strip, ldb, steps, c_strip, ldc)
 
@@ -314,33 +306,10 @@ def _int4_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators):
 
 # Module-level names: a cached kernel cannot reach an intrinsic through a closure.
 panel_tile = make_tile("f32", PANEL_VECTORS)
-strip_tile = make_tile("f32", 1)
-panel_tile_f32b = make_tile("f32b", PANEL_VECTORS)
-strip_tile_f32b = make_tile("f32b", 1)
 panel_tile_bf16 = make_tile("bf16", PANEL_VECTORS)
 panel_tile_int8 = make_grouped_tile("int8")
 panel_tile_int4 = make_grouped_tile("int4")
-
-
-@jit
-def wide_tile(rows, a, lda, b, ldb, steps, c, ldc, columns):
-    """panel_tile for B of any multiple of LANES columns: panels first, then strips."""
-    done = 0
-    while columns - done >= PANEL:
-        panel_tile(rows, a, lda, b + done * 4, ldb, steps, c + done * 4, ldc)
-        done += PANEL
-    while done < columns:
-        strip_tile(rows, a, lda, b + done * 4, ldb, steps, c + done * 4, ldc)
-        done += LANES
-
-
-@jit
-def wide_tile_f32b(rows, a, lda, b, ldb, steps, c, ldc, columns):
-    """As wide_tile, for B of bfloat16."""
-    done = 0
-    while columns - done >= PANEL:
-        panel_tile_f32b(rows, a, lda, b + done * 2, ldb, steps, c + done * 4, ldc)
-        done += PANEL
-    while done < columns:
-        strip_tile_f32b(rows, a, lda, b + done * 2, ldb, steps, c + done * 4, ldc)
-        done += LANES
+panel_add = make_tile("f32", PANEL_VECTORS, adds=True)
+strip_add = make_tile("f32", 1, adds=True)
+panel_add_bf16 = make_tile("bf16", PANEL_VECTORS, adds=True)
+strip_add_bf16 = make_tile("bf16", 1, adds=True)

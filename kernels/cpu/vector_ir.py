@@ -96,6 +96,14 @@ def add(builder, x, y):
     return builder.fadd(x, y)
 
 
+def multiply(builder, x, y):
+    return builder.fmul(x, y)
+
+
+def second(builder, x, y):
+    return y
+
+
 def add_int(builder, x, y):
     return builder.add(x, y)
 
@@ -113,6 +121,23 @@ def _add_square(builder, total, x):
 sum_lanes = make_reduction(0.0, add, add)
 sum_squares_lanes = make_reduction(0.0, _add_square, add)
 max_lanes = make_reduction(float("-inf"), maximum, maximum)
+
+
+def make_row_operation(vectors: int, combine):
+    """The intrinsic operation(target, source): target = combine(target, source), rows of vectors * 16 float32."""
+
+    @intrinsic
+    def operation(typingctx, target, source):
+        def codegen(context, builder, signature, args):
+            for v in range(vectors):
+                x, y = (builder.add(start, ir.Constant(start.type, v * VECTOR_BYTES)) for start in args)
+                values = (load(builder, at, FLOATS, 4) for at in (x, y))
+                store(builder, combine(builder, *values), x, 4)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp), codegen
+
+    return operation
 
 
 @intrinsic
@@ -149,7 +174,7 @@ def _make_view(dtype):
     return view
 
 
-float32_at, uint16_at = _make_view(types.float32), _make_view(types.uint16)
+float32_at, uint16_at, uint32_at = (_make_view(dtype) for dtype in (types.float32, types.uint16, types.uint32))
 
 
 @intrinsic
@@ -160,3 +185,17 @@ def fma(typingctx, x, y, z):
         return builder.call(declare(builder, "llvm.fma.f32", F32, [F32] * 3), args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def expect_write(typingctx, address):
+    """Ask for the cache line at `address`, soon to be written; harmless wherever it points."""
+
+    def codegen(context, builder, signature, args):
+        bytes_ = I8.as_pointer()
+        ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
+        to_write, into_l1, data = ir.Constant(I32, 1), ir.Constant(I32, 3), ir.Constant(I32, 1)
+        builder.call(ask, [builder.inttoptr(args[0], bytes_), to_write, into_l1, data])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen

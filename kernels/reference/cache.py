@@ -9,7 +9,7 @@ def copy_positions(cache, source_row: int, target_row: int, start: int, stop: in
         array[:, target_row, :, start:stop] = array[:, source_row, :, start:stop]
 
 
-def read_positions(cache, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def read_positions(cache, row: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Copies of a row's keys and values, each (L, H, stop - start, D)."""
     return cache.k[:, row, :, start:stop].copy(), cache.v[:, row, :, start:stop].copy()
 
