@@ -209,6 +209,8 @@ def test_embed(n, width, dtype):
     positions = random.integers(length, size=n).astype(np.int32)
     wte, wpe, x = packed(random_values(vocab, width), dtype), random_values(length, width, seed=1), unwritten(n, width)
     factors = np.exp2(random.integers(-2, 3, width)).astype(np.float32)  # powers of 2 change no rounding
-    embed(solo_team(), x, token_ids, positions, wte, factors, wpe)
+    embeds = random_values(n, width, seed=2)
+    token_ids[1::3] = -1  # embeds stand for these
+    embed(solo_team(), x, token_ids, embeds, positions, wte, factors, wpe)
     rows = unpacked(wte, dtype)[token_ids, :width].astype(np.float32)
-    same_bits(x, rows * factors + wpe[positions])
+    same_bits(x, np.where(token_ids[:, None] < 0, embeds, rows * factors) + wpe[positions])

@@ -13,8 +13,8 @@ ROWS_PER_ITEM = 4
 
 
 @kernel
-def embed(team, x, token_ids, positions, wte, wte_factors, wpe):
-    """x (N, C) = wte[token] * wte_factors + wpe[position]. A phase.
+def embed(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
+    """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) stand for tokens below 0. A phase.
 
     wte is a weight of one layer, which a tied head shares: token t is column t % PANEL of panel t // PANEL.
     """
@@ -22,6 +22,10 @@ def embed(team, x, token_ids, positions, wte, wte_factors, wpe):
     item = claim(team, items)
     while item >= 0:
         for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, token_ids.size)):
+            if token_ids[n] < 0:
+                for c in range(x.shape[1]):
+                    x[n, c] = embeds[n, c] + wpe[positions[n], c]
+                continue
             panel, column = token_ids[n] // PANEL, token_ids[n] % PANEL
             for c in range(x.shape[1]):
                 x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + wpe[positions[n], c]

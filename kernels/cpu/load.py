@@ -27,6 +27,7 @@ from tinygpt.kernels.cpu.model import Buffers, KVCache, Params, Workspace
 from tinygpt.kernels.cpu.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
 from tinygpt.kernels.cpu.smoothing import smoothing_factors
 from tinygpt.kernels.cpu.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.trace import nothing_kept
 from tinygpt.kernels.cpu.vector_ir import LANES, VECTOR_BYTES
 
 PACK_SHARES = 16  # of a matrix, for any number of threads to take
@@ -51,6 +52,7 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
         fields["ln_f_weight"], fields["ln_f_bias"] = (
             _divided(checkpoint, ["ln_f"], kind, factors)[0] for kind in KINDS
         )
+        fields["head_factors"] = factors[0]
         fields["wte_factors"] = (1 / factors[0]) if checkpoint.tied else np.ones(config.n_embd, np.float32)
         fields["wte"] = fields["lm_head"]
         if not checkpoint.tied:
@@ -186,7 +188,10 @@ def new_workspace(
         final=_new_operand(dtype, r, c),
         logits=_zeros((r, config.vocab_size)),
         every=np.arange(n, dtype=np.int32),
+        hidden=nothing_kept(),
+        queries=nothing_kept(),
         token_ids=np.zeros(n, np.int32),
+        embeds=_zeros((n, c)),
         positions=np.zeros(n, np.int32),
         token_rows=np.zeros(n, np.int32),
         tiles=np.zeros(n + 1, np.int32),

@@ -19,6 +19,7 @@ from tinygpt.kernels.cpu.linear import ADD, REPLACE, linear, linear_to_operand
 from tinygpt.kernels.cpu.operands import convert
 from tinygpt.kernels.cpu.team import begin_step, join_step
 from tinygpt.kernels.cpu.tiles import TILE_ROWS
+from tinygpt.kernels.cpu.trace import final_norm, keep_rows
 
 FIRST = np.int64(0)  # wte and the head have one layer
 
@@ -43,6 +44,7 @@ class Params(NamedTuple):
     mlp_proj_bias: np.ndarray  # (L, C)
     ln_f_weight: np.ndarray  # (C,)
     ln_f_bias: np.ndarray  # (C,)
+    head_factors: np.ndarray  # (C,)    what ln_f was divided by, and the head multiplied
     lm_head: Any  # (V, C)  one layer; the same arrays as wte where the head is tied
     attention_scales: np.ndarray  # (L,)
     embd_segments: np.ndarray  # (2,)  all of C
@@ -72,8 +74,11 @@ class Buffers(NamedTuple):
     final: Any  # (R, C)   an operand
     logits: np.ndarray  # (R, V)
     every: np.ndarray  # (N,)     0, 1, 2, ...: layer norm of all rows
+    hidden: np.ndarray  # (L + 1, N, C) x before each layer and at the end, or (0, 0, 0): not kept
+    queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
     # The batch, as the kernels need it.
     token_ids: np.ndarray  # (N,)
+    embeds: np.ndarray  # (N, C)    in place of the embedding of a token whose id is negative
     positions: np.ndarray  # (N,)
     token_rows: np.ndarray  # (N,)      the cache row of each token
     tiles: np.ndarray  # (N + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
@@ -93,6 +98,7 @@ class Step(NamedTuple):
     """The parts of the buffers that this step's batch fills."""
 
     token_ids: np.ndarray  # (N,)
+    embeds: np.ndarray  # (N, C)
     positions: np.ndarray  # (N,)
     token_rows: np.ndarray  # (N,)
     tiles: np.ndarray  # (tiles + 1,)
@@ -104,17 +110,37 @@ def forward(params: Params, batch, cache: KVCache, workspace: Workspace) -> np.n
 
     The result is a view of the workspace: the next step overwrites it.
     """
-    buffers = workspace.buffers
+    _fill(workspace.buffers, batch)
+    workspace.crew.run(_take_steps, params, cache, workspace.buffers)
+    return workspace.buffers.logits[: batch.logit_rows.size]
+
+
+def trace(params: Params, batch, cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
+    """Run a step as `forward` and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32.
+
+    The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
+    """
+    layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
+    hidden, queries = np.empty((layers + 1, n, c), np.float32), np.empty((layers, n, c), np.float32)
+    _fill(workspace.buffers, batch)
+    workspace.crew.run(_take_steps, params, cache, workspace.buffers._replace(hidden=hidden, queries=queries))
+    hidden[-1] = final_norm(params, hidden[-1])
+    return hidden, queries
+
+
+def _fill(buffers: Buffers, batch) -> None:
+    """Put the batch where the kernels read it."""
     tiles = query_tiles(batch.seq_starts)
     n, r = batch.token_ids.size, batch.logit_rows.size
     buffers.token_ids[:n] = batch.token_ids
+    if batch.embeds.size:
+        given = np.flatnonzero(batch.token_ids < 0)
+        buffers.embeds[given] = batch.embeds[-1 - batch.token_ids[given]]
     buffers.positions[:n] = batch.positions
     buffers.token_rows[:n] = np.repeat(batch.rows, np.diff(batch.seq_starts))
     buffers.tiles[: tiles.size] = tiles
     buffers.logit_rows[:r] = batch.logit_rows
     buffers.sizes[:] = n, tiles.size - 1, r
-    workspace.crew.run(_take_steps, params, cache, buffers)
-    return buffers.logits[:r]
 
 
 @kernel
@@ -133,11 +159,16 @@ def _forward(team, params, cache, buffers):
     """What each thread of the team does in a step; a kernel is a phase, and they keep in step by phases."""
     b, (n, tiles, r) = buffers, (buffers.sizes[0], buffers.sizes[1], buffers.sizes[2])
     x, logits = b.x[:n], b.logits[:r]
-    step = Step(b.token_ids[:n], b.positions[:n], b.token_rows[:n], b.tiles[: tiles + 1], b.logit_rows[:r])
-    embed(team, x, step.token_ids, step.positions, params.wte, params.wte_factors, params.wpe)  # (N, C)
-    for layer in range(params.attention_scales.size):
+    step = Step(
+        b.token_ids[:n], b.embeds[:n], b.positions[:n], b.token_rows[:n], b.tiles[: tiles + 1], b.logit_rows[:r]
+    )
+    embed(team, x, step.token_ids, step.embeds, step.positions, params.wte, params.wte_factors, params.wpe)  # (N, C)
+    layers = params.attention_scales.size
+    for layer in range(layers):
+        keep_rows(team, b.hidden, layer, x)
         attention_block(team, x, layer, params, cache, buffers, step)
         mlp_block(team, x, layer, params, buffers)
+    keep_rows(team, b.hidden, layers, x)
     layer_norm(team, b.final, x, step.logit_rows, params.ln_f_weight, params.ln_f_bias, params.epsilon)  # (R, C)
     no_bias = params.ln_f_bias[:0]
     linear(team, logits, b.final, params.lm_head, FIRST, no_bias, NONE, REPLACE, params.embd_segments)  # (R, V)
@@ -151,6 +182,7 @@ def attention_block(team, x, layer, params, cache, buffers, step):
     k, v, scale = cache.k[layer], cache.v[layer], p.attention_scales[layer]
     layer_norm(team, b.normed, x, b.every[:n], p.ln_1_weight[layer], p.ln_1_bias[layer], p.epsilon)  # (N, C)
     linear(team, qkv, b.normed, p.c_attn, layer, p.c_attn_bias[layer], NONE, REPLACE, p.embd_segments)  # (N, 3C)
+    keep_rows(team, b.queries, layer, qkv)
     write_kv(team, k, v, qkv, step.positions, step.token_rows)
     attend(team, attended, qkv, k, v, step.positions, step.token_rows, step.tiles, scale)  # (N, C)
     convert(team, b.heads, attended)

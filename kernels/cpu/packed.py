@@ -7,7 +7,7 @@ from tinygpt.kernels.cpu.model import Params
 from tinygpt.kernels.cpu.tiles import GROUP, PANEL, WEIGHT_GROUP
 
 # What a reader must share with the writer. Count `packing` up when the same layout comes to mean other numbers.
-PACKING = {"packing": 1, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_GROUP}
+PACKING = {"packing": 2, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_GROUP}
 
 
 def arrays_of(params: Params) -> dict[str, np.ndarray]:
@@ -26,7 +26,8 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
     """The shape and the dtype of each of `arrays_of`, for this model."""
     C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
     float32 = np.dtype(np.float32)
-    layout = {"wte_factors": ((C,), float32), "wpe": ((config.n_positions, C), float32)}
+    layout = {name: ((C,), float32) for name in ("wte_factors", "head_factors")}
+    layout |= {"wpe": ((config.n_positions, C), float32)}
     layout |= {f"{norm}_{kind}": ((L, C), float32) for norm in LAYER_NORMS for kind in KINDS}
     layout |= {f"ln_f_{kind}": ((C,), float32) for kind in KINDS}
     for name, (n, k) in {"c_attn": (3 * C, C), "attn_proj": (C, C), "c_fc": (F, C), "mlp_proj": (C, F)}.items():

@@ -56,13 +56,37 @@ def new_workspace(config, max_num_tokens: int, max_num_logits: int, threads: int
 
 def forward(params: Params, batch, cache: KVCache, workspace=None) -> np.ndarray:
     """Run one step: write its keys and values into the cache and return logits (R, V) float32."""
-    x = params["wte.weight"][batch.token_ids] + params["wpe.weight"][batch.positions]  # (N, C)
-    x = x.astype(np.float64)
+    x = embed(params, batch)  # (N, C)
     for layer in range(params.config.n_layer):
         x = x + attention_block(params, layer, x, batch, cache)  # (N, C)
         x = x + mlp_block(params, layer, x)  # (N, C)
     x = layer_norm(params, "ln_f", x[batch.logit_rows])  # (R, C)
     return (x @ params["lm_head.weight"].T).astype(np.float32)  # (R, V)
+
+
+def trace(params: Params, batch, cache: KVCache, workspace=None) -> tuple[np.ndarray, np.ndarray]:
+    """Run a step as `forward` and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32.
+
+    The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
+    """
+    x, hidden, queries = embed(params, batch), [], []
+    for layer in range(params.config.n_layer):
+        hidden.append(x)
+        qkv = linear(params, f"h.{layer}.attn.c_attn", layer_norm(params, f"h.{layer}.ln_1", x))  # (N, 3C)
+        queries.append(qkv[:, : x.shape[1]])
+        x = x + attention_block(params, layer, x, batch, cache)  # (N, C)
+        x = x + mlp_block(params, layer, x)  # (N, C)
+    hidden.append(layer_norm(params, "ln_f", x))
+    return np.array(hidden, np.float32), np.array(queries, np.float32)
+
+
+def embed(params: Params, batch) -> np.ndarray:
+    """wte[token] + wpe[position] (N, C); a row of batch.embeds stands for a token whose id is negative."""
+    is_given = batch.token_ids < 0  # (N,)
+    x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(np.float64)  # (N, C)
+    if is_given.any():
+        x[is_given] = batch.embeds[-1 - batch.token_ids[is_given]]
+    return x + params["wpe.weight"][batch.positions]
 
 
 def attention_block(params: Params, layer: int, x: np.ndarray, batch, cache: KVCache) -> np.ndarray:
