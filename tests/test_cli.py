@@ -222,7 +222,8 @@ def test_json_is_one_record(run, llm):
     params = SamplingParams(max_tokens=4, temperature=0.8, top_k=40, top_p=0.95, seed=7, n=2)
     expected = llm.generate("Once", params)[0]
     record = json.loads(result.out)
-    assert list(record) == ["id", "model", "dtype", "prompt", "prompt_token_ids", "outputs", "metrics"]
+    names = ["id", "model", "dtype", "prompt", "prompt_token_ids", "outputs", "metrics", "num_cached_tokens"]
+    assert list(record) == names
     assert (record["id"], record["prompt"]) == (None, "Once")
     assert (record["model"], record["dtype"]) == ("demo", "float32")
     assert record["prompt_token_ids"] == expected.prompt_token_ids

@@ -1,11 +1,14 @@
 """Text as a stream: never half a character, never part of a stop string, always the final text in the end."""
 
+import codecs
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_tokenizer import bpe, save, unigram, with_digits, word_piece
 
 from tinygpt.detokenizer import ByteDetokenizer, StopStrings
+from tinygpt.text_stream import TextStream
 
 LETTERS = "ab"
 
@@ -144,3 +147,42 @@ class TestStopStrings:
             stopper = StopStrings(order)
             assert stopper.push(text) + stopper.finish() == final
             assert stopper.matched == matched
+
+    @given(st.lists(st.text(alphabet=LETTERS, max_size=5), max_size=8), stops)
+    def test_included_it_ends_the_text(self, parts, stop):
+        text = "".join(parts)
+        final, matched = whole(text, stop)
+        stopper = StopStrings(stop, is_included=True)
+        given = "".join(stopper.push(part) for part in parts) + stopper.finish()
+        assert given == final + (matched or "")
+        assert stopper.matched == matched
+
+
+class TestTextStream:
+    # Characters of one to four bytes, cut anywhere; an id is a byte.
+    texts = st.lists(st.sampled_from(["a", "b", "é", "日", "🙂", "\udcff"]), max_size=12)
+    stops = st.lists(st.text(alphabet="abé日🙂", min_size=1, max_size=3), max_size=3)
+
+    @given(texts, stops, st.booleans(), st.integers(0, 9))
+    def test_what_is_streamed_is_always_a_prefix_of_the_final_text(self, characters, stop, is_included, min_tokens):
+        token_bytes = "".join(characters).encode(errors="surrogateescape")
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        unsearched = decoder.decode(token_bytes[:min_tokens])
+        final, matched = whole(decoder.decode(token_bytes[min_tokens:], final=True), stop)
+        final = unsearched + final + (matched or "" if is_included else "")
+        stream = TextStream(ByteDetokenizer(lambda i: bytes([i])), stop, is_included, min_tokens)
+        given = ""
+        for token_id in token_bytes:
+            given += stream.push(token_id)
+            assert final.startswith(given)
+            assert stream.text == given
+            if stream.stop is not None:
+                break
+        given += stream.finish()
+        assert (given, stream.text, stream.stop) == (final, final, matched)
+
+    @pytest.mark.parametrize(("min_tokens", "final"), [(0, ""), (1, "b"), (3, "bab"), (4, "babab"), (9, "babab")])
+    def test_stop_strings_are_not_looked_for_before_min_tokens(self, min_tokens, final):
+        stream = TextStream(ByteDetokenizer(lambda i: bytes([i])), ["ba", "ab"], min_tokens=min_tokens)
+        given = [stream.push(token_id) for token_id in b"babab" if stream.stop is None]
+        assert "".join(given) + stream.finish() == final

@@ -31,8 +31,8 @@ def nothing_is_left_behind(request):
     yield
     if "llm" in request.fixturenames:
         gc.collect()  # streams that a failed test left open
-        scheduler = request.getfixturevalue("llm")._scheduler
-        assert (scheduler.running, len(scheduler.waiting), len(scheduler._free_rows)) == ([], 0, 4)
+        scheduler = request.getfixturevalue("llm")._engine.scheduler
+        assert (scheduler.running, len(scheduler.waiting), scheduler.rows.num_free) == ([], 0, 4)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_closing_generate_as_finished_frees_the_rows(llm):
     outputs = llm.generate_as_finished(PROMPTS, [SamplingParams(max_tokens=n) for n in (1, 50, 50, 50, 50)])
     assert next(outputs)[0] == 0
     outputs.close()
-    assert len(llm._scheduler._free_rows) == 4
+    assert llm._engine.scheduler.rows.num_free == 4
 
 
 # Sampling.
@@ -171,6 +171,26 @@ def test_top_k_1_and_a_tiny_top_p_are_greedy(llm):
     assert generate_one(llm, PROMPTS[0], sampled(top_p=1e-9)).token_ids == greedy
 
 
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_best_of_returns_the_most_probable_per_token(llm, n):
+    """Of equal ones, as greedy samples are, the first."""
+    fields = {"max_tokens": 9, "stop": "e", "logprobs": 1}
+    samples = llm.generate(PROMPTS[0], sampled(n=5, **fields))[0].outputs
+    assert len({len(sample.token_ids) for sample in samples}) > 1
+    ranked = sorted(samples, key=lambda sample: -sample.cumulative_logprob / len(sample.token_ids))
+    (output,) = llm.generate(PROMPTS[0], sampled(n=n, best_of=5, **fields))
+    expected = samples if n == 5 else ranked[:n]
+    assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in expected]
+    assert [sample.index for sample in output.outputs] == list(range(n))
+
+
+def test_best_of_needs_no_logprobs_to_be_asked_for(llm):
+    fields = {"best_of": 4, "n": 2}
+    with_logprobs, without = (llm.generate(PROMPTS[0], sampled(**fields, logprobs=k))[0].outputs for k in (0, None))
+    assert [sample.token_ids for sample in without] == [sample.token_ids for sample in with_logprobs]
+    assert (without[0].logprobs, without[0].cumulative_logprob) == (None, None)
+
+
 # Ends.
 
 
@@ -200,7 +220,7 @@ def test_stop_token_ids(llm, place):
     whole = generate_one(llm, PROMPTS[0]).token_ids
     stop = whole[place]
     kept = whole[: whole.index(stop) + 1]
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop_token_ids=[10**6, stop]))
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop_token_ids=[8000, stop]))
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", stop)
     assert sample.text == llm.tokenizer.decode(kept[:-1])
 
@@ -218,6 +238,32 @@ def test_eos_ends_unless_it_is_ignored(tiny, tmp_path):
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run, "length", None)
         sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=[run[0]]))
         assert (sample.token_ids, sample.finish_reason) == (run[:1], "stop")
+
+
+def test_eos_of_a_request(llm):
+    whole = generate_one(llm, PROMPTS[0]).token_ids
+    end = whole[5]
+    kept = whole[: whole.index(end) + 1]
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=[end, 8000]))
+    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", end)
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=end, ignore_eos=True))
+    assert sample.token_ids == whole
+
+
+def test_a_loop_ends_a_sample(llm):
+    loops = {"logit_bias": {5: 100.0}, "max_tokens": 12}
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(**loops))
+    assert (sample.token_ids, sample.finish_reason) == ([5] * 12, "length")
+    detection = {"max_pattern_size": 2, "min_count": 3}
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(**loops, repetition_detection=detection))
+    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == ([5] * 3, "stop", "loop")
+
+
+def test_the_stop_string_may_stay(llm):
+    params = {"max_tokens": 20, "stop": "e"}
+    cut = generate_one(llm, PROMPTS[0], SamplingParams(**params))
+    kept = generate_one(llm, PROMPTS[0], SamplingParams(**params, include_stop_str_in_output=True))
+    assert (kept.text, kept.token_ids) == (cut.text + "e", cut.token_ids)
 
 
 def test_all_positions_can_be_used(tiny):
@@ -290,7 +336,7 @@ def test_a_stream_is_the_text_of_generate_bit_by_bit(llm, params):
 def test_a_stream_comes_one_token_at_a_time(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
     assert next(stream).text
-    (sequence,) = llm._scheduler.running
+    (sequence,) = llm._engine.scheduler.running
     assert len(sequence.new_token_ids) == 1
     stream.close()
 
@@ -298,16 +344,16 @@ def test_a_stream_comes_one_token_at_a_time(llm):
 def test_a_stream_that_is_closed_early_frees_its_row(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
     next(stream)
-    assert len(llm._scheduler._free_rows) == 3
+    assert llm._engine.scheduler.rows.num_free == 3
     stream.close()
-    assert len(llm._scheduler._free_rows) == 4
+    assert llm._engine.scheduler.rows.num_free == 4
     with pytest.raises(StopIteration):
         next(stream)
 
 
 def test_a_stream_that_is_never_read_holds_nothing(llm):
     stream = llm.stream(PROMPTS[0], GREEDY)
-    assert (llm._scheduler.running, len(llm._scheduler.waiting)) == ([], 0)
+    assert (llm._engine.scheduler.running, len(llm._engine.scheduler.waiting)) == ([], 0)
     del stream
 
 
@@ -518,7 +564,7 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_engine_goes_on(damaged
         assert generate_one(damaged, [3, 4], SHORT).token_ids == good
     with pytest.raises(TinyGPTError, match="not finite"):
         list(damaged.stream([3, 4], params))
-    assert len(damaged._scheduler._free_rows) == 2
+    assert damaged._engine.scheduler.rows.num_free == 2
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

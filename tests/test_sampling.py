@@ -6,10 +6,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from tinygpt.kernels.cpu import sampling as cpu
-from tinygpt.kernels.reference import sampling as reference
+from tinygpt.controls import TOP_P_RULES, Warpers
+from tinygpt.kernels import cpu, reference
 
 GPT2_VOCAB = 50257
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
@@ -17,25 +25,36 @@ SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.9), (0.8, 40, 0.95), (2.0, 
 SETTINGS += [(1.0, 1, 0.5), (1.0, 0, 1e-9), (1e-6, 0, 0.9), (1e6, 0, 0.3), (1.0, 10**6, 1 - 1e-6)]
 
 
-def huggingface(row, temperature, top_k, top_p):
+def huggingface(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0, typical_p=1, epsilon_cutoff=0, eta_cutoff=0):
     """One row through the warpers that `generate` builds for these settings."""
     warpers = [TemperatureLogitsWarper(float(temperature))]
     warpers += [TopKLogitsWarper(int(top_k))] if top_k > 0 else []
     warpers += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(float(min_p))] if min_p > 0 else []
+    warpers += [TypicalLogitsWarper(float(typical_p))] if typical_p < 1 else []
+    warpers += [EpsilonLogitsWarper(float(epsilon_cutoff))] if epsilon_cutoff > 0 else []
+    warpers += [EtaLogitsWarper(float(eta_cutoff))] if eta_cutoff > 0 else []
     scores = torch.from_numpy(row.copy())[None]
     for warper in warpers:
         scores = warper(None, scores)
     return scores[0].numpy()
 
 
-def one_row(backend, row, temperature, top_k, top_p):
-    return backend.filter_logits(row[None], [temperature], [top_k], [top_p])[0]
+def warpers_of(rows, temperature=1.0, top_k=0, top_p=1.0, **others):
+    """Warpers with these settings, each one for all rows or an array with one for each row."""
+    off = dict(zip(Warpers._fields, (1.0, 0, 1.0, 0, 0.0, 1.0, 0.0, 0.0), strict=True))
+    given = off | {"temperature": temperature, "top_k": top_k, "top_p": top_p} | others
+    return Warpers(*(np.array(np.broadcast_to(given[name], rows), np.float64) for name in Warpers._fields))
 
 
-def draw(backend, logits, temperature=1.0, top_k=0, top_p=1.0, seeds=0, sample_indices=0, positions=0):
+def one_row(backend, row, *setting, **others):
+    return backend.filter_logits(row[None], warpers_of(1, *setting, **others))[0]
+
+
+def draw(backend, logits, *setting, seeds=0, sample_indices=0, positions=0, **others):
     """`sample` with single settings spread over the rows."""
-    columns = (temperature, top_k, top_p, seeds, sample_indices, positions)
-    return backend.sample(logits, *[np.broadcast_to(column, len(logits)) for column in columns])
+    numbers = [np.broadcast_to(number, len(logits)) for number in (seeds, sample_indices, positions)]
+    return backend.sample(logits, warpers_of(len(logits), *setting, **others), *numbers)
 
 
 def random_row(vocab, seed, spread=3.0):
@@ -147,7 +166,109 @@ def test_round_values_of_p_meet_the_border_as_in_float32(backend):
 @BACKENDS
 def test_greedy_rows_pass_the_filters_untouched(backend):
     logits = random_row(50, 0).reshape(2, 25)
-    np.testing.assert_array_equal(backend.filter_logits(logits, [0, 0], [3, 0], [0.1, 1.0]), logits)
+    warpers = warpers_of(2, 0.0, np.array([3, 0]), np.array([0.1, 1.0]), min_p=0.5, typical_p=0.5, eta_cutoff=0.5)
+    np.testing.assert_array_equal(backend.filter_logits(logits, warpers), logits)
+
+
+# The other warpers, against Hugging Face; probabilities that are no round numbers, since torch's have other roundings.
+
+OTHERS = [
+    {"min_p": 0.0123},
+    {"min_p": 0.77},
+    {"min_p": 1.0},
+    {"typical_p": 0.2345},
+    {"typical_p": 0.9123},
+    {"typical_p": 1e-9},
+    {"epsilon_cutoff": 0.0123},
+    {"epsilon_cutoff": 0.9},
+    {"eta_cutoff": 0.0123},
+    {"eta_cutoff": 0.9},
+    {"temperature": 0.7, "top_k": 9, "top_p": 0.9123, "min_p": 0.0312, "typical_p": 0.8123},
+    {"temperature": 1.7, "top_p": 0.9123, "typical_p": 0.7123, "epsilon_cutoff": 0.0213, "eta_cutoff": 0.0923},
+]
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+@pytest.mark.parametrize("setting", OTHERS, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items()))
+def test_other_warpers_equal_huggingface_to_the_bit(backend, setting, make_row):
+    for vocab in (1, 2, 5, 16):
+        for seed in range(6):
+            row = make_row(vocab, seed)
+            np.testing.assert_array_equal(one_row(backend, row, **setting), huggingface(row, **setting))
+
+
+@BACKENDS
+@pytest.mark.parametrize("setting", [s for s in OTHERS if len(s) == 1], ids=lambda setting: str(setting))
+def test_other_warpers_keep_as_many_of_a_full_vocabulary_as_huggingface(backend, setting):
+    """Up to torch's float32 softmax: the limit is moved by 1e-5 of itself to either side."""
+    ((name, limit),) = setting.items()
+    for row in (random_row(GPT2_VOCAB, 3), masked_row(GPT2_VOCAB, 4)):
+        kept = np.sum(one_row(backend, row, **setting) > -np.inf)
+        bounds = [
+            np.sum(huggingface(row, **{name: min(limit * factor, 1 - 1e-6)}) > -np.inf) for factor in (0.99999, 1.00001)
+        ]
+        assert min(bounds) <= kept <= max(bounds)
+
+
+# The other rules for top-p, against the words of their sources.
+
+
+def within_p(row, p):
+    """openai/gpt-2: greatest first, as many as add up to p at most, one at least, and all tied with the last."""
+    descending = sorted(np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum(), reverse=True)
+    count = sum(np.cumsum(descending) <= p)
+    return row >= sorted(row, reverse=True)[max(count - 1, 0)]
+
+
+def part_within_p(row, p):
+    """FasterTransformer: u * p is looked up in the sums, greatest first; the probability that each token is found."""
+    probabilities = np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
+    found, before = np.zeros(row.size), 0.0
+    for i in np.argsort(-row, kind="stable"):
+        found[i] = min(probabilities[i], max(p - before, 0)) / p
+        before += probabilities[i]
+    return found
+
+
+@BACKENDS
+def test_openai_leaves_out_the_token_that_crosses_p(backend):
+    row = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
+    for top_p, kept in [(0.3, [1]), (0.6, [1]), (0.79, [1]), (0.81, [1, 3]), (0.96, [0, 1, 3])]:
+        ours = one_row(backend, row, 1.0, 0, top_p, top_p_rule=TOP_P_RULES["openai"])
+        np.testing.assert_array_equal(np.flatnonzero(ours > -np.inf), kept)
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+def test_openais_rule_on_random_rows(backend, make_row):
+    for seed in range(20):
+        row, p = make_row(40, seed), 0.0123 + 0.04711 * seed
+        with np.errstate(under="ignore"):
+            expected = within_p(row - row.max(), p)
+        ours = one_row(backend, row, 1.0, 0, p, top_p_rule=TOP_P_RULES["openai"])
+        np.testing.assert_array_equal(ours, np.where(expected, row, -np.inf))
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", [make_row for make_row in ROWS if make_row is not extreme_row])
+def test_fastertransformers_rule_gives_the_probabilities_of_its_draw(backend, make_row):
+    """Up to the float32 of the scores, which are 0.001 apart in an extreme row."""
+    for seed in range(20):
+        row, p = make_row(40, seed), 0.0123 + 0.04711 * seed
+        ours = one_row(backend, row, 1.0, 0, p, top_p_rule=TOP_P_RULES["fastertransformer"]).astype(np.float64)
+        probabilities = np.exp(ours - ours.max()) / np.exp(ours - ours.max()).sum()
+        expected = part_within_p(row - row.max(), p)
+        np.testing.assert_allclose(probabilities, expected, atol=1e-6)
+        np.testing.assert_array_equal((ours > -np.inf)[expected > 1e-6], True)
+
+
+@BACKENDS
+def test_of_tokens_tied_at_the_border_the_rules_keep_all_or_the_lowest_ids(backend):
+    row = np.zeros(40, np.float32)
+    openai, fastertransformer = (one_row(backend, row, 1.0, 0, 0.51, top_p_rule=rule) > -np.inf for rule in (1, 2))
+    assert openai.all()
+    np.testing.assert_array_equal(np.flatnonzero(fastertransformer), np.arange(21))
 
 
 # The CPU kernels, against the reference.
@@ -157,6 +278,12 @@ scores = st.one_of(
     st.sampled_from([-1e4, 1e4, -np.inf, 0.0, -0.0, 1.0, 1.0000001, 3.0e38, -3.0e38, 1e-45]),
 )
 rows = arrays.arrays(np.float32, st.integers(1, 300), elements=scores)
+probable = {
+    "min_p": st.floats(1e-6, 1),
+    "typical_p": st.floats(1e-6, 1, exclude_max=True),
+    "epsilon_cutoff": st.floats(1e-6, 0.9),
+    "eta_cutoff": st.floats(1e-6, 0.9),
+}
 
 
 @settings(max_examples=300, deadline=None)
@@ -165,20 +292,27 @@ rows = arrays.arrays(np.float32, st.integers(1, 300), elements=scores)
     temperature=st.sampled_from([1.0, 0.5, 0.7, 3.0, 1e-3, 1e8]),
     top_k=st.integers(0, 310),
     top_p=st.one_of(st.floats(1e-6, 1.0), st.sampled_from([1.0, 0.5, 0.9, 0.75])),
+    rule=st.sampled_from(sorted(TOP_P_RULES.values())),
+    others=st.fixed_dictionaries({}, optional=probable),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_cpu_equals_the_reference(row, temperature, top_k, top_p, seed):
-    setting = (temperature, top_k, top_p)
-    expected = draw(reference, row[None], *setting, seeds=np.uint64(seed))
-    assert draw(cpu, row[None], *setting, seeds=np.uint64(seed)) == expected
+def test_cpu_equals_the_reference(row, temperature, top_k, top_p, rule, others, seed):
+    """To the bit, but for the one score that FasterTransformer's rule lowers: its logarithm may round otherwise."""
+    setting, others = (temperature, top_k, top_p), {"top_p_rule": rule, **others}
+    expected = draw(reference, row[None], *setting, **others, seeds=np.uint64(seed))
+    assert draw(cpu, row[None], *setting, **others, seeds=np.uint64(seed)) == expected
     assert draw(cpu, row[None], 0.0) == draw(reference, row[None], 0.0)
     if expected >= 0:
-        np.testing.assert_array_equal(one_row(cpu, row, *setting), one_row(reference, row, *setting))
+        ours, theirs = (one_row(backend, row, *setting, **others) for backend in (cpu, reference))
+        np.testing.assert_array_equal(ours > -np.inf, theirs > -np.inf)
+        np.testing.assert_array_max_ulp(ours[ours > -np.inf], theirs[theirs > -np.inf], 1 if rule == 2 else 0)
 
 
 @pytest.mark.parametrize("make_row", ROWS)
 def test_cpu_equals_the_reference_on_a_full_vocabulary(make_row):
     row = make_row(GPT2_VOCAB, 5)
+    for setting in OTHERS:
+        np.testing.assert_array_equal(one_row(cpu, row, **setting), one_row(reference, row, **setting))
     for setting in SETTINGS:
         np.testing.assert_array_equal(one_row(cpu, row, *setting), one_row(reference, row, *setting))
         logits = np.stack([row] * 3)
@@ -203,11 +337,11 @@ def test_cpu_draws_the_references_tokens_from_far_and_near():
 
 
 def test_cpu_exponential_is_as_good_as_libm():
-    from tinygpt.kernels.cpu.row import _exp
+    from tinygpt.kernels.cpu.row import exponential
 
     x = np.concatenate([-np.geomspace(1e-18, 699, 5000), [0.0, -0.5, -np.log(2), -700.0]])
-    np.testing.assert_allclose([_exp(value) for value in x], np.exp(x), rtol=5e-16)
-    assert _exp(-700.1) == _exp(-np.inf) == 0
+    np.testing.assert_allclose([exponential(value) for value in x], np.exp(x), rtol=5e-16)
+    assert exponential(-700.1) == exponential(-np.inf) == 0
 
 
 # The draws.
@@ -218,7 +352,7 @@ def test_uniform_numbers_are_numpys_philox(backend):
     if backend is cpu:
         from tinygpt.kernels.cpu.philox import uniform
     else:
-        uniform = reference.uniform
+        from tinygpt.kernels.reference.sampling import uniform
     for key in [(0, 0), (1, 2), (2**64 - 1, 3), (2**63, 2**64 - 1)]:
         for position in [0, 1, 1023, 2**40]:
             numbers = [np.uint64(number) for number in (*key, position)]
@@ -264,19 +398,28 @@ def test_each_of_seed_sample_and_position_matters(backend):
 def test_a_row_does_not_depend_on_its_neighbours(backend):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((9, 400)).astype(np.float32)
-    columns = [
-        rng.choice([0.0, 0.7, 1.5], 9),
-        rng.choice([0, 3, 50], 9),
-        rng.choice([1.0, 0.9, 0.3], 9),
-        rng.integers(0, 2**63, 9, dtype=np.uint64),
-        rng.integers(0, 4, 9),
-        rng.integers(0, 1000, 9),
-    ]
-    together = backend.sample(logits, *columns)
-    alone = [backend.sample(logits[[r]], *[c[[r]] for c in columns])[0] for r in range(9)]
+    settings_of = {
+        "temperature": rng.choice([0.0, 0.7, 1.5], 9),
+        "top_k": rng.choice([0, 3, 50], 9),
+        "top_p": rng.choice([1.0, 0.9, 0.3], 9),
+        "top_p_rule": rng.integers(0, 3, 9),
+        "min_p": rng.choice([0.0, 0.1], 9),
+        "typical_p": rng.choice([1.0, 0.8], 9),
+        "epsilon_cutoff": rng.choice([0.0, 0.01], 9),
+        "eta_cutoff": rng.choice([0.0, 0.01], 9),
+        "seeds": rng.integers(0, 2**63, 9, dtype=np.uint64),
+        "sample_indices": rng.integers(0, 4, 9),
+        "positions": rng.integers(0, 1000, 9),
+    }
+
+    def part(rows):
+        return {name: column[rows] for name, column in settings_of.items()}
+
+    together = draw(backend, logits, **settings_of)
+    alone = [draw(backend, logits[[r]], **part([r]))[0] for r in range(9)]
     order = rng.permutation(9)
     np.testing.assert_array_equal(together, alone)
-    np.testing.assert_array_equal(backend.sample(logits[order], *[c[order] for c in columns]), together[order])
+    np.testing.assert_array_equal(draw(backend, logits[order], **part(order)), together[order])
 
 
 @BACKENDS

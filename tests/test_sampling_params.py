@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinygpt.errors import RequestError
-from tinygpt.sampling_params import SamplingParams
+from tinygpt.sampling_params import RepetitionDetection, SamplingParams, check_vocabulary, resolve_bad_words
 
 NAN, INF = float("nan"), float("inf")
 REFUSED = {
@@ -23,6 +23,32 @@ REFUSED = {
     "stop_token_ids": [5, [-1], [1.5], [True], "13", ["13"]],
     "ignore_eos": [0, 1, None, "false"],
     "logprobs": [-1, 1.5, True, "5"],
+    "logit_bias": [5, [1, 2], {-1: 0.0}, {1.5: 0.0}, {"5": 1.0}, {5: 100.1}, {5: NAN}, {5: -INF}, {5: None}],
+    "repetition_penalty": [0, -1.0, 1e-4, 1e4, NAN, INF, None, "1", True],
+    "frequency_penalty": [-2.1, 2.1, NAN, None, "1", True],
+    "presence_penalty": [-2.1, 2.1, NAN, None, "1", True],
+    "no_repeat_ngram_size": [-1, 1.5, None, True],
+    "bad_words": ["", " ", ["a", "\n"], [1], 5],
+    "bad_words_ids": [5, [5], [[]], [None], [[1], [-1]], [[1.5]]],
+    "min_tokens": [-1, 1.5, None, True],
+    "allowed_token_ids": [[], 5, [-1], [1.5], ["a"]],
+    "suppress_tokens": [5, [-1], [1.5], [True]],
+    "logits_processors": [5, "f", [None], [len, 5]],
+    "top_p_rule": ["ft", "HF", None, 0, ["hf"]],
+    "top_p_decay": [0, -0.5, 1.1, NAN, None],
+    "top_p_min": [0, -0.5, 1.1, NAN, None],
+    "top_p_reset_ids": [[], -1, 1.5, [True], "a"],
+    "min_p": [-0.1, 1.1, NAN, None, True],
+    "typical_p": [0, -0.5, 1.1, NAN, None],
+    "epsilon_cutoff": [-0.1, 1.0, NAN, None],
+    "eta_cutoff": [-0.1, 1.0, NAN, None],
+    "best_of": [0, 1.5, True, 10_001],
+    "eos_token_id": [[], -1, 1.5, [True], "a"],
+    "include_stop_str_in_output": [0, None, "true"],
+    "max_time": [0, -1.0, NAN, INF, True, "1"],
+    "repetition_detection": [5, {"max_pattern_size": 0, "min_count": 2}, {"max_pattern_size": 3, "min_count": 1}, {}],
+    "prompt_logprobs": [-1, 1.5, True, "5"],
+    "logprobs_mode": ["RAW", None, "raw_logprobs"],
 }
 ACCEPTED = {
     "max_tokens": [(1, 1), (np.int64(7), 7)],
@@ -35,6 +61,36 @@ ACCEPTED = {
     "stop_token_ids": [(None, ()), ([1, np.int64(2)], (1, 2)), (np.array([3, 4]), (3, 4))],
     "ignore_eos": [(True, True)],
     "logprobs": [(None, None), (0, 0), (5, 5)],
+    "logit_bias": [(None, ()), ({np.int64(5): 1, 6: -100}, ((5, 1.0), (6, -100.0))), ((), ())],
+    "repetition_penalty": [(1, 1.0), (np.float32(0.5), 0.5), (1000, 1000.0)],
+    "frequency_penalty": [(0, 0.0), (-2, -2.0), (2.0, 2.0)],
+    "presence_penalty": [(0, 0.0), (-2, -2.0), (2.0, 2.0)],
+    "no_repeat_ngram_size": [(0, 0), (np.int32(3), 3)],
+    "bad_words": [(None, ()), ("a b", ("a b",)), ([" a", "b"], (" a", "b"))],
+    "bad_words_ids": [(None, ()), ([[1, np.int64(2)], (3,)], ((1, 2), (3,))), (np.array([[1, 2]]), ((1, 2),))],
+    "min_tokens": [(0, 0), (16, 16)],
+    "allowed_token_ids": [(None, None), ([5, np.int64(6)], (5, 6))],
+    "suppress_tokens": [(None, ()), ([5, 6], (5, 6))],
+    "logits_processors": [(None, ()), (len, (len,)), ([len, max], (len, max))],
+    "top_p_rule": [("hf", "hf"), ("openai", "openai"), ("fastertransformer", "fastertransformer")],
+    "top_p_decay": [(1, 1.0), (0.5, 0.5)],
+    "top_p_min": [(1, 1.0), (1e-9, 1e-9)],
+    "top_p_reset_ids": [(None, None), (0, (0,)), ([1, 2], (1, 2))],
+    "min_p": [(0, 0.0), (1, 1.0)],
+    "typical_p": [(1, 1.0), (0.5, 0.5)],
+    "epsilon_cutoff": [(0, 0.0), (0.5, 0.5)],
+    "eta_cutoff": [(0, 0.0), (0.5, 0.5)],
+    "best_of": [(None, None), (np.int64(4), 4)],
+    "eos_token_id": [(None, None), (np.int64(0), (0,)), ([1, 2], (1, 2))],
+    "include_stop_str_in_output": [(True, True)],
+    "max_time": [(None, None), (1, 1.0)],
+    "repetition_detection": [
+        (None, None),
+        ({"max_pattern_size": 3, "min_count": 2}, RepetitionDetection(3, 2, 1)),
+        (RepetitionDetection(3, 2, 3), RepetitionDetection(3, 2, 3)),
+    ],
+    "prompt_logprobs": [(None, None), (0, 0), (5, 5)],
+    "logprobs_mode": [("raw", "raw"), ("processed", "processed")],
 }
 
 
@@ -67,6 +123,55 @@ def test_all_impossible_values_are_named_at_once():
         SamplingParams(max_tokens=0, top_p=2, n=-1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"n": 3, "best_of": 2}, r"best_of=2 is not possible with n=3: it must be n or more\."),
+        (
+            {"max_tokens": 3, "min_tokens": 4},
+            r"min_tokens=4 is not possible with max_tokens=3: it must be max_tokens or",
+        ),
+    ],
+)
+def test_impossible_combination_is_refused(fields, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        SamplingParams(**fields)
+
+
+def test_repetition_detection_names_what_is_impossible():
+    with pytest.raises(RequestError, match=r"min_pattern_size=4 is not possible with max_pattern_size=3"):
+        RepetitionDetection(max_pattern_size=3, min_count=2, min_pattern_size=4)
+    with pytest.raises(RequestError, match=r"max_pattern_size=0 .*; min_count=1 .*; min_pattern_size=0 "):
+        RepetitionDetection(0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_token_ids", [1, 50]),
+        ("bad_words_ids", [[1], [2, 50]]),
+        ("eos_token_id", 50),
+        ("logit_bias", {50: 1.0}),
+        ("stop_token_ids", [50]),
+        ("suppress_tokens", [50]),
+        ("top_p_reset_ids", [50]),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused_by_name(name, value):
+    params = SamplingParams(**{name: value})
+    check_vocabulary(params, 51)
+    with pytest.raises(RequestError, match=rf"^{name} holds token id 50, .* knows ids 0 to 49\.$"):
+        check_vocabulary(params, 50)
+
+
+def test_bad_words_become_ids_with_and_without_a_space():
+    encode = {"cat": [1], " cat": [2, 3], "dog": [4], " dog": [4]}.__getitem__
+    params = SamplingParams(bad_words=["cat", " dog"], bad_words_ids=[[9], [1]], seed=5)
+    resolved = resolve_bad_words(params, encode)
+    assert resolved == SamplingParams(bad_words_ids=[[9], [1], [2, 3], [4]], seed=5)
+    assert resolve_bad_words(resolved, encode) is resolved
+
+
 def test_a_huge_value_does_not_flood_the_message():
     with pytest.raises(RequestError) as caught:
         SamplingParams(top_p="x" * 10_000)
@@ -81,8 +186,14 @@ def test_unknown_field_is_refused_with_a_hint_and_the_list():
 
 
 def test_it_stays_an_ordinary_frozen_dataclass():
-    params = SamplingParams(stop="a", seed=3)
-    assert dataclasses.replace(params, seed=4) == SamplingParams(stop="a", seed=4)
+    fields = {
+        "stop": "a",
+        "logit_bias": {5: 1},
+        "bad_words_ids": [[1]],
+        "repetition_detection": RepetitionDetection(2, 3),
+    }
+    params = SamplingParams(seed=3, **fields)
+    assert dataclasses.replace(params, seed=4) == SamplingParams(seed=4, **fields)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
     assert len({params, copy.copy(params)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -7,7 +7,7 @@
 from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 # In a checkout, tinygpt.kernels and tinygpt.weights are the top-level folders beside this one.
 _root = Path(__file__).resolve().parent.parent
@@ -16,11 +16,15 @@ if (_root / "setup.cfg").is_file():
 
 
 def __getattr__(name: str):
-    """Import LLM and SamplingParams on first use, so that `--help` never waits for NumPy or Numba."""
+    """Import the classes on first use, so that `--help` never waits for NumPy or Numba."""
     if name == "LLM":
-        from tinygpt.engine import LLM
+        from tinygpt.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from tinygpt.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name == "SamplingParams":
         from tinygpt.sampling_params import SamplingParams
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NO_EMBEDS = np.empty((0, 0), np.float32)
+
 
 @dataclass(frozen=True)
 class Batch:
-    """N new tokens of S sequences, laid end to end: no padding and no mask, ever. All arrays are int32."""
+    """N new tokens of S sequences, laid end to end: no padding and no mask, ever. Integers are int32."""
 
     token_ids: np.ndarray  # (N,)
     positions: np.ndarray  # (N,)    position of each token in its sequence, from 0
@@ -16,6 +18,7 @@ class Batch:
     rows: np.ndarray  # (S,)    the sequence's row in the KV cache
     context_lens: np.ndarray  # (S,)    positions of the sequence that are cached once this step is written
     logit_rows: np.ndarray  # (R,)    indices among the N tokens whose logits are wanted
+    embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j in place of an embedding of the model's
 
     @classmethod
     def of(
@@ -23,27 +26,42 @@ class Batch:
         chunks: Seq[Seq[int]],
         starts: Seq[int],
         rows: Seq[int],
-        logits_of: str | Seq[bool] = "last",
+        logits_of: str | Seq[int] = "last",
+        embeds: np.ndarray = NO_EMBEDS,
     ) -> "Batch":
         """Lay the next tokens of each sequence end to end.
 
         chunks[s] are the new tokens of sequence s, starts[s] the position of the first of them, rows[s]
-        its cache row. `logits_of` is "all" (every token), "last" (each sequence's last token), or a
-        flag for each sequence: the last token of those that are true.
+        its cache row. `logits_of` is "all" (every token), "last" (each sequence's last token), or a count for
+        each sequence: that many of its last tokens.
         """
-        lens = np.array([len(chunk) for chunk in chunks], np.int32)  # (S,)
-        seq_starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)  # (S+1,)
-        positions = [np.arange(start, start + n) for start, n in zip(starts, lens, strict=True)]
-        if isinstance(logits_of, str):
-            last = seq_starts[1:] - 1
-            logit_rows = np.arange(seq_starts[-1]) if logits_of == "all" else last
+        starts = np.array(starts, np.int32)  # (S,)
+        if all(len(chunk) == 1 for chunk in chunks):  # decoding: no array for each of them
+            seq_starts, context_lens = np.arange(len(chunks) + 1, dtype=np.int32), starts + np.int32(1)
+            token_ids, positions = np.array([chunk[0] for chunk in chunks], np.int32), starts
         else:
-            logit_rows = (seq_starts[1:] - 1)[np.asarray(logits_of, bool)]
-        return cls(
-            token_ids=np.concatenate([np.asarray(c, np.int32) for c in chunks]),  # (N,)
-            positions=np.concatenate(positions).astype(np.int32),  # (N,)
-            seq_starts=seq_starts,
-            rows=np.asarray(rows, np.int32),
-            context_lens=(np.asarray(starts, np.int32) + lens).astype(np.int32),
-            logit_rows=np.asarray(logit_rows, np.int32),
-        )
+            lens = np.array([len(chunk) for chunk in chunks], np.int32)  # (S,)
+            seq_starts, context_lens = _bounds(lens), starts + lens  # (S+1,)
+            token_ids = np.concatenate([np.asarray(chunk, np.int32) for chunk in chunks])  # (N,)
+            positions = _runs(starts, lens)  # (N,)
+        if logits_of == "all":
+            logit_rows = np.arange(seq_starts[-1], dtype=np.int32)
+        elif logits_of == "last" or all(count == 1 for count in logits_of):
+            logit_rows = seq_starts[1:] - np.int32(1)
+        else:
+            counts = np.array(logits_of, np.int32)  # (S,)
+            logit_rows = _runs(seq_starts[1:] - counts, counts)  # (R,)
+        return cls(token_ids, positions, seq_starts, np.array(rows, np.int32), context_lens, logit_rows, embeds)
+
+
+def _bounds(lens: np.ndarray) -> np.ndarray:
+    """Where runs of these lengths begin, laid end to end, and where the last one ends."""
+    bounds = np.zeros(lens.size + 1, np.int32)
+    np.cumsum(lens, out=bounds[1:])
+    return bounds
+
+
+def _runs(firsts: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """firsts[i], firsts[i] + 1, ... for lens[i] numbers, each run behind the one before."""
+    bounds = _bounds(lens)
+    return np.arange(bounds[-1], dtype=np.int32) + np.repeat(firsts - bounds[:-1], lens)

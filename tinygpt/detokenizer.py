@@ -64,10 +64,12 @@ class StopStrings:
     The first is the one that is complete first, as generation would have ended there; of two that are
     complete at one character, the longer, so that no part of it is left. `matched` then names it. Text that
     may be the beginning of a stop string waits: what is given is always a prefix of the final text.
+    is_included: the stop string itself is let through too.
     """
 
-    def __init__(self, stop: Sequence[str]):
+    def __init__(self, stop: Sequence[str], is_included: bool = False):
         self._stop = tuple(stop)
+        self._is_included = is_included
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
         self.matched: str | None = None
@@ -81,7 +83,7 @@ class StopStrings:
         if found:
             end, _, self.matched = min(found)
             self._held = ""
-            return text[: end - len(self.matched)]
+            return text[:end] if self._is_included else text[: end - len(self.matched)]
         safe = len(text) - self._unsettled(text)
         self._held = text[safe:]
         return text[:safe]

@@ -11,3 +11,7 @@ class CheckpointError(TinyGPTError):
 
 class RequestError(TinyGPTError):
     """A prompt or a parameter cannot be served as asked."""
+
+
+class QueueFullError(TinyGPTError):
+    """As many samples as max_queue allows are waiting: submit again later."""

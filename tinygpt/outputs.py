@@ -8,11 +8,11 @@ from typing import Literal
 class CompletionOutput:
     """One sample of a request. `text` is None where the checkpoint has no tokenizer."""
 
-    index: int  # which of the request's n samples
+    index: int  # which of the request's n samples; the most probable first where best_of chose them
     text: str | None
     token_ids: list[int]  # the token that ended the sample included
     finish_reason: Literal["stop", "length"]
-    stop_reason: int | str | None  # the token id or the stop string that ended it
+    stop_reason: int | str | None  # what ended it: a token id, a stop string, "max_time" or "loop"
     logprobs: list[dict[int, float]] | None  # per new token: id -> log probability, the chosen id included
     cumulative_logprob: float | None  # sum over the chosen tokens
     seed: int  # with the same prompt and parameters, this seed repeats the request
@@ -20,11 +20,33 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of one request, in seconds of time.perf_counter()."""
+    """When things happened to one request, in seconds of time.perf_counter(). None: it never came to that.
+
+    A request ends without having been scheduled, or before its first token, where its max_time was over.
+    """
 
     arrival: float
-    first_token: float
+    scheduled: float | None  # its first sample got a row of the KV cache
+    first_token: float | None
     finished: float
+    num_steps: int  # tokens of the longest sample
+
+    @property
+    def queue_time(self) -> float:
+        return (self.finished if self.scheduled is None else self.scheduled) - self.arrival
+
+    @property
+    def prefill_time(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.scheduled
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Of the tokens after the first; None where there are none."""
+        return (self.finished - self.first_token) / (self.num_steps - 1) if self.num_steps > 1 else None
 
 
 @dataclass(frozen=True)
@@ -35,6 +57,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    num_cached_tokens: int  # of the prompt, that were not computed for this request: others had them in the KV cache
 
 
 @dataclass(frozen=True)
@@ -42,5 +65,5 @@ class StreamChunk:
     """The text that became certain with one more token, and that token. The last chunk has a finish reason."""
 
     text: str
-    token_id: int
+    token_id: int | None  # None where the sample ended without one more: its max_time was over
     finish_reason: Literal["stop", "length"] | None = None

@@ -2,21 +2,25 @@
 
 import functools
 import math
-import operator
 import reprlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from tinygpt import field_rules as read
 from tinygpt.errors import RequestError
 
-MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 10_000  # of one prompt: all of them are kept in memory until the last is finished
+MAX_BIAS = 100.0  # OpenAI's limit
+MAX_PENALTY = 2.0  # OpenAI's limit for presence and frequency
 # Logits are float32: divided by less than this, they overflow to infinity.
 MIN_TEMPERATURE = 1e-30
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+
+# f(prompt_token_ids, new_token_ids, scores (V,) float32) -> scores (V,)
+LogitsProcessor = Callable[[list[int], list[int], Any], Any]
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -38,6 +42,28 @@ def _refuse_unknown_fields(cls: _Class) -> _Class:
 
 @_refuse_unknown_fields
 @dataclass(frozen=True)
+class RepetitionDetection:
+    """When a sample counts as looping: its last tokens are one pattern, `min_count` times in a row (vLLM's fields).
+
+    max_pattern_size, min_pattern_size: how many tokens a pattern may have, 1 or more.
+    min_count: how often it must stand there, 2 or more.
+    """
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    def __post_init__(self):
+        _read_fields(self, _REPETITION_RULES)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(
+                f"min_pattern_size={self.min_pattern_size} is not possible with "
+                f"max_pattern_size={self.max_pattern_size}: it must be that or less."
+            )
+
+
+@_refuse_unknown_fields
+@dataclass(frozen=True)
 class SamplingParams:
     """How to choose the tokens of one request. A RequestError (a ValueError) names every impossible value.
 
@@ -51,6 +77,39 @@ class SamplingParams:
     stop_token_ids: token ids that end a sample.
     ignore_eos: go on past the end-of-text token.
     logprobs: how many of the most probable tokens to report at each step (0: the chosen one alone).
+
+    What follows changes the scores before one is chosen, greedily or not, in this order:
+    logit_bias: {token id: number from -100 to 100 that is added}.
+    repetition_penalty: scores of tokens in the prompt or the output are divided by it, negative ones multiplied; 1 is
+        off.
+    frequency_penalty, presence_penalty: subtracted for each time, and once, that a token stands in the output; -2 to 2.
+    no_repeat_ngram_size: no run of so many tokens comes twice in prompt and output; 0 is off.
+    bad_words, bad_words_ids: texts (with and without a space before them), and token ids, that may not come. The
+        end-of-text token by itself is left out of them, as in Hugging Face's: use suppress_tokens or ignore_eos.
+    min_tokens: before so many tokens, neither the end-of-text token nor stop_token_ids may come, and no stop text is
+        looked for.
+    allowed_token_ids: only these may come.
+    suppress_tokens: token ids that may not come.
+    logits_processors: functions f(prompt_token_ids, new_token_ids, scores) -> scores, (V,) float32 both.
+
+    And what follows removes tokens, in this order after top_k and top_p, where temperature is above 0:
+    top_p_rule: "hf" as above; "openai" (its GPT-2 code): the token that crosses p goes too, unless it is the first;
+        "fastertransformer": it stays with the part of its probability that lies within p.
+    top_p_decay, top_p_min, top_p_reset_ids: after each token p becomes max(p * decay, min), and what it was at first
+        after a token of top_p_reset_ids (Lee et al., "Factuality Enhanced Language Models", 2022); decay 1 is off.
+    min_p: tokens go that are less than min_p times as probable as the most probable one; 0 is off.
+    typical_p: those stay whose information is nearest to the expected, up to probability p (Meister et al., 2022); 1
+        is off.
+    epsilon_cutoff: tokens less probable than this go; 0 is off.
+    eta_cutoff: as epsilon_cutoff, lowered where the distribution is flat (Hewitt et al., 2022); 0 is off.
+
+    best_of: samples to make, of which the n most probable are returned; None is n.
+    eos_token_id: end-of-text token or tokens in place of the checkpoint's.
+    include_stop_str_in_output: leave the stop text that ended a sample in its text.
+    max_time: seconds from the request's arrival after which it ends with what it has.
+    repetition_detection: end a sample that loops: a RepetitionDetection, or a dict of its fields.
+    prompt_logprobs: as logprobs, for the tokens of the prompt.
+    logprobs_mode: "raw", the model's own probabilities, or "processed", those that the token was chosen by.
     """
 
     max_tokens: int = 16
@@ -63,17 +122,82 @@ class SamplingParams:
     stop_token_ids: Iterable[int] | None = None  # kept as tuple[int, ...]
     ignore_eos: bool = False
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None  # kept as tuple[tuple[int, float], ...]
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words: str | Iterable[str] | None = None  # kept as tuple[str, ...]
+    bad_words_ids: Iterable[Iterable[int]] | None = None  # kept as tuple[tuple[int, ...], ...]
+    min_tokens: int = 0
+    allowed_token_ids: Iterable[int] | None = None  # kept as tuple[int, ...] | None
+    suppress_tokens: Iterable[int] | None = None  # kept as tuple[int, ...]
+    logits_processors: LogitsProcessor | Iterable[LogitsProcessor] | None = None  # kept as tuple
+    top_p_rule: Literal["hf", "openai", "fastertransformer"] = "hf"
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_ids: int | Iterable[int] | None = None  # kept as tuple[int, ...] | None
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    best_of: int | None = None
+    eos_token_id: int | Iterable[int] | None = None  # kept as tuple[int, ...] | None
+    include_stop_str_in_output: bool = False
+    max_time: float | None = None
+    repetition_detection: RepetitionDetection | Mapping[str, int] | None = None  # kept as RepetitionDetection | None
+    prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
 
     def __post_init__(self):
-        problems = []
-        for name, (allowed, normalise) in _RULES.items():
-            given = getattr(self, name)
-            try:
-                object.__setattr__(self, name, normalise(given))
-            except (TypeError, ValueError):
-                problems.append(f"{name}={reprlib.repr(given)} is not possible: it must be {allowed}")
-        if problems:
-            raise RequestError("; ".join(problems) + ".")
+        _read_fields(self, _RULES)
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"best_of={self.best_of} is not possible with n={self.n}: it must be n or more.")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is not possible with max_tokens={self.max_tokens}: it must be "
+                "max_tokens or less."
+            )
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that the model does not know; RequestError names the field and the id."""
+    of_field = {
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_ids": [token_id for word in params.bad_words_ids for token_id in word],
+        "eos_token_id": params.eos_token_id or (),
+        "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        "stop_token_ids": params.stop_token_ids,
+        "suppress_tokens": params.suppress_tokens,
+        "top_p_reset_ids": params.top_p_reset_ids or (),
+    }
+    for name, token_ids in of_field.items():
+        if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
+            raise RequestError(
+                f"{name} holds token id {outside[0]}, which is outside the vocabulary: this model knows ids 0 to "
+                f"{vocab_size - 1}."
+            )
+
+
+def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
+    """The same params with the texts of bad_words as token ids in bad_words_ids, each with and without a space."""
+    if not params.bad_words:
+        return params
+    texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
+    resolved = (tuple(encode(text)) for text in texts)
+    return replace(params, bad_words=None, bad_words_ids=dict.fromkeys((*params.bad_words_ids, *resolved)))
+
+
+def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]]]) -> None:
+    problems = []
+    for name, (allowed, normalise) in rules.items():
+        given = getattr(instance, name)
+        try:
+            object.__setattr__(instance, name, normalise(given))
+        except (TypeError, ValueError):
+            problems.append(f"{name}={reprlib.repr(given)} is not possible: it must be {allowed}")
+    if problems:
+        raise RequestError("; ".join(problems) + ".")
 
 
 def _describe_unknown(unknown: list[str], names: list[str]) -> str:
@@ -82,66 +206,81 @@ def _describe_unknown(unknown: list[str], names: list[str]) -> str:
     return f"unknown sampling field {', '.join(listed)}; the fields are {', '.join(names)}."
 
 
-# Each reads one value into the type that the engine sees, and raises TypeError or ValueError if it cannot.
-
-
-def _integer(value, low: int, high: int = MAX_COUNT) -> int:
-    if isinstance(value, bool):  # True == 1 would be taken for a count
+def _repetition_detection(value) -> RepetitionDetection | None:
+    if value is None or isinstance(value, RepetitionDetection):
+        return value
+    if not isinstance(value, Mapping):
         raise TypeError
-    number = operator.index(value)
-    if not low <= number <= high:
-        raise ValueError
-    return number
+    return RepetitionDetection(**value)
 
 
-def _real(value, is_allowed: Callable[[float], bool]) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise ValueError from error
-    if not is_allowed(number):  # false for NaN
-        raise ValueError
-    return number
+_COUNT = "a whole number from 0 (off) to 2**31 - 1"
+_IDS = "None or a list of token ids, each a whole number from 0 to 2**31 - 1"
+_LOGPROBS = "None or a whole number from 0 to 2**31 - 1"
+_PENALTY = f"a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g} (0 is off)"
+_SHARE = ("a number above 0 and at most 1 (off)", lambda value: read.real(value, lambda number: 0 < number <= 1))
+_CUTOFF = ("a number from 0 (off) to below 1", lambda value: read.real(value, lambda number: 0 <= number < 1))
 
-
-def _boolean(value) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _texts(value) -> tuple[str, ...]:
-    texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError
-    return texts
-
-
-def _token_ids(value) -> tuple[int, ...]:
-    return () if value is None else tuple(_integer(token_id, 0) for token_id in value)
-
-
-def _optional(value, low: int, high: int = MAX_COUNT) -> int | None:
-    return None if value is None else _integer(value, low, high)
-
+_REPETITION_RULES = {
+    "max_pattern_size": ("a whole number from 1 to 2**31 - 1", lambda value: read.integer(value, 1)),
+    "min_count": ("a whole number from 2 to 2**31 - 1", lambda value: read.integer(value, 2)),
+    "min_pattern_size": ("a whole number from 1 to 2**31 - 1", lambda value: read.integer(value, 1)),
+}
 
 _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "max_tokens": ("a whole number from 1 to 2**31 - 1", lambda value: _integer(value, 1)),
+    "max_tokens": ("a whole number from 1 to 2**31 - 1", lambda value: read.integer(value, 1)),
     "temperature": (
         f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
-        lambda value: _real(value, lambda number: number == 0 or MIN_TEMPERATURE <= number < math.inf),
+        lambda value: read.real(value, lambda number: number == 0 or MIN_TEMPERATURE <= number < math.inf),
     ),
-    "top_k": ("a whole number from 0 (off) to 2**31 - 1", lambda value: _integer(value, 0)),
-    "top_p": (
-        "a number above 0 and at most 1 (off)",
-        lambda value: _real(value, lambda number: 0 < number <= 1),
+    "top_k": (_COUNT, lambda value: read.integer(value, 0)),
+    "top_p": _SHARE,
+    "seed": ("None or a whole number from 0 to 2**64 - 1", lambda value: read.optional_integer(value, 0, MAX_SEED)),
+    "n": (f"a whole number from 1 to {MAX_SAMPLES}", lambda value: read.integer(value, 1, MAX_SAMPLES)),
+    "stop": ("None, a text or a list of texts, none of them empty", read.texts),
+    "stop_token_ids": (_IDS, read.token_ids),
+    "ignore_eos": ("True or False", read.boolean),
+    "logprobs": (_LOGPROBS, lambda value: read.optional_integer(value, 0)),
+    "logit_bias": (
+        f"None or a dict from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} (to forbid: suppress_tokens)",
+        lambda value: read.biases(value, MAX_BIAS),
     ),
-    "seed": ("None or a whole number from 0 to 2**64 - 1", lambda value: _optional(value, 0, MAX_SEED)),
-    "n": (f"a whole number from 1 to {MAX_SAMPLES}", lambda value: _integer(value, 1, MAX_SAMPLES)),
-    "stop": ("None, a text or a list of texts, none of them empty", _texts),
-    "stop_token_ids": ("None or a list of token ids, each a whole number from 0 to 2**31 - 1", _token_ids),
-    "ignore_eos": ("True or False", _boolean),
-    "logprobs": ("None or a whole number from 0 to 2**31 - 1", lambda value: _optional(value, 0)),
+    "repetition_penalty": (
+        f"a number from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g} (1 is off)",
+        read.between(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    ),
+    "frequency_penalty": (_PENALTY, read.between(-MAX_PENALTY, MAX_PENALTY)),
+    "presence_penalty": (_PENALTY, read.between(-MAX_PENALTY, MAX_PENALTY)),
+    "no_repeat_ngram_size": (_COUNT, lambda value: read.integer(value, 0)),
+    "bad_words": ("None, a text or a list of texts, each with more than white space", read.words),
+    "bad_words_ids": ("None or a list of lists of token ids, none of them empty", read.token_sequences),
+    "min_tokens": (_COUNT, lambda value: read.integer(value, 0)),
+    "allowed_token_ids": (f"{_IDS}, and not an empty one", read.some_token_ids),
+    "suppress_tokens": (_IDS, read.token_ids),
+    "logits_processors": ("None, a function or a list of functions", read.functions),
+    "top_p_rule": (
+        "'hf', 'openai' or 'fastertransformer'",
+        read.one_of("hf", "openai", "fastertransformer"),
+    ),
+    "top_p_decay": _SHARE,
+    "top_p_min": ("a number above 0 and at most 1", _SHARE[1]),
+    "top_p_reset_ids": (f"a token id, {_IDS}, and not an empty one", read.one_or_more_token_ids),
+    "min_p": ("a number from 0 (off) to 1", read.between(0, 1)),
+    "typical_p": _SHARE,
+    "epsilon_cutoff": _CUTOFF,
+    "eta_cutoff": _CUTOFF,
+    "best_of": (
+        f"None or a whole number from 1 to {MAX_SAMPLES}",
+        lambda value: read.optional_integer(value, 1, MAX_SAMPLES),
+    ),
+    "eos_token_id": (f"a token id, {_IDS}, and not an empty one (use ignore_eos)", read.one_or_more_token_ids),
+    "include_stop_str_in_output": ("True or False", read.boolean),
+    "max_time": ("None or a finite number of seconds above 0", read.seconds),
+    "repetition_detection": (
+        "None, a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
+        "min_pattern_size, 1 to max_pattern_size",
+        _repetition_detection,
+    ),
+    "prompt_logprobs": (_LOGPROBS, lambda value: read.optional_integer(value, 0)),
+    "logprobs_mode": ("'raw' or 'processed'", read.one_of("raw", "processed")),
 }

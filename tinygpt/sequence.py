@@ -1,42 +1,62 @@
 """Sequence: the bookkeeping of one sample: its tokens, how many of them are cached, when it ends."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tinygpt.outputs import StreamChunk
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.text_stream import TextStream
+from tinygpt.token_loops import is_looping
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of one request. Knows no arrays and no model."""
+    """One sample of one request. Knows no arrays and no model.
+
+    on_chunk is called with each token's text during the step, on_end once when the sample has ended by itself.
+    """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    index: int  # which of the request's n samples
+    index: int  # which of the request's samples
     eos_token_ids: frozenset[int]
     text: TextStream | None  # None where the checkpoint has no tokenizer
+    deadline: float | None = None  # by time.perf_counter()
+    on_chunk: Callable[[StreamChunk], None] | None = None
+    on_end: Callable[[], None] | None = None
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     num_cached: int = 0  # positions in the KV cache
+    num_reused: int = 0  # of those, the ones that others had computed
     row: int | None = None  # in the KV cache, while running
+    awaited: "Sequence | None" = None  # it computes what both prompts begin with...
+    num_awaited: int = 0  # ...and this many tokens are that
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # why it could not go on
-    chunks: list[StreamChunk] | None = None  # not yet read by a stream; None where nobody streams
+    controls: object | None = None  # what `choose` notes about it
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+
+    def __post_init__(self):
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self._end_token_ids = eos.union(self.params.stop_token_ids)
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.new_token_ids)
 
     @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.new_token_ids
+
+    @property
     def num_uncached(self) -> int:
-        return len(self) - self.num_cached
+        return len(self.prompt_token_ids) + len(self.new_token_ids) - self.num_cached
 
     @property
     def is_finished(self) -> bool:
@@ -46,35 +66,52 @@ class Sequence:
         """The `count` tokens that follow the cached ones."""
         if self.new_token_ids and self.num_uncached == 1:  # decode, the common case
             return self.new_token_ids[-1:]
-        return (self.prompt_token_ids + self.new_token_ids)[self.num_cached : self.num_cached + count]
+        return self.token_ids[self.num_cached : self.num_cached + count]
 
-    def append(self, token_id: int) -> None:
-        """Take the next token. Sets the finish reason if it was the last."""
+    def append(self, token_id: int, logprobs: dict[int, float] | None = None, logprob: float | None = None) -> None:
+        """Take the next token, the logprobs to report for it and its own. Sets the finish reason if it was the last."""
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.new_token_ids.append(token_id)
-        ends = token_id in self.params.stop_token_ids or (not self.params.ignore_eos and token_id in self.eos_token_ids)
-        is_full = len(self.new_token_ids) >= self.params.max_tokens
-        text = stop = None
-        if self.text is not None:
-            text = "" if ends else self.text.push(token_id)
-            if ends or is_full or self.text.stop is not None:
-                text += self.text.finish()
-            stop = self.text.stop
-        reason = "stop" if ends or stop is not None else "length" if is_full else None
-        if self.chunks is not None:
-            self.chunks.append(StreamChunk(text or "", token_id, reason))
-        if reason is not None:
-            self.stop_reason = token_id if ends else stop
-            self.finished_time = time.perf_counter()
-            self.finish_reason = reason
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if logprob is not None:
+            self.cumulative_logprob += logprob
+        ends = token_id in self._end_token_ids
+        text = "" if ends or self.text is None else self.text.push(token_id)
+        if ends:
+            self._finish(token_id, "stop", token_id, text)
+        elif self.text is not None and self.text.stop is not None:
+            self._finish(token_id, "stop", self.text.stop, text)
+        elif is_looping(self.new_token_ids, self.params):
+            self._finish(token_id, "stop", "loop", text)
+        elif len(self.new_token_ids) >= self.params.max_tokens:
+            self._finish(token_id, "length", None, text)
+        elif self.on_chunk is not None:
+            self._give(StreamChunk(text, token_id))
+
+    def expire(self) -> None:
+        """End with what there is: the time of the request is over."""
+        self._finish(None, "length", "max_time", "")
 
     def fail(self, error: str) -> None:
         """End without a result: an error that whoever made the request is to see, and no neighbour of it."""
         self.error = error
 
-    def add_logprobs(self, ids, values, chosen: float, token_id: int) -> None:
-        """Report the most probable tokens (n,) of the next step and the chosen one's own log probability."""
-        best = zip(ids.tolist(), values.tolist(), strict=True)
-        self.logprobs.append({**dict(best), token_id: float(chosen)})
-        self.cumulative_logprob += float(chosen)
+    def _finish(self, token_id: int | None, reason: str, stop_reason: int | str | None, text: str) -> None:
+        """End after `text`; what was held back may still complete a stop string."""
+        if self.text is not None:
+            text += self.text.finish()
+            if reason == "length" and self.text.stop is not None:
+                reason, stop_reason = "stop", self.text.stop
+        self.stop_reason = stop_reason
+        self.finished_time = time.perf_counter()
+        self.finish_reason = reason
+        if self.on_chunk is not None:
+            self._give(StreamChunk(text, token_id, reason))
+
+    def _give(self, chunk: StreamChunk) -> None:
+        try:
+            self.on_chunk(chunk)
+        except Exception as error:  # it is a user's, and must not reach the step's other sequences
+            self.fail(f"on_chunk raised {error!r}.")

@@ -6,11 +6,18 @@ from tinygpt.detokenizer import Detokenizer, StopStrings
 
 
 class TextStream:
-    """`text` grows by what `push` and `finish` return, and is never taken back."""
+    """`text` grows by what `push` and `finish` return, and is never taken back.
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]):
+    stop: the strings that end the text. They are cut off it, unless is_stop_included, and not looked for in the text
+    of the first min_tokens tokens.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str], is_stop_included: bool = False, min_tokens: int = 0
+    ):
         self._detokenizer = detokenizer
-        self._stop_strings = StopStrings(stop)
+        self._stop_strings = StopStrings(stop, is_stop_included)
+        self._tokens_to_skip = min_tokens
         self._parts: list[str] = []
 
     @property
@@ -24,7 +31,11 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        return self._give(self._stop_strings.push(self._detokenizer.push(token_id)))
+        text = self._detokenizer.push(token_id)
+        if self._tokens_to_skip:
+            self._tokens_to_skip -= 1
+            return self._give(text)
+        return self._give(self._stop_strings.push(text))
 
     def finish(self) -> str:
         """The text that was waiting, when no more tokens come."""

@@ -2,8 +2,10 @@
 
 from tinygpt.kernels.cpu.cache import copy_positions, read_positions, write_positions
 from tinygpt.kernels.cpu.load import cache_bytes, load_params, new_cache, new_workspace
-from tinygpt.kernels.cpu.model import forward
-from tinygpt.kernels.cpu.sampling import filter_logits, sample, top_logprobs
+from tinygpt.kernels.cpu.model import forward, trace
+from tinygpt.kernels.cpu.processors import process_logits
+from tinygpt.kernels.cpu.sampling import sample, top_logprobs
+from tinygpt.kernels.cpu.warpers import filter_logits
 
 __all__ = [
     "cache_bytes",
@@ -13,8 +15,10 @@ __all__ = [
     "load_params",
     "new_cache",
     "new_workspace",
+    "process_logits",
     "read_positions",
     "sample",
     "top_logprobs",
+    "trace",
     "write_positions",
 ]

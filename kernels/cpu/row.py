@@ -122,16 +122,16 @@ def sum_of(weights):
 
 
 @jit
-def mass_below(scores, probabilities, value):
-    """The sum of the probabilities whose score is less than `value`, in the order of `sum_of`."""
+def mass_reaching(scores, probabilities, value):
+    """The sum of the probabilities whose score is `value` or more, in the order of `sum_of`."""
     partial = np.zeros(PARTIAL_SUMS)
     full = scores.size - scores.size % PARTIAL_SUMS
     for start in range(0, full, PARTIAL_SUMS):
         for lane in range(PARTIAL_SUMS):
             i = start + lane
-            partial[lane] += probabilities[i] * (scores[i] < value)
+            partial[lane] += probabilities[i] * (scores[i] >= value)
     for i in range(full, scores.size):
-        partial[i - full] += probabilities[i] * (scores[i] < value)
+        partial[i - full] += probabilities[i] * (scores[i] >= value)
     total = 0.0
     for lane in range(PARTIAL_SUMS):
         total += partial[lane]
@@ -143,11 +143,11 @@ def exponentials(scores, weights):
     """weights[i] = e**(scores[i] - the greatest score), in float64."""
     greatest = np.float64(greatest_of(scores))
     for i in range(scores.size):
-        weights[i] = _exp(scores[i] - greatest)
+        weights[i] = exponential(scores[i] - greatest)
 
 
 @jit
-def _exp(x):
+def exponential(x):
     """e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN; a call to libm is not vectorised.
 
     2**n * e**r with |r| <= ln(2)/2, e**r by its Taylor series: the next term, r**13/13!, is below 2e-16.

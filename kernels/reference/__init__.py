@@ -7,8 +7,11 @@ from tinygpt.kernels.reference.model import (
     load_params,
     new_cache,
     new_workspace,
+    trace,
 )
-from tinygpt.kernels.reference.sampling import filter_logits, sample, top_logprobs
+from tinygpt.kernels.reference.processors import process_logits
+from tinygpt.kernels.reference.sampling import sample, top_logprobs
+from tinygpt.kernels.reference.warpers import filter_logits
 
 __all__ = [
     "cache_bytes",
@@ -18,8 +21,10 @@ __all__ = [
     "load_params",
     "new_cache",
     "new_workspace",
+    "process_logits",
     "read_positions",
     "sample",
     "top_logprobs",
+    "trace",
     "write_positions",
 ]

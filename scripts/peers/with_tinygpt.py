@@ -18,7 +18,8 @@ class StampedLLM(LLM):
 
 class Engine:
     def __init__(self, folder: Path, dtype: str, threads: int):
-        self.llm = StampedLLM(str(folder), dtype=dtype, threads=threads)
+        # The same prompts again and again: none may be found in the prefix cache.
+        self.llm = StampedLLM(str(folder), dtype=dtype, threads=threads, prefix_cache_seqs=0)
 
     def prefill_ms(self, ids: list[list[int]]) -> float:
         return milliseconds(lambda: self._generate(ids, 1))

@@ -16,7 +16,7 @@ from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tinygpt.engine import LLM
+    from tinygpt.llm import LLM
 
 
 def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:

@@ -13,7 +13,7 @@ from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tinygpt.engine import LLM
+    from tinygpt.llm import LLM
     from tinygpt.outputs import RequestOutput
 
 SUMMARY = "continue a prompt, or every prompt of a file"

@@ -14,7 +14,7 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.threads import thread_count
 
 if TYPE_CHECKING:
-    from tinygpt.engine import LLM
+    from tinygpt.llm import LLM
 
 # Each library reads its variable once, when it is imported.
 THREAD_POOLS = (
@@ -81,7 +81,7 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
     set_thread_pools(args.threads)
     # Numba and a tokenizer make a million objects to keep; looking for garbage among them took 0.1 s of a start.
     gc.set_threshold(COLLECT_AFTER)
-    from tinygpt.engine import LLM
+    from tinygpt.llm import LLM
 
     with _notice_of_compiling(args.dtype) if args.device == "cpu" else nullcontext():
         sizes = args.max_num_seqs, args.max_model_len

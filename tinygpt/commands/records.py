@@ -17,8 +17,9 @@ def record_line(record_id: str | int | None, model: str, dtype: str, output: "Re
     Times are in seconds since the prompt's arrival.
     """
     metrics = output.metrics
+    first = metrics.time_to_first_token
     times = {
-        "time_to_first_token": round(metrics.first_token - metrics.arrival, 6),
+        "time_to_first_token": None if first is None else round(first, 6),
         "time_to_finish": round(metrics.finished - metrics.arrival, 6),
     }
     record = {"id": record_id, "model": model, "dtype": dtype, **asdict(output), "metrics": times}

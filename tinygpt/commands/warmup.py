@@ -12,6 +12,9 @@ REQUESTS = {
     "greedy": SamplingParams(max_tokens=2, ignore_eos=True),
     "sampling": SamplingParams(max_tokens=2, temperature=0.8, top_k=40, top_p=0.95, seed=0, ignore_eos=True),
     "logprobs": SamplingParams(max_tokens=2, logprobs=3, ignore_eos=True),
+    "processors": SamplingParams(
+        max_tokens=2, repetition_penalty=1.1, temperature=1.0, logprobs=1, logprobs_mode="processed", ignore_eos=True
+    ),
 }
 
 
@@ -23,8 +26,8 @@ def run(args: argparse.Namespace) -> None:
     loading.set_thread_pools(args.threads)
     from tqdm import tqdm
 
-    from tinygpt.engine import LLM
     from tinygpt.kernels.cpu.jit import cache_folder, mark_warm
+    from tinygpt.llm import LLM
 
     if cache_folder().note:
         say(cache_folder().note)

@@ -1,0 +1,145 @@
+"""The asyncio door: awaited, streamed, cancelled; the loop goes on meanwhile."""
+
+import asyncio
+
+import pytest
+
+from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt.errors import RequestError
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+SECONDS = 120
+
+
+def params_for(i: int) -> SamplingParams:
+    return SamplingParams(max_tokens=3 + i % 7, temperature=i % 2, seed=i, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(llm):
+    """After every test each row is free and nobody waits."""
+    yield
+    with llm._engine._turn.taken():
+        scheduler = llm._engine.scheduler
+        assert (scheduler.running, len(scheduler.waiting), scheduler.rows.num_free) == ([], 0, 4)
+
+
+def run(main):
+    """In a loop of its own, as everything here: an AsyncLLM belongs to none."""
+    return asyncio.run(asyncio.wait_for(main, SECONDS))
+
+
+async def read(stream) -> list:
+    return [chunk async for chunk in stream]
+
+
+def test_many_tasks_get_what_generate_gives(llm):
+    alone = [llm.generate([[i]], params_for(i))[0].outputs for i in range(12)]
+
+    async def main():
+        door = AsyncLLM(llm)
+        outputs = await asyncio.gather(*(door.generate([i], params_for(i)) for i in range(12)))
+        return [output.outputs for output in outputs]
+
+    assert run(main()) == run(main()) == alone
+
+
+def test_streams_beside_each_other(llm):
+    alone = [llm.generate([[i]], params_for(i))[0].outputs[0] for i in range(6)]
+
+    async def main():
+        door = AsyncLLM(llm)
+        return await asyncio.gather(*(read(door.stream([i], params_for(i))) for i in range(6)))
+
+    for chunks, sample in zip(run(main()), alone, strict=True):
+        assert [chunk.token_id for chunk in chunks] == sample.token_ids
+        assert "".join(chunk.text for chunk in chunks) == sample.text
+        assert chunks[-1].finish_reason == sample.finish_reason
+
+
+def test_the_loop_goes_on_meanwhile(llm):
+    async def main():
+        task = asyncio.ensure_future(AsyncLLM(llm).generate([1], LONG))
+        rounds = 0
+        while not task.done():
+            await asyncio.sleep(0.001)
+            rounds += 1
+        return rounds
+
+    assert run(main()) > 5  # 400 steps take far longer than that
+
+
+def test_a_cancelled_task_frees_its_row(llm):
+    async def main():
+        task = asyncio.ensure_future(AsyncLLM(llm).generate([1], LONG))
+        while not llm._engine.scheduler.running:
+            await asyncio.sleep(0.001)
+        (sequence,) = llm._engine.scheduler.running
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return sequence
+
+    sequence = run(main())
+    with llm._engine._turn.taken():
+        assert sequence.row is None
+    assert sequence.finish_reason is None
+
+
+def test_a_stream_that_is_left_frees_its_row(llm):
+    async def main():
+        stream = AsyncLLM(llm).stream([1], LONG)
+        await anext(stream)
+        (sequence,) = llm._engine.scheduler.running
+        await stream.aclose()
+        with llm._engine._turn.taken():
+            assert sequence.row is None
+            assert sequence.finish_reason is None
+
+    run(main())
+
+
+def test_a_loop_that_ends_leaves_nothing_running(llm):
+    async def main():
+        stream = AsyncLLM(llm).stream([1], LONG)
+        await anext(stream)
+        return stream  # asyncio.run closes it
+
+    run(main())
+
+
+def test_errors_come_to_who_asked(llm):
+    async def main():
+        door = AsyncLLM(llm)
+        with pytest.raises(RequestError, match="vocabulary"):
+            await door.generate([8193])
+        with pytest.raises(RequestError, match="n is 2"):
+            await read(door.stream([1], SamplingParams(n=2)))
+        with llm._engine._turn.taken():
+            pending = asyncio.ensure_future(read(door.stream([1], LONG)))
+            await asyncio.sleep(0)
+            llm._service._fail_pending(RequestError("enough"))
+        with pytest.raises(RequestError, match="enough"):
+            await pending
+
+    run(main())
+
+
+def test_who_makes_the_llm_closes_it(llm):
+    async def main():
+        async with AsyncLLM(llm) as door:
+            await door.generate([1], params_for(1))
+        assert llm.generate([[1]], params_for(1))
+        async with AsyncLLM(model="demo", max_num_seqs=2) as door:
+            assert (await door.generate("a", params_for(1))).outputs
+            own = door.llm
+        with pytest.raises(RequestError, match="closed"):
+            own.generate("a")
+
+    run(main())

@@ -1,0 +1,51 @@
+"""AsyncLLM: an LLM for asyncio: requests are awaited, and the loop is never blocked by a step."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+from tinygpt.llm import LLM
+from tinygpt.outputs import RequestOutput, StreamChunk
+from tinygpt.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """The front door of an LLM for any number of tasks, in any event loop.
+
+    llm: an LLM that others may be using too; or none, and `arguments` are those of an LLM, which loads at once and is
+    closed with this. A task that is cancelled frees what its request holds, within a step.
+    """
+
+    def __init__(self, llm: LLM | None = None, **arguments: Any):
+        self.llm = LLM(**arguments) if llm is None else llm
+        self._is_owner = llm is None
+
+    async def generate(self, prompt: Any, params: SamplingParams | None = None) -> RequestOutput:
+        """Continue one prompt. Raises what LLM.submit raises."""
+        return await asyncio.wrap_future(self.llm.submit(prompt, params))
+
+    async def stream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[StreamChunk]:
+        """Continue one prompt, token by token. Raises what LLM.submit raises, when the first chunk is asked for."""
+        chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
+        post = partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
+        future = self.llm.submit(prompt, params, on_chunk=post)
+        ended = asyncio.wrap_future(future)
+        ended.add_done_callback(lambda _: chunks.put_nowait(None))  # in the loop, behind the last chunk
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            ended.result()
+        finally:
+            future.cancel()
+
+    async def close(self) -> None:
+        """Close the LLM if this has made it. It is left to whoever gave it otherwise."""
+        if self._is_owner:
+            await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *exception) -> None:
+        await self.close()

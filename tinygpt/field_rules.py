@@ -1,0 +1,115 @@
+"""Readers of a field's value: each gives the type that the engine sees, and raises TypeError or ValueError."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from numbers import Real
+
+MAX_COUNT = 2**31 - 1
+
+
+def integer(value, low: int, high: int = MAX_COUNT) -> int:
+    if isinstance(value, bool):  # True == 1 would be taken for a count
+        raise TypeError
+    number = operator.index(value)
+    if not low <= number <= high:
+        raise ValueError
+    return number
+
+
+def real(value, is_allowed: Callable[[float], bool]) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError from error
+    if not is_allowed(number):  # false for NaN
+        raise ValueError
+    return number
+
+
+def between(low: float, high: float) -> Callable[[object], float]:
+    """A reader of numbers from `low` to `high`, both allowed."""
+    return lambda value: real(value, lambda number: low <= number <= high)
+
+
+def seconds(value) -> float | None:
+    return None if value is None else real(value, lambda number: 0 < number < math.inf)
+
+
+def boolean(value) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def one_of(*names: str) -> Callable[[object], str]:
+    def read(value) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError
+        return value
+
+    return read
+
+
+def optional_integer(value, low: int, high: int = MAX_COUNT) -> int | None:
+    return None if value is None else integer(value, low, high)
+
+
+def texts(value) -> tuple[str, ...]:
+    """None, a text or several: none of them empty."""
+    read = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in read):
+        raise ValueError
+    return read
+
+
+def words(value) -> tuple[str, ...]:
+    """As `texts`, each with more than white space."""
+    read = texts(value)
+    if not all(map(str.strip, read)):
+        raise ValueError
+    return read
+
+
+def token_ids(value) -> tuple[int, ...]:
+    return () if value is None else tuple(integer(token_id, 0) for token_id in value)
+
+
+def some_token_ids(value) -> tuple[int, ...] | None:
+    """None, or token ids, one at least."""
+    read = None if value is None else token_ids(value)
+    if read == ():
+        raise ValueError
+    return read
+
+
+def one_or_more_token_ids(value) -> tuple[int, ...] | None:
+    """As `some_token_ids`, where one id may stand by itself."""
+    is_single = value is not None and not hasattr(value, "__iter__")
+    return some_token_ids((value,) if is_single else value)
+
+
+def token_sequences(value) -> tuple[tuple[int, ...], ...]:
+    """Lists of token ids, none of them empty."""
+    read = () if value is None else tuple(token_ids(sequence) for sequence in value)
+    if () in read:
+        raise ValueError
+    return read
+
+
+def biases(value, limit: float) -> tuple[tuple[int, float], ...]:
+    """A dict (or its pairs) from token ids to numbers from -limit to limit; kept as pairs, which can be hashed."""
+    if value is None:
+        return ()
+    pairs = dict(value if isinstance(value, Mapping) else tuple(value))
+    read_bias = between(-limit, limit)
+    return tuple((integer(token_id, 0), read_bias(bias)) for token_id, bias in pairs.items())
+
+
+def functions(value) -> tuple[Callable, ...]:
+    read = () if value is None else (value,) if callable(value) else tuple(value)
+    if not all(map(callable, read)):
+        raise TypeError
+    return read

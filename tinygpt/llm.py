@@ -1,0 +1,282 @@
+"""LLM: from prompts to text. Everything a request goes through meets here, and nothing is computed here."""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tinygpt.backend import load_backend, load_params, resolve_dtype, resolve_kv_cache_dtype
+from tinygpt.engine import Engine, Limits
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.outputs import RequestOutput, StreamChunk
+from tinygpt.prompts import check_length, checked_ids, describe_positions, params_list, prompt_list, read_prompt
+from tinygpt.request import Request
+from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
+from tinygpt.sequence import Sequence
+from tinygpt.service import Service
+from tinygpt.text_stream import TextStream
+from tinygpt.threads import thread_count
+from tinygpt.tokenizer import Tokenizer
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.packed import PackedCheckpoint, open_checkpoint
+
+# New tokens in a step: enough for the matrix products to run at full speed, few enough that a decoding
+# sequence never waits long for a neighbour's prompt.
+MAX_STEP_TOKENS = 512
+
+
+class LLM:
+    """A GPT-2 checkpoint, ready to generate.
+
+    model: "demo" (embedded), a local folder in Hugging Face's layout, or a Hub id such as "gpt2".
+    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load. "auto" is the dtype that a
+        converted checkpoint was converted to, and float32 for any other.
+    device: "cpu", or "reference" (NumPy, float64 inside, slow, float32 weights only).
+    threads: how many threads compute; None is one for each physical core.
+    max_num_seqs: samples that run at once; more wait their turn.
+    max_model_len: positions kept for each; None is the model's own n_positions.
+    kv_cache_dtype: "float32", "bfloat16", or "auto": float32 for float32 weights, bfloat16 for the others.
+    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512, or max_num_seqs if that is more.
+        Fewer let those that decode wait less for others' prompts, more read prompts faster.
+    prefix_cache_seqs: ended samples that stay in memory for prompts that begin like them; 0 is none. Each takes as
+        much as a running one: 4 add an eighth to what 32 take, and hold a common beginning and a few conversations.
+        What prompts that run at once have in common is computed once in any case.
+    max_queue: submitted samples that may wait while max_num_seqs run; None is any number.
+
+    Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
+    Results do not depend on threads, on these sizes or on what else is running, to the last bit. Several Python
+    threads may call one LLM: their requests share its steps.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        dtype: str = "auto",
+        device: str = "cpu",
+        threads: int | None = None,
+        max_num_seqs: int = 32,
+        max_model_len: int | None = None,
+        kv_cache_dtype: str = "auto",
+        max_num_batched_tokens: int | None = None,
+        prefix_cache_seqs: int = 4,
+        max_queue: int | None = None,
+    ):
+        threads = thread_count(threads)
+        _check_sizes(max_num_seqs, max_model_len, max_num_batched_tokens, prefix_cache_seqs, max_queue)
+        backend = load_backend(device, dtype)
+        checkpoint = open_checkpoint(model)
+        self.dtype = dtype = resolve_dtype(dtype, device, checkpoint)
+        kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, device, dtype)
+        self.config = checkpoint.config
+        if max_model_len is not None and max_model_len > self.config.n_positions:
+            raise RequestError(
+                f"max_model_len is {max_model_len} and this model has {self.config.n_positions} positions."
+            )
+        self.max_model_len = max_model_len or self.config.n_positions
+        self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint)
+        params = load_params(backend, checkpoint, dtype, threads)
+        step_tokens = max_num_batched_tokens or max(MAX_STEP_TOKENS, max_num_seqs)
+        limits = Limits(max_num_seqs, prefix_cache_seqs, self.max_model_len, step_tokens)
+        self._engine = Engine(backend, params, self.config, limits, dtype, kv_cache_dtype, threads)
+        self._service = Service(self._engine, max_queue)
+        self._is_closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; CheckpointError if it has none that can be read."""
+        self._check_open()
+        if self._tokenizer is None:
+            raise self._tokenizer_error
+        return self._tokenizer
+
+    def generate(self, prompts: Any, params: Any = None) -> list[RequestOutput]:
+        """Continue each prompt. The outputs are in the prompts' order.
+
+        prompts: a text, a list of texts, or lists of token ids, of any lengths. An empty prompt starts at BOS.
+        params: one SamplingParams, or one for each prompt.
+        Raises RequestError, before any work, if a prompt cannot be served as asked.
+        """
+        outputs = dict(self.generate_as_finished(prompts, params))
+        return [outputs[i] for i in sorted(outputs)]
+
+    def generate_as_finished(self, prompts: Any, params: Any = None) -> Iterator[tuple[int, RequestOutput]]:
+        """As `generate`, but yields (index of the prompt, output) as soon as each is finished.
+
+        Everything is checked when this is called; closing the iterator frees what was still running.
+        """
+        self._check_open()
+        prompts = prompt_list(prompts)
+        pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
+        return self._run([self._request(prompt, p) for prompt, p in pairs])
+
+    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Continue one prompt, token by token. Checked when called; closing the iterator ends the request.
+
+        A chunk's text never ends inside a character, and all chunks together are the text of `generate`.
+        """
+        return self._stream(self._single_request(prompt, params, has_chunks=True))
+
+    def submit(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        on_chunk: Callable[[StreamChunk], None] | None = None,
+    ) -> "Future[RequestOutput]":
+        """Continue one prompt while the caller does something else. Any thread may call this, at any time.
+
+        Requests of all callers share the engine's steps, which a thread in the background takes. Cancelling the
+        future, before or during the run, frees what the request holds within a step.
+        on_chunk: called with each StreamChunk as it is made, by the thread that takes the step, which waits for it.
+        Raises, before any work, RequestError if the prompt cannot be served as asked, and QueueFullError if max_queue
+        samples are waiting already.
+        """
+        request = self._single_request(prompt, params, has_chunks=on_chunk is not None)
+        for sequence in request.sequences:
+            sequence.on_chunk = on_chunk
+        return self._service.submit(request)
+
+    def logits(self, token_ids: Any) -> np.ndarray:
+        """Teacher-forced logits, (T, V) float32: row t is what the model says after token_ids[: t + 1].
+
+        Raises RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
+        """
+        self._check_open()
+        is_text = isinstance(token_ids, str) and token_ids
+        token_ids = self.tokenizer.encode(token_ids) if is_text else checked_ids(token_ids)
+        if not token_ids:
+            raise RequestError("logits need at least one token id: the list is empty.")
+        token_ids = read_prompt(token_ids, self.config, lambda: self.tokenizer).token_ids
+        if len(token_ids) > self.max_model_len:
+            raise RequestError(
+                f"{len(token_ids)} token ids were given, but "
+                f"{describe_positions(self.max_model_len, self.config.n_positions)}: give at most {self.max_model_len}."
+            )
+        return self._engine.logits(token_ids)
+
+    def close(self) -> None:
+        """Give the memory back. Any later call raises RequestError, and so does every future that is not done."""
+        self._is_closed, self._tokenizer = True, None
+        self._service.close()
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def step(self) -> None:
+        """Advance every running sequence: one forward pass, one new token for each that is not still in its prompt."""
+        self._engine.step()
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
+        pending, finished = dict(enumerate(requests)), deque()
+        for i, request in pending.items():
+            request.when_finished(partial(finished.append, i))
+        try:
+            for request in requests:
+                self._engine.add(request.sequences)
+            while pending:
+                self.step()
+                while finished:  # by this thread's step or by another's
+                    i = finished.popleft()
+                    yield i, pending.pop(i).output()
+        finally:
+            for request in pending.values():
+                self._engine.remove(request.sequences)
+
+    def _stream(self, request: Request) -> Iterator[StreamChunk]:
+        chunks, ends = deque(), []
+        request.sequences[0].on_chunk = chunks.append
+        request.when_finished(lambda: ends.append(True))
+        try:
+            self._engine.add(request.sequences)
+            while True:
+                is_ended = bool(ends)  # before `chunks` is looked at: the last comes before the end
+                if chunks:
+                    yield chunks.popleft()
+                elif is_ended:
+                    break
+                else:
+                    self.step()
+            request.raise_error()
+        finally:
+            self._engine.remove(request.sequences)
+
+    def _single_request(self, prompt: Any, params: SamplingParams | None, has_chunks: bool) -> Request:
+        """The request of a call that takes one prompt, and one sample where it is given in chunks."""
+        params = params_list(params, 1)[0]
+        if has_chunks and params.n != 1:
+            raise RequestError(f"n is {params.n} and a stream has one sample: set n to 1, or use generate.")
+        if has_chunks and params.best_of not in (None, 1):
+            raise RequestError(f"best_of is {params.best_of} and a stream cannot choose among samples: use generate.")
+        prompts = prompt_list(prompt)
+        if len(prompts) > 1:
+            raise RequestError(f"{len(prompts)} prompts were given and this takes one: use generate.")
+        return self._request(prompts[0] if prompts else prompts, params)
+
+    def _request(self, prompt: Any, params: SamplingParams) -> Request:
+        """Check everything about a prompt and its parameters; RequestError if it cannot be served."""
+        self._check_open()
+        arrival = time.perf_counter()
+        prompt = read_prompt(prompt, self.config, lambda: self.tokenizer)
+        check_length(len(prompt.token_ids), params.max_tokens, self.max_model_len, self.config.n_positions)
+        check_vocabulary(params, self.config.vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
+        if params.bad_words:
+            params = resolve_bad_words(params, self.tokenizer.encode)
+        return Request(prompt, params, self._sequences(prompt.token_ids, params, arrival), arrival)
+
+    def _sequences(self, token_ids: list[int], params: SamplingParams, arrival: float) -> list[Sequence]:
+        seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)
+        eos = frozenset(self.config.eos_token_ids if params.eos_token_id is None else params.eos_token_id)
+        deadline = None if params.max_time is None else arrival + params.max_time
+        return [
+            Sequence(token_ids, params, seed, index, eos, self._text_stream(params), deadline)
+            for index in range(params.best_of or params.n)
+        ]
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        detokenizer = self._tokenizer.detokenizer()
+        return TextStream(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("this LLM has been closed: make a new one.")
+
+
+def _load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint) -> tuple[Tokenizer | None, CheckpointError | None]:
+    """The tokenizer, or the reason why there is none: token ids work without one."""
+    try:
+        return Tokenizer.from_folder(checkpoint.path), None
+    except CheckpointError as error:
+        return None, error
+
+
+def _check_sizes(max_num_seqs, max_model_len, max_num_batched_tokens, prefix_cache_seqs, max_queue) -> None:
+    _check_count("max_num_seqs", max_num_seqs, 1)
+    _check_count("prefix_cache_seqs", prefix_cache_seqs, 0)
+    if max_model_len is not None:
+        _check_count("max_model_len", max_model_len, 1)
+    if max_queue is not None:
+        _check_count("max_queue", max_queue, 0)
+    if max_num_batched_tokens is not None:
+        _check_count("max_num_batched_tokens", max_num_batched_tokens, 1)
+        if max_num_batched_tokens < max_num_seqs:
+            raise RequestError(
+                f"max_num_batched_tokens is {max_num_batched_tokens} and max_num_seqs is {max_num_seqs}: each sample "
+                "that runs needs a token of every step, so raise the one or lower the other."
+            )
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RequestError(f"{name} is {value!r} and must be a whole number, {least} or more.")
