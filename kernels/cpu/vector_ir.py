@@ -28,6 +28,14 @@ def store(builder, value, address, align: int) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
 
 
+def prefetch(builder, address, to_write: bool = False) -> None:
+    """Ask for the cache line at `address`; harmless wherever it points."""
+    line = I8.as_pointer()
+    ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [line, I32, I32, I32])
+    into_l1, data = ir.Constant(I32, 3), ir.Constant(I32, 1)
+    builder.call(ask, [builder.inttoptr(address, line), ir.Constant(I32, int(to_write)), into_l1, data])
+
+
 def broadcast(builder, value, lanes: int = LANES):
     """A vector with `value` in every lane."""
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
@@ -192,10 +200,7 @@ def expect_write(typingctx, address):
     """Ask for the cache line at `address`, soon to be written; harmless wherever it points."""
 
     def codegen(context, builder, signature, args):
-        bytes_ = I8.as_pointer()
-        ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [bytes_, I32, I32, I32])
-        to_write, into_l1, data = ir.Constant(I32, 1), ir.Constant(I32, 3), ir.Constant(I32, 1)
-        builder.call(ask, [builder.inttoptr(args[0], bytes_), to_write, into_l1, data])
+        prefetch(builder, args[0], to_write=True)
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
