@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numba
@@ -15,13 +16,16 @@ import pytest
 import tiny_checkpoint
 
 from tinygpt import LLM, SamplingParams, cli
-from tinygpt.commands import generate, loading
+from tinygpt.commands import generate, loading, sampling
 from tinygpt.commands.messages import elapsed
 from tinygpt.kernels import cpu as kernels
 from tinygpt.kernels.cpu import jit
+from tinygpt.outputs import RequestOutput
 
 ROOT = Path(__file__).parents[1]
 PROMPT = ["Once", "upon", "a", "time"]
+# A function and an array have no place on a command line; soft_prompt is a flag that loads it too.
+NOT_FLAGS = ("logits_processors", "prompt_embeds", "soft_prompt")
 STATS = re.compile(r"tinygpt: (\d+) tokens? in [\d.]+ s, [\d.]+ tokens/s, first token after [\d.]+ s, seed (\d+)\n")
 
 
@@ -67,7 +71,9 @@ def tinygpt(*arguments, **options) -> subprocess.CompletedProcess:
 
 def test_defaults_are_the_contract():
     args = vars(cli.build_parser().parse_args(["generate", *PROMPT]))
+    own = {field.name: field.default for field in fields(SamplingParams)}
     assert args == {
+        **{name: default for name, default in own.items() if name not in NOT_FLAGS},
         "command": "generate",
         "prompt": PROMPT,
         "model": "demo",
@@ -77,6 +83,13 @@ def test_defaults_are_the_contract():
         "threads": None,
         "max_num_seqs": 32,
         "max_model_len": None,
+        "max_num_batched_tokens": None,
+        "prefix_cache_seqs": 4,
+        "draft_model": None,
+        "num_speculative_tokens": 4,
+        "lora": None,
+        "soft_prompt": None,
+        "interactive": False,
         "max_tokens": 128,
         "temperature": 0.8,
         "top_k": 40,
@@ -222,8 +235,7 @@ def test_json_is_one_record(run, llm):
     params = SamplingParams(max_tokens=4, temperature=0.8, top_k=40, top_p=0.95, seed=7, n=2)
     expected = llm.generate("Once", params)[0]
     record = json.loads(result.out)
-    names = ["id", "model", "dtype", "prompt", "prompt_token_ids", "outputs", "metrics", "num_cached_tokens"]
-    assert list(record) == names
+    assert list(record) == ["id", "model", "dtype", *(field.name for field in fields(RequestOutput))]
     assert (record["id"], record["prompt"]) == (None, "Once")
     assert (record["model"], record["dtype"]) == ("demo", "float32")
     assert record["prompt_token_ids"] == expected.prompt_token_ids
@@ -232,6 +244,136 @@ def test_json_is_one_record(run, llm):
     assert 0 < record["metrics"]["time_to_first_token"] <= record["metrics"]["time_to_finish"]
     assert result.out.count("\n") == 1
     assert STATS.fullmatch(result.err)
+
+
+# --- every other field
+
+
+FLAGS = {
+    "--best-of 3 --temperature 1": {"best_of": 3, "temperature": 1.0},
+    "--include-stop-str-in-output --stop e": {"include_stop_str_in_output": True, "stop": ("e",)},
+    "--stop-token-ids 11,13": {"stop_token_ids": (11, 13)},
+    "--eos-token-id 11": {"eos_token_id": (11,)},
+    "--min-tokens 3 --max-time 60": {"min_tokens": 3, "max_time": 60.0},
+    "--repetition-detection 2,3": {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}},
+    "--repetition-detection 4,3,2": {
+        "repetition_detection": {"max_pattern_size": 4, "min_count": 3, "min_pattern_size": 2}
+    },
+    "--logit-bias 11=-4 --logit-bias 13=2.5": {"logit_bias": {11: -4.0, 13: 2.5}},
+    "--repetition-penalty 1.3 --frequency-penalty -0.5 --presence-penalty 1": {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": -0.5,
+        "presence_penalty": 1.0,
+    },
+    "--no-repeat-ngram-size 2": {"no_repeat_ngram_size": 2},
+    "--bad-words the --bad-words and --bad-words-ids 11,12 --bad-words-ids 13": {
+        "bad_words": ("the", "and"),
+        "bad_words_ids": ((11, 12), (13,)),
+    },
+    "--allowed-token-ids 11,13,15 --suppress-tokens 13": {"allowed_token_ids": (11, 13, 15), "suppress_tokens": (13,)},
+    "--top-p-rule openai --top-p-decay 0.9 --top-p-min 0.1 --top-p-reset-ids 11": {
+        "top_p_rule": "openai",
+        "top_p_decay": 0.9,
+        "top_p_min": 0.1,
+        "top_p_reset_ids": (11,),
+    },
+    "--min-p 0.1 --typical-p 0.9": {"min_p": 0.1, "typical_p": 0.9},
+    "--epsilon-cutoff 0.001 --eta-cutoff 0.002": {"epsilon_cutoff": 0.001, "eta_cutoff": 0.002},
+    "--temperature 0 --num-beams 4 --length-penalty 2 --early-stopping never": {
+        "temperature": 0.0,
+        "num_beams": 4,
+        "length_penalty": 2.0,
+        "early_stopping": "never",
+    },
+    "--temperature 0 --num-beams 4 --num-beam-groups 2 --diversity-penalty 0.5 --early-stopping true": {
+        "temperature": 0.0,
+        "num_beams": 4,
+        "num_beam_groups": 2,
+        "diversity_penalty": 0.5,
+        "early_stopping": True,
+    },
+    "--prompt-lookup-num-tokens 3 --max-matching-ngram-size 1": {
+        "prompt_lookup_num_tokens": 3,
+        "max_matching_ngram_size": 1,
+    },
+    "--overflow slide --stride 9": {"overflow": "slide", "stride": 9},
+    "--logprobs 2 --prompt-logprobs 1 --logprobs-mode processed": {
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "logprobs_mode": "processed",
+    },
+}
+
+
+def test_every_field_has_a_flag_that_is_tried():
+    plain = {"max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "ignore_eos"}
+    tried = plain.union(*FLAGS.values())
+    assert tried == {field.name for field in fields(SamplingParams)} - set(NOT_FLAGS)
+
+
+@pytest.mark.parametrize("arguments", FLAGS)
+def test_a_flag_is_its_field(arguments):
+    args = cli.build_parser().parse_args(["generate", *arguments.split()])
+    base = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
+    assert sampling.params_of(args) == SamplingParams(**{**base, **FLAGS[arguments]})
+
+
+def test_flags_reach_the_engine(run, llm):
+    record = json.loads(run("Once --seed 7 --max-tokens 8 --json --logit-bias 11=9 --min-p 0.1 --logprobs 1").out)
+    base = {"max_tokens": 8, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 7}
+    (expected,) = llm.generate("Once", SamplingParams(**base, logit_bias={11: 9.0}, min_p=0.1, logprobs=1))
+    assert record["outputs"] == json.loads(json.dumps([vars(sample) for sample in expected.outputs]))
+
+
+@pytest.mark.parametrize("arguments", ["--temperature 0 --num-beams 3", "--best-of 3"])
+def test_what_is_chosen_among_several_is_not_streamed(run, arguments):
+    result = run(f"Once --seed 7 --max-tokens 8 {arguments}")
+    record = json.loads(run(f"Once --seed 7 --max-tokens 8 --json {arguments}").out)
+    assert result.out == record["outputs"][0]["text"] + "\n"
+
+
+@pytest.mark.parametrize("how", [[], ["--no-stream"], ["--json"]], ids=str)
+def test_what_is_cut_off_the_prompt_is_said(run, how):
+    arguments = ["Once upon a time " * 30, "--max-model-len", "32", "--max-tokens", "8", "--overflow", "truncate", *how]
+    result = run(arguments)
+    assert result.code == 0
+    assert re.match(r"tinygpt: the first \d+ tokens of the prompt .* was not read\n", result.err)
+    assert "not read" not in run([*arguments, "--overflow", "slide", "--max-model-len", "512"]).err
+
+
+def test_time_that_is_over_before_the_first_token(run):
+    for how in ("--no-stream", ""):
+        result = run(f"Once --seed 7 --max-time 1e-9 {how}")
+        assert (result.code, result.out) == (0, "\n")
+        assert result.err.startswith("tinygpt: 0 tokens in ")
+
+
+def test_the_flags_of_the_model_reach_it(run, monkeypatch):
+    given = {}
+
+    def stop(**arguments):
+        given.update(arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tinygpt.llm.LLM", stop)
+    flags = "--max-num-seqs 3 --max-num-batched-tokens 9 --prefix-cache-seqs 2 --max-model-len 64 --lora a"
+    more = "--soft-prompt n=p=q --draft-model d --num-speculative-tokens 7 --dtype int8 --kv-cache-dtype float32"
+    assert run(f"Once --threads 1 {flags} {more}").code == cli.INTERRUPTED
+    assert given == {
+        "model": "demo",
+        "dtype": "int8",
+        "device": "cpu",
+        "threads": 1,
+        "max_num_seqs": 3,
+        "max_model_len": 64,
+        "kv_cache_dtype": "float32",
+        "max_num_batched_tokens": 9,
+        "prefix_cache_seqs": 2,
+        "draft_model": "d",
+        "num_speculative_tokens": 7,
+        "lora": "a",
+        "soft_prompts": {"n": "p=q"},
+    }
 
 
 # --- refused
@@ -256,6 +398,21 @@ def test_json_is_one_record(run, llm):
         ("Once --output out.jsonl", 2, "--output needs --input"),
         ("Once --input in.jsonl", 2, "both a PROMPT and --input"),
         ("Once --echo --json", 2, "--echo is for text"),
+        ("Once --logprobs 2", 2, "--logprobs is for records"),
+        ("Once --prompt-logprobs 2 --no-stream", 2, "--prompt-logprobs is for records"),
+        ("Once --interactive --json", 2, "--json is not possible with --interactive"),
+        ("Once --soft-prompt a=x --soft-prompt b=y", 2, "several --soft-prompt"),
+        ("Once --num-beams 2", 2, "num_beams=2 is not possible with temperature=0.8"),
+        ("Once --overflow ring", 2, "overflow='ring'"),
+        ("Once --stride 4", 2, "stride=4 is for overflow='slide'"),
+        ("Once --repetition-detection 2,1", 2, "repetition_detection="),
+        ("Once --logit-bias 9999=1", 2, "logit_bias holds token id 9999"),
+        ("Once --max-num-batched-tokens 4", 2, "max_num_batched_tokens is 4 and max_num_seqs is 32"),
+        ("Once --prefix-cache-seqs -1", 2, "prefix_cache_seqs is -1"),
+        ("Once --num-speculative-tokens 0", 2, "num_speculative_tokens is 0"),
+        ("Once --soft-prompt a=./nowhere", 1, "nowhere"),
+        ("Once --lora ./nowhere", 1, "nowhere"),
+        ("Once --draft-model ./nowhere", 1, "nowhere"),
         (["half a character: \udce9"], 2, "lone surrogate"),
         ("Once --model ./nowhere", 1, "nowhere"),
     ],
@@ -289,7 +446,21 @@ def test_the_kv_cache_has_the_dtype_that_is_asked_for(run, monkeypatch, name):
     assert [sizes[-1] for sizes in made] == [name]
 
 
-@pytest.mark.parametrize("arguments", ["--max-tokens many", "--temp 1", "--top-k"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--max-tokens many",
+        "--temp 1",
+        "--top-k",
+        "--stop-token-ids 1,x",
+        "--logit-bias 11",
+        "--bad-words-ids a",
+        "--repetition-detection 4",
+        "--repetition-detection 1,2,3,4",
+        "--early-stopping maybe",
+        "--soft-prompt x",
+    ],
+)
 def test_malformed_flags_are_usage_errors(run, arguments):
     result = run(arguments)
     assert result.code == 2

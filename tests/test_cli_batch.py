@@ -7,7 +7,9 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tinygpt import LLM, SamplingParams, cli
 from tinygpt.commands import batch
@@ -345,3 +347,61 @@ def test_a_terminal_shows_a_progress_bar(jobs, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     assert jobs.run() == 0
     assert "4/4" in terminal.getvalue()
+
+
+def test_lines_take_every_field(jobs):
+    """As JSON spells them: token ids of logit_bias are texts there."""
+    lines = [
+        {"prompt": "The fox", "logit_bias": {"11": -5, "13": 2.5}, "repetition_penalty": 1.2, "min_p": 0.1},
+        {"prompt": "The fox", "temperature": 0, "num_beams": 3, "n": 2, "early_stopping": "never"},
+        {"prompt": "The fox", "repetition_detection": {"max_pattern_size": 2, "min_count": 3}, "bad_words": ["the"]},
+        {"prompt": "The fox", "prompt_logprobs": 1, "logprobs_mode": "processed", "logprobs": 0},
+        {"prompt": "The fox", "prompt_embeds": [[0.5] * 256] * 3, "top_p_rule": "openai", "typical_p": 0.9},
+    ]
+    jobs.write(lines)
+    assert jobs.run() == 0
+    records = jobs.records()
+    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
+    lines[0]["logit_bias"] = {11: -5, 13: 2.5}
+    with LLM("demo") as llm:
+        for number, line in enumerate(lines, 1):
+            params = SamplingParams(**{**base, **{name: line[name] for name in line if name != "prompt"}})
+            (output,) = llm.generate("The fox", params)
+            expected = json.loads(json.dumps([vars(sample) for sample in output.outputs]))
+            assert records[number]["outputs"] == expected
+            assert records[number]["prompt_logprobs"] == json.loads(json.dumps(output.prompt_logprobs))
+
+
+def test_a_bias_for_what_is_no_token_id_is_refused(jobs, no_model):
+    jobs.write([{"prompt": "The fox", "logit_bias": {"eleven": 1}}])
+    assert jobs.run() == 2
+    assert "line 1: logit_bias=" in jobs.err
+
+
+def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):
+    ids = [11] * 40
+    jobs.write([{"prompt": ids}, {"prompt": [5]}, {"prompt": ids, "overflow": "slide"}])
+    flags = ["--max-model-len", "32", "--overflow", "truncate"]
+    assert jobs.run(*flags) == 0
+    assert "tinygpt: 2 prompts not read from the beginning" in jobs.err
+    records = jobs.records()
+    assert [records[i]["num_truncated_tokens"] for i in (1, 2, 3)] == [14, 0, 16]
+    monkeypatch.setattr(batch.loading, "load_llm", None)  # all are answered: the whole prompts are in the records
+    assert jobs.run(*flags) == 0
+
+
+def test_soft_prompts_are_for_all_lines_or_chosen_by_name(jobs, tmp_path):
+    paths = {}
+    for name in ("one", "two"):
+        embeds = np.random.default_rng(len(paths)).normal(size=(4, 256)).astype(np.float32)
+        paths[name] = tmp_path / f"{name}.safetensors"
+        save_file({"prompt_embeddings": embeds}, paths[name])
+    jobs.write([{"prompt": "The"}, {"prompt": "The", "soft_prompt": "two"}, {"prompt": "The", "soft_prompt": None}])
+    flags = [flag for name, path in paths.items() for flag in ("--soft-prompt", f"{name}={path}")]
+    assert jobs.run("--logprobs", "0", *flags) == 0
+    records = jobs.records()
+    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5, "logprobs": 0}
+    with LLM("demo", soft_prompts=paths) as llm:
+        for number, name in enumerate(("one", "two", None), 1):
+            (sample,) = llm.generate("The", SamplingParams(**base, soft_prompt=name))[0].outputs
+            assert records[number]["outputs"] == json.loads(json.dumps([vars(sample)]))

@@ -43,12 +43,23 @@ REFUSED = {
     "epsilon_cutoff": [-0.1, 1.0, NAN, None],
     "eta_cutoff": [-0.1, 1.0, NAN, None],
     "best_of": [0, 1.5, True, 10_001],
+    "num_beams": [0, 1.5, True, None, 1001],
+    "length_penalty": [-10.1, 10.1, NAN, None, "1", True],
+    "early_stopping": [0, None, "always", "True"],
+    "num_beam_groups": [0, 1.5, True, None],
+    "diversity_penalty": [-0.1, 2e6, NAN, None, True],
+    "prompt_lookup_num_tokens": [-1, 1.5, True, None],
+    "max_matching_ngram_size": [0, 1.5, True, None],
     "eos_token_id": [[], -1, 1.5, [True], "a"],
     "include_stop_str_in_output": [0, None, "true"],
     "max_time": [0, -1.0, NAN, INF, True, "1"],
     "repetition_detection": [5, {"max_pattern_size": 0, "min_count": 2}, {"max_pattern_size": 3, "min_count": 1}, {}],
     "prompt_logprobs": [-1, 1.5, True, "5"],
     "logprobs_mode": ["RAW", None, "raw_logprobs"],
+    "overflow": ["cut", "REFUSE", None, True],
+    "stride": [0, -1, 1.5, True, "5"],
+    "soft_prompt": ["", 5, True, ["a"]],
+    "prompt_embeds": [5, [], [1.0, 2.0], [[]], [[[1.0]]], [[NAN]], [[INF]], [["a"]], [[1.0], [1.0, 2.0]]],
 }
 ACCEPTED = {
     "max_tokens": [(1, 1), (np.int64(7), 7)],
@@ -81,6 +92,13 @@ ACCEPTED = {
     "epsilon_cutoff": [(0, 0.0), (0.5, 0.5)],
     "eta_cutoff": [(0, 0.0), (0.5, 0.5)],
     "best_of": [(None, None), (np.int64(4), 4)],
+    "num_beams": [(1, 1), (np.int64(4), 4)],
+    "length_penalty": [(0, 0.0), (-1, -1.0)],
+    "early_stopping": [(False, False), (True, True), ("never", "never")],
+    "num_beam_groups": [(1, 1)],
+    "diversity_penalty": [(0, 0.0)],
+    "prompt_lookup_num_tokens": [(0, 0), (10, 10)],
+    "max_matching_ngram_size": [(np.int64(3), 3)],
     "eos_token_id": [(None, None), (np.int64(0), (0,)), ([1, 2], (1, 2))],
     "include_stop_str_in_output": [(True, True)],
     "max_time": [(None, None), (1, 1.0)],
@@ -91,6 +109,10 @@ ACCEPTED = {
     ],
     "prompt_logprobs": [(None, None), (0, 0), (5, 5)],
     "logprobs_mode": [("raw", "raw"), ("processed", "processed")],
+    "overflow": [("refuse", "refuse"), ("clamp", "clamp"), ("truncate", "truncate"), ("slide", "slide")],
+    "stride": [(None, None)],
+    "soft_prompt": [(None, None), ("mine", "mine")],
+    "prompt_embeds": [(None, None)],
 }
 
 
@@ -164,6 +186,17 @@ def test_token_ids_outside_the_vocabulary_are_refused_by_name(name, value):
         check_vocabulary(params, 50)
 
 
+def test_embeddings_are_kept_as_an_array_of_our_own():
+    given = np.ones((2, 3))
+    params = SamplingParams(prompt_embeds=given)
+    given[:] = 0
+    for held in (params.prompt_embeds, copy.deepcopy(params).prompt_embeds):
+        assert held.dtype == np.float32
+        np.testing.assert_array_equal(held, np.ones((2, 3)))
+    assert not params.prompt_embeds.flags.writeable
+    assert params == SamplingParams(prompt_embeds=[[1, 2]])  # arrays are not compared
+
+
 def test_bad_words_become_ids_with_and_without_a_space():
     encode = {"cat": [1], " cat": [2, 3], "dog": [4], " dog": [4]}.__getitem__
     params = SamplingParams(bad_words=["cat", " dog"], bad_words_ids=[[9], [1]], seed=5)
@@ -181,8 +214,8 @@ def test_a_huge_value_does_not_flood_the_message():
 def test_unknown_field_is_refused_with_a_hint_and_the_list():
     with pytest.raises(RequestError, match=r"'temprature' \(did you mean 'temperature'\?\).*stop_token_ids"):
         SamplingParams(temprature=1.0)
-    with pytest.raises(RequestError, match=r"'beams'; the fields are max_tokens, "):
-        SamplingParams(beams=4)
+    with pytest.raises(RequestError, match=r"'frobnicate'; the fields are max_tokens, "):
+        SamplingParams(frobnicate=4)
 
 
 def test_it_stays_an_ordinary_frozen_dataclass():

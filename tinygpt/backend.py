@@ -11,11 +11,14 @@ from typing import Any
 from tinygpt import config
 from tinygpt.errors import RequestError
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.lora import LoraCheckpoint
 from tinygpt.weights.packed import PackedCheckpoint
 
 # Which precisions each backend computes with: weights, and the KV cache.
 DTYPES = {"cpu": config.DTYPES, "reference": ("float32",)}
 KV_CACHE_DTYPES = ("float32", "bfloat16")
+
+AnyCheckpoint = Checkpoint | LoraCheckpoint | PackedCheckpoint
 
 
 def load_backend(device: str, dtype: str) -> ModuleType:
@@ -28,7 +31,7 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     return importlib.import_module(f"tinygpt.kernels.{device}")
 
 
-def resolve_dtype(dtype: str, device: str, checkpoint: Checkpoint | PackedCheckpoint) -> str:
+def resolve_dtype(dtype: str, device: str, checkpoint: AnyCheckpoint) -> str:
     """The precision of the weights: "auto" is a converted checkpoint's own, and float32 for any other.
 
     Raises RequestError if a converted checkpoint has another one, or is no use to `device`.
@@ -48,7 +51,7 @@ def resolve_dtype(dtype: str, device: str, checkpoint: Checkpoint | PackedCheckp
     return checkpoint.dtype
 
 
-def load_params(backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint, dtype: str, threads: int) -> Any:
+def load_params(backend: ModuleType, checkpoint: AnyCheckpoint, dtype: str, threads: int) -> Any:
     """The backend's Params: packed now, or as they lie in a converted checkpoint.
 
     Raises CheckpointError if that is damaged, or packed for other kernels.

@@ -39,9 +39,11 @@ def choose(backend: ModuleType, workspace: Any, logits: np.ndarray, sequences: S
     A row's result depends on that row and that sequence alone, to the last bit. Each sequence keeps notes in its
     `controls`, so its tokens may become more from one call to the next, and never change.
     """
-    controls = [_updated_controls(sequence, logits.shape[1]) for sequence in sequences]
+    controls = _updated_controls(sequences, logits.shape[1])
+    if all(c.is_plain for c in controls):
+        return _take_greatest(backend, logits, sequences)
     raw = {r: logits[r].copy() for r, c in enumerate(controls) if c.changes_scores and c.wants_raw_logprobs}
-    errors = process_scores(backend, logits, sequences)
+    errors = _process(backend, logits, sequences, controls)
     warpers = gather_warpers(controls)
     token_ids = backend.sample(
         logits,
@@ -64,7 +66,21 @@ def choose(backend: ModuleType, workspace: Any, logits: np.ndarray, sequences: S
 
 def process_scores(backend: ModuleType, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
     """Change each sequence's row of `scores` (R, V) float32 as it asks, in place; why its users' functions failed."""
-    controls = [_updated_controls(sequence, scores.shape[1]) for sequence in sequences]
+    return _process(backend, scores, sequences, _updated_controls(sequences, scores.shape[1]))
+
+
+def _take_greatest(backend: ModuleType, logits: np.ndarray, sequences: Seq[Sequence]) -> Chosen:
+    """`choose` where no sequence asks for more: at batch 32, the way below would take longer than the kernel does."""
+    count = len(sequences)
+    greedy, no_draws = Warpers(*np.zeros((len(Warpers._fields), count))), np.zeros(count, np.uint64)
+    token_ids = backend.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
+    errors = [None if i >= 0 else NOT_FINITE.format(len(s) - 1) for i, s in zip(token_ids, sequences, strict=True)]
+    return Chosen(token_ids, [None] * count, [None] * count, errors)
+
+
+def _process(
+    backend: ModuleType, scores: np.ndarray, sequences: Seq[Sequence], controls: list[SequenceControls]
+) -> list[str | None]:
     rows = [r for r, c in enumerate(controls) if c.is_processed]
     if rows:
         backend.process_logits(scores, gather_controls(rows, [controls[r] for r in rows]))
@@ -75,11 +91,13 @@ def process_scores(backend: ModuleType, scores: np.ndarray, sequences: Seq[Seque
     return errors
 
 
-def _updated_controls(sequence: Sequence, vocab_size: int) -> SequenceControls:
-    if sequence.controls is None:
-        sequence.controls = SequenceControls(sequence, vocab_size)
-    sequence.controls.update(sequence.new_token_ids)
-    return sequence.controls
+def _updated_controls(sequences: Seq[Sequence], vocab_size: int) -> list[SequenceControls]:
+    for sequence in sequences:
+        if sequence.controls is None:
+            sequence.controls = SequenceControls(sequence, vocab_size)
+        if not sequence.controls.is_plain:
+            sequence.controls.update(sequence.new_token_ids)
+    return [sequence.controls for sequence in sequences]
 
 
 def _call(function, scores: np.ndarray, sequence: Sequence, notes: SequenceControls) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tinygpt.sequence import Sequence
 
+HISTORY_ROOM = 1024  # tokens that a history has room for at first; max_tokens may be any number
 TOP_P_RULES = {"hf": 0, "openai": 1, "fastertransformer": 2}
 
 
@@ -93,6 +94,8 @@ class SequenceControls:
         self.changes_scores = bool(self.is_processed or params.logits_processors)
         is_ranked = params.best_of is not None and params.best_of > params.n
         self.wants_logprobs = params.logprobs is not None or is_ranked
+        # Greedy and nothing more, for good: the token with the greatest logit.
+        self.is_plain = params.temperature == 0 and not self.changes_scores and not self.wants_logprobs
         self.wants_raw_logprobs = self.wants_logprobs and params.logprobs_mode == "raw"
         # Rows of soft prompts have ids below 0, and are no tokens that could come again.
         self.prompt_token_ids = [token_id for token_id in sequence.prompt_token_ids if token_id >= 0]
@@ -106,6 +109,9 @@ class SequenceControls:
             return
         if self.uses_history:
             start = len(self.prompt_token_ids) + self._num_new
+            if start + len(added) > self._token_ids.size:
+                more = np.empty(self._token_ids.size + len(added), np.int32)
+                self._token_ids = np.concatenate((self._token_ids, more))
             self._token_ids[start : start + len(added)] = added
         if self.params.top_p_decay < 1:
             self._decay(added)
@@ -125,7 +131,7 @@ class SequenceControls:
         return self._forbidden_at_first if self._num_new < self.params.min_tokens else self._suppressed_ids
 
     def _new_history(self) -> np.ndarray:
-        history = np.empty(len(self.prompt_token_ids) + self.params.max_tokens, np.int32)
+        history = np.empty(len(self.prompt_token_ids) + min(self.params.max_tokens, HISTORY_ROOM), np.int32)
         history[: len(self.prompt_token_ids)] = self.prompt_token_ids
         return history
 

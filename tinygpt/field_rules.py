@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from numbers import Real
+from typing import Any
 
 MAX_COUNT = 2**31 - 1
 
@@ -106,6 +107,25 @@ def biases(value, limit: float) -> tuple[tuple[int, float], ...]:
     pairs = dict(value if isinstance(value, Mapping) else tuple(value))
     read_bias = between(-limit, limit)
     return tuple((integer(token_id, 0), read_bias(bias)) for token_id, bias in pairs.items())
+
+
+def name(value) -> str | None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError
+    return value
+
+
+def embeddings(value) -> Any:
+    """None, or finite numbers as an array (P, C) of float32 of our own that nobody writes to; P is 1 or more."""
+    if value is None:
+        return None
+    import numpy as np  # reading the flags of a command must not wait for it
+
+    array = np.array(value, np.float32)  # (P, C)
+    if array.ndim != 2 or not array.size or not np.isfinite(array).all():
+        raise ValueError
+    array.flags.writeable = False
+    return array
 
 
 def functions(value) -> tuple[Callable, ...]:

@@ -1,29 +1,39 @@
 """LLM: from prompts to text. Everything a request goes through meets here, and nothing is computed here."""
 
+import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tinygpt.backend import load_backend, load_params, resolve_dtype, resolve_kv_cache_dtype
-from tinygpt.engine import Engine, Limits
+from tinygpt.backend import AnyCheckpoint, load_backend, load_params, resolve_dtype, resolve_kv_cache_dtype
+from tinygpt.beams import Beams, beam_rules
+from tinygpt.draft_model import load_draft_model
+from tinygpt.engine import Engine
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.prompts import check_length, checked_ids, describe_positions, params_list, prompt_list, read_prompt
+from tinygpt.inspection import attention_maps, check_pooling, pool
+from tinygpt.limits import Limits
+from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk
+from tinygpt.overflow import Fitted, fit
+from tinygpt.prompt_logprobs import PromptLogprobs
+from tinygpt.prompts import params_list, prompt_list, read_ids, read_prompt
 from tinygpt.request import Request
 from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
+from tinygpt.scoring import read_continuations, score_of, scoring_request
 from tinygpt.sequence import Sequence
 from tinygpt.service import Service
+from tinygpt.session import Session, load_session
+from tinygpt.soft_prompts import SoftPrompts
 from tinygpt.text_stream import TextStream
 from tinygpt.threads import thread_count
 from tinygpt.tokenizer import Tokenizer
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.packed import PackedCheckpoint, open_checkpoint
+from tinygpt.weights.lora import LoraCheckpoint
+from tinygpt.weights.packed import open_checkpoint
 
 # New tokens in a step: enough for the matrix products to run at full speed, few enough that a decoding
 # sequence never waits long for a neighbour's prompt.
@@ -47,6 +57,11 @@ class LLM:
         much as a running one: 4 add an eighth to what 32 take, and hold a common beginning and a few conversations.
         What prompts that run at once have in common is computed once in any case.
     max_queue: submitted samples that may wait while max_num_seqs run; None is any number.
+    draft_model: a smaller checkpoint with the same vocabulary, which guesses num_speculative_tokens for each step of
+        this one to confirm: fewer steps, the same results.
+    lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
+    soft_prompts: {name: folder in PEFT's layout, or file}: what requests can name as their soft_prompt, trained by
+        prompt tuning, p-tuning or prefix tuning.
 
     Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
     Results do not depend on threads, on these sizes or on what else is running, to the last bit. Several Python
@@ -65,11 +80,19 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         prefix_cache_seqs: int = 4,
         max_queue: int | None = None,
+        draft_model: str | None = None,
+        num_speculative_tokens: int = 4,
+        lora: str | os.PathLike[str] | None = None,
+        soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
     ):
         threads = thread_count(threads)
         _check_sizes(max_num_seqs, max_model_len, max_num_batched_tokens, prefix_cache_seqs, max_queue)
+        _check_count("num_speculative_tokens", num_speculative_tokens, 1)
         backend = load_backend(device, dtype)
         checkpoint = open_checkpoint(model)
+        if lora is not None:
+            checkpoint = LoraCheckpoint.open(checkpoint, lora)
+        given_dtype = dtype
         self.dtype = dtype = resolve_dtype(dtype, device, checkpoint)
         kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, device, dtype)
         self.config = checkpoint.config
@@ -78,11 +101,18 @@ class LLM:
                 f"max_model_len is {max_model_len} and this model has {self.config.n_positions} positions."
             )
         self.max_model_len = max_model_len or self.config.n_positions
+        self._soft_prompts = SoftPrompts(soft_prompts, self.config)
         self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint)
         params = load_params(backend, checkpoint, dtype, threads)
         step_tokens = max_num_batched_tokens or max(MAX_STEP_TOKENS, max_num_seqs)
         limits = Limits(max_num_seqs, prefix_cache_seqs, self.max_model_len, step_tokens)
-        self._engine = Engine(backend, params, self.config, limits, dtype, kv_cache_dtype, threads)
+        draft = None
+        if draft_model is not None:
+            draft_dtypes = given_dtype, kv_cache_dtype
+            draft = load_draft_model(
+                draft_model, num_speculative_tokens, self.config, limits, device, *draft_dtypes, threads
+            )
+        self._engine = Engine(backend, params, self.config, limits, dtype, kv_cache_dtype, threads, draft)
         self._service = Service(self._engine, max_queue)
         self._is_closed = False
 
@@ -140,23 +170,72 @@ class LLM:
             sequence.on_chunk = on_chunk
         return self._service.submit(request)
 
+    def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
+        """How many tokens of the prompt's beginning its overflow would leave out. Raises as `generate` does."""
+        return self._single_request(prompt, params, has_chunks=False).num_truncated
+
+    def session(self) -> Session:
+        """A text, empty at first, to be written in turns; its context is not computed again for each."""
+        self._check_open()
+        return Session(self, self._engine, [])
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """What Session.save has written, its keys and values included. CheckpointError if it is of another model."""
+        self._check_open()
+        return load_session(self, self._engine, path)
+
     def logits(self, token_ids: Any) -> np.ndarray:
         """Teacher-forced logits, (T, V) float32: row t is what the model says after token_ids[: t + 1].
 
         Raises RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
+        return self._engine.logits(self._read_ids("logits", token_ids))
+
+    def hidden_states(self, token_ids: Any) -> np.ndarray:
+        """(L + 1, T, C) float32, as Hugging Face's: the input of each layer, and last what ln_f makes of the output.
+
+        Raises as `logits` does.
+        """
+        return self._engine.hidden_states(self._read_ids("hidden states", token_ids))
+
+    def attentions(self, token_ids: Any) -> np.ndarray:
+        """(L, H, T, T) float32: how much each position attends to each at or before it, 4 L H T**2 bytes.
+
+        Raises as `logits` does.
+        """
+        token_ids = self._read_ids("attentions", token_ids)
+        return attention_maps(*self._engine.queries_and_keys(token_ids), self.config)
+
+    def embed(self, prompts: Any, pooling: str = "last") -> np.ndarray:
+        """A vector for each text or list of token ids, (len(prompts), C) float32, made of its last hidden states.
+
+        pooling: "last" is the last token's, "mean" and "sum" are over all tokens.
+        Raises RequestError, before any work, as `logits` does.
+        """
         self._check_open()
-        is_text = isinstance(token_ids, str) and token_ids
-        token_ids = self.tokenizer.encode(token_ids) if is_text else checked_ids(token_ids)
-        if not token_ids:
-            raise RequestError("logits need at least one token id: the list is empty.")
-        token_ids = read_prompt(token_ids, self.config, lambda: self.tokenizer).token_ids
-        if len(token_ids) > self.max_model_len:
-            raise RequestError(
-                f"{len(token_ids)} token ids were given, but "
-                f"{describe_positions(self.max_model_len, self.config.n_positions)}: give at most {self.max_model_len}."
-            )
-        return self._engine.logits(token_ids)
+        check_pooling(pooling)
+        given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
+        states = (self._engine.hidden_states(token_ids, slice(-1, None))[0] for token_ids in given)  # (T, C) each
+        vectors = [pool(of_prompt, pooling) for of_prompt in states]
+        return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
+
+    def score(self, prompt: Any, continuations: Any, soft_prompt: str | None = None) -> list[ContinuationScore]:
+        """How probable each continuation of the prompt is, by the model's own probabilities; the prompt is read once.
+
+        prompt: a text or token ids; an empty one is the BOS token. continuations: texts, or lists of token ids.
+        Texts are encoded as evaluation harnesses do: white space at the end of the prompt counts as the beginning of
+        each continuation, prompt and continuation are encoded together, and what follows the prompt's own tokens is
+        the continuation. Where these come out otherwise, or either is token ids, both are encoded apart.
+        soft_prompt: the name of one of the LLM's soft prompts, to stand in front of the prompt.
+        Raises RequestError, before any work, if a continuation is empty or too long.
+        """
+        self._check_open()
+        virtual = self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt))
+        pairs = read_continuations(prompt, prompt_list(continuations), self.config, lambda: self.tokenizer)
+        sizes = self.max_model_len, self.config.n_positions
+        requests = [scoring_request(context, token_ids, virtual, *sizes) for context, token_ids in pairs]
+        deque(self._run(requests), maxlen=0)
+        return [score_of(request) for request in requests]
 
     def close(self) -> None:
         """Give the memory back. Any later call raises RequestError, and so does every future that is not done."""
@@ -208,11 +287,17 @@ class LLM:
         finally:
             self._engine.remove(request.sequences)
 
+    def _read_ids(self, what: str, token_ids: Any) -> list[int]:
+        self._check_open()
+        return read_ids(what, token_ids, self.config, lambda: self.tokenizer, self.max_model_len)
+
     def _single_request(self, prompt: Any, params: SamplingParams | None, has_chunks: bool) -> Request:
         """The request of a call that takes one prompt, and one sample where it is given in chunks."""
         params = params_list(params, 1)[0]
         if has_chunks and params.n != 1:
             raise RequestError(f"n is {params.n} and a stream has one sample: set n to 1, or use generate.")
+        if has_chunks and params.num_beams > 1:
+            raise RequestError(f"num_beams is {params.num_beams} and a search has no text until it ends: use generate.")
         if has_chunks and params.best_of not in (None, 1):
             raise RequestError(f"best_of is {params.best_of} and a stream cannot choose among samples: use generate.")
         prompts = prompt_list(prompt)
@@ -225,22 +310,48 @@ class LLM:
         self._check_open()
         arrival = time.perf_counter()
         prompt = read_prompt(prompt, self.config, lambda: self.tokenizer)
-        check_length(len(prompt.token_ids), params.max_tokens, self.max_model_len, self.config.n_positions)
         check_vocabulary(params, self.config.vocab_size)
         if params.stop and self._tokenizer is None:
             raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
         if params.bad_words:
             params = resolve_bad_words(params, self.tokenizer.encode)
-        return Request(prompt, params, self._sequences(prompt.token_ids, params, arrival), arrival)
+        virtual = self._soft_prompts.find(params)
+        token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
+        fitted = fit(token_ids, params, self.max_model_len, self.config.n_positions)
+        sequences, params = self._sequences(fitted, arrival), fitted.params
+        for sequence in sequences:
+            sequence.soft_prompt = virtual
+        if params.prompt_logprobs is not None:
+            sequences[0].prompt_logprobs = PromptLogprobs(
+                len(virtual or ()), prompt.token_ids[1:], params.prompt_logprobs
+            )
+        if params.num_beams > 1:
+            self._make_beams(sequences, params)
+        return Request(prompt, params, sequences, arrival, fitted.num_truncated)
 
-    def _sequences(self, token_ids: list[int], params: SamplingParams, arrival: float) -> list[Sequence]:
+    def _sequences(self, fitted: Fitted, arrival: float) -> list[Sequence]:
+        params = fitted.params
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1)
-        eos = frozenset(self.config.eos_token_ids if params.eos_token_id is None else params.eos_token_id)
+        eos = frozenset(self._eos_token_ids(params))
         deadline = None if params.max_time is None else arrival + params.max_time
         return [
-            Sequence(token_ids, params, seed, index, eos, self._text_stream(params), deadline)
-            for index in range(params.best_of or params.n)
+            Sequence(fitted.token_ids, params, seed, index, eos, self._text_stream(params), deadline, fitted.window)
+            for index in range(params.num_beams if params.num_beams > 1 else params.best_of or params.n)
         ]
+
+    def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        return self.config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
+
+    def _make_beams(self, sequences: list[Sequence], params: SamplingParams) -> None:
+        """Have sequences run as the beams of one search."""
+        if params.num_beams > self._engine.limits.max_num_seqs:
+            raise RequestError(
+                f"num_beams is {params.num_beams} and max_num_seqs is {self._engine.limits.max_num_seqs}: the beams of "
+                "a search run at once, so lower the one or raise the other."
+            )
+        beams = Beams(sequences, beam_rules(params, self._eos_token_ids(params)), partial(self._text_stream, params))
+        for sequence in sequences:
+            sequence.beams = beams
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:
@@ -253,7 +364,7 @@ class LLM:
             raise RequestError("this LLM has been closed: make a new one.")
 
 
-def _load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint) -> tuple[Tokenizer | None, CheckpointError | None]:
+def _load_tokenizer(checkpoint: AnyCheckpoint) -> tuple[Tokenizer | None, CheckpointError | None]:
     """The tokenizer, or the reason why there is none: token ids work without one."""
     try:
         return Tokenizer.from_folder(checkpoint.path), None

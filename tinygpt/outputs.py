@@ -8,14 +8,32 @@ from typing import Literal
 class CompletionOutput:
     """One sample of a request. `text` is None where the checkpoint has no tokenizer."""
 
-    index: int  # which of the request's n samples; the most probable first where best_of chose them
+    index: int  # which of the request's n samples; the best first where best_of or num_beams chose them
     text: str | None
     token_ids: list[int]  # the token that ended the sample included
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None  # what ended it: a token id, a stop string, "max_time" or "loop"
     logprobs: list[dict[int, float]] | None  # per new token: id -> log probability, the chosen id included
     cumulative_logprob: float | None  # sum over the chosen tokens
+    score: float | None  # of a beam search: the sum of its tokens' scores over length**length_penalty
     seed: int  # with the same prompt and parameters, this seed repeats the request
+
+
+@dataclass(frozen=True)
+class ContinuationScore:
+    """How probable a continuation of a prompt is. `is_greedy` says that it is what greedy decoding would write."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each token
+    is_greedy: bool
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.cumulative_logprob / len(self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,11 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    # Per token id -> log probability, None for the first; only the first ones' where max_time was over before the rest.
+    prompt_logprobs: list[dict[int, float] | None] | None
+    prompt_cumulative_logprob: float | None  # sum over the tokens after the first
     num_cached_tokens: int  # of the prompt, that were not computed for this request: others had them in the KV cache
+    num_truncated_tokens: int  # of the prompt's beginning, that were not read, because overflow allows that
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,24 @@ def read_prompt(prompt: Any, config: GPT2Config, tokenizer_of) -> Prompt:
     return Prompt(text, token_ids)
 
 
+def read_ids(what: str, given: Any, config: GPT2Config, tokenizer_of, max_model_len: int) -> list[int]:
+    """The token ids of a text, or checked ones, that `what` are wanted of and that nothing is to follow.
+
+    Raises RequestError for none, for ids outside the vocabulary and for more than max_model_len.
+    """
+    if not isinstance(given, str):
+        given = checked_ids(given)
+    if not given:
+        raise RequestError(f"{what} need at least one token id: the list is empty.")
+    token_ids = read_prompt(given, config, tokenizer_of).token_ids
+    if len(token_ids) > max_model_len:
+        raise RequestError(
+            f"{len(token_ids)} token ids were given, but {describe_positions(max_model_len, config.n_positions)}: "
+            f"give at most {max_model_len}."
+        )
+    return token_ids
+
+
 def params_list(params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for all prompts, or one for each."""
     if params is None:
@@ -65,14 +83,20 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
     return params
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int, n_positions: int) -> None:
-    """Refuse what cannot fit; RequestError with the numbers and the ways out."""
+def check_length(
+    num_prompt_tokens: int, max_tokens: int, max_model_len: int, n_positions: int, num_virtual: int = 0
+) -> None:
+    """Refuse what cannot fit; RequestError with the numbers and the ways out.
+
+    num_virtual: how many of the prompt's tokens are a soft prompt's.
+    """
     total, left = num_prompt_tokens + max_tokens, max_model_len - num_prompt_tokens
     if total <= max_model_len:
         return
     shorter = f"shorten the prompt to at most {max_model_len - 1} tokens"
+    virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
     raise RequestError(
-        f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, together {total}, but "
+        f"the prompt has {num_prompt_tokens} tokens{virtual} and max_tokens is {max_tokens}, together {total}, but "
         f"{describe_positions(max_model_len, n_positions)}: "
         f"{f'ask for at most {left} new tokens, or shorten the prompt' if left > 0 else shorter}."
     )

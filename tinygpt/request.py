@@ -19,6 +19,7 @@ class Request:
     params: SamplingParams
     sequences: list[Sequence]
     arrival: float = field(default_factory=time.perf_counter)
+    num_truncated: int = 0  # tokens of the prompt's beginning that are not read
 
     def when_finished(self, call: Callable[[], None]) -> None:
         """Have `call` called in the step that ends the last sequence, unless the request is removed before."""
@@ -36,20 +37,35 @@ class Request:
     def output(self) -> RequestOutput:
         """What a finished request gives back; the error of the first sequence that failed, if any did."""
         self.raise_error()
+        wanted = self.sequences[0].prompt_logprobs
         return RequestOutput(
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=[_completion(rank, s) for rank, s in enumerate(self._best())],
             metrics=self._metrics(),
-            num_cached_tokens=self.sequences[0].num_reused,
+            prompt_logprobs=None if wanted is None else [None, *wanted.found],
+            prompt_cumulative_logprob=None if wanted is None else sum(wanted.logprobs),
+            num_cached_tokens=self._num_cached_tokens(),
+            num_truncated_tokens=self.num_truncated,
         )
 
     def raise_error(self) -> None:
-        for error in [s.error for s in self.sequences if s.error]:
-            raise TinyGPTError(error)
+        wanted = self.sequences[0].prompt_logprobs
+        for error in [s.error for s in self.sequences] + [wanted and wanted.error]:
+            if error:
+                raise TinyGPTError(error)
+
+    def _num_cached_tokens(self) -> int:
+        first = self.sequences[0]
+        return max(first.num_reused - len(first.soft_prompt or ()), 0)
 
     def _best(self) -> list[Sequence]:
-        """The n sequences to return: all of them, or those of best_of that are most probable per token."""
+        """The n sequences to return: all of them, or those of best_of that are most probable per token.
+
+        A beam search has found its sequences in order, and fewer than n where no more were possible.
+        """
+        if self.params.num_beams > 1:
+            return [s for s in self.sequences if s.score is not None] or self.sequences[: self.params.n]
         if len(self.sequences) == self.params.n:
             return self.sequences
         return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]  # stable: the lowest index
@@ -82,5 +98,6 @@ def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
         stop_reason=sequence.stop_reason,
         logprobs=sequence.logprobs if wants_logprobs else None,
         cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
+        score=sequence.score,
         seed=sequence.seed,
     )

@@ -4,7 +4,7 @@ Keys and values of a position depend on the tokens up to it and on nothing else,
 wherever a prompt begins with the same tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class RowTable:
@@ -52,6 +52,20 @@ class RowTable:
         self._kept[row] = token_ids
         while len(self._kept) > self.prefix_cache_seqs:
             self._forget(next(iter(self._kept)))
+
+    def put(self, token_ids: list[int], write: Callable[[int], None]) -> None:
+        """Have `write` fill a row with what `token_ids` stand for, and keep it, as far as rows are kept at all."""
+        if not self.prefix_cache_seqs:
+            return
+        if not self._empty:
+            self._forget(next(iter(self._kept)))
+        write(self._empty[-1])
+        self.release(self._empty.pop(), token_ids)
+
+    def find(self, token_ids: list[int]) -> tuple[int, int | None]:
+        """How many of these tokens the kept row holds that holds most of them, and that row."""
+        found = [(common_prefix(token_ids, held), row) for row, held in self._kept.items()]
+        return max(found, default=(0, None))
 
     def touch(self, row: int) -> None:
         """Note that a kept row was of use."""

@@ -4,7 +4,7 @@ import functools
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +13,9 @@ from tinygpt.errors import RequestError
 
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 10_000  # of one prompt: all of them are kept in memory until the last is finished
+MAX_BEAMS = 1000  # each looks at as many candidates again
+MAX_DIVERSITY_PENALTY = 1e6  # log probabilities are small beside it, and are still to count
+MAX_LENGTH_PENALTY = 10.0  # length**penalty has to be a float32
 MAX_BIAS = 100.0  # OpenAI's limit
 MAX_PENALTY = 2.0  # OpenAI's limit for presence and frequency
 # Logits are float32: divided by less than this, they overflow to infinity.
@@ -104,12 +107,29 @@ class SamplingParams:
     eta_cutoff: as epsilon_cutoff, lowered where the distribution is flat (Hewitt et al., 2022); 0 is off.
 
     best_of: samples to make, of which the n most probable are returned; None is n.
+    num_beams: above 1, beam search: n is how many of its sequences are returned, the best first. temperature is 0.
+    length_penalty: sequences are ranked by their log probability over length**length_penalty.
+    early_stopping: when the search ends: True, as soon as num_beams sequences have ended; False, when the best beam
+        would not be among them if it ended now; "never", when it cannot come among them any more.
+    num_beam_groups: groups that the beams are divided into, each of which avoids what those before it chose.
+    diversity_penalty: how much: taken off a token's score for each beam of an earlier group that chose it.
+    prompt_lookup_num_tokens: tokens to guess for each step, those that followed the last few before; 0 is off. Results
+        are the same; it saves steps where a text repeats itself.
+    max_matching_ngram_size: how many of the last tokens have to be the same, at most.
     eos_token_id: end-of-text token or tokens in place of the checkpoint's.
     include_stop_str_in_output: leave the stop text that ended a sample in its text.
     max_time: seconds from the request's arrival after which it ends with what it has.
     repetition_detection: end a sample that loops: a RepetitionDetection, or a dict of its fields.
     prompt_logprobs: as logprobs, for the tokens of the prompt.
     logprobs_mode: "raw", the model's own probabilities, or "processed", those that the token was chosen by.
+    overflow: what to do if prompt and max_tokens are more than there are positions: "refuse"; "clamp" max_tokens to
+        what fits; "truncate" the prompt's beginning until it fits; "slide": whenever all positions are full, the oldest
+        `stride` tokens leave and the others are read again from position 0, so that there is no end.
+    stride: for "slide"; None is half the positions.
+
+    What stands in front of the prompt, in place of words:
+    soft_prompt: the name of one of the LLM's soft prompts.
+    prompt_embeds: or an array (P, n_embd) of float32: embeddings of tokens that the vocabulary does not have.
     """
 
     max_tokens: int = 16
@@ -142,12 +162,23 @@ class SamplingParams:
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     best_of: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    prompt_lookup_num_tokens: int = 0
+    max_matching_ngram_size: int = 2
     eos_token_id: int | Iterable[int] | None = None  # kept as tuple[int, ...] | None
     include_stop_str_in_output: bool = False
     max_time: float | None = None
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = None  # kept as RepetitionDetection | None
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    overflow: Literal["refuse", "clamp", "truncate", "slide"] = "refuse"
+    stride: int | None = None
+    soft_prompt: str | None = None
+    prompt_embeds: Any = field(default=None, repr=False, compare=False)  # kept as an array; `==` of two is an array
 
     def __post_init__(self):
         _read_fields(self, _RULES)
@@ -158,6 +189,41 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is not possible with max_tokens={self.max_tokens}: it must be "
                 "max_tokens or less."
             )
+        if self.soft_prompt is not None and self.prompt_embeds is not None:
+            raise RequestError(f"soft_prompt={self.soft_prompt!r} and prompt_embeds are both given: give one of them.")
+        if self.stride is not None and self.overflow != "slide":
+            raise RequestError(f"stride={self.stride} is for overflow='slide', and overflow={self.overflow!r}.")
+        if self.num_beams > 1:
+            _check_beams(self)
+        elif self.num_beam_groups > 1 or self.diversity_penalty:
+            raise RequestError(
+                f"num_beam_groups={self.num_beam_groups} and diversity_penalty={self.diversity_penalty:g} are not "
+                "possible without beams: set num_beams."
+            )
+
+
+def _check_beams(params: SamplingParams) -> None:
+    """Refuse what a beam search cannot do."""
+    has_groups = params.num_beam_groups > 1
+    problems = (
+        (params.n > params.num_beams, f"n={params.n}", "a search returns num_beams sequences at most"),
+        (params.temperature > 0, f"temperature={params.temperature:g}", "a search draws no tokens: leave it at 0"),
+        (params.best_of is not None, f"best_of={params.best_of}", "a search returns its n best: leave it out"),
+        (params.overflow == "slide", "overflow='slide'", "beams keep their positions: use another overflow"),
+        (
+            params.num_beams % params.num_beam_groups,
+            f"num_beam_groups={params.num_beam_groups}",
+            "groups are of equal size: it must divide num_beams",
+        ),
+        (
+            has_groups != (params.diversity_penalty > 0),
+            f"num_beam_groups={params.num_beam_groups} and diversity_penalty={params.diversity_penalty:g}",
+            "groups differ by their penalty: set both, or neither",
+        ),
+    )
+    for is_given, what, why in problems:
+        if is_given:
+            raise RequestError(f"num_beams={params.num_beams} is not possible with {what}: {why}.")
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
@@ -273,6 +339,22 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         f"None or a whole number from 1 to {MAX_SAMPLES}",
         lambda value: read.optional_integer(value, 1, MAX_SAMPLES),
     ),
+    "num_beams": (f"a whole number from 1 to {MAX_BEAMS}", lambda value: read.integer(value, 1, MAX_BEAMS)),
+    "length_penalty": (
+        f"a number from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
+        read.between(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    ),
+    "early_stopping": (
+        "True, False or 'never'",
+        lambda value: value if isinstance(value, bool) else read.one_of("never")(value),
+    ),
+    "num_beam_groups": (f"a whole number from 1 to {MAX_BEAMS}", lambda value: read.integer(value, 1, MAX_BEAMS)),
+    "diversity_penalty": (
+        f"a number from 0 (off) to {MAX_DIVERSITY_PENALTY:g}",
+        read.between(0, MAX_DIVERSITY_PENALTY),
+    ),
+    "prompt_lookup_num_tokens": (_COUNT, lambda value: read.integer(value, 0)),
+    "max_matching_ngram_size": ("a whole number from 1 to 2**31 - 1", lambda value: read.integer(value, 1)),
     "eos_token_id": (f"a token id, {_IDS}, and not an empty one (use ignore_eos)", read.one_or_more_token_ids),
     "include_stop_str_in_output": ("True or False", read.boolean),
     "max_time": ("None or a finite number of seconds above 0", read.seconds),
@@ -283,4 +365,11 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "prompt_logprobs": (_LOGPROBS, lambda value: read.optional_integer(value, 0)),
     "logprobs_mode": ("'raw' or 'processed'", read.one_of("raw", "processed")),
+    "soft_prompt": ("None or the name of a soft prompt that the LLM was given", read.name),
+    "prompt_embeds": ("None or an array of finite numbers, (P, n_embd) with P 1 or more", read.embeddings),
+    "overflow": (
+        "'refuse', 'clamp', 'truncate' or 'slide'",
+        read.one_of("refuse", "clamp", "truncate", "slide"),
+    ),
+    "stride": ("None or a whole number from 1 to 2**31 - 1", lambda value: read.optional_integer(value, 1)),
 }

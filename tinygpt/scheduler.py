@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tinygpt.limits import LOGIT_ROWS
 from tinygpt.rows import RowTable, common_prefix
 from tinygpt.sequence import Sequence
 
@@ -25,6 +26,16 @@ class Chunk:
         """Whether these reach the sequence's last token, so that the step yields the next one."""
         return self.count == self.sequence.num_uncached
 
+    @property
+    def num_prompt_logits(self) -> int:
+        """How many of its last tokens have to have their logits computed for the prompt's own log probabilities."""
+        wanted, start = self.sequence.prompt_logprobs, self.sequence.num_cached
+        return 0 if wanted is None else wanted.num_logits(start, start + self.count)
+
+    @property
+    def num_logits(self) -> int:
+        return max(int(self.is_sampled), self.num_prompt_logits)
+
 
 class Scheduler:
     """First come, first served. A sequence holds one row of the KV cache from its first step to its last.
@@ -33,30 +44,48 @@ class Scheduler:
     chunks, so that the sequences already decoding wait for a bounded step, never for a whole prompt.
     copy_positions(source_row, target_row, start, stop): copies keys and values at once. What a prompt has in common
     with another sequence, ended or running, is copied and not computed.
+    write_prefix(sequence): puts the keys and values of its soft prompt, if it comes with some, into an empty row.
     """
 
-    def __init__(self, rows: RowTable, max_num_tokens: int, copy_positions: Callable[[int, int, int, int], None]):
+    def __init__(
+        self,
+        rows: RowTable,
+        max_num_tokens: int,
+        copy_positions: Callable[[int, int, int, int], None],
+        write_prefix: Callable[[Sequence], None] | None = None,
+    ):
         self.max_num_tokens = max_num_tokens
-        self.waiting: deque[Sequence] = deque()  # other threads append to it
+        self.waiting: deque[Sequence] = deque()  # other threads extend it
         self.running: list[Sequence] = []  # in order of arrival
         self.rows = rows
         self._copy_positions = copy_positions
+        self._write_prefix = write_prefix
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    def add(self, *sequences: Sequence) -> None:
+        """Queue sequences behind one another: beams wait for one another with rows in hand, so nobody may come between.
+
+        Other threads may add at any time.
+        """
+        self.waiting.extend(sequences)
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step: decoding sequences first, then prompts in order of arrival."""
         while self.waiting and self.rows.num_free:
             self._admit(self.waiting.popleft())
+        for sequence in [sequence for sequence in self.running if sequence.has_to_slide]:
+            self._slide(sequence)
         chunks = [Chunk(sequence, 1) for sequence in self.running if sequence.num_uncached == 1]
         if len(chunks) == len(self.running):
             return chunks
-        budget = self.max_num_tokens - len(chunks)
+        budget, num_logits = self.max_num_tokens - len(chunks), LOGIT_ROWS
         for sequence in [s for s in self.running if s.num_uncached > 1]:
             if budget and not self._is_waiting(sequence):
-                chunks.append(Chunk(sequence, min(sequence.num_uncached, budget)))
-                budget -= chunks[-1].count
+                count = min(sequence.num_uncached, budget)
+                if sequence.prompt_logprobs is not None:
+                    count = min(count, sequence.prompt_logprobs.max_count(sequence.num_cached, num_logits))
+                if count:
+                    chunks.append(Chunk(sequence, count))
+                    budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
         return chunks
 
     def finish_step(self) -> list[Sequence]:
@@ -75,7 +104,9 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.scheduled_time = time.perf_counter()
-        sequence.row, sequence.num_cached = self.rows.take(sequence.prompt_token_ids)
+        sequence.row, sequence.num_cached = self.rows.take(sequence.context_token_ids[: sequence.num_reusable + 1])
+        if sequence.soft_prompt is not None and not sequence.num_cached:
+            self._write_prefix(sequence)
         sequence.num_reused = sequence.num_cached
         self.running.append(sequence)
         self._share(sequence)
@@ -89,7 +120,7 @@ class Scheduler:
 
     def _share(self, sequence: Sequence) -> None:
         """Copy what another row holds of the prompt, or wait for a sequence that is about to compute more of it."""
-        wanted = sequence.prompt_token_ids[:-1]  # at least one token is left to compute: its logits are needed
+        wanted = sequence.context_token_ids[: sequence.num_reusable]
         earlier = [(_num_shared(wanted, s), s) for s in self.running[: self.running.index(sequence)]]
         ready = [(min(count, s.num_cached), s.row) for count, s in earlier]
         kept = [(common_prefix(wanted, token_ids), row) for row, token_ids in self.rows.kept]
@@ -113,14 +144,26 @@ class Scheduler:
     def _leave_row(self, sequence: Sequence) -> None:
         # Of one that failed, numbers that are not finite may have spread to positions before their own.
         num_kept = 0 if sequence.error else sequence.num_cached
-        for follower in [s for s in self.running if s.awaited is sequence]:
-            self._copy(sequence.row, follower, min(num_kept, follower.num_awaited))
+        self._give_followers(sequence, num_kept)
         self.running.remove(sequence)
-        self.rows.release(sequence.row, sequence.token_ids[:num_kept])
+        self.rows.release(sequence.row, sequence.context_token_ids[:num_kept])
         sequence.row = None
+
+    def _slide(self, sequence: Sequence) -> None:
+        followers = self._give_followers(sequence, sequence.num_cached)
+        sequence.slide()
+        for follower in followers:
+            self._share(follower)
+
+    def _give_followers(self, sequence: Sequence, num_ready: int) -> list[Sequence]:
+        """Copy, before a row's content changes, what others wait for, as far as it is ready; those that wait."""
+        followers = [s for s in self.running if s.awaited is sequence]
+        for follower in followers:
+            self._copy(sequence.row, follower, min(num_ready, follower.num_awaited))
+        return followers
 
 
 def _num_shared(wanted: list[int], other: Sequence) -> int:
     """How many of these tokens `other` begins with: cached, or in its prompt and so about to be."""
-    count = common_prefix(wanted, other.token_ids)
+    count = common_prefix(wanted, other.context_token_ids)
     return min(count, max(other.num_cached, len(other.prompt_token_ids)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tinygpt.outputs import StreamChunk
+from tinygpt.overflow import Window
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.text_stream import TextStream
 from tinygpt.token_loops import is_looping
@@ -25,11 +26,13 @@ class Sequence:
     eos_token_ids: frozenset[int]
     text: TextStream | None  # None where the checkpoint has no tokenizer
     deadline: float | None = None  # by time.perf_counter()
+    window: Window | None = None  # None: it never has more tokens than there are positions
     on_chunk: Callable[[StreamChunk], None] | None = None
     on_end: Callable[[], None] | None = None
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    num_dropped: int = 0  # tokens that have left the window
     num_cached: int = 0  # positions in the KV cache
     num_reused: int = 0  # of those, the ones that others had computed
     row: int | None = None  # in the KV cache, while running
@@ -39,6 +42,10 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None  # why it could not go on
     controls: object | None = None  # what `choose` notes about it
+    beams: object | None = None  # the search that chooses its tokens, where it is a beam
+    score: float | None = None  # by which that search ranked it
+    soft_prompt: object | None = None  # what the ids below 0 stand for, which its prompt begins with
+    prompt_logprobs: object | None = None  # those of tokens that are given, where asked for
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -46,6 +53,8 @@ class Sequence:
     def __post_init__(self):
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self._end_token_ids = eos.union(self.params.stop_token_ids)
+        if self.window is not None:
+            self.num_dropped = self.window.num_dropped(len(self))
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.new_token_ids)
@@ -55,8 +64,23 @@ class Sequence:
         return self.prompt_token_ids + self.new_token_ids
 
     @property
+    def context_token_ids(self) -> list[int]:
+        """The tokens that the next one is chosen by: token i of them has position i."""
+        return self.window.inside(self.token_ids, self.num_dropped) if self.num_dropped else self.token_ids
+
+    @property
     def num_uncached(self) -> int:
-        return len(self.prompt_token_ids) + len(self.new_token_ids) - self.num_cached
+        return len(self.prompt_token_ids) + len(self.new_token_ids) - self.num_dropped - self.num_cached
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens that others may have computed: not the last, and none whose logits are wanted."""
+        count = self.num_cached + self.num_uncached - 1
+        return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.num_reusable)
+
+    @property
+    def has_to_slide(self) -> bool:
+        return self.window is not None and self.window.num_dropped(len(self)) > self.num_dropped
 
     @property
     def is_finished(self) -> bool:
@@ -66,7 +90,12 @@ class Sequence:
         """The `count` tokens that follow the cached ones."""
         if self.new_token_ids and self.num_uncached == 1:  # decode, the common case
             return self.new_token_ids[-1:]
-        return self.token_ids[self.num_cached : self.num_cached + count]
+        return self.context_token_ids[self.num_cached : self.num_cached + count]
+
+    def slide(self) -> None:
+        """Let the oldest tokens leave: the others get other positions, and are to be computed again."""
+        self.num_dropped = self.window.num_dropped(len(self))
+        self.num_cached = min(self.num_cached, self.window.num_fixed)
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None, logprob: float | None = None) -> None:
         """Take the next token, the logprobs to report for it and its own. Sets the finish reason if it was the last."""

@@ -10,7 +10,7 @@ import numpy as np
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.philox import uniform
 from tinygpt.kernels.cpu.row import STRIDE, exponentials, first_of, greatest_of, is_finite, sum_of
-from tinygpt.kernels.cpu.warpers import divide, filter_candidates, keep_top_k, new_candidates
+from tinygpt.kernels.cpu.warpers import divide, filter_candidates, keep_top_k, new_candidates, usual_if_possible
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
@@ -22,7 +22,7 @@ def sample(logits, warpers, seeds, sample_indices, positions):
     if not is_greedy.all():
         # One type for each argument, or Numba would compile the kernel again for another.
         draws = (np.asarray(numbers, np.uint64) for numbers in (seeds, sample_indices, positions))
-        _draw_tokens(logits, warpers, *draws, token_ids)
+        _draw_tokens(logits, usual_if_possible(warpers), *draws, token_ids)
     return token_ids
 
 

@@ -6,9 +6,12 @@ Shapes: R rows, one for each token to choose, V vocabulary, K candidates of a ro
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
+from numba.extending import overload
 
+from tinygpt.kernels.cpu.formats import is_a
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.row import (
     count_of,
@@ -29,11 +32,31 @@ BUCKETS = 1024
 BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 
 
+class UsualWarpers(NamedTuple):
+    """The controls that most requests are content with: kernels for these take half the time to compile."""
+
+    temperature: np.ndarray  # (R,)
+    top_k: np.ndarray  # (R,)
+    top_p: np.ndarray  # (R,) by Hugging Face's rule
+
+
 def filter_logits(logits, warpers):
     """As the reference's: (R, V) float32 scores after temperature and all filters, -inf where removed."""
     filtered = np.empty(logits.shape, np.float32)
-    _filter_rows(np.ascontiguousarray(logits, np.float32), warpers, filtered)
+    _filter_rows(np.ascontiguousarray(logits, np.float32), usual_if_possible(warpers), filtered)
     return filtered
+
+
+def usual_if_possible(warpers):
+    """UsualWarpers, if no row of `warpers` asks for more."""
+    is_more = (
+        (warpers.top_p_rule != HF)
+        | (warpers.min_p > 0)
+        | (warpers.typical_p < 1)
+        | (warpers.epsilon_cutoff > 0)
+        | (warpers.eta_cutoff > 0)
+    )
+    return warpers if is_more.any() else UsualWarpers(warpers.temperature, warpers.top_k, warpers.top_p)
 
 
 @jit
@@ -71,7 +94,23 @@ def filter_candidates(ids, scores, weights, warpers, r):
         kept = keep_top_k(ids, scores, np.int64(warpers.top_k[r]))
     exponentials(scores[:kept], weights)
     if warpers.top_p[r] < 1:
-        kept = _keep_top_p(ids[:kept], scores, weights, warpers.top_p[r], warpers.top_p_rule[r])
+        kept = keep_top_p(ids[:kept], scores, weights, warpers, r)
+    return keep_by_others(ids, scores, weights, kept, warpers, r)
+
+
+def keep_by_others(ids, scores, weights, kept, warpers, r):
+    """Apply the filters that are not usual to the first `kept` candidates."""
+    raise NotImplementedError
+
+
+@overload(keep_by_others)
+def _keep_by_others(ids, scores, weights, kept, warpers, r):
+    if is_a(warpers, UsualWarpers):
+        return lambda ids, scores, weights, kept, warpers, r: kept
+    return _filter_by_others
+
+
+def _filter_by_others(ids, scores, weights, kept, warpers, r):
     if warpers.min_p[r] > 0:
         kept = _keep_min_p(ids[:kept], scores, weights, np.float32(warpers.min_p[r]))
     if warpers.typical_p[r] < 1:
@@ -95,17 +134,39 @@ def keep_top_k(ids, scores, top_k):
     return kept
 
 
-@jit
-def _keep_top_p(ids, scores, weights, top_p, rule):
-    probabilities = _normalise(weights[: ids.size])
-    is_upwards = rule == HF
-    goal = np.float32(1 - top_p) if is_upwards else np.float32(top_p)
+def keep_top_p(ids, scores, weights, warpers, r):
+    """Keep the most probable candidates up to top_p, by row r's rule."""
+    raise NotImplementedError
+
+
+@overload(keep_top_p)
+def _keep_top_p(ids, scores, weights, warpers, r):
+    if is_a(warpers, UsualWarpers):
+        return _keep_top_p_hf
+    return _keep_top_p_by_rule
+
+
+def _keep_top_p_by_rule(ids, scores, weights, warpers, r):
+    rule, goal = warpers.top_p_rule[r], np.float32(warpers.top_p[r])
+    if rule == HF:
+        return _keep_above(ids, scores, weights, warpers.top_p[r])
+    probabilities, is_upwards = _normalise(weights[: ids.size]), np.bool_(False)
     border, before = _find_border(scores[: ids.size], probabilities, goal, is_upwards, rule == FASTERTRANSFORMER)
     if rule == OPENAI:
         return _keep_within_p(ids, scores, weights, probabilities, goal, border, before)
-    if rule == FASTERTRANSFORMER:
-        return _keep_part_within_p(ids, scores, weights, probabilities, goal, border, before)
-    return _keep_crossing_p(ids, scores, weights, probabilities, goal, border, before)
+    return _keep_part_within_p(ids, scores, weights, probabilities, goal, border, before)
+
+
+def _keep_top_p_hf(ids, scores, weights, warpers, r):
+    return _keep_above(ids, scores, weights, warpers.top_p[r])
+
+
+@jit
+def _keep_above(ids, scores, weights, top_p):
+    probabilities, limit = _normalise(weights[: ids.size]), np.float32(1 - top_p)
+    is_upwards, is_reached_when_equal = np.bool_(True), np.bool_(False)  # no literals, or it is compiled once more
+    border, before = _find_border(scores[: ids.size], probabilities, limit, is_upwards, is_reached_when_equal)
+    return _keep_crossing_p(ids, scores, weights, probabilities, limit, border, before)
 
 
 @jit
@@ -174,7 +235,7 @@ def _keep_typical(ids, scores, weights, typical_p):
     for i in range(ids.size):
         nearness[i] = -abs(-nearness[i] - entropy)
     probabilities = _normalise(weights[: ids.size])
-    is_upwards, is_reached_when_equal = np.bool_(False), np.bool_(True)  # no literals, or it is compiled once more
+    is_upwards, is_reached_when_equal = np.bool_(False), np.bool_(True)
     border, _ = _find_border(nearness, probabilities, typical_p, is_upwards, is_reached_when_equal)
     kept = 0
     for i in range(ids.size):

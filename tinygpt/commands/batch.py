@@ -59,14 +59,17 @@ def _answer(llm: "LLM", model: str, pending: list[PromptRecord], total: int, wri
     """Generate, with a progress bar on a terminal."""
     from tqdm import tqdm
 
-    started, tokens = time.perf_counter(), 0
+    started, tokens, num_truncated = time.perf_counter(), 0, 0
     outputs = llm.generate_as_finished([prompt.prompt for prompt in pending], [prompt.params for prompt in pending])
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=total - len(pending), unit=" prompts", disable=None) as bar:
         for i, output in outputs:
             write(record_line(pending[i].id, model, llm.dtype, output))
             tokens += sum(len(sample.token_ids) for sample in output.outputs)
+            num_truncated += output.num_truncated_tokens > 0
             bar.update()
+    if num_truncated:
+        say(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
     return Speed(tokens, time.perf_counter() - started)
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from tinygpt.commands import loading, sampling
 from tinygpt.commands.batch import run_batch
-from tinygpt.commands.messages import Speed, say
+from tinygpt.commands.interactive import run_interactive
+from tinygpt.commands.messages import Speed, say, say_truncated
 from tinygpt.commands.records import record_line
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
@@ -45,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-stream", action="store_true", help="print the text once it is complete (default: as it is made)"
     )
+    group.add_argument(
+        "--interactive",
+        action="store_true",
+        help="read lines and go on after each, all of them in one text; :help there says more (default: off)",
+    )
     group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
     loading.add_arguments(parser)
 
@@ -52,9 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Do what the flags ask for. RequestError, before any work, where that is impossible."""
     _check_combination(args)
-    params = sampling.params_of(args)
+    soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
+    params = sampling.params_of(args, soft_prompt=soft_prompt)
     if args.input is not None:
         run_batch(args, params)
+    elif args.interactive:
+        run_interactive(args, sampling.with_seed(params))
     else:
         prompt = " ".join(args.prompt) if args.prompt else _read_stdin()
         _run_prompt(args, prompt, sampling.with_seed(params))
@@ -67,6 +76,15 @@ def _check_combination(args: argparse.Namespace) -> None:
         raise RequestError("--output needs --input: for one prompt, redirect stdout.")
     if args.echo and (args.json or args.input is not None):
         raise RequestError("--echo is for text: a JSON record holds its prompt anyway.")
+    is_text = not args.json and args.input is None
+    for name in ("logprobs", "prompt_logprobs"):
+        if is_text and getattr(args, name) is not None:
+            raise RequestError(f"--{name.replace('_', '-')} is for records: give --json, or --input.")
+    if args.input is None and len(args.soft_prompt or ()) > 1:
+        raise RequestError("several --soft-prompt are for the lines of --input to choose from: give one of them.")
+    not_interactive = [name for name in ("input", "json", "no_stream", "echo") if getattr(args, name)]
+    if args.interactive and not_interactive:
+        raise RequestError(f"--{not_interactive[0].replace('_', '-')} is not possible with --interactive.")
 
 
 def _read_stdin() -> str:
@@ -85,11 +103,12 @@ def _run_prompt(args: argparse.Namespace, prompt: str, params: SamplingParams) -
     def check(llm: "LLM") -> None:
         if not args.json:
             _ = llm.tokenizer  # text is asked for: raise the error that says why there is none
-        llm.generate_as_finished([prompt], params)
+        say_truncated(llm.num_truncated_tokens(prompt, params))
 
     llm = loading.load_llm(args, check)
     front = prompt if args.echo else ""
-    if params.n == 1 and not args.json and not args.no_stream:
+    is_one = params.n == params.num_beams == (params.best_of or 1) == 1
+    if is_one and not args.json and not args.no_stream:
         speed = _stream(llm, prompt, params, front)
     else:
         output = llm.generate([prompt], params)[0]
@@ -105,10 +124,11 @@ def _stream(llm: "LLM", prompt: str, params: SamplingParams, front: str) -> Spee
     print(front, end="", flush=True)
     started, times = time.perf_counter(), []
     for chunk in llm.stream(prompt, params):
-        times.append(time.perf_counter() - started)
+        if chunk.token_id is not None:  # None: its time was over
+            times.append(time.perf_counter() - started)
         print(chunk.text, end="", flush=True)
     print(flush=True)
-    return Speed(len(times), times[-1], times[0])
+    return Speed(len(times), time.perf_counter() - started, times[0] if times else None)
 
 
 def _print_samples(output: "RequestOutput", front: str) -> None:
@@ -121,4 +141,4 @@ def _print_samples(output: "RequestOutput", front: str) -> None:
 
 def _speed(output: "RequestOutput") -> Speed:
     tokens, metrics = sum(len(sample.token_ids) for sample in output.outputs), output.metrics
-    return Speed(tokens, metrics.finished - metrics.arrival, metrics.first_token - metrics.arrival)
+    return Speed(tokens, metrics.finished - metrics.arrival, metrics.time_to_first_token)

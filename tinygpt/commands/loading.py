@@ -24,6 +24,21 @@ THREAD_POOLS = (
     "MKL_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+# Arguments of LLM that are flags of the same names.
+LLM_FLAGS = (
+    "model",
+    "dtype",
+    "device",
+    "threads",
+    "max_num_seqs",
+    "max_model_len",
+    "kv_cache_dtype",
+    "max_num_batched_tokens",
+    "prefix_cache_seqs",
+    "draft_model",
+    "num_speculative_tokens",
+    "lora",
+)
 COLLECT_AFTER = 200_000  # new objects
 
 
@@ -40,11 +55,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples that run at once; more wait their turn (default: %(default)s)",
     )
     group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="new tokens in a step, prompts' included (default: 512, or --max-num-seqs if that is more)",
+    )
+    group.add_argument(
+        "--prefix-cache-seqs",
+        type=int,
+        default=4,
+        metavar="N",
+        help="ended samples that stay in memory for prompts that begin like them (default: %(default)s)",
+    )
+    group.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
         help="positions kept for each sample, prompt included (default: all that the model has)",
     )
+    group.add_argument("--lora", metavar="PATH", help="a LoRA adapter in PEFT's layout to merge (default: none)")
+    group.add_argument(
+        "--soft-prompt",
+        action="append",
+        type=_named_path,
+        metavar="NAME=PATH",
+        help="a soft prompt in PEFT's layout, to stand in front of every prompt; with --input several can be given, "
+        "for lines that have a field soft_prompt, and the first is for those that have none (default: none)",
+    )
+    group.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="a smaller model with the same tokens that guesses ahead: fewer steps, the same text (default: none)",
+    )
+    group.add_argument(
+        "--num-speculative-tokens", type=int, default=4, metavar="N", help="how many it guesses (default: %(default)s)"
+    )
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is given and NAME=PATH is expected")
+    return name, path
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -84,8 +136,8 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
     from tinygpt.llm import LLM
 
     with _notice_of_compiling(args.dtype) if args.device == "cpu" else nullcontext():
-        sizes = args.max_num_seqs, args.max_model_len
-        llm = LLM(args.model, args.dtype, args.device, args.threads, *sizes, args.kv_cache_dtype)
+        soft_prompts = dict(args.soft_prompt or ())
+        llm = LLM(**{name: getattr(args, name) for name in LLM_FLAGS}, soft_prompts=soft_prompts)
         check(llm)
         if args.device == "cpu":
             _compile_kernels(llm, args.kv_cache_dtype)

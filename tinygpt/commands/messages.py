@@ -17,12 +17,19 @@ class Speed:
     first_token: float | None = None
 
     def __str__(self) -> str:
-        text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {self.tokens / self.seconds:.1f} tokens/s"
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s"
         return text if self.first_token is None else f"{text}, first token after {self.first_token:.3f} s"
 
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def say_truncated(count: int) -> None:
+    """Never in silence, though it was asked for."""
+    if count:
+        say(f"the first {counted(count, 'token')} of the prompt had no place among the positions and was not read")
 
 
 def say(message: str) -> None:

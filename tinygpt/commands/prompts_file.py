@@ -63,6 +63,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
         raise RequestError(f"a JSON object is expected, such as {json.dumps({'prompt': 'Once upon a time'})}.")
     record_id = _checked_id(fields.pop("id", number))
     prompt = _pop_prompt(fields)
+    if isinstance(fields.get("logit_bias"), dict):  # JSON's keys are texts
+        fields["logit_bias"] = {int(k) if k.isdecimal() else k: bias for k, bias in fields["logit_bias"].items()}
     return PromptRecord(number, record_id, prompt, with_seed(replace(defaults, **fields)))
 
 

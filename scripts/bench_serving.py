@@ -1,0 +1,178 @@
+"""What continuous batching brings, and what it costs.
+
+    python scripts/bench_serving.py                       # the demo checkpoint
+    python scripts/bench_serving.py --model FOLDER --dtype int8
+
+The mixed workload is 64 requests that arrive at once, prompts of 16 to 512 tokens, outputs of 8 to 128: all of them
+submitted to the engine, against static batches of 8 in the order of arrival, in two forms. A rectangular batch computes
+its longest prompt and its longest output for every row, as padded batches do; a ragged one only waits for its longest.
+All three run on this engine and take turns, and the table has medians of the new tokens asked for a second.
+
+The overhead is the part of a decode step at batch 32 that is spent outside the backend, in scheduling, in Python around
+sampling and in detokenising: all greedy, and with every control in use.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from tqdm import tqdm
+
+from tinygpt import LLM, SamplingParams
+
+STATIC_BATCH = 8
+BATCH = 32
+GREEDY = SamplingParams(max_tokens=100, ignore_eos=True)
+EVERY_CONTROL = SamplingParams(
+    max_tokens=100,
+    temperature=0.9,
+    top_k=200,
+    top_p=0.95,
+    min_p=0.001,
+    typical_p=0.98,
+    epsilon_cutoff=1e-5,
+    eta_cutoff=1e-4,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    no_repeat_ngram_size=4,
+    min_tokens=5,
+    bad_words_ids=[[5, 6], [7]],
+    logit_bias={9: -1.0},
+    suppress_tokens=[11],
+    seed=0,
+    ignore_eos=True,
+    logprobs=2,
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of token ids, and how many tokens each request asks for."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+
+    @classmethod
+    def mixed(cls, count: int, vocab_size: int, n_positions: int) -> "Workload":
+        """Prompts of 16 to 512 tokens and 8 to 128 new ones, shorter where the model has fewer positions."""
+        generator = random.Random(0)
+        new = [generator.randint(8, 128) for _ in range(count)]
+        longest = min(512, n_positions - 128)
+        prompts = [[generator.randrange(vocab_size) for _ in range(generator.randint(16, longest))] for _ in new]
+        return cls(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in new])
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(p.max_tokens for p in self.params)
+
+
+class TimedBackend:
+    """A backend that adds up the seconds spent in it."""
+
+    def __init__(self, backend: ModuleType):
+        self.seconds, self._backend = 0.0, backend
+
+    def __getattr__(self, name: str) -> Callable:
+        function = getattr(self._backend, name)
+
+        def timed(*arguments):
+            start = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+
+def continuous(llm: LLM, work: Workload) -> None:
+    futures = [llm.submit(prompt, params) for prompt, params in zip(work.prompts, work.params, strict=True)]
+    for future in futures:
+        future.result()
+
+
+def ragged(llm: LLM, work: Workload) -> None:
+    for prompts, params in batches(work):
+        llm.generate(prompts, params)
+
+
+def rectangular(llm: LLM, work: Workload) -> None:
+    for prompts, params in batches(work):
+        longest, new = max(map(len, prompts)), max(p.max_tokens for p in params)
+        padded = [[i] * (longest - len(prompt)) + prompt for i, prompt in enumerate(prompts)]  # nothing to share
+        llm.generate(padded, SamplingParams(max_tokens=new, ignore_eos=True))
+
+
+def batches(work: Workload) -> Iterator[tuple[list[list[int]], list[SamplingParams]]]:
+    for start in range(0, len(work.prompts), STATIC_BATCH):
+        part = slice(start, start + STATIC_BATCH)
+        yield work.prompts[part], work.params[part]
+
+
+def seconds_of(call: Callable, *arguments) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def throughput(llm: LLM, requests: int, repeats: int) -> dict[str, float]:
+    """New tokens a second of each way, medians of runs that alternate."""
+    work = Workload.mixed(requests, llm.config.vocab_size, llm.max_model_len)
+    runs = {"continuous": continuous, "static, rectangular": rectangular, "static, ragged": ragged}
+    seconds = {name: [] for name in runs}
+    for turn in tqdm(range(1 + repeats), desc="throughput", disable=None):
+        for name, run in runs.items():
+            took = seconds_of(run, llm, work)
+            if turn:  # the first compiles and touches memory
+                seconds[name].append(took)
+    return {name: work.num_new_tokens / statistics.median(took) for name, took in seconds.items()}
+
+
+def overhead(llm: LLM, params: SamplingParams, repeats: int) -> float:
+    """The share of the time of decode steps at batch 32 that is spent outside the backend; the median."""
+    engine, shares = llm._engine, []
+    generator = random.Random(0)
+    prompts = [[generator.randrange(llm.config.vocab_size) for _ in range(8)] for _ in range(BATCH)]
+    backend = engine._backend
+    try:
+        for turn in range(1 + repeats):
+            engine._backend = timed = TimedBackend(backend)
+            total = seconds_of(llm.generate, prompts, params)
+            shares += [1 - timed.seconds / total] * (turn > 0)
+    finally:
+        engine._backend = backend
+    return statistics.median(shares)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    with LLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
+        rates = throughput(llm, args.requests, args.repeats)
+        shares = {name: overhead(llm, p, args.repeats) for name, p in (("greedy", GREEDY), ("all", EVERY_CONTROL))}
+    print("| mixed workload | new tokens/s | continuous is faster by |\n| --- | --- | --- |")
+    for name, rate in rates.items():
+        print(f"| {name} | {rate:.0f} | {rates['continuous'] / rate:.2f} |")
+    print("\n| controls at batch 32 | of a step outside the backend |\n| --- | --- |")
+    for name, share in shares.items():
+        print(f"| {name} | {share:.1%} |")
+    if args.json:
+        args.json.write_text(json.dumps({"tokens_per_second": rates, "outside_backend": shares}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Hidden states, attention maps and embeddings, against those of transformers."""
+
+import numpy as np
+import pytest
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+
+torch = pytest.importorskip("torch")
+factory = pytest.importorskip("factory")
+
+SIZES = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
+VARIANTS = {
+    "plain": {},
+    "odd-heads": {"n_head": 4, "n_embd": 44},
+    "by-layer": {"scale_attn_by_inverse_layer_idx": True},
+    "unscaled": {"scale_attn_weights": False},
+    "upcast": {"reorder_and_upcast_attn": True, "tie_word_embeddings": False},
+}
+LENGTHS = [1, 13, 64, 90]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=str)
+def case(request, tmp_path_factory):
+    recipe = factory.Recipe(request.param, SIZES | VARIANTS[request.param])
+    case = factory.make_case(recipe, tmp_path_factory.mktemp(request.param))
+    case.model.set_attn_implementation("eager")  # the others give no maps
+    return case
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def llm(request, case):
+    with LLM(str(case.folder), device=request.param, max_num_seqs=2, max_num_batched_tokens=40) as llm:
+        yield llm
+
+
+def expected_of(case, ids: list[int]):
+    with torch.no_grad():
+        return case.model(torch.tensor([ids]), output_hidden_states=True, output_attentions=True)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_they_equal_those_of_transformers(case, llm, length):
+    ids = case.random_ids(length)
+    expected = expected_of(case, ids)
+    states, maps = llm.hidden_states(ids), llm.attentions(ids)
+    assert states.dtype == maps.dtype == np.float32
+    wanted = torch.cat(expected.hidden_states).numpy()  # (L + 1, T, C)
+    np.testing.assert_allclose(states, wanted, rtol=0, atol=TOLERANCE * max(1, np.abs(wanted).max() / 10))
+    np.testing.assert_allclose(maps, torch.cat(expected.attentions).numpy(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "sum"])
+def test_embeddings_are_pooled_last_hidden_states(case, llm, pooling):
+    prompts = [case.random_ids(length, seed=length) for length in LENGTHS]
+    states = [expected_of(case, ids).hidden_states[-1][0] for ids in prompts]  # (T, C) each
+    pooled = {"last": lambda x: x[-1], "mean": lambda x: x.mean(0), "sum": lambda x: x.sum(0)}[pooling]
+    expected = torch.stack([pooled(x) for x in states]).numpy()
+    vectors = llm.embed(prompts, pooling)
+    assert (vectors.shape, vectors.dtype) == (expected.shape, np.float32)
+    np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE * max(1, np.abs(expected).max() / 10))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM("demo", max_num_seqs=2) as llm:
+        yield llm
+
+
+def test_texts(demo):
+    text = "Once upon a time"
+    ids = demo.tokenizer.encode(text)
+    np.testing.assert_array_equal(demo.embed(text), demo.embed([ids]))
+    np.testing.assert_array_equal(demo.embed([text, "x"])[:1], demo.hidden_states(text)[-1, -1:])
+    np.testing.assert_array_equal(demo.attentions(text), demo.attentions(ids))
+    assert demo.embed([]).shape == (0, demo.config.n_embd)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_other_dtypes_are_near(demo, dtype):
+    """Their KV cache holds bfloat16."""
+    ids = demo.tokenizer.encode("Once upon a time there was a little house in the woods")
+    with LLM("demo", dtype=dtype) as other:
+        np.testing.assert_allclose(other.attentions(ids), demo.attentions(ids), rtol=0, atol=0.05)
+        got, expected = other.embed([ids])[0], demo.embed([ids])[0]
+        assert got @ expected / np.linalg.norm(got) / np.linalg.norm(expected) > 0.99
+
+
+def test_the_same_bits_beside_a_running_request(demo):
+    ids = np.random.default_rng(0).integers(8192, size=150).tolist()
+    params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1, seed=0)
+    expected = demo.generate([ids[:50]], params)[0].outputs[0]
+    states, maps, vector = demo.hidden_states(ids), demo.attentions(ids), demo.embed([ids], "mean")
+    tokens = []
+    for i, chunk in enumerate(demo.stream(ids[:50], params)):
+        tokens.append(chunk.token_id)
+        if i % 7 == 0:
+            np.testing.assert_array_equal(demo.hidden_states(ids), states)
+            np.testing.assert_array_equal(demo.attentions(ids), maps)
+            np.testing.assert_array_equal(demo.embed([[3], ids], "mean")[1:], vector)
+    assert tokens == expected.token_ids
+
+
+def test_what_is_refused(demo):
+    for call in (demo.hidden_states, demo.attentions, demo.logits, lambda ids: demo.embed([[1], ids])):
+        for ids, message in (
+            ([], "at least one token id"),
+            ([8193], "token id 8193 is outside"),
+            ([1] * 513, "513 token ids were given.*at most 512"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                call(ids)
+    with pytest.raises(RequestError, match="pooling is 'max' and must be one of 'last', 'mean', 'sum'"):
+        demo.embed(["a"], "max")
+    with LLM("demo") as closed:
+        pass
+    for call in (closed.hidden_states, closed.attentions, closed.embed):
+        with pytest.raises(RequestError, match="closed"):
+            call([1])

@@ -1,0 +1,152 @@
+"""Label scoring: the probabilities of teacher forcing, and token ids as evaluation harnesses have them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+
+V = 8193  # the demo checkpoint's
+LABELS = [" man", " woman who lived in a", ", fish", " the"]
+PROMPT = "Once upon a time, in a house by the sea, there was a"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with LLM("demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        yield llm
+
+
+def teacher_forced(llm: LLM, context: list[int], continuation: list[int]) -> tuple[np.ndarray, bool]:
+    """Of each token of the continuation its log probability; and whether each is the most probable."""
+    logits = llm.logits(context + continuation)[len(context) - 1 : -1].astype(np.float64)  # (T, V)
+    logits -= logits.max(-1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logprobs[np.arange(len(continuation)), continuation], logits.argmax(-1).tolist() == continuation
+
+
+def test_scores_are_those_of_teacher_forcing(llm):
+    context = llm.tokenizer.encode(PROMPT)
+    for label, score in zip(LABELS, llm.score(PROMPT, LABELS), strict=True):
+        assert score.token_ids == llm.tokenizer.encode(PROMPT + label)[len(context) :]
+        expected, is_greedy = teacher_forced(llm, context, score.token_ids)
+        np.testing.assert_allclose(score.logprobs, expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(score.cumulative_logprob, expected.sum(), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(score.mean_logprob, expected.mean(), rtol=0, atol=1e-5)
+        assert score.is_greedy == is_greedy
+
+
+def test_what_greedy_decoding_writes_is_greedy(llm):
+    context = llm.tokenizer.encode(PROMPT)
+    (output,) = llm.generate([context], SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
+    written = output.outputs[0].token_ids
+    same, other = llm.score(context, [written, [*written[:-1], (written[-1] + 1) % V]])
+    assert (same.is_greedy, other.is_greedy) == (True, False)
+    assert same.logprobs == [row[token_id] for row, token_id in zip(output.outputs[0].logprobs, written, strict=True)]
+
+
+def harness_pair(encode, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """What EleutherAI's harness makes of a pair of texts."""
+    num_spaces = len(context) - len(context.rstrip())
+    if num_spaces:
+        continuation, context = context[-num_spaces:] + continuation, context[:-num_spaces]
+    whole, first = encode(context + continuation), encode(context)
+    return first, whole[len(first) :]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT + " ", "A\n\n", "Question: 2+2?\nAnswer:  "])
+@pytest.mark.parametrize("label", [" man", "\n", ", 4", "4."])
+def test_texts_are_encoded_as_harnesses_do(llm, prompt, label):
+    context, continuation = harness_pair(llm.tokenizer.encode, prompt, label)
+    (score,) = llm.score(prompt, [label])
+    assert score.token_ids == continuation
+    np.testing.assert_allclose(score.logprobs, teacher_forced(llm, context, continuation)[0], rtol=0, atol=1e-5)
+
+
+def test_where_the_border_vanishes_both_are_encoded_apart(llm):
+    encode = llm.tokenizer.encode
+    first, second = "Once upon a ti", "me"
+    assert encode(first + second)[: len(encode(first))] != encode(first)
+    (score,) = llm.score(first, [second])
+    assert score.token_ids == encode(second)
+    np.testing.assert_allclose(score.logprobs, teacher_forced(llm, encode(first), encode(second))[0], rtol=0, atol=1e-5)
+
+
+def test_token_ids_stay_what_they_are(llm):
+    encode = llm.tokenizer.encode
+    by_ids = llm.score(np.array(encode(PROMPT)), [np.array(encode(" man")), " man"])
+    assert by_ids == llm.score(PROMPT, [" man", encode(" man")])
+    assert by_ids[0] == by_ids[1]
+
+
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_an_empty_prompt_is_the_bos_token(llm, prompt):
+    (score,) = llm.score(prompt, ["Once"])
+    expected = teacher_forced(llm, [llm.config.bos_token_id], llm.tokenizer.encode(prompt + "Once"))[0]
+    np.testing.assert_allclose(score.logprobs, expected, rtol=0, atol=1e-5)
+
+
+def test_the_prompt_is_read_once(monkeypatch):
+    context = np.random.default_rng(0).integers(V, size=100).tolist()
+    with LLM("demo", max_num_seqs=2) as llm:
+        tokens, logits, forward = [], [], llm._engine._forward
+
+        def count(batch):
+            tokens.append(batch.token_ids.size)
+            logits.append(batch.logit_rows.size)
+            return forward(batch)
+
+        monkeypatch.setattr(llm._engine, "_forward", count)
+        llm.score(context, [[1], [2, 3], [4, 5, 6], [7]])
+    # The prompt's last token again for each, whose logits they want, and of no continuation the last.
+    assert sum(tokens) == 100 + (1 + 1) + (1 + 2) + 1
+    assert sum(logits) == 1 + 2 + 3 + 1
+
+
+ids = st.lists(st.integers(0, V - 1), min_size=1, max_size=5)
+
+
+@given(context=ids, prefix=st.sampled_from([0, 30, 90]), labels=st.lists(ids, min_size=1, max_size=6))
+@settings(max_examples=15)
+def test_neighbours_change_nothing(llm, alone, context, prefix, labels):
+    context = list(range(prefix)) + context
+    together = llm.score(context, labels)
+    assert together == [alone.score(context, [label])[0] for label in labels]
+
+
+def test_the_last_token_needs_no_position():
+    with LLM("demo", max_model_len=20) as llm:
+        (score,) = llm.score([5] * 11, [[6] * 10])
+        with LLM("demo") as longer:
+            assert score == longer.score([5] * 11, [[6] * 10])[0]
+        with pytest.raises(RequestError, match=r"11 tokens and a continuation 11, together 22.*shorten them to 21"):
+            llm.score([5] * 11, [[6], [6] * 11])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuations", "message"),
+    [
+        (PROMPT, ["a", ""], "a continuation is empty"),
+        (PROMPT + " ", [[]], "a continuation is empty"),
+        (PROMPT + " ", [""], "a continuation is empty"),
+        (PROMPT, [[V]], f"token id {V} is outside"),
+        ([-1], [[1]], "token id -1 is outside"),
+        (PROMPT, [[1.5]], "1.5"),
+        (PROMPT, 5, "must be a text"),
+    ],
+)
+def test_what_is_refused(llm, prompt, continuations, message):
+    with pytest.raises(RequestError, match=message):
+        llm.score(prompt, continuations)
+
+
+def test_no_continuations_have_no_scores(llm):
+    assert llm.score(PROMPT, []) == []

@@ -1,0 +1,147 @@
+"""Session: a text that the user and the model write in turns, and whose context stays computed."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from tinygpt.engine import Engine
+from tinygpt.errors import RequestError
+from tinygpt.outputs import RequestOutput, StreamChunk
+from tinygpt.overflow import Window, window_of
+from tinygpt.prompts import checked_ids, read_prompt
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.session_file import SavedSession, read_session, write_session
+
+
+class Session:
+    """Token ids, and calls that add to them. What a call generates is what the LLM makes of all of them, to the bit.
+
+    Keys and values are kept where those of all ended samples are: in the LLM's prefix cache, of which the sessions that
+    were used last have theirs. Of any other, the next call reads all tokens again: later, but the same.
+    A session is for one thread at a time. Several may run at once, and share the LLM's steps.
+    """
+
+    def __init__(self, llm: Any, engine: Engine, token_ids: list[int]):
+        self._llm = llm  # it makes sessions, so its class cannot be named here
+        self._engine = engine
+        self._token_ids = token_ids
+        self._window: Window | None = None  # of the last call
+        self._is_closed = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """A copy of all tokens so far, those that ended samples included."""
+        self._check_open()
+        return list(self._token_ids)
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens so far, that of stop strings included; special tokens have none."""
+        return self._llm.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def extend(self, addition: Any) -> None:
+        """Add a text or token ids. A text is encoded by itself: no token spans its border with what was before."""
+        self._check_open()
+        addition = addition if isinstance(addition, str) else checked_ids(addition)
+        if addition:  # an empty prompt would be BOS
+            self._token_ids += read_prompt(addition, self._llm.config, lambda: self._llm.tokenizer).token_ids
+
+    def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+        """Go on from here. The sample joins the session; if there are several, RequestError.
+
+        Raises what LLM.generate raises, and nothing is added then. An empty session begins at BOS.
+        """
+        params = self._checked(params)
+        (output,) = self._llm.generate([self._token_ids], params)
+        self._token_ids = output.prompt_token_ids + output.outputs[0].token_ids
+        self._window = window_of(params, self._llm.max_model_len)
+        return output
+
+    def stream(self, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """As LLM.stream. Each token joins the session as its chunk is given: closing the iterator keeps those."""
+        params = self._checked(params)
+        prompt = read_prompt(self._token_ids, self._llm.config, lambda: self._llm.tokenizer)
+        return self._stream(self._llm.stream(prompt.token_ids, params), prompt.token_ids, params)
+
+    def fork(self) -> "Session":
+        """Another session with the same tokens so far, which goes its own way from here."""
+        self._check_open()
+        other = Session(self._llm, self._engine, list(self._token_ids))
+        other._window = self._window
+        return other
+
+    def rewind(self, position: int) -> None:
+        """Take back all tokens from `position` on."""
+        self._check_open()
+        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= len(self._token_ids):
+            raise RequestError(
+                f"position is {position!r} and the session has {len(self._token_ids)} tokens: give a whole number from "
+                "0 to that."
+            )
+        del self._token_ids[position:]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write tokens, keys and values to a safetensors file, for `LLM.load_session` of the same model.
+
+        Raises OSError or CheckpointError if it cannot be written.
+        """
+        first, cached = self._context()
+        k, v = self._engine.keys_and_values(cached)
+        write_session(path, SavedSession(self.token_ids, first, k, v), self._engine.origin)
+
+    def close(self) -> None:
+        """Forget the tokens; any later call raises RequestError. Keys and values go when others need their place."""
+        self._token_ids, self._is_closed = [], True
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _stream(
+        self, chunks: Iterator[StreamChunk], prompt: list[int], params: SamplingParams
+    ) -> Iterator[StreamChunk]:
+        self._token_ids = list(prompt)
+        self._window = window_of(params, self._llm.max_model_len)
+        length = len(prompt)
+        try:
+            for chunk in chunks:
+                if len(self._token_ids) != length:
+                    raise RequestError("the session was changed while it streamed: read the stream first, or close it.")
+                if chunk.token_id is not None:
+                    self._token_ids.append(chunk.token_id)
+                    length += 1
+                yield chunk
+        finally:
+            chunks.close()
+
+    def _checked(self, params: SamplingParams | None) -> SamplingParams:
+        self._check_open()
+        params = SamplingParams() if params is None else params
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise RequestError(f"n is {params.n} and a session goes on with one sample: set n to 1, or fork it.")
+        return params
+
+    def _context(self) -> tuple[int, list[int]]:
+        """The tokens that the next call will begin with, without the last, and how many come before them.
+
+        None where the session is longer than the model's positions: what stays of it depends on that call.
+        """
+        first = 0 if self._window is None else self._window.num_dropped(len(self))
+        context = self.token_ids[first:-1]
+        return (first, context) if len(context) < self._llm.max_model_len else (0, [])
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("this session has been closed: make a new one.")
+
+
+def load_session(llm: Any, engine: Engine, path: str | os.PathLike[str]) -> Session:
+    """A session as it was saved. Raises CheckpointError if the file is damaged or another model's."""
+    saved = read_session(path, engine.origin, engine.limits.max_model_len)
+    engine.keep(saved.cached_token_ids, saved.k, saved.v)
+    return Session(llm, engine, saved.token_ids)
