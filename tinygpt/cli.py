@@ -7,10 +7,19 @@ import sys
 from collections.abc import Sequence
 
 import tinygpt
-from tinygpt.commands import convert, generate, warmup
+from tinygpt.commands import convert, doctor, generate, info, parity, warmup
+from tinygpt.commands import eval as evaluate
 from tinygpt.errors import RequestError, TinyGPTError
 
-COMMANDS = {"generate": generate, "convert": convert, "warmup": warmup}
+COMMANDS = {
+    "generate": generate,
+    "convert": convert,
+    "warmup": warmup,
+    "eval": evaluate,
+    "info": info,
+    "doctor": doctor,
+    "parity": parity,
+}
 DONE, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
 

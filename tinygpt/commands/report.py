@@ -1,0 +1,44 @@
+"""What a command that reports prints: sections with aligned lines, or the same as JSON."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+INDENT = "  "
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    print(json.dumps(report, ensure_ascii=False, indent=2))
+
+
+def print_fields(title: str, values: Mapping[str, Any]) -> None:
+    """A section with a line for each value: None is "none", and lists are joined by commas."""
+    print_table(title, [(name, _shown(value)) for name, value in values.items()])
+
+
+def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
+    """A section with a line for each row, its columns aligned."""
+    cells = [[str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(title)
+    for row in cells:
+        line = INDENT.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(f"{INDENT}{line}".rstrip())
+
+
+def size_text(size: int) -> str:
+    """A number of bytes with a decimal unit: 13.9 MB."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shown, value)) or "none"
+    return str(value)

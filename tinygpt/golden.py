@@ -1,0 +1,111 @@
+"""What an engine is compared with: another's logits and greedy tokens, just computed or kept in a file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinygpt.errors import CheckpointError, RequestError
+
+FORMAT = "tinygpt golden 1"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One prompt's. T tokens in the prompt, G made greedily after it, end-of-text or not."""
+
+    token_ids: list[int]
+    logits: np.ndarray  # (T, V) float32
+    greedy_ids: list[int]
+    greedy_leads: list[float]  # by how much the best logit led the second one, for each of greedy_ids
+    hidden_states: np.ndarray | None  # (L + 1, T, C) float32, as LLM.hidden_states has them
+
+
+def compute_goldens(
+    path: Path, prompts: Sequence[list[int]], num_greedy: Sequence[int], threads: int, has_states: bool
+) -> list[Golden]:
+    """What transformers makes of each prompt in float32, with so many greedy tokens after it.
+
+    Raises RequestError where transformers is not installed, CheckpointError where it does not know the tensors' names.
+    """
+    try:
+        import torch
+        from transformers import GPT2LMHeadModel
+        from transformers.utils import logging
+    except ImportError as error:
+        raise RequestError(
+            f"torch and transformers are needed ({error}): install them, or give --golden, a file that parity "
+            "--save-golden has written where they are."
+        ) from error
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()
+    # Eager attention is GPT-2's own, and the only one that takes reorder_and_upcast_attn.
+    model, loading = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:4])
+        raise CheckpointError(
+            f"transformers finds no {missing} in {path}, and would make them up: there is nothing to compare with."
+        )
+    model = model.float().eval()
+    with torch.inference_mode():
+        return [
+            _compute(model, token_ids, count, has_states) for token_ids, count in zip(prompts, num_greedy, strict=True)
+        ]
+
+
+def _compute(model, token_ids: list[int], num_greedy: int, has_states: bool) -> Golden:
+    import torch
+
+    output = model(torch.tensor([token_ids]), use_cache=True, output_hidden_states=has_states)
+    logits = output.logits[0].numpy()
+    states = torch.stack(output.hidden_states)[:, 0].numpy() if has_states else None
+    greedy_ids, leads = [], []
+    while True:
+        best, ids = output.logits[0, -1].topk(2)
+        if len(greedy_ids) == num_greedy:
+            return Golden(token_ids, logits, greedy_ids, leads, states)
+        greedy_ids.append(ids[0].item())
+        leads.append((best[0] - best[1]).item())
+        if len(greedy_ids) < num_greedy:
+            output = model(ids[:1].view(1, 1), past_key_values=output.past_key_values, use_cache=True)
+
+
+def save_goldens(path: Path, goldens: Sequence[Golden]) -> None:
+    """Write an .npz file. OSError where that fails."""
+    arrays = {"format": np.array(FORMAT)}
+    for i, golden in enumerate(goldens):
+        arrays[f"token_ids.{i}"] = np.array(golden.token_ids, np.int64)
+        arrays[f"logits.{i}"] = golden.logits
+        arrays[f"greedy_ids.{i}"] = np.array(golden.greedy_ids, np.int64)
+        arrays[f"greedy_leads.{i}"] = np.array(golden.greedy_leads, np.float64)
+        if golden.hidden_states is not None:
+            arrays[f"hidden_states.{i}"] = golden.hidden_states
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def load_goldens(path: Path) -> list[Golden]:
+    """Read what `save_goldens` wrote. RequestError where it did not write it; OSError where there is no such file."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["format"]) != FORMAT:
+                raise KeyError("format")
+            count = sum(name.startswith("token_ids.") for name in arrays.files)
+            return [_golden(arrays, i) for i in range(count)]
+    except OSError:
+        raise
+    # A damaged archive is many things to zipfile, zlib and NumPy.
+    except Exception as error:
+        raise RequestError(f"{path} is no file that parity --save-golden has written ({error}).") from error
+
+
+def _golden(arrays, i: int) -> Golden:
+    states = arrays[f"hidden_states.{i}"] if f"hidden_states.{i}" in arrays.files else None
+    return Golden(
+        arrays[f"token_ids.{i}"].tolist(),
+        arrays[f"logits.{i}"],
+        arrays[f"greedy_ids.{i}"].tolist(),
+        arrays[f"greedy_leads.{i}"].tolist(),
+        states,
+    )

@@ -1,0 +1,117 @@
+"""tinygpt as a model type of EleutherAI's lm-evaluation-harness (the optional extra `eval`).
+
+    python -m tinygpt.lm_eval_adapter run --model tinygpt --model_args pretrained=demo,dtype=int8 --tasks ...
+
+is the harness's own command line, with this model type in it. From Python, importing this module is enough for
+lm_eval.simple_evaluate(model="tinygpt", model_args=...).
+"""
+
+from typing import Any
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from tinygpt.errors import RequestError
+from tinygpt.evaluation import NUM_TOGETHER, map_together
+from tinygpt.llm import LLM
+from tinygpt.sampling_params import SamplingParams
+
+HARNESS_DEVICE = "cuda:0"  # what its command line gives every model where the user has given none
+
+
+@register_model("tinygpt")
+class TinyGPTLM(TemplateLM):
+    """What the harness asks of a model, answered by an LLM.
+
+    pretrained: as LLM's `model`. max_length: tokens of context, LLM's max_model_len. max_gen_toks: where a task does
+        not say how many. llm_arguments: any other argument of LLM, by its own name.
+    batch_size and max_batch_size, which the harness always gives, change nothing: max_num_seqs says how many requests
+        run at once, and results do not depend on it.
+
+    Special tokens that are written in a text are plain text. Contexts that are too long lose their beginning, as with
+    the harness's own `hf` model.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "demo",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str = "cpu",
+        max_num_seqs: int = NUM_TOGETHER,
+        **llm_arguments: Any,
+    ):
+        super().__init__()
+        self.max_gen_toks = max_gen_toks
+        device = "cpu" if device == HARNESS_DEVICE else device
+        self.llm = LLM(pretrained, device=device, max_num_seqs=max_num_seqs, max_model_len=max_length, **llm_arguments)
+
+    @property
+    def max_length(self) -> int:
+        return self.llm.max_model_len
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.llm.config.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.llm.config.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The ids of a text. GPT-2 has no special tokens to add."""
+        return self.llm.tokenizer.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(sum of log probabilities, whether greedy decoding would write it) of each continuation."""
+        return list(map_together(self._score, requests, "request", show_progress=not disable_tqdm))
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log probability of whole texts, in windows without overlap, the first after the prefix token."""
+        windows = [(i, *window) for i, request in enumerate(requests) for window in self._windows(*request.args)]
+        totals = [0.0] * len(requests)
+        for (i, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[i] += logprob
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """What comes after each context, up to one of the texts that its arguments name in `until`."""
+        return list(map_together(self._generate, requests, "request", show_progress=not disable_tqdm))
+
+    def _score(self, request: tuple[Any, list[int], list[int]]) -> tuple[float, bool]:
+        _, context, continuation = request
+        room = self.max_length + 1 - len(continuation)  # the last token needs no position
+        (score,) = self.llm.score(context[-max(room, 1) :], [continuation])
+        return score.cumulative_logprob, score.is_greedy
+
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        token_ids = self.tok_encode(text)
+        windows = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length, context_len=1)
+        return [make_disjoint_window(window) for window in windows]
+
+    def _generate(self, request: Any) -> str:
+        context, given = request.args
+        fields = normalize_gen_kwargs(given, self.max_gen_toks)
+        fields.pop("do_sample")  # where it says no, the temperature is 0 or not given
+        stop, max_tokens = [text for text in fields.pop("until") if text], fields.pop("max_gen_toks")
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise RequestError(
+                f"{max_tokens} tokens are to be generated and the model has {self.max_length} positions, which leaves "
+                "none for a context: set max_gen_toks to less."
+            )
+        params = SamplingParams(max_tokens=max_tokens, stop=stop, **{"temperature": 0.0, **fields})
+        (output,) = self.llm.generate([self.tok_encode(context)[-room:]], params)
+        return output.outputs[0].text
+
+
+if __name__ == "__main__":
+    cli_evaluate()
