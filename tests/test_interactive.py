@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -200,21 +201,39 @@ class Terminal:
         self.shown = ""
 
     def read_until(self, text: str) -> str:
-        """What is shown from now on up to `text`."""
-        start, deadline = len(self.shown), time.monotonic() + 60
-        while text not in self.shown[start:]:
+        """What is shown up to `text`, from where this ended before."""
+        deadline = time.monotonic() + 60
+        while text not in self.shown:
             assert time.monotonic() < deadline, self.shown
-            with contextlib.suppress(OSError):  # the end of the process
-                self.shown += os.read(self.screen, 4096).decode()
-        return self.shown[start:]
+            if select.select([self.screen], [], [], 1)[0]:
+                self.shown += os.read(self.screen, 4096).decode(errors="replace")
+        before, _, self.shown = self.shown.partition(text)
+        return before + text
 
     def type(self, text: str) -> None:
         os.write(self.screen, text.encode())
 
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.screen)
+
+
+@pytest.fixture
+def new_terminal():
+    with contextlib.ExitStack() as opened:
+
+        def new(*flags):
+            terminal = Terminal(*flags)
+            opened.callback(terminal.close)
+            return terminal
+
+        yield new
+
 
 @POSIX
-def test_a_terminal_has_a_prompt_a_history_and_editing():
-    terminal = Terminal("--temperature", "0")
+def test_a_terminal_has_a_prompt_a_history_and_editing(new_terminal):
+    terminal = new_terminal("--temperature", "0")
     terminal.read_until("> ")
     terminal.type("Once upom\bn a time\n")  # edited before it is sent
     first = terminal.read_until("\r\n> ").split("\r\n")[-2]
@@ -229,15 +248,16 @@ def test_a_terminal_has_a_prompt_a_history_and_editing():
 
 
 @POSIX
-def test_ctrl_c_on_a_terminal():
+def test_ctrl_c_on_a_terminal(new_terminal):
     """In a line it gives up the line, in a sample it ends the sample; neither ends the program."""
-    terminal = Terminal("--max-tokens", "100000", "--overflow", "slide")
+    terminal = new_terminal("--max-tokens", "100000", "--overflow", "slide")
     terminal.read_until("> ")
     terminal.type("Given up")
     terminal.read_until("Given up")
     os.kill(terminal.process.pid, signal.SIGINT)
     terminal.read_until("> ")
     terminal.type("Once\n")
+    terminal.read_until("Once\r\n")
     terminal.read_until(" ")
     time.sleep(0.2)
     os.kill(terminal.process.pid, signal.SIGINT)

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygpt.limits import LOGIT_ROWS
 from tinygpt.rows import RowTable, common_prefix
@@ -14,17 +14,15 @@ from tinygpt.sequence import Sequence
 WORTH_WAITING = 16
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The next `count` tokens of a sequence."""
+class Chunk(NamedTuple):
+    """The next `count` tokens of a sequence.
+
+    is_sampled: whether these reach the sequence's last token, so that the step yields the next one.
+    """
 
     sequence: Sequence
     count: int
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether these reach the sequence's last token, so that the step yields the next one."""
-        return self.count == self.sequence.num_uncached
+    is_sampled: bool
 
     @property
     def num_prompt_logits(self) -> int:
@@ -74,7 +72,7 @@ class Scheduler:
             self._admit(self.waiting.popleft())
         for sequence in [sequence for sequence in self.running if sequence.has_to_slide]:
             self._slide(sequence)
-        chunks = [Chunk(sequence, 1) for sequence in self.running if sequence.num_uncached == 1]
+        chunks = [Chunk(sequence, 1, True) for sequence in self.running if sequence.num_uncached == 1]
         if len(chunks) == len(self.running):
             return chunks
         budget, num_logits = self.max_num_tokens - len(chunks), LOGIT_ROWS
@@ -84,7 +82,7 @@ class Scheduler:
                 if sequence.prompt_logprobs is not None:
                     count = min(count, sequence.prompt_logprobs.max_count(sequence.num_cached, num_logits))
                 if count:
-                    chunks.append(Chunk(sequence, count))
+                    chunks.append(Chunk(sequence, count, count == sequence.num_uncached))
                     budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
         return chunks
 

@@ -106,8 +106,12 @@ class Sequence:
             self.logprobs.append(logprobs)
         if logprob is not None:
             self.cumulative_logprob += logprob
-        ends = token_id in self._end_token_ids
-        text = "" if ends or self.text is None else self.text.push(token_id)
+        ends, text = token_id in self._end_token_ids, ""
+        if self.text is not None and not ends:
+            if self.on_chunk is not None or self.params.stop:
+                text = self.text.push(token_id)
+            else:  # half of what a step takes in Python
+                self.text.push_later(token_id)
         if ends:
             self._finish(token_id, "stop", token_id, text)
         elif self.text is not None and self.text.stop is not None:

@@ -19,6 +19,7 @@ class TextStream:
         self._stop_strings = StopStrings(stop, is_stop_included)
         self._tokens_to_skip = min_tokens
         self._parts: list[str] = []
+        self._later: list[int] = []
 
     @property
     def text(self) -> str:
@@ -37,8 +38,16 @@ class TextStream:
             return self._give(text)
         return self._give(self._stop_strings.push(text))
 
+    def push_later(self, token_id: int) -> None:
+        """Take a token of which nobody wants to know anything before `finish`, where no string ends the text."""
+        self._later.append(token_id)
+
     def finish(self) -> str:
         """The text that was waiting, when no more tokens come."""
+        later, self._later = self._later, []
+        return "".join(map(self.push, later)) + self._finish()
+
+    def _finish(self) -> str:
         rest = self._stop_strings.push(self._detokenizer.finish())
         return self._give(rest + self._stop_strings.finish())
 
