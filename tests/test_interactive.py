@@ -254,6 +254,7 @@ def test_ctrl_c_on_a_terminal(new_terminal):
     terminal.read_until("> ")
     terminal.type("Given up")
     terminal.read_until("Given up")
+    time.sleep(0.2)  # what comes while a key is handled waits for the next key
     os.kill(terminal.process.pid, signal.SIGINT)
     terminal.read_until("> ")
     terminal.type("Once\n")
