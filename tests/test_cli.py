@@ -467,6 +467,14 @@ def test_malformed_flags_are_usage_errors(run, arguments):
     assert result.err.startswith("usage: tinygpt ")
 
 
+def test_an_unknown_flag_is_answered_by_its_command(run):
+    result = run("--max-token 3 --frobnicate")
+    assert result.code == 2
+    assert result.err.splitlines()[0] == "usage: tinygpt generate [flags] [PROMPT ...]"
+    assert "--max-token (did you mean --max-tokens?)" in result.err
+    assert "--frobnicate" in result.err
+
+
 def test_stdin_that_is_no_text(run, give_stdin):
     give_stdin(b"caf\xe9")
     result = run("--max-tokens 1")

@@ -326,8 +326,8 @@ def test_an_output_that_cannot_be_written_to(jobs, no_model):
 
 def test_an_input_that_is_not_there(jobs, no_model):
     jobs.input.unlink()
-    assert jobs.run() == 1
-    assert "prompts.jsonl" in jobs.err
+    assert jobs.run() == 2
+    assert "prompts.jsonl cannot be read" in jobs.err
     assert not jobs.output.exists()
 
 

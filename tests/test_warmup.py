@@ -14,7 +14,13 @@ with LLM({model!r}, {dtype!r}, threads=2) as llm:
     filtered = SamplingParams(max_tokens=3, temperature=0.9, top_k=5, top_p=0.8, seed=1, n=2, logprobs=2)
     llm.generate(["Once upon a time", "The"], [filtered, SamplingParams(max_tokens=4)])
     llm.generate("It was", SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=2, stop=["x"]))
+    llm.generate("It was", SamplingParams(temperature=1.0, min_p=0.1, eta_cutoff=1e-3, top_p_rule="openai", top_p=0.9))
+    llm.generate("It was", SamplingParams(presence_penalty=0.5, no_repeat_ngram_size=2, bad_words_ids=[[5, 6]]))
+    llm.generate("It was", SamplingParams(num_beams=2))
+    llm.generate("It was", SamplingParams(temperature=0.9, logprobs=1, logprobs_mode="processed", prompt_logprobs=1))
     llm.logits([1, 2, 3])
+    llm.hidden_states([1, 2, 3])
+    llm.score("It was", [" a", " the king"])
 """
 
 

@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import tinygpt
 from tinygpt.commands import convert, doctor, generate, info, parity, warmup
@@ -33,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     As argparse does, --help, --version and malformed flags raise SystemExit.
     """
     _prepare_streams()
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        subparser = parser.subparsers.choices[args.command]
+        subparser.error(_describe_unknown(unknown, subparser))
     try:
         COMMANDS[args.command].run(args)
         return DONE
@@ -47,19 +52,27 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every subcommand; builds without NumPy or Numba, so that --help answers at once."""
     parser = argparse.ArgumentParser("tinygpt", description="GPT-2 inference on NumPy and Numba.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tinygpt {tinygpt.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.subparsers = subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,
             description=command.SUMMARY,
             epilog=EPILOG,
+            usage=getattr(command, "USAGE", None),
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error (default: off)")
     return parser
+
+
+def _describe_unknown(unknown: list[str], parser: argparse.ArgumentParser) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    hints = {flag: get_close_matches(flag, flags, n=1) for flag in unknown}
+    listed = [flag + (f" (did you mean {hint[0]}?)" if hint else "") for flag, hint in hints.items()]
+    return f"unrecognized arguments: {', '.join(listed)}; --help lists the flags"
 
 
 def _prepare_streams() -> None:

@@ -8,11 +8,16 @@ lm_eval.simple_evaluate(model="tinygpt", model_args=...).
 
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    raise SystemExit(f'tinygpt: error: {error}; install the harness: pip install "tinygpt[eval]"') from None
 
 from tinygpt.errors import RequestError
 from tinygpt.evaluation import NUM_TOGETHER, map_together

@@ -65,7 +65,9 @@ def _compiled(function, **options):
     previous = config.CACHE_DIR
     config.CACHE_DIR = str(cache_folder().path)
     try:
-        return numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=False, **options)(function)
+        return numba.njit(
+            cache=True, nogil=True, error_model="numpy", fastmath=False, no_cfunc_wrapper=True, **options
+        )(function)
     finally:
         config.CACHE_DIR = previous
 

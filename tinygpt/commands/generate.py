@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tinygpt.llm import LLM
     from tinygpt.outputs import RequestOutput
 
+USAGE = "tinygpt generate [flags] [PROMPT ...]"
 SUMMARY = "continue a prompt, or every prompt of a file"
 
 

@@ -26,10 +26,14 @@ class PromptRecord:
 def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
     """Read every line; a line's own sampling fields come before `defaults`, and blank lines hold no prompt.
 
-    Raises RequestError that lists the lines which cannot be used, OSError if the file cannot be read.
+    Raises RequestError that lists the lines which cannot be used, or says why the file cannot be read.
     """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RequestError(f"--input {path} cannot be read ({error.strerror}): give a JSONL file.") from None
     records, problems = {}, {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

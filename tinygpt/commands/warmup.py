@@ -11,6 +11,7 @@ SUMMARY = "compile the kernels for a model and dtype ahead of time"
 REQUESTS = {
     "greedy": SamplingParams(max_tokens=2, ignore_eos=True),
     "sampling": SamplingParams(max_tokens=2, temperature=0.8, top_k=40, top_p=0.95, seed=0, ignore_eos=True),
+    "other filters": SamplingParams(max_tokens=2, temperature=0.8, typical_p=0.9, seed=0, ignore_eos=True),
     "logprobs": SamplingParams(max_tokens=2, logprobs=3, ignore_eos=True),
     "processors": SamplingParams(
         max_tokens=2, repetition_penalty=1.1, temperature=1.0, logprobs=1, logprobs_mode="processed", ignore_eos=True
