@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[1]
 PROMPT = ["Once", "upon", "a", "time"]
 # A function and an array have no place on a command line; soft_prompt is a flag that loads it too.
 NOT_FLAGS = ("logits_processors", "prompt_embeds", "soft_prompt")
-STATS = re.compile(r"tinygpt: (\d+) tokens? in [\d.]+ s, [\d.]+ tokens/s, first token after [\d.]+ s, seed (\d+)\n")
+STATS = re.compile(
+    r"tinygpt: (\d+) tokens? in [\d.]+ s, [\d.]+ tokens/s, first token after [\d.]+ s(?:, seed (\d+))?\n"
+)
 
 
 class Result:
@@ -447,18 +449,35 @@ def test_the_kv_cache_has_the_dtype_that_is_asked_for(run, monkeypatch, name):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--max-tokens many", "--max-tokens: it is 'many' and must be a whole number."),
+        ("--max-num-seqs 1.5", "--max-num-seqs: it is '1.5' and must be a whole number."),
+        ("--top-p x", "--top-p: it is 'x' and must be a number."),
+        ("--stop-token-ids 1,x", "--stop-token-ids: it is '1,x' and must be token ids, such as 11,262."),
+        ("--logit-bias 11", "--logit-bias: it is '11' and must be a token id and a number, such as 11=-2.5."),
+        ("--early-stopping maybe", "--early-stopping: it is 'maybe' and must be true, false or never."),
+        ("--soft-prompt x", "--soft-prompt: it is 'x' and must be NAME=PATH."),
+    ],
+)
+def test_a_malformed_value_is_answered_by_what_is_allowed(run, arguments, says):
+    result = run(arguments)
+    assert result.code == 2
+    assert result.err.endswith(f"error: argument {says}\n")
+
+
+def test_a_seed_that_decides_nothing_is_not_reported(run):
+    assert "seed" not in run("Once --temperature 0 --max-tokens 4").err
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
-        "--max-tokens many",
         "--temp 1",
         "--top-k",
-        "--stop-token-ids 1,x",
-        "--logit-bias 11",
         "--bad-words-ids a",
         "--repetition-detection 4",
         "--repetition-detection 1,2,3,4",
-        "--early-stopping maybe",
-        "--soft-prompt x",
     ],
 )
 def test_malformed_flags_are_usage_errors(run, arguments):

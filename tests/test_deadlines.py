@@ -89,6 +89,16 @@ def test_one_that_waits_ends_without_a_token(llm, later):
     assert not llm._engine.scheduler.waiting
 
 
+def test_logprobs_of_a_prompt_that_was_not_read_to_its_end(llm, later):
+    running = llm.stream("a", SamplingParams(**LONG))
+    next(running)  # and holds the only row
+    waiting = llm.generate_as_finished([[5, 6, 7]], SamplingParams(max_time=500, prompt_logprobs=0, **LONG))
+    later()
+    _, output = next(waiting)
+    assert (output.prompt_logprobs, output.prompt_cumulative_logprob) == ([None], None)
+    running.close()
+
+
 def test_time_enough_changes_nothing(llm):
     params = SamplingParams(**LONG)
     assert llm.generate("a", SamplingParams(max_time=500, **LONG))[0].outputs == llm.generate("a", params)[0].outputs

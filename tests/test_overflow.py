@@ -119,6 +119,12 @@ def test_a_stride_of_more_than_all_positions(llm):
         llm.generate([TEXT[:4]], SamplingParams(overflow="slide", stride=SIZE + 1))
 
 
+@pytest.mark.parametrize("num_fixed", [SIZE, 88])
+def test_a_soft_prompt_that_leaves_nothing_to_slide(num_fixed):
+    with pytest.raises(RequestError, match=f"the soft prompt takes {num_fixed} positions.* of at most 23"):
+        fit([*range(-num_fixed, 0), 1], SamplingParams(overflow="slide"), SIZE, SIZE)
+
+
 @given(size=st.integers(1, 9), data=st.data())
 def test_a_window_drops_whole_strides_and_no_more_than_it_has_to(size, data):
     stride = data.draw(st.integers(1, size))

@@ -77,7 +77,7 @@ def test_with_a_golden_file_and_without_transformers(capsys, monkeypatch, folder
     assert report["num_greedy_tokens"] == 4 * 6
     assert len(report["by_layer"]) == SIZES["n_layer"] + 1
     assert all(layer["largest"] < 1e-4 for layer in report["by_layer"])
-    assert "install them, or give --golden" in say_no(capsys, folder)
+    assert "(pip install torch transformers), or give --golden" in say_no(capsys, folder)
 
 
 def change(golden: Path, target: Path, **fields) -> Path:
@@ -157,6 +157,7 @@ def test_text(capsys, folder, golden):
     assert "top-1 agreement 100.00%" in lines
     assert "passed yes" in lines
     assert any(line.startswith("after ln_f ") for line in lines)
+    assert "by layer (for information, no tolerance)" in lines
     assert any(line.startswith("from 32 ") for line in lines)
 
 
@@ -171,6 +172,9 @@ def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     damaged = tmp_path / "damaged.npz"
     damaged.write_bytes(golden.read_bytes()[:-100])
     assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", damaged)
+    (tmp_path / "text.npz").write_text("no archive")
+    assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", tmp_path / "text.npz")
+    assert "unsafe" not in say_no(capsys, folder, "--golden", tmp_path / "text.npz")
     shorter = change(golden, tmp_path / "shorter.npz", logits=np.zeros((7, 96), np.float32))
     assert "is of another model" in say_no(capsys, folder, "--golden", shorter)
     stateless = change(golden, tmp_path / "stateless.npz", hidden_states=None)

@@ -146,7 +146,7 @@ def test_logits_that_are_not_finite_are_an_error(backend, wrong):
     logits[1, 4] = wrong
     wanted = PromptLogprobs(first=5, targets=[1, 2, 3], num_best=2)
     assert wanted.error is None
-    wanted.found += wanted.read(backend, logits)
+    wanted.note(5, wanted.read(backend, 5, logits))
     assert "position 6 are not finite" in wanted.error
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinygpt.rows import RowTable, common_prefix
+from tinygpt.rows import SINGLE_USE_IDS, RowTable, common_prefix
 
 
 def kept(rows: RowTable) -> list[list[int]]:
@@ -62,9 +62,10 @@ def test_what_another_row_covers_is_not_kept_twice():
     assert rows.num_free == 4
 
 
-def test_a_row_that_holds_nothing_is_empty():
+@pytest.mark.parametrize("token_ids", [[], [SINGLE_USE_IDS, 5]])
+def test_a_row_of_no_use_is_empty(token_ids):
     rows = RowTable(1, 1)
-    rows.release(rows.take([1])[0], [])
+    rows.release(rows.take([1])[0], token_ids)
     assert (kept(rows), rows.num_free) == ([], 1)
 
 

@@ -194,7 +194,16 @@ def test_embeddings_are_kept_as_an_array_of_our_own():
         assert held.dtype == np.float32
         np.testing.assert_array_equal(held, np.ones((2, 3)))
     assert not params.prompt_embeds.flags.writeable
-    assert params == SamplingParams(prompt_embeds=[[1, 2]])  # arrays are not compared
+
+
+def test_embeddings_are_compared():
+    params = SamplingParams(prompt_embeds=[[1, 2]])
+    same = SamplingParams(prompt_embeds=np.array([[1, 2]]))
+    assert (params == same, hash(params) == hash(same), len({params, same})) == (True, True, 1)
+    assert pickle.loads(pickle.dumps(params)) == params
+    for others in ([[1, 3]], [[1], [2]], None):
+        assert params != SamplingParams(prompt_embeds=others)
+    assert params != "params"
 
 
 def test_bad_words_become_ids_with_and_without_a_space():

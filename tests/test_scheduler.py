@@ -51,7 +51,8 @@ def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, in
         chunk.sequence.num_cached += chunk.count
         if is_sampled:
             chunk.sequence.append(token_id)
-    scheduler.finish_step()
+    for sequence in scheduler.finished:
+        scheduler.remove(sequence)
     return [(chunk.sequence, chunk.count) for chunk in chunks]
 
 

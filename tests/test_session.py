@@ -128,6 +128,29 @@ def test_a_session_that_changes_while_it_streams(llm):
         next(stream)
 
 
+@pytest.mark.parametrize("num_read", [0, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda session: (session.rewind(3), session.extend([7, 8])),
+        lambda session: (session.generate(PARAMS), session.rewind(5)),
+        lambda session: next(session.stream(PARAMS)),
+    ],
+    ids=["rewind-extend", "generate", "stream"],
+)
+def test_a_change_is_seen_whatever_the_length(llm, change, num_read):
+    session = llm.session()
+    session.extend(TEXT[: 5 - num_read])
+    stream = session.stream(PARAMS)
+    for _ in range(num_read):
+        next(stream)
+    change(session)
+    after = session.token_ids
+    with pytest.raises(RequestError, match="changed while it streamed"):
+        next(stream)
+    assert session.token_ids == after
+
+
 def test_a_stop_text_and_what_ended_it_belong_to_the_session(llm):
     session = llm.session()
     session.extend(TEXT[:5])
@@ -311,7 +334,7 @@ def test_a_bit_that_has_changed(llm, saved, tmp_path):
 
 @pytest.mark.parametrize("name", ["absent", "."])
 def test_a_file_that_cannot_be_read(llm, tmp_path, name):
-    with pytest.raises(CheckpointError, match=r"cannot be read|no whole session"):
+    with pytest.raises(CheckpointError, match=r"cannot be read|is a folder"):
         llm.load_session(tmp_path / name)
 
 
@@ -364,6 +387,19 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(llm, saved, tmp_path, 
         session.save(saved)
     assert saved.read_bytes() == before
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_place_that_is_no_file(llm, tmp_path):
+    session = llm.session()
+    session.extend([1, 2])
+    for call in (session.save, llm.load_session):
+        with pytest.raises(RequestError, match="path is None and must be a text or a Path: name a file"):
+            call(None)
+        with pytest.raises(CheckpointError, match=f"^{tmp_path} is a folder, and a session is kept in a file"):
+            call(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*none/session"):
+        session.save(tmp_path / "none" / "session")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_metadata_names_what_it_was_made_by(saved):

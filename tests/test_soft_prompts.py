@@ -220,6 +220,16 @@ def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
     assert later.outputs == alone.generate([[*prompt, 5]], params_of(name, max_tokens=1))[0].outputs
 
 
+def test_what_a_request_brings_along_pushes_nothing_out(tuned):
+    """Nobody can ask for it again."""
+    prompt = tuned.case.random_ids(30)
+    with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, prefix_cache_seqs=1) as llm:
+        llm.generate([prompt], params_of("prompt"))
+        llm.generate([prompt] * 2, params_of(None, prompt_embeds=np.ones((2, C))))
+        (again,) = llm.generate([prompt], params_of("prompt"))
+    assert again.num_cached_tokens == 29
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_and_scores(llm, tuned, name):
     """A search and a scoring of what it found agree."""

@@ -64,6 +64,18 @@ def load_params(backend: ModuleType, checkpoint: AnyCheckpoint, dtype: str, thre
     return packed.params_of(checkpoint.arrays(layout, packed.PACKING), checkpoint.config, dtype)
 
 
+def new_workspace(
+    backend: ModuleType, config: config.GPT2Config, num_tokens: int, num_logits: int, threads: int, dtype: str
+) -> Any:
+    """The backend's Workspace for steps of num_tokens; RequestError if memory does not suffice."""
+    try:
+        return backend.new_workspace(config, num_tokens, num_logits, threads, dtype)
+    except MemoryError:
+        raise RequestError(
+            f"this machine cannot give the memory for steps of {num_tokens} tokens: lower max_num_batched_tokens."
+        ) from None
+
+
 def resolve_kv_cache_dtype(kv_cache_dtype: str, device: str, dtype: str) -> str:
     """The precision of the KV cache: "auto" is float32 for float32 weights, and bfloat16 for all others."""
     allowed = KV_CACHE_DTYPES if device == "cpu" else ("float32",)

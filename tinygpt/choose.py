@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.controls import SequenceControls, Warpers, gather_controls, gather_warpers
+from tinygpt.interrupts import is_ctrl_c
 from tinygpt.sequence import Sequence
 
 NOT_FINITE = (
@@ -106,7 +107,9 @@ def _call(function, scores: np.ndarray, sequence: Sequence, notes: SequenceContr
     try:
         returned = function(list(notes.prompt_token_ids), list(sequence.new_token_ids), scores.copy())
         changed = np.asarray(returned, np.float32)
-    except Exception as error:  # whatever it is, it must not reach the step's other sequences
+    except BaseException as error:  # whatever it is, it must not reach the step's other sequences
+        if is_ctrl_c(error):
+            raise
         return f"the logits processor {name} raised {error!r} at position {len(sequence)}."
     if changed.shape != scores.shape:
         return NOT_SCORES.format(name, f"an array of shape {changed.shape}", len(sequence), scores.size)

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinygpt.backend import load_backend, load_params, resolve_dtype, resolve_kv_cache_dtype
+from tinygpt.backend import load_backend, load_params, new_workspace, resolve_dtype, resolve_kv_cache_dtype
 from tinygpt.batch import Batch
 from tinygpt.choose import choose
 from tinygpt.config import GPT2Config
@@ -142,5 +142,5 @@ def load_draft_model(
             "prefix_cache_seqs or max_model_len."
         ) from None
     num_tokens = limits.max_num_batched_tokens
-    workspace = backend.new_workspace(config, num_tokens, limits.max_num_seqs, threads, dtype)
+    workspace = new_workspace(backend, config, num_tokens, limits.max_num_seqs, threads, dtype)
     return DraftModel(backend, params, cache, workspace, max_model_len, num_tokens, num_speculative_tokens)

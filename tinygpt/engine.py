@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.backend import new_workspace
 from tinygpt.batch import Batch
 from tinygpt.beams import predict
 from tinygpt.choose import choose
@@ -20,7 +21,6 @@ from tinygpt.draft_model import DraftModel
 from tinygpt.errors import RequestError
 from tinygpt.fingerprint import fingerprint
 from tinygpt.limits import LOGIT_ROWS, Limits
-from tinygpt.prompt_logprobs import PromptLogprobs
 from tinygpt.rows import RowTable
 from tinygpt.scheduler import Chunk, Scheduler
 from tinygpt.sequence import Sequence
@@ -53,10 +53,9 @@ class Engine:
         self._head_size = config.head_size
         self._params = params
         self._cache = _new_cache(backend, config, limits, kv_cache_dtype)
-        self._workspace = backend.new_workspace(
-            config, limits.max_num_batched_tokens, limits.max_num_logits, threads, dtype
-        )
-        self._speculator = Speculator(limits.max_num_batched_tokens, limits.max_num_logits, draft_model)
+        num_tokens = limits.max_num_batched_tokens
+        self._workspace = new_workspace(backend, config, num_tokens, limits.max_num_logits, threads, dtype)
+        self._speculator = Speculator(num_tokens, limits.max_num_logits, draft_model)
         rows = RowTable(limits.max_num_seqs, limits.prefix_cache_seqs)
         self.scheduler = Scheduler(rows, limits.max_num_batched_tokens, self._copy_positions, self._write_prefix)
         self._deadlines = Deadlines()
@@ -79,12 +78,17 @@ class Engine:
 
         If another thread is at it, wait for the end of its step instead. RequestError if the engine is closed.
         """
-        if self._turn.begin_or_wait():
-            try:
+        self._turn.refuse_owner()
+        try:
+            if self._turn.begin_or_wait():
                 self._check_open()
                 self._step()
-            finally:
-                self._turn.end()
+        finally:
+            self._turn.end()
+
+    def refuse_within_step(self) -> None:
+        """RequestError in a function that a step calls."""
+        self._turn.refuse_owner()
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
         """Teacher-forced logits, (T, V) float32, of a sequence that is no part of the steps."""
@@ -154,15 +158,31 @@ class Engine:
             yield Batch.of([token_ids[start : start + size]], [start], [self.limits.num_rows - 1], logits_of)
 
     def _step(self) -> None:
+        self._remove_finished()  # of a step that was interrupted
         for sequence in self._deadlines.pop_expired(time.perf_counter()):
-            (sequence.beams or sequence).expire()
-            self.scheduler.remove(sequence)
-            _tell_end(sequence)
+            try:
+                (sequence.beams or sequence).expire()
+            finally:
+                self._end(sequence)
         chunks = self.scheduler.schedule()
         if chunks:  # none: another thread's step has finished everything
             self._advance(chunks)
-        for sequence in self.scheduler.finish_step():
-            _tell_end(sequence)
+        for beams in {sequence.beams: None for sequence in self.scheduler.running if sequence.beams is not None}:
+            beams.advance(self._copy_positions)
+        self._remove_finished()
+
+    def _remove_finished(self) -> None:
+        for sequence in self.scheduler.finished:
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Free the row of a sequence that has ended, and tell."""
+        try:
+            self.scheduler.remove(sequence)
+        finally:
+            on_end, sequence.on_end = sequence.on_end, None
+            if on_end is not None:
+                on_end()
 
     def _advance(self, chunks: list[Chunk]) -> None:
         drafts = self._speculator.propose(chunks)
@@ -178,27 +198,29 @@ class Engine:
         found = self._read_prompt_logprobs(logits, chunks, last)
         last_logits = logits[[last[i] for i in sampled]] if len(sampled) < len(logits) else logits
         tokens = self._choose(last_logits, [chunks[i].sequence for i in sampled]) if sampled else iter(())
-        # Nothing has changed so far: a step that is interrupted, as by Ctrl-C, is simply taken again.
-        for wanted, more in found:
-            wanted.found += more
-        for i in sampled:
-            _take(chunks[i].sequence, next(tokens))
-        for chunk in chunks:
-            chunk.sequence.num_cached += chunk.count
+        # Nothing has changed so far: a step that is interrupted, as by Ctrl-C, is simply taken again. From here on that
+        # holds for each sequence, as what is computed counts last: the same positions again are the same bits.
+        for i, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            if i in found:
+                sequence.prompt_logprobs.note(sequence.num_cached, found[i])
+            if chunk.is_sampled:
+                _take(sequence, next(tokens))
+            sequence.num_cached += chunk.count
         self._confirm(logits, [Draft(chunks[i].sequence, draft, last[i]) for i, draft in drafts.items()])
-        for beams in dict.fromkeys(chunks[i].sequence.beams for i in sampled):
-            if beams is not None:
-                beams.advance(self._copy_positions)
 
     def _read_prompt_logprobs(
         self, logits: np.ndarray, chunks: list[Chunk], last: list[int]
-    ) -> list[tuple[PromptLogprobs, list[dict[int, float]]]]:
-        """What the step finds out about prompts. last[i] is the row of `logits` (R, V) after chunks[i]'s last token."""
-        found = []
-        for chunk, row in zip(chunks, last, strict=True):
-            if chunk.num_prompt_logits:
-                rows = logits[row + 1 - chunk.num_prompt_logits : row + 1]
-                found.append((chunk.sequence.prompt_logprobs, chunk.sequence.prompt_logprobs.read(self._backend, rows)))
+    ) -> dict[int, list[dict[int, float]]]:
+        """What the step finds out about prompts, by the index of the chunk.
+
+        last[i] is the row of `logits` (R, V) after chunks[i]'s last token.
+        """
+        found = {}
+        for i, (chunk, row) in enumerate(zip(chunks, last, strict=True)):
+            if count := chunk.num_prompt_logits:
+                wanted, rows = chunk.sequence.prompt_logprobs, logits[row + 1 - count : row + 1]
+                found[i] = wanted.read(self._backend, chunk.sequence.num_cached, rows)
         return found
 
     def _confirm(self, logits: np.ndarray, drafts: list[Draft]) -> None:
@@ -236,11 +258,12 @@ class Engine:
 
     def _forget_removed(self) -> None:
         while self._removed:
-            sequence = self._removed.popleft()
+            sequence = self._removed[0]
             sequence.on_end = None
             self.scheduler.remove(sequence)
             if not sequence.is_finished:
                 sequence.fail("it was cancelled.")
+            self._removed.popleft()  # not before: if this is interrupted, the next turn's end does it
 
     def _check_open(self) -> None:
         if self._params is None:
@@ -258,12 +281,6 @@ def _take(sequence: Sequence, token: Any) -> None:
         sequence.append(token_id, logprobs, logprob)
     else:
         sequence.fail(error)
-
-
-def _tell_end(sequence: Sequence) -> None:
-    on_end, sequence.on_end = sequence.on_end, None
-    if on_end is not None:
-        on_end()
 
 
 def _new_cache(backend: ModuleType, config: GPT2Config, limits: Limits, dtype: str) -> Any:

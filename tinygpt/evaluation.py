@@ -87,11 +87,7 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, show_progress: bo
     Raises RequestError if the stride is no number from 1 to max_model_len, or the text has less than two tokens.
     """
     stride = llm.max_model_len if stride is None else stride
-    if not 1 <= stride <= llm.max_model_len:
-        raise RequestError(
-            f"stride is {stride} and a window has {llm.max_model_len} tokens: give a number from 1 to that many, so "
-            "that no token is left out."
-        )
+    check_stride(llm, stride)
     token_ids = llm.tokenizer.encode(text)
     if len(token_ids) < 2:
         raise RequestError("the text has less than two tokens: give more, as each is predicted from those before it.")
@@ -106,6 +102,15 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, show_progress: bo
     total = math.fsum(loss * window.weight for loss, window in zip(losses, windows, strict=True))
     loss = total / sum(window.weight for window in windows)
     return Perplexity(loss, len(token_ids), max(len(text.split()), 1), len(text.encode()))
+
+
+def check_stride(llm: LLM, stride: int) -> None:
+    """RequestError if windows that begin every `stride` tokens would leave some out."""
+    if not 1 <= stride <= llm.max_model_len:
+        raise RequestError(
+            f"stride is {stride} and a window has {llm.max_model_len} tokens: give a number from 1 to that many, so "
+            "that no token is left out."
+        )
 
 
 def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:

@@ -35,8 +35,8 @@ def compute_goldens(
         from transformers.utils import logging
     except ImportError as error:
         raise RequestError(
-            f"torch and transformers are needed ({error}): install them, or give --golden, a file that parity "
-            "--save-golden has written where they are."
+            f"torch and transformers are needed ({error}): install them (pip install torch transformers), or give "
+            "--golden, a file that parity --save-golden has written where they are."
         ) from error
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
@@ -97,7 +97,9 @@ def load_goldens(path: Path) -> list[Golden]:
         raise
     # A damaged archive is many things to zipfile, zlib and NumPy.
     except Exception as error:
-        raise RequestError(f"{path} is no file that parity --save-golden has written ({error}).") from error
+        raise RequestError(
+            f"{path} is no file that parity --save-golden has written, or a damaged one: make it again or name another."
+        ) from error
 
 
 def _golden(arrays, i: int) -> Golden:

@@ -165,6 +165,8 @@ class LLM:
         Raises, before any work, RequestError if the prompt cannot be served as asked, and QueueFullError if max_queue
         samples are waiting already.
         """
+        if on_chunk is not None and not callable(on_chunk):
+            raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
         request = self._single_request(prompt, params, has_chunks=on_chunk is not None)
         for sequence in request.sequences:
             sequence.on_chunk = on_chunk
@@ -238,7 +240,11 @@ class LLM:
         return [score_of(request) for request in requests]
 
     def close(self) -> None:
-        """Give the memory back. Any later call raises RequestError, and so does every future that is not done."""
+        """Give the memory back. Any later call raises RequestError, and so does every future that is not done.
+
+        RequestError, and nothing is closed, in a function that the engine calls during a step.
+        """
+        self._engine.refuse_within_step()
         self._is_closed, self._tokenizer = True, None
         self._service.close()
         self._engine.close()

@@ -75,7 +75,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
-    # Per token id -> log probability, None for the first; only the first ones' where max_time was over before the rest.
+    # Per token id -> log probability, None for the first. Where max_time was over before all of them were known, the
+    # list holds the first ones' alone, and there is no sum.
     prompt_logprobs: list[dict[int, float] | None] | None
     prompt_cumulative_logprob: float | None  # sum over the tokens after the first
     num_cached_tokens: int  # of the prompt, that were not computed for this request: others had them in the KV cache

@@ -62,10 +62,15 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_posi
 
 
 def window_of(params: SamplingParams, max_model_len: int, num_fixed: int = 0) -> Window | None:
-    """The window of a request that slides. RequestError if its stride is more than there are positions."""
+    """The window of a request that slides. RequestError if there are no positions for it, or less than its stride."""
     if params.overflow != "slide":
         return None
     room = max_model_len - num_fixed
+    if room < 1:
+        raise RequestError(
+            f"the soft prompt takes {num_fixed} positions, which never slide, and there are {max_model_len}: give a "
+            f"shorter one, of at most {max_model_len - 1}."
+        )
     stride = max(room // 2, 1) if params.stride is None else params.stride
     if stride > room:
         raise RequestError(

@@ -39,15 +39,25 @@ class PromptLogprobs:
         """How many positions from `start` on may be computed at once where num_logits may have their logits."""
         return math.inf if self.is_complete else max(self.first - start, 0) + num_logits
 
-    def read(self, backend: ModuleType, logits: np.ndarray) -> list[dict[int, float]]:
-        """What `found` is to be extended by, from the logits (R, V) of the next positions."""
-        targets = self.targets[len(self.found) : len(self.found) + len(logits)]
-        return [self._read_row(backend, row, target) for row, target in zip(logits, targets, strict=False)]
+    def read(self, backend: ModuleType, start: int, logits: np.ndarray) -> list[dict[int, float]]:
+        """What the logits (R, V) of position `start` and those behind it, from `first` on, say of their targets."""
+        index = self._index(start)
+        targets = self.targets[index : index + len(logits)]
+        rows = logits[: len(targets)]  # after the last position of a prompt comes no target
+        return [self._read_row(backend, row, target) for row, target in zip(rows, targets, strict=True)]
+
+    def note(self, start: int, found: list[dict[int, float]]) -> None:
+        """Note what `read` found from position `start` on; a second time, as after an interrupt, changes nothing."""
+        index = self._index(start)
+        self.found[index : index + len(found)] = found
+
+    def _index(self, start: int) -> int:
+        return max(start - self.first, 0)
 
     @property
     def logprobs(self) -> list[float]:
         """Of each target so far."""
-        return [found[target] for target, found in zip(self.targets, self.found, strict=False)]
+        return [found[target] for target, found in zip(self.targets[: len(self.found)], self.found, strict=True)]
 
     @property
     def error(self) -> str | None:

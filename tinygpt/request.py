@@ -44,7 +44,7 @@ class Request:
             outputs=[_completion(rank, s) for rank, s in enumerate(self._best())],
             metrics=self._metrics(),
             prompt_logprobs=None if wanted is None else [None, *wanted.found],
-            prompt_cumulative_logprob=None if wanted is None else sum(wanted.logprobs),
+            prompt_cumulative_logprob=sum(wanted.logprobs) if wanted is not None and wanted.is_complete else None,
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
         )

@@ -6,6 +6,9 @@ wherever a prompt begins with the same tokens.
 
 from collections.abc import Callable, Iterator
 
+# Ids from here down belong to one request and never come again: a row that begins with one is of no use to a later one.
+SINGLE_USE_IDS = -(2**31)
+
 
 class RowTable:
     """`max_num_seqs` rows to take at once, and beside them up to `prefix_cache_seqs` that keep what they hold.
@@ -38,8 +41,8 @@ class RowTable:
         return (self._empty.pop(), 0) if row is None else (row, len(self._kept.pop(row)))
 
     def release(self, row: int, token_ids: list[int]) -> None:
-        """Take back a row that holds `token_ids`, and keep it unless another holds the same and more."""
-        if not token_ids:
+        """Take back a row that holds `token_ids`. Keep it, if these can come again and no other holds them and more."""
+        if not token_ids or token_ids[0] <= SINGLE_USE_IDS:
             self._empty.append(row)
             return
         covering = next((other for other, ids in self._kept.items() if ids[: len(token_ids)] == token_ids), None)

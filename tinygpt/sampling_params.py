@@ -120,7 +120,7 @@ class SamplingParams:
     include_stop_str_in_output: leave the stop text that ended a sample in its text.
     max_time: seconds from the request's arrival after which it ends with what it has.
     repetition_detection: end a sample that loops: a RepetitionDetection, or a dict of its fields.
-    prompt_logprobs: as logprobs, for the tokens of the prompt.
+    prompt_logprobs: as logprobs, for the tokens of the prompt; for its first ones alone where max_time ends it before.
     logprobs_mode: "raw", the model's own probabilities, or "processed", those that the token was chosen by.
     overflow: what to do if prompt and max_tokens are more than there are positions: "refuse"; "clamp" max_tokens to
         what fits; "truncate" the prompt's beginning until it fits; "slide": whenever all positions are full, the oldest
@@ -178,7 +178,7 @@ class SamplingParams:
     overflow: Literal["refuse", "clamp", "truncate", "slide"] = "refuse"
     stride: int | None = None
     soft_prompt: str | None = None
-    prompt_embeds: Any = field(default=None, repr=False, compare=False)  # kept as an array; `==` of two is an array
+    prompt_embeds: Any = field(default=None, repr=False)  # kept as an array
 
     def __post_init__(self):
         _read_fields(self, _RULES)
@@ -201,13 +201,27 @@ class SamplingParams:
                 "possible without beams: set num_beams."
             )
 
+    def __eq__(self, other):
+        return self._key == other._key if isinstance(other, SamplingParams) else NotImplemented
+
+    def __hash__(self):
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple:
+        """What tells one from another: `==` of two arrays is an array, and they have no hash."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.prompt_embeds is not None:
+            values["prompt_embeds"] = (self.prompt_embeds.shape, self.prompt_embeds.tobytes())
+        return tuple(values.values())
+
 
 def _check_beams(params: SamplingParams) -> None:
     """Refuse what a beam search cannot do."""
     has_groups = params.num_beam_groups > 1
     problems = (
         (params.n > params.num_beams, f"n={params.n}", "a search returns num_beams sequences at most"),
-        (params.temperature > 0, f"temperature={params.temperature:g}", "a search draws no tokens: leave it at 0"),
+        (params.temperature > 0, f"temperature={params.temperature:g}", "a search draws no tokens: set it to 0"),
         (params.best_of is not None, f"best_of={params.best_of}", "a search returns its n best: leave it out"),
         (params.overflow == "slide", "overflow='slide'", "beams keep their positions: use another overflow"),
         (

@@ -86,12 +86,10 @@ class Scheduler:
                     budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
         return chunks
 
-    def finish_step(self) -> list[Sequence]:
-        """Give back the rows of the sequences that have ended, which are returned."""
-        ended = [sequence for sequence in self.running if sequence.is_finished]
-        for sequence in ended:
-            self._leave_row(sequence)
-        return ended
+    @property
+    def finished(self) -> list[Sequence]:
+        """The running sequences that have ended, and are to be removed before the next step."""
+        return [sequence for sequence in self.running if sequence.is_finished]
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is; its row is free for the next one."""
@@ -104,10 +102,19 @@ class Scheduler:
         sequence.scheduled_time = time.perf_counter()
         sequence.row, sequence.num_cached = self.rows.take(sequence.context_token_ids[: sequence.num_reusable + 1])
         if sequence.soft_prompt is not None and not sequence.num_cached:
-            self._write_prefix(sequence)
+            self._put_prefix(sequence)
         sequence.num_reused = sequence.num_cached
         self.running.append(sequence)
         self._share(sequence)
+
+    def _put_prefix(self, sequence: Sequence) -> None:
+        try:
+            self._write_prefix(sequence)
+        except BaseException:  # Ctrl-C among others: the sequence stays the next one
+            self.rows.release(sequence.row, [])
+            sequence.row = None
+            self.waiting.appendleft(sequence)
+            raise
 
     def _is_waiting(self, sequence: Sequence) -> bool:
         """Whether another sequence is still to compute what this one begins with too."""
@@ -140,9 +147,10 @@ class Scheduler:
             sequence.num_cached = stop
 
     def _leave_row(self, sequence: Sequence) -> None:
-        # Of one that failed, numbers that are not finite may have spread to positions before their own.
-        num_kept = 0 if sequence.error else sequence.num_cached
-        self._give_followers(sequence, num_kept)
+        # Numbers that are not finite may have spread to positions before their own. Where one has failed they have;
+        # where a token has been chosen there are none; of a prompt that was not read to its end, nobody knows.
+        self._give_followers(sequence, 0 if sequence.error else sequence.num_cached)
+        num_kept = sequence.num_cached if sequence.new_token_ids and not sequence.error else 0
         self.running.remove(sequence)
         self.rows.release(sequence.row, sequence.context_token_ids[:num_kept])
         sequence.row = None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tinygpt.interrupts import is_ctrl_c
 from tinygpt.outputs import StreamChunk
 from tinygpt.overflow import Window
 from tinygpt.sampling_params import SamplingParams
@@ -99,6 +100,25 @@ class Sequence:
 
     def append(self, token_id: int, logprobs: dict[int, float] | None = None, logprob: float | None = None) -> None:
         """Take the next token, the logprobs to report for it and its own. Sets the finish reason if it was the last."""
+        try:
+            chunk = self._append(token_id, logprobs, logprob)
+        except BaseException:  # Ctrl-C: who comes by it may not be who waits for this sequence, and it is half done
+            self.fail("it was interrupted while it was given a token.")
+            raise
+        if self.on_chunk is not None:
+            self._give(chunk)
+
+    def expire(self) -> None:
+        """End with what there is: the time of the request is over."""
+        chunk = self._finish(None, "length", "max_time", "")
+        if self.on_chunk is not None:
+            self._give(chunk)
+
+    def fail(self, error: str) -> None:
+        """End without a result: an error that whoever made the request is to see, and no neighbour of it."""
+        self.error = error
+
+    def _append(self, token_id: int, logprobs: dict[int, float] | None, logprob: float | None) -> StreamChunk | None:
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.new_token_ids.append(token_id)
@@ -113,25 +133,16 @@ class Sequence:
             else:  # half of what a step takes in Python
                 self.text.push_later(token_id)
         if ends:
-            self._finish(token_id, "stop", token_id, text)
-        elif self.text is not None and self.text.stop is not None:
-            self._finish(token_id, "stop", self.text.stop, text)
-        elif is_looping(self.new_token_ids, self.params):
-            self._finish(token_id, "stop", "loop", text)
-        elif len(self.new_token_ids) >= self.params.max_tokens:
-            self._finish(token_id, "length", None, text)
-        elif self.on_chunk is not None:
-            self._give(StreamChunk(text, token_id))
+            return self._finish(token_id, "stop", token_id, text)
+        if self.text is not None and self.text.stop is not None:
+            return self._finish(token_id, "stop", self.text.stop, text)
+        if is_looping(self.new_token_ids, self.params):
+            return self._finish(token_id, "stop", "loop", text)
+        if len(self.new_token_ids) >= self.params.max_tokens:
+            return self._finish(token_id, "length", None, text)
+        return None if self.on_chunk is None else StreamChunk(text, token_id)
 
-    def expire(self) -> None:
-        """End with what there is: the time of the request is over."""
-        self._finish(None, "length", "max_time", "")
-
-    def fail(self, error: str) -> None:
-        """End without a result: an error that whoever made the request is to see, and no neighbour of it."""
-        self.error = error
-
-    def _finish(self, token_id: int | None, reason: str, stop_reason: int | str | None, text: str) -> None:
+    def _finish(self, token_id: int | None, reason: str, stop_reason: int | str | None, text: str) -> StreamChunk:
         """End after `text`; what was held back may still complete a stop string."""
         if self.text is not None:
             text += self.text.finish()
@@ -140,11 +151,12 @@ class Sequence:
         self.stop_reason = stop_reason
         self.finished_time = time.perf_counter()
         self.finish_reason = reason
-        if self.on_chunk is not None:
-            self._give(StreamChunk(text, token_id, reason))
+        return StreamChunk(text, token_id, reason)
 
     def _give(self, chunk: StreamChunk) -> None:
         try:
             self.on_chunk(chunk)
-        except Exception as error:  # it is a user's, and must not reach the step's other sequences
+        except BaseException as error:  # it is a user's, and must not reach the step's other sequences
+            if is_ctrl_c(error):
+                raise
             self.fail(f"on_chunk raised {error!r}.")

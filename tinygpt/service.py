@@ -1,5 +1,6 @@
 """Service: runs submitted requests in a thread of its own, callers who know nothing of each other in one batch."""
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -7,6 +8,7 @@ from functools import partial
 
 from tinygpt.engine import Engine
 from tinygpt.errors import QueueFullError, RequestError
+from tinygpt.interrupts import is_ctrl_c
 from tinygpt.outputs import RequestOutput
 from tinygpt.request import Request
 
@@ -57,6 +59,12 @@ class Service:
             raise RequestError("this LLM has been closed: make a new one.")
         if self._max_queue is None:
             return
+        if count > self._max_queue + self._engine.limits.max_num_seqs:
+            raise RequestError(
+                f"the request has {count} samples, but max_queue is {self._max_queue} and max_num_seqs "
+                f"{self._engine.limits.max_num_seqs}: there is never room for more than those together, so split the "
+                "request, or raise one of them."
+            )
         waiting = max(self._num_samples - self._engine.limits.max_num_seqs, 0)
         if waiting + count > self._max_queue + max(self._engine.limits.max_num_seqs - self._num_samples, 0):
             raise QueueFullError(
@@ -81,6 +89,8 @@ class Service:
                 self._engine.step()
             except Exception as error:  # whatever it is, nobody may wait for ever
                 self._fail_pending(error)
+            except BaseException as error:  # raised again by a future's result(), it would end its caller's thread
+                self._fail_pending(RuntimeError(f"a step was broken off by {error!r}."))
 
     def _take(self, future: Future) -> Request | None:
         """The request of a pending future, to the one caller that settles it; None to every other."""
@@ -117,8 +127,12 @@ def _settle(future: Future, result: Callable[[], RequestOutput]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        output = result()
+        settle = partial(future.set_result, result())
     except Exception as error:  # it belongs to whoever waits for the future
-        future.set_exception(error)
-    else:
-        future.set_result(output)
+        settle = partial(future.set_exception, error)
+    try:
+        settle()
+    except BaseException as error:  # a user's callback: where it is an Exception, the future itself does the same
+        if is_ctrl_c(error):
+            raise
+        logging.getLogger(__name__).exception("exception calling a callback of %r", future)

@@ -10,7 +10,7 @@ from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.overflow import Window, window_of
 from tinygpt.prompts import checked_ids, read_prompt
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.session_file import SavedSession, read_session, write_session
+from tinygpt.weights.session_file import SavedSession, checked_file, read_session, write_session
 
 
 class Session:
@@ -24,7 +24,7 @@ class Session:
     def __init__(self, llm: Any, engine: Engine, token_ids: list[int]):
         self._llm = llm  # it makes sessions, so its class cannot be named here
         self._engine = engine
-        self._token_ids = token_ids
+        self._token_ids = token_ids  # another list after each change but those of a stream
         self._window: Window | None = None  # of the last call
         self._is_closed = False
 
@@ -47,7 +47,8 @@ class Session:
         self._check_open()
         addition = addition if isinstance(addition, str) else checked_ids(addition)
         if addition:  # an empty prompt would be BOS
-            self._token_ids += read_prompt(addition, self._llm.config, lambda: self._llm.tokenizer).token_ids
+            added = read_prompt(addition, self._llm.config, lambda: self._llm.tokenizer).token_ids
+            self._token_ids = self._token_ids + added
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """Go on from here. The sample joins the session; if there are several, RequestError.
@@ -61,10 +62,14 @@ class Session:
         return output
 
     def stream(self, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
-        """As LLM.stream. Each token joins the session as its chunk is given: closing the iterator keeps those."""
+        """As LLM.stream. Each token joins the session as its chunk is given: closing the iterator keeps those.
+
+        RequestError, from the iterator too, once the session has been changed by anything else.
+        """
         params = self._checked(params)
         prompt = read_prompt(self._token_ids, self._llm.config, lambda: self._llm.tokenizer)
-        return self._stream(self._llm.stream(prompt.token_ids, params), prompt.token_ids, params)
+        chunks = self._llm.stream(prompt.token_ids, params)
+        return self._stream(chunks, self._token_ids, prompt.token_ids, params)
 
     def fork(self) -> "Session":
         """Another session with the same tokens so far, which goes its own way from here."""
@@ -81,13 +86,14 @@ class Session:
                 f"position is {position!r} and the session has {len(self._token_ids)} tokens: give a whole number from "
                 "0 to that."
             )
-        del self._token_ids[position:]
+        self._token_ids = self._token_ids[:position]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write tokens, keys and values to a safetensors file, for `LLM.load_session` of the same model.
 
-        Raises OSError or CheckpointError if it cannot be written.
+        Raises OSError or CheckpointError if it cannot be written, RequestError if `path` is none.
         """
+        path = checked_file(path)
         first, cached = self._context()
         k, v = self._engine.keys_and_values(cached)
         write_session(path, SavedSession(self.token_ids, first, k, v), self._engine.origin)
@@ -103,18 +109,16 @@ class Session:
         self.close()
 
     def _stream(
-        self, chunks: Iterator[StreamChunk], prompt: list[int], params: SamplingParams
+        self, chunks: Iterator[StreamChunk], before: list[int], prompt: list[int], params: SamplingParams
     ) -> Iterator[StreamChunk]:
-        self._token_ids = list(prompt)
-        self._window = window_of(params, self._llm.max_model_len)
-        length = len(prompt)
         try:
+            self._check_unchanged(before)
+            self._token_ids = mine = list(prompt)
+            self._window = window_of(params, self._llm.max_model_len)
             for chunk in chunks:
-                if len(self._token_ids) != length:
-                    raise RequestError("the session was changed while it streamed: read the stream first, or close it.")
+                self._check_unchanged(mine)
                 if chunk.token_id is not None:
-                    self._token_ids.append(chunk.token_id)
-                    length += 1
+                    mine.append(chunk.token_id)
                 yield chunk
         finally:
             chunks.close()
@@ -135,6 +139,10 @@ class Session:
         context = self.token_ids[first:-1]
         return (first, context) if len(context) < self._llm.max_model_len else (0, [])
 
+    def _check_unchanged(self, token_ids: list[int]) -> None:
+        if self._token_ids is not token_ids:
+            raise RequestError("the session was changed while it streamed: read the stream first, or close it.")
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise RequestError("this session has been closed: make a new one.")
@@ -142,6 +150,6 @@ class Session:
 
 def load_session(llm: Any, engine: Engine, path: str | os.PathLike[str]) -> Session:
     """A session as it was saved. Raises CheckpointError if the file is damaged or another model's."""
-    saved = read_session(path, engine.origin, engine.limits.max_model_len)
+    saved = read_session(checked_file(path), engine.origin, engine.limits.max_model_len)
     engine.keep(saved.cached_token_ids, saved.k, saved.v)
     return Session(llm, engine, saved.token_ids)

@@ -16,6 +16,7 @@ import numpy as np
 from tinygpt.batch import NO_EMBEDS
 from tinygpt.config import GPT2Config
 from tinygpt.errors import RequestError
+from tinygpt.rows import SINGLE_USE_IDS
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.scheduler import Chunk
 from tinygpt.weights.soft_prompt import SoftPrompt, read_soft_prompt
@@ -43,6 +44,7 @@ class SoftPrompts:
         self._next_id = -1
         self._lock = threading.Lock()
         self._named = {name: self._add(read_soft_prompt(source, config)) for name, source in _checked(sources).items()}
+        self._next_id = SINGLE_USE_IDS
 
     def find(self, params: SamplingParams) -> VirtualTokens | None:
         """What a request wants in front of its prompt; RequestError if there is no such thing or it does not fit."""

@@ -20,11 +20,12 @@ class Turn:
         self._owner: int | None = None
         self._num_ended = 0
         self._num_queued = 0
+        self._is_tidying = False
 
     def begin_or_wait(self) -> bool:
         """Begin a turn; or, where another thread is at work or queues, wait until a turn has ended: then False."""
         with self._changed:
-            self._refuse_owner()
+            self.refuse_owner()
             if self._is_free():
                 self._owner = threading.get_ident()
                 return True
@@ -33,25 +34,23 @@ class Turn:
             return False
 
     def end(self) -> None:
+        """End this thread's turn, if it has one: Ctrl-C may come before or after it has begun."""
+        if self._owner != threading.get_ident():
+            return
         with self._changed:
             self._owner = None
             self._num_ended += 1
-            self._tidy()
-            self._changed.notify_all()
+            try:
+                self.tidy()
+            finally:
+                self._changed.notify_all()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """A turn for the block, in front of all who only want a step."""
-        with self._changed:
-            self._refuse_owner()
-            self._num_queued += 1
-            try:
-                self._changed.wait_for(lambda: self._owner is None)
-            finally:  # Ctrl-C may end the waiting
-                self._num_queued -= 1
-                self._changed.notify_all()
-            self._owner = threading.get_ident()
+        self.refuse_owner()
         try:
+            self._begin_next()
             yield
         finally:
             self.end()
@@ -59,12 +58,30 @@ class Turn:
     def tidy(self) -> None:
         """Tidy now, or leave it to the thread whose turn it is."""
         with self._changed:
-            if self._owner is None:
+            if self._owner is not None or self._is_tidying:
+                return
+            self._is_tidying = True
+            try:
                 self._tidy()
+            finally:
+                self._is_tidying = False
+
+    def refuse_owner(self) -> None:
+        """RequestError if it is this thread's turn: it would wait for itself."""
+        if self._owner == threading.get_ident():
+            raise RequestError(
+                "a function that the engine calls during a step may submit requests, but not run them or close the LLM."
+            )
+
+    def _begin_next(self) -> None:
+        with self._changed:
+            self._num_queued += 1
+            try:
+                self._changed.wait_for(lambda: self._owner is None)
+                self._owner = threading.get_ident()
+            finally:  # Ctrl-C may end the waiting
+                self._num_queued -= 1
+                self._changed.notify_all()
 
     def _is_free(self) -> bool:
         return self._owner is None and not self._num_queued
-
-    def _refuse_owner(self) -> None:
-        if self._owner == threading.get_ident():  # it would wait for itself
-            raise RequestError("a function that the engine calls during a step may submit requests, but not run them.")

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import CheckpointError, RequestError
 
 FORMAT, VERSION = "tinygpt session", "1"
 NAMES = ("token_ids", "k", "v")
@@ -36,12 +36,21 @@ class SavedSession:
         return self.token_ids[self.first : self.first + self.k.shape[2]]
 
 
-def write_session(path: str | os.PathLike[str], session: SavedSession, made_by: Mapping[str, object]) -> None:
+def checked_file(path: str | os.PathLike[str]) -> Path:
+    """The path of a session's file. RequestError where `path` is no path, CheckpointError where it is a folder."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise RequestError(f"path is {path!r} and must be a text or a Path: name a file.")
+    file = Path(path).expanduser()
+    if file.is_dir():
+        raise CheckpointError(f"{file} is a folder, and a session is kept in a file: name one.")
+    return file
+
+
+def write_session(path: Path, session: SavedSession, made_by: Mapping[str, object]) -> None:
     """Write the file, whole or not at all: one that is there already stays until the new one is complete.
 
     made_by: what keys and values depend on beside the tokens; `read_session` refuses another.
     """
-    path = Path(path).expanduser()
     arrays = {"token_ids": np.array(session.token_ids, np.int32), "k": session.k, "v": session.v}
     metadata = {"format": FORMAT, "version": VERSION, "first": str(session.first), "made_by": json.dumps(made_by)}
     metadata["crc32"] = _checksum(metadata, arrays)
@@ -55,9 +64,8 @@ def write_session(path: str | os.PathLike[str], session: SavedSession, made_by: 
         partial.unlink(missing_ok=True)
 
 
-def read_session(path: str | os.PathLike[str], made_by: Mapping[str, object], max_positions: int) -> SavedSession:
+def read_session(path: Path, made_by: Mapping[str, object], max_positions: int) -> SavedSession:
     """Read the file. CheckpointError if it is damaged, no session, or made by something else than `made_by`."""
-    path = Path(path).expanduser()
     metadata, arrays = _read(path)
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no session that tinygpt saved: name another file.")

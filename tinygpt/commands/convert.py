@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinygpt.commands.flags import whole_number
 from tinygpt.commands.loading import set_thread_pools
 from tinygpt.commands.messages import elapsed, say
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
 
-SUMMARY = "pack a checkpoint once, in a precision of its choice, for faster starts"
+SUMMARY = "pack a checkpoint once, as int8 or in another precision, for faster starts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="int8", help="precision of the weights (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="threads that pack (default: one for each core)")
+    parser.add_argument(
+        "--threads", type=whole_number, metavar="N", help="threads that pack (default: one for each core)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tinygpt
 from tinygpt.commands import loading
+from tinygpt.commands.flags import whole_number
 from tinygpt.commands.report import print_fields, print_json, size_text
 from tinygpt.threads import thread_count
 
@@ -23,7 +24,7 @@ FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads to count with (default: one for each physical core)"
+        "--threads", type=whole_number, metavar="N", help="threads to count with (default: one for each physical core)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.commands import loading
+from tinygpt.commands.flags import whole_number
 from tinygpt.commands.messages import say
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
@@ -33,23 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "task",
         choices=COLUMNS,
-        help="ppl: strided perplexity of a text. lambada: accuracy and perplexity of what ends each text, by word and "
-        "by token",
+        metavar="{ppl,lambada}",
+        help="what to measure, see below",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help='text in UTF-8; for lambada, lines of {"text": ...}')
-    parser.add_argument(
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each row of the table (default: off)")
+    ppl = parser.add_argument_group("ppl", "strided perplexity of a text")
+    ppl.add_argument(
         "--stride",
-        type=int,
+        type=whole_number,
         metavar="N",
-        help="ppl: tokens from one window to the next; fewer give each token more context, and take longer "
+        help="tokens from one window to the next; fewer give each token more context, and take longer "
         "(default: a full window, without overlap)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="lambada: the first N rows alone (default: all)")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each row of the table")
+    lambada = parser.add_argument_group(
+        "lambada", "accuracy and perplexity of what ends each text, by word and by token"
+    )
+    lambada.add_argument("--limit", type=whole_number, metavar="N", help="the first N rows alone (default: all)")
     group = loading.add_model_arguments(parser)
     group.description = "--dtype may name several, separated by commas, to be compared in one table."
     group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of a window (default: all positions of the model)"
+        "--max-model-len",
+        type=whole_number,
+        metavar="N",
+        help="tokens of a window (default: all positions of the model)",
     )
 
 
@@ -84,7 +92,7 @@ def table(records: list[dict[str, Any]], columns: dict[str, str]) -> str:
 
 
 def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> list[dict[str, Any]]:
-    from tinygpt.evaluation import NUM_TOGETHER
+    from tinygpt.evaluation import NUM_TOGETHER, check_stride
     from tinygpt.llm import LLM
 
     with LLM(
@@ -95,6 +103,8 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> l
         max_model_len=args.max_model_len,
         kv_cache_dtype=args.kv_cache_dtype,
     ) as llm:
+        if args.stride is not None:
+            check_stride(llm, args.stride)
         say(f"{args.task} of {args.file} by {args.model} in {llm.dtype}")
         about = {"task": args.task, "file": str(args.file), "model": args.model, "dtype": llm.dtype}
         if args.task == "ppl":

@@ -118,7 +118,7 @@ def _run_prompt(args: argparse.Namespace, prompt: str, params: SamplingParams) -
         else:
             _print_samples(output, front)
         speed = _speed(output)
-    say(f"{speed}, seed {params.seed}")
+    say(f"{speed}{sampling.seed_note(params)}")
 
 
 def _stream(llm: "LLM", prompt: str, params: SamplingParams, front: str) -> Speed:

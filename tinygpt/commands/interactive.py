@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tinygpt.commands import loading
 from tinygpt.commands.messages import say
+from tinygpt.commands.sampling import seed_note
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 
@@ -35,7 +36,7 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams) -> None:
 
     llm = loading.load_llm(args, check)
     turns = Turns(llm, params)
-    say(f"type a text, and :help for more; seed {params.seed}")
+    say(f"type a text, and :help for more{seed_note(params, '; ')}")
     if args.prompt:
         turns.write(" ".join(args.prompt))
     for line in _lines():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from tinygpt.commands.flags import reader, whole_number
 from tinygpt.commands.messages import elapsed, say
 from tinygpt.config import DTYPES
 from tinygpt.sampling_params import SamplingParams
@@ -49,27 +50,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-num-seqs",
-        type=int,
+        type=whole_number,
         default=32,
         metavar="N",
         help="samples that run at once; more wait their turn (default: %(default)s)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="new tokens in a step, prompts' included (default: 512, or --max-num-seqs if that is more)",
     )
     group.add_argument(
         "--prefix-cache-seqs",
-        type=int,
+        type=whole_number,
         default=4,
         metavar="N",
         help="ended samples that stay in memory for prompts that begin like them (default: %(default)s)",
     )
     group.add_argument(
         "--max-model-len",
-        type=int,
+        type=whole_number,
         metavar="N",
         help="positions kept for each sample, prompt included (default: all that the model has)",
     )
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--soft-prompt",
         action="append",
-        type=_named_path,
+        type=reader(_named_path, "NAME=PATH"),
         metavar="NAME=PATH",
         help="a soft prompt in PEFT's layout, to stand in front of every prompt; with --input several can be given, "
         "for lines that have a field soft_prompt, and the first is for those that have none (default: none)",
@@ -88,14 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a smaller model with the same tokens that guesses ahead: fewer steps, the same text (default: none)",
     )
     group.add_argument(
-        "--num-speculative-tokens", type=int, default=4, metavar="N", help="how many it guesses (default: %(default)s)"
+        "--num-speculative-tokens",
+        type=whole_number,
+        default=4,
+        metavar="N",
+        help="how many it guesses (default: %(default)s)",
     )
 
 
 def _named_path(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is given and NAME=PATH is expected")
+        raise ValueError
     return name, path
 
 
@@ -119,7 +124,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
         "the others (default: %(default)s)",
     )
     group.add_argument(
-        "--threads", type=int, metavar="N", help="threads that compute (default: one for each physical core)"
+        "--threads", type=whole_number, metavar="N", help="threads that compute (default: one for each physical core)"
     )
     return group
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.commands import loading
+from tinygpt.commands.flags import number, whole_number
 from tinygpt.commands.messages import elapsed, say
 from tinygpt.commands.prompts_file import read_prompts, refuse
 from tinygpt.commands.report import print_fields, print_json, print_table
@@ -36,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="cpu", help='"cpu", or "reference": NumPy in float64, slow (default: %(default)s)'
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="threads that compute (default: one for each physical core)"
+        "--threads", type=whole_number, metavar="N", help="threads that compute (default: one for each physical core)"
     )
     tolerances = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help=f"what a logit may differ by (default: {tolerances})"
+        "--tolerance", type=number, metavar="X", help=f"what a logit may differ by (default: {tolerances})"
     )
     parser.add_argument(
         "--input",
@@ -49,9 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=32, metavar="N", help="greedy tokens after each (default: %(default)s)"
+        "--max-tokens",
+        type=whole_number,
+        default=32,
+        metavar="N",
+        help="greedy tokens after each (default: %(default)s)",
     )
-    parser.add_argument("--layers", action="store_true", help="compare each layer's hidden states (default: off)")
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="show by how much each layer's hidden states differ; for information, as --tolerance is for logits "
+        "(default: off)",
+    )
     parser.add_argument(
         "--golden", metavar="FILE", help="compare with this file, prompts included (default: with transformers)"
     )
@@ -189,7 +199,7 @@ def _print_text(about: dict[str, Any], parity: "Parity") -> None:
     _print_differences("by position", rows)
     if parity.by_layer is not None:
         names = ["embeddings", *(f"after layer {i}" for i in range(len(parity.by_layer) - 2)), "after ln_f"]
-        _print_differences("by layer", zip(names, parity.by_layer, strict=True))
+        _print_differences("by layer (for information, no tolerance)", zip(names, parity.by_layer, strict=True))
     print_fields("greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)})
     if parity.divergences:
         rows = [(at.prompt, at.index, at.token_id, at.expected, f"{at.lead:.3g}") for at in parity.divergences]

@@ -27,9 +27,11 @@ def run(args: argparse.Namespace) -> None:
     loading.set_thread_pools(args.threads)
     from tqdm import tqdm
 
+    from tinygpt.backend import load_backend
     from tinygpt.kernels.cpu.jit import cache_folder, mark_warm
     from tinygpt.llm import LLM
 
+    load_backend("cpu", args.dtype)  # an impossible dtype is refused before anything is said
     if cache_folder().note:
         say(cache_folder().note)
     before = _compiled_kernels()
