@@ -497,6 +497,12 @@ def test_the_reference_computes_in_float32_alone(field):
         LLM("demo", device="reference", **field)
 
 
+@pytest.mark.parametrize("fields", [{}, {"draft_model": "demo"}], ids=str)
+def test_steps_for_which_there_is_no_memory(fields):
+    with pytest.raises(RequestError, match="steps of 1000000000000 tokens: lower max_num_batched_tokens"):
+        LLM("demo", max_num_batched_tokens=10**12, **fields)
+
+
 @pytest.mark.parametrize("prompt", [[], "", [11], [-1], [1.5], 5, None])
 def test_impossible_logits(tiny, prompt):
     with pytest.raises(RequestError):

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -53,9 +54,9 @@ def check(outputs, expected) -> None:
         assert (output.outputs, output.prompt_logprobs) == (alone.outputs, alone.prompt_logprobs)
 
 
-def run_interrupted(llm: LLM, on_chunk=None) -> list:
-    """What becomes of REQUESTS where whoever takes the steps is interrupted, and takes another one; and how often."""
-    requests, ended, num_interrupts = [llm._request(*request) for request in REQUESTS], [], 0
+def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None) -> list:
+    """What becomes of requests where whoever takes the steps is interrupted, and takes another one."""
+    requests, ended, num_interrupts = [llm._request(*request) for request in given], [], 0
     scheduler = llm._engine.scheduler
     for request in requests:
         request.when_finished(lambda: ended.append(True))
@@ -107,11 +108,39 @@ def test_an_interrupted_step_is_simply_taken_again(llm, expected, monkeypatch, o
         check(run_interrupted(llm), expected)
 
 
-def test_ctrl_c_within_a_users_function(llm, expected):
+def test_ctrl_c_within_on_chunk(llm, expected):
     def on_chunk(chunk):
         raise KeyboardInterrupt
 
-    check(run_interrupted(llm, on_chunk), expected)
+    check(run_interrupted(llm, on_chunk=on_chunk), expected)
+
+
+def test_ctrl_c_within_a_processor(llm, expected):
+    calls = itertools.count()
+
+    def interrupted(prompt_ids, new_ids, scores):
+        if next(calls) % 2 == 0:
+            raise KeyboardInterrupt
+        return scores
+
+    prompt, params = REQUESTS[3]
+    changed = (prompt, replace(params, logits_processors=[interrupted]))
+    check(run_interrupted(llm, [*REQUESTS[:3], changed, *REQUESTS[4:]]), expected)
+
+
+def test_ctrl_c_while_several_expire(llm):
+    def on_chunk(chunk):
+        raise KeyboardInterrupt
+
+    requests = [llm._request([i], asked(max_tokens=400, max_time=1e-9)) for i in range(3)]
+    for request in requests:
+        request.sequences[0].on_chunk = on_chunk
+        llm._engine.add(request.sequences)
+    for _ in requests:
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    assert [request.output().outputs[0].stop_reason for request in requests] == ["max_time"] * 3
+    assert not llm._engine.scheduler.waiting
 
 
 def test_a_sequence_that_is_interrupted_half_way_fails(llm, monkeypatch):

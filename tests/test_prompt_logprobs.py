@@ -150,6 +150,21 @@ def test_logits_that_are_not_finite_are_an_error(backend, wrong):
     assert "position 6 are not finite" in wanted.error
 
 
+def test_noting_again_changes_nothing():
+    """Whatever part of it was noted before, and however the positions are cut into steps then."""
+    logits = np.random.default_rng(0).normal(size=(10, 11)).astype(np.float32)  # of positions 0 to 9
+
+    def noted(*steps) -> list:
+        wanted = PromptLogprobs(first=2, targets=[1, 2, 3, 4, 5, 6, 7], num_best=2)
+        for start, stop in steps:
+            wanted.note(start, wanted.read(cpu, start, logits[max(start, 2) : stop]))
+        return wanted.found
+
+    assert len(noted((0, 10))) == 7  # after the last position comes no target
+    for steps in ([(0, 4), (0, 10)], [(0, 4), (4, 7), (4, 10)], [(0, 1), (1, 5), (1, 3), (3, 10)]):
+        assert noted(*steps) == noted((0, 10))
+
+
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 2}], ids=str)
 def test_a_damaged_checkpoint_is_told(tmp_path, fields):
     tensors = tiny_checkpoint.random_tensors()

@@ -236,6 +236,37 @@ def test_a_kept_row_that_was_copied_from_is_not_the_next_to_go():
     assert [token_ids[0] for _, token_ids in scheduler.rows.kept] == [7, 7]
 
 
+@pytest.mark.parametrize(("num_steps", "num_kept"), [(1, 0), (3, 1)])
+def test_a_prompt_that_was_not_read_to_its_end_is_not_kept(num_steps, num_kept):
+    """Nobody has seen whether its numbers are finite."""
+    a = new_sequence(20)
+    scheduler = scheduler_of(a, tokens=10, kept=1)
+    for _ in range(num_steps):
+        run_step(scheduler)
+    scheduler.remove(a)
+    assert len(list(scheduler.rows.kept)) == num_kept
+    assert scheduler.rows.num_free == 4
+
+
+def test_a_prefix_that_could_not_be_written_is_written_again():
+    calls = []
+
+    def write_prefix(sequence):
+        calls.append(sequence.row)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    a, b = new_sequence(3, begin=7), new_sequence(3)
+    a.soft_prompt = object()
+    scheduler = Scheduler(RowTable(1, 0), 10, Cache(1).copy_positions, write_prefix)
+    scheduler.add(a, b)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.schedule()
+    assert (a.row, list(scheduler.waiting), scheduler.rows.num_free) == (None, [a, b], 1)
+    assert [chunk.sequence for chunk in scheduler.schedule()] == [a]
+    assert calls == [0, 0]
+
+
 def test_without_kept_rows_nothing_is_kept():
     scheduler = scheduler_of(new_sequence(40, begin=7))
     finish(scheduler)

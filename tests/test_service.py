@@ -1,5 +1,6 @@
 """Submitted requests: batched whoever they come from, bounded, cancelled at any time, resolved in any case."""
 
+import asyncio
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
@@ -115,6 +116,15 @@ def test_a_queue_of_none_serves_as_many_as_run():
             llm.submit([1])
 
 
+@pytest.mark.parametrize("fields", [{"n": 6}, {"n": 1, "best_of": 6, "temperature": 1.0}], ids=str)
+def test_a_request_for_which_there_is_never_room(fields):
+    with LLM("demo", max_num_seqs=2, max_queue=3) as llm:
+        with pytest.raises(RequestError, match="6 samples, but max_queue is 3 and max_num_seqs 2") as raised:
+            llm.submit([1], SamplingParams(**fields))
+        assert not isinstance(raised.value, QueueFullError)  # later is no better
+        assert llm.submit([1], SamplingParams(n=5, max_tokens=1)).result(SECONDS).outputs
+
+
 def test_cancelling_before_the_run(llm):
     with between_steps(llm):
         future, other = llm.submit([1], LONG), llm.submit([2], params_for(2))
@@ -203,6 +213,69 @@ def test_a_function_that_raises_fails_its_request_alone(llm):
     with pytest.raises(TinyGPTError, match=r"on_chunk raised KeyError\('mine'\)"):
         bad.result(SECONDS)
     assert good.result(SECONDS).outputs == llm.generate([[1]], params_for(4))[0].outputs
+
+
+def raiser(error):
+    def function(*arguments):
+        raise error
+
+    return function
+
+
+# KeyboardInterrupt: out of a thread in which nobody presses Ctrl-C.
+BASE_EXCEPTIONS = [SystemExit(1), asyncio.CancelledError(), KeyboardInterrupt(), GeneratorExit()]
+
+
+@pytest.mark.parametrize("where", ["on_chunk", "processor"])
+@pytest.mark.parametrize("error", BASE_EXCEPTIONS, ids=repr)
+def test_whatever_a_function_raises_fails_its_request_alone(llm, where, error):
+    function = raiser(error)
+    params = SamplingParams(max_tokens=4, logits_processors=[function] if where == "processor" else [])
+    with between_steps(llm):
+        bad = llm.submit([1], params, function if where == "on_chunk" else None)
+        good = llm.submit([1], params_for(4))
+    with pytest.raises(TinyGPTError, match=f"raised {type(error).__name__}"):
+        bad.result(SECONDS)
+    expected = llm.generate([[1]], params_for(4))[0].outputs
+    assert good.result(SECONDS).outputs == llm.submit([1], params_for(4)).result(SECONDS).outputs == expected
+
+
+@pytest.mark.parametrize("error", BASE_EXCEPTIONS, ids=repr)
+def test_a_callback_of_a_future_is_its_own_business(llm, error):
+    with between_steps(llm):
+        bad, good = llm.submit([1], params_for(0)), llm.submit([1], params_for(4))
+        bad.add_done_callback(raiser(error))
+    assert bad.result(SECONDS).outputs
+    assert good.result(SECONDS).outputs == llm.generate([[1]], params_for(4))[0].outputs
+
+
+def test_a_step_that_is_broken_off_leaves_nobody_waiting(llm, monkeypatch):
+    with monkeypatch.context() as patch:
+        with between_steps(llm):
+            patch.setattr(llm._engine, "_forward", raiser(SystemExit(1)))
+            futures = [llm.submit([i], LONG) for i in range(6)]
+        for future in futures:  # not SystemExit, which would end who asks
+            with pytest.raises(RuntimeError, match=r"broken off by SystemExit\(1\)"):
+                future.result(SECONDS)
+    assert llm.submit([1], params_for(1)).result(SECONDS).outputs
+
+
+@pytest.mark.parametrize("where", ["on_chunk", "processor"])
+def test_a_function_called_in_a_step_cannot_close(llm, where):
+    def function(*arguments):
+        llm.close()
+
+    params = SamplingParams(logits_processors=[function] if where == "processor" else [])
+    with pytest.raises(TinyGPTError, match="not run them or close the LLM"):
+        llm.submit([1], params, function if where == "on_chunk" else None).result(SECONDS)
+    assert llm.tokenizer
+    assert llm.submit([1], params_for(1)).result(SECONDS).outputs
+
+
+@pytest.mark.parametrize("on_chunk", [3, "print"])
+def test_on_chunk_must_be_a_function(llm, on_chunk):
+    with pytest.raises(RequestError, match=f"on_chunk is {on_chunk!r} and must be a function"):
+        llm.submit([1], on_chunk=on_chunk)
 
 
 def test_a_function_called_in_a_step_may_submit_but_not_run(llm):

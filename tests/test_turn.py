@@ -1,5 +1,6 @@
 """Turns: one thread at a time, a step serves all who wait for one, other work comes first."""
 
+import contextlib
 import threading
 import time
 
@@ -98,6 +99,45 @@ def test_tidying_waits_for_the_end_of_a_turn():
         turn.tidy()
         assert len(tidied) == 1
     assert tidied == [None, None]
+
+
+def test_tidying_is_not_entered_again():
+    """As by an iterator that a garbage collection closes in the middle of it."""
+    depths = []
+
+    def tidy():
+        depths.append(len(depths))
+        turn.tidy()
+
+    turn = Turn(tidy)
+    turn.tidy()
+    with turn.taken():
+        pass
+    assert depths == [0, 1]
+
+
+def test_who_waits_wakes_even_if_tidying_fails():
+    def fail():
+        raise MemoryError
+
+    turn = Turn(fail)
+    assert turn.begin_or_wait()
+    thread, results = in_thread(turn.begin_or_wait)
+    wait_until(lambda: is_waited_for(turn))
+    for _ in range(2):  # the second time it is not its turn
+        with contextlib.suppress(MemoryError):
+            turn.end()
+    thread.join(30)
+    assert results == [False]
+    assert turn.begin_or_wait()
+
+
+def test_nobody_ends_anothers_turn():
+    turn = Turn(lambda: None)
+    assert turn.begin_or_wait()
+    thread, _ = in_thread(turn.end)
+    thread.join(30)
+    assert turn._owner == threading.get_ident()
 
 
 def test_a_turn_ends_with_an_error():

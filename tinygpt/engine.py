@@ -159,17 +159,25 @@ class Engine:
 
     def _step(self) -> None:
         self._remove_finished()  # of a step that was interrupted
-        for sequence in self._deadlines.pop_expired(time.perf_counter()):
-            try:
-                (sequence.beams or sequence).expire()
-            finally:
-                self._end(sequence)
+        self._expire(self._deadlines.pop_expired(time.perf_counter()))
         chunks = self.scheduler.schedule()
         if chunks:  # none: another thread's step has finished everything
             self._advance(chunks)
-        for beams in {sequence.beams: None for sequence in self.scheduler.running if sequence.beams is not None}:
-            beams.advance(self._copy_positions)
+        for beams in dict.fromkeys(sequence.beams for sequence in self.scheduler.running):
+            if beams is not None:
+                beams.advance(self._copy_positions)
         self._remove_finished()
+
+    def _expire(self, sequences: list[Sequence]) -> None:
+        for i, sequence in enumerate(sequences):
+            try:
+                (sequence.beams or sequence).expire()
+            except BaseException:  # Ctrl-C in on_chunk: the others' turn comes in the next step
+                for other in sequences[i + 1 :]:
+                    self._deadlines.add(other)
+                raise
+            finally:
+                self._end(sequence)
 
     def _remove_finished(self) -> None:
         for sequence in self.scheduler.finished:
