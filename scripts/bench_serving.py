@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from tqdm import tqdm
 
@@ -74,14 +74,16 @@ class Workload:
         return sum(p.max_tokens for p in self.params)
 
 
-class TimedBackend:
-    """A backend that adds up the seconds spent in it."""
+class Timed:
+    """An object whose methods, or a module whose functions, add up the seconds spent in them."""
 
-    def __init__(self, backend: ModuleType):
-        self.seconds, self._backend = 0.0, backend
+    def __init__(self, timed: object):
+        self.seconds, self._timed = 0.0, timed
 
-    def __getattr__(self, name: str) -> Callable:
-        function = getattr(self._backend, name)
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._timed, name)
+        if not callable(function):
+            return function
 
         def timed(*arguments):
             start = time.perf_counter()
@@ -137,18 +139,17 @@ def throughput(llm: LLM, requests: int, repeats: int) -> dict[str, float]:
 
 
 def overhead(llm: LLM, params: SamplingParams, repeats: int) -> float:
-    """The share of the time of decode steps at batch 32 that is spent outside the backend; the median."""
-    engine, shares = llm._engine, []
+    """The share of the engine's steps at batch 32 that is spent outside the backend; the median of the repeats."""
+    engine, backend, shares = llm._engine, llm._engine._backend, []
     generator = random.Random(0)
     prompts = [[generator.randrange(llm.config.vocab_size) for _ in range(8)] for _ in range(BATCH)]
-    backend = engine._backend
     try:
         for turn in range(1 + repeats):
-            engine._backend = timed = TimedBackend(backend)
-            total = seconds_of(llm.generate, prompts, params)
-            shares += [1 - timed.seconds / total] * (turn > 0)
+            llm._engine, engine._backend = Timed(engine), Timed(backend)
+            llm.generate(prompts, params)
+            shares += [1 - engine._backend.seconds / llm._engine.seconds] * (turn > 0)
     finally:
-        engine._backend = backend
+        llm._engine, engine._backend = engine, backend
     return statistics.median(shares)
 
 

@@ -38,6 +38,17 @@ class TestDetokenizer:
         ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=30))
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
 
+    @given(st.data())
+    def test_all_at_once_is_one_after_another(self, tokenizer, data):
+        ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=30))
+        cut = data.draw(st.integers(0, len(ids)))
+        detokenizer, later = tokenizer.detokenizer(), TextStream(tokenizer.detokenizer(), ())
+        parts = [*map(detokenizer.push, ids[:cut]), detokenizer.push_all(ids[cut:]), detokenizer.finish()]
+        assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=True)
+        for token_id in ids:
+            later.push_later(token_id)
+        assert later.finish() == later.text == "".join(parts)
+
     @given(text=st.text(alphabet="aé日👩\u0301 ", max_size=12))
     def test_never_half_a_character(self, tokenizer, text):
         ids = tokenizer.encode(text)

@@ -11,6 +11,9 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes: never part of a character, and often nothing."""
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """As `push` of one after another."""
+
     def finish(self) -> str:
         """What is left when no more ids come: U+FFFD for a character that was never completed."""
 
@@ -24,6 +27,9 @@ class ByteDetokenizer:
 
     def push(self, token_id: int) -> str:
         return self._decoder.decode(self._token_bytes(token_id))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -48,6 +54,12 @@ class PrefixDetokenizer:
         if not self._is_plain(token_id):
             return ""
         return self._new(self._decode(self._ids).rstrip("\ufffd"))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return ""
+        self._ids += token_ids[:-1]  # what they complete comes with the last, or after it
+        return self.push(token_ids[-1])
 
     def finish(self) -> str:
         return self._new(self._decode(self._ids))

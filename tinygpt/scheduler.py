@@ -18,17 +18,20 @@ class Chunk(NamedTuple):
     """The next `count` tokens of a sequence.
 
     is_sampled: whether these reach the sequence's last token, so that the step yields the next one.
+    num_prompt_logits: how many of its last tokens have to have their logits computed for the prompt's own log
+        probabilities.
     """
 
     sequence: Sequence
     count: int
     is_sampled: bool
+    num_prompt_logits: int
 
-    @property
-    def num_prompt_logits(self) -> int:
-        """How many of its last tokens have to have their logits computed for the prompt's own log probabilities."""
-        wanted, start = self.sequence.prompt_logprobs, self.sequence.num_cached
-        return 0 if wanted is None else wanted.num_logits(start, start + self.count)
+    @classmethod
+    def of(cls, sequence: Sequence, count: int) -> "Chunk":
+        wanted, start = sequence.prompt_logprobs, sequence.num_cached
+        num_prompt_logits = 0 if wanted is None else wanted.num_logits(start, start + count)
+        return cls(sequence, count, count == sequence.num_uncached, num_prompt_logits)
 
     @property
     def num_logits(self) -> int:
@@ -72,7 +75,7 @@ class Scheduler:
             self._admit(self.waiting.popleft())
         for sequence in [sequence for sequence in self.running if sequence.has_to_slide]:
             self._slide(sequence)
-        chunks = [Chunk(sequence, 1, True) for sequence in self.running if sequence.num_uncached == 1]
+        chunks = [Chunk.of(sequence, 1) for sequence in self.running if sequence.num_uncached == 1]
         if len(chunks) == len(self.running):
             return chunks
         budget, num_logits = self.max_num_tokens - len(chunks), LOGIT_ROWS
@@ -82,7 +85,7 @@ class Scheduler:
                 if sequence.prompt_logprobs is not None:
                     count = min(count, sequence.prompt_logprobs.max_count(sequence.num_cached, num_logits))
                 if count:
-                    chunks.append(Chunk(sequence, count, count == sequence.num_uncached))
+                    chunks.append(Chunk.of(sequence, count))
                     budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
         return chunks
 

@@ -134,7 +134,7 @@ class Sequence:
                 self.text.push_later(token_id)
         if ends:
             return self._finish(token_id, "stop", token_id, text)
-        if self.text is not None and self.text.stop is not None:
+        if self.params.stop and self.text.stop is not None:
             return self._finish(token_id, "stop", self.text.stop, text)
         if is_looping(self.new_token_ids, self.params):
             return self._finish(token_id, "stop", "loop", text)

@@ -45,11 +45,8 @@ class TextStream:
     def finish(self) -> str:
         """The text that was waiting, when no more tokens come."""
         later, self._later = self._later, []
-        return "".join(map(self.push, later)) + self._finish()
-
-    def _finish(self) -> str:
-        rest = self._stop_strings.push(self._detokenizer.finish())
-        return self._give(rest + self._stop_strings.finish())
+        text = self._stop_strings.push(self._detokenizer.push_all(later) + self._detokenizer.finish())
+        return self._give(text + self._stop_strings.finish())
 
     def _give(self, text: str) -> str:
         self._parts.append(text)
