@@ -140,7 +140,7 @@ def _attend_tile(first, last, row, head, out, qkv, k_cache, v_cache, positions, 
             put_steps(v_cache, weights + r * KEY_BLOCK * 4, row_scores, ONE)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
         keys = min(KEY_BLOCK, newest + 1 - first_key)
-        add_values(v_cache, rows, weights, v, first_key, keys, totals, columns)
+        _add_values(v_cache, rows, weights, v, first_key, keys, totals)
 
     for r in range(rows):
         share = ONE / weight_sum[r]
@@ -165,6 +165,20 @@ def _softmax_step(scores, visible, r, highest, weight_sum, total):
             total[d] *= shrink
         highest[r] = new
     weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)
+
+
+@kernel
+def _add_values(cache, rows, weights, start, first_key, keys, totals):
+    """totals (rows, padded D) += weights (rows, keys) times the values from first_key on; `start`: the head's first."""
+    columns, per_step = cache.shape[3], cache.shape[4]
+    row_bytes, steps, done = columns * STEP_BYTES, (keys + per_step - 1) // per_step, 0
+    v = start + first_key // per_step * row_bytes
+    while columns - done >= PANEL:
+        add_panel(cache, rows, weights, KEY_BLOCK * 4, v + done * 4, row_bytes, steps, totals + done * 4)
+        done += PANEL
+    while done < columns:
+        add_strip(cache, rows, weights, KEY_BLOCK * 4, v + done * 4, row_bytes, steps, totals + done * 4)
+        done += LANES
 
 
 # What differs between the two types of cache.
@@ -269,33 +283,25 @@ def _score_tile_bfloat16(cache, rows, q, steps, block, scores):
     panel_tile_bf16(rows, q, steps * STEP_BYTES, block, KEY_BLOCK * STEP_BYTES, steps, scores, KEY_BLOCK * 4)
 
 
-def add_values(cache, rows, weights, start, first_key, keys, totals, columns):
-    """totals (rows, columns) += weights (rows, keys) times the values from first_key on; columns: whole LANES."""
+def add_panel(cache, rows, a, lda, b, ldb, steps, c):
+    """c (rows, PANEL) += a (rows, steps) times b (steps, PANEL), b being of the cache; C is as wide as B in bytes."""
     raise NotImplementedError
 
 
-@overload(add_values)
-def _add_values(cache, rows, weights, start, first_key, keys, totals, columns):
-    return _add_values_float32 if cache.dtype == types.float32 else _add_values_bfloat16
+@overload(add_panel)
+def _add_panel(cache, rows, a, lda, b, ldb, steps, c):
+    if cache.dtype == types.float32:
+        return lambda cache, rows, a, lda, b, ldb, steps, c: panel_add(rows, a, lda, b, ldb, steps, c, ldb)
+    return lambda cache, rows, a, lda, b, ldb, steps, c: panel_add_bf16(rows, a, lda, b, ldb, steps, c, ldb)
 
 
-def _add_values_float32(cache, rows, weights, start, first_key, keys, totals, columns):
-    ldw, ldc = KEY_BLOCK * 4, columns * 4
-    v, done = start + first_key * ldc, 0
-    while columns - done >= PANEL:
-        panel_add(rows, weights, ldw, v + done * 4, ldc, keys, totals + done * 4, ldc)
-        done += PANEL
-    while done < columns:
-        strip_add(rows, weights, ldw, v + done * 4, ldc, keys, totals + done * 4, ldc)
-        done += LANES
+def add_strip(cache, rows, a, lda, b, ldb, steps, c):
+    """As add_panel, for LANES columns."""
+    raise NotImplementedError
 
 
-def _add_values_bfloat16(cache, rows, weights, start, first_key, keys, totals, columns):
-    ldw, ldc, steps = KEY_BLOCK * 4, columns * 4, (keys + 1) // 2
-    v, done = start + first_key // 2 * ldc, 0
-    while columns - done >= PANEL:
-        panel_add_bf16(rows, weights, ldw, v + done * 4, ldc, steps, totals + done * 4, ldc)
-        done += PANEL
-    while done < columns:
-        strip_add_bf16(rows, weights, ldw, v + done * 4, ldc, steps, totals + done * 4, ldc)
-        done += LANES
+@overload(add_strip)
+def _add_strip(cache, rows, a, lda, b, ldb, steps, c):
+    if cache.dtype == types.float32:
+        return lambda cache, rows, a, lda, b, ldb, steps, c: strip_add(rows, a, lda, b, ldb, steps, c, ldb)
+    return lambda cache, rows, a, lda, b, ldb, steps, c: strip_add_bf16(rows, a, lda, b, ldb, steps, c, ldb)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
+from tinygpt.bandwidth import read_bandwidth
 from tinygpt.kernels.cpu.tiles import (
     GROUP,
     GROUPED_ROWS,
@@ -21,7 +22,6 @@ from tinygpt.kernels.cpu.tiles import (
 )
 from tinygpt.kernels.cpu.vector_ir import address
 
-READ_BYTES = 768 << 20  # far more than any cache
 K = {"float32": 768, "bfloat16": 1536, "int8": 3072, "int4": 6144}  # a panel is 192 KiB: in L2, not in L1
 TILES = 2000  # a run is 0.05 s or so
 KINDS = {"float32": ("float32",), "bfloat16": ("bfloat16",), "int8": ("int8",), "int4": ("int4", "int8")}
@@ -31,13 +31,10 @@ class Engine:
     def __init__(self, folder: Path, dtype: str, threads: int):
         self.threads, self.pool = threads, ThreadPoolExecutor(threads)
         self.kinds = KINDS[dtype]
-        self.words = np.ones(READ_BYTES // 8, np.int64)
 
     def limits(self) -> dict[str, float]:
         """Bytes a second of reading, "bandwidth", and operations a second of each kind of tile that the dtype uses."""
-        shares = np.array_split(self.words, self.threads)
-        seconds = self._seconds(lambda i: read(shares[i]))
-        return {"bandwidth": READ_BYTES / seconds} | {kind: self._tile_rate(kind) for kind in self.kinds}
+        return {"bandwidth": read_bandwidth(self.threads)} | {kind: self._tile_rate(kind) for kind in self.kinds}
 
     def _tile_rate(self, kind: str) -> float:
         run, rows, make_arguments = LOOPS[kind]
@@ -53,14 +50,6 @@ class Engine:
         start = time.perf_counter()
         list(self.pool.map(run, range(self.threads)))
         return time.perf_counter() - start
-
-
-@njit(nogil=True)
-def read(words):
-    total = 0
-    for word in words:
-        total += word
-    return total
 
 
 @njit(nogil=True)
