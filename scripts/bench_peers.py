@@ -16,13 +16,17 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+# tinygpt lies beside scripts/, whether or not it is installed.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
 from peers.cases import CASES, LONG_CASES, Case, floor
 from peers.catalogue import DTYPES, OURS, PEERS
-from peers.checkpoints import SHAPES
 from peers.measure import Engines
 from peers.prepare import Setup, prepare
 from peers.progress import say
 from peers.table import Agreement, Row, markdown
+
+from tinygpt.weights.random_checkpoint import SHAPES
 
 
 @dataclass

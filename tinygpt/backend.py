@@ -1,7 +1,8 @@
 """Choose the kernel package once; the engine calls it by the same names, whichever it is.
 
-Only the CPU's kernels have a layout to convert a checkpoint to, and are compiled. Hence two exceptions: converting
-goes to `kernels.cpu.packed`, here and in the command convert, and compiling to `kernels.cpu.jit`, in the commands.
+Only the CPU's kernels have a layout to convert a checkpoint to, and are compiled ahead. Hence two exceptions:
+converting goes to `kernels.cpu.packed`, here and in the command convert, and compiling to `kernels.cpu.jit`, in the
+commands. Only a card may be absent, and has memory of its own: `kernels.cuda.device` and `.memory` are asked here.
 """
 
 import importlib
@@ -10,15 +11,21 @@ from typing import Any
 
 from tinygpt import config
 from tinygpt.errors import RequestError
+from tinygpt.limits import Limits
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.lora import LoraCheckpoint
 from tinygpt.weights.packed import PackedCheckpoint
+from tinygpt.weights.random_checkpoint import RandomCheckpoint
 
 # Which precisions each backend computes with: weights, and the KV cache.
-DTYPES = {"cpu": config.DTYPES, "reference": ("float32",)}
+DTYPES = {"cpu": config.DTYPES, "cuda": ("float32", "bfloat16", "int8"), "reference": ("float32",)}
 KV_CACHE_DTYPES = ("float32", "bfloat16")
 
-AnyCheckpoint = Checkpoint | LoraCheckpoint | PackedCheckpoint
+# New tokens in a step: enough for the matrix products to run at full speed, few enough that a decoding sequence never
+# waits long for a neighbour's prompt.
+MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048, "reference": 512}
+
+AnyCheckpoint = Checkpoint | LoraCheckpoint | PackedCheckpoint | RandomCheckpoint
 
 
 def load_backend(device: str, dtype: str) -> ModuleType:
@@ -28,6 +35,8 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     if dtype not in ("auto", *DTYPES[device]):
         allowed = ", ".join(map(repr, DTYPES[device]))
         raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only.")
+    if device == "cuda":
+        _need_card()
     return importlib.import_module(f"tinygpt.kernels.{device}")
 
 
@@ -64,6 +73,37 @@ def load_params(backend: ModuleType, checkpoint: AnyCheckpoint, dtype: str, thre
     return packed.params_of(checkpoint.arrays(layout, packed.PACKING), checkpoint.config, dtype)
 
 
+def check_memory(device: str, checkpoint: AnyCheckpoint, dtype: str, kv_cache_dtype: str, limits: Limits) -> None:
+    """RequestError, before anything is loaded, if a model takes more memory than a card has free.
+
+    Other devices share the machine's memory, of which nobody knows how much it can give until it is asked.
+    """
+    if device != "cuda":
+        return
+    from tinygpt.kernels.cuda.device import card
+    from tinygpt.kernels.cuda.memory import bytes_needed
+
+    rows, steps = (limits.num_rows, limits.max_model_len), (limits.max_num_batched_tokens, limits.max_num_logits)
+    needed = bytes_needed(checkpoint.config, dtype, checkpoint.tied, kv_cache_dtype, *rows, *steps)
+    free, total = card().free_bytes(), sum(needed.values())
+    if total > free:
+        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
+        raise RequestError(
+            f"this takes {total / 2**30:.2f} GiB of the card's memory ({parts}) and {free / 2**30:.2f} GiB are "
+            "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
+            "dtype."
+        )
+
+
+def _need_card() -> None:
+    from tinygpt.kernels.cuda.device import DeviceError, card
+
+    try:
+        card()
+    except DeviceError as error:
+        raise RequestError(f"device is 'cuda' and cannot be used: {error} Or use device 'cpu'.") from None
+
+
 def new_workspace(
     backend: ModuleType, config: config.GPT2Config, num_tokens: int, num_logits: int, threads: int, dtype: str
 ) -> Any:
@@ -78,10 +118,14 @@ def new_workspace(
 
 def resolve_kv_cache_dtype(kv_cache_dtype: str, device: str, dtype: str) -> str:
     """The precision of the KV cache: "auto" is float32 for float32 weights, and bfloat16 for all others."""
-    allowed = KV_CACHE_DTYPES if device == "cpu" else ("float32",)
+    usual = "float32" if dtype == "float32" else "bfloat16"
+    allowed = KV_CACHE_DTYPES if device == "cpu" else (usual,)
     if kv_cache_dtype == "auto":
-        return "float32" if dtype == "float32" else "bfloat16"
+        return usual
     if kv_cache_dtype not in allowed:
         listed = ", ".join(map(repr, ("auto", *allowed)))
-        raise RequestError(f"kv_cache_dtype is {kv_cache_dtype!r} and must be one of {listed}.")
+        raise RequestError(
+            f"kv_cache_dtype is {kv_cache_dtype!r} and must be one of {listed} for {dtype} weights on device "
+            f"{device!r}."
+        )
     return kv_cache_dtype

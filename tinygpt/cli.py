@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 import tinygpt
-from tinygpt.commands import convert, doctor, generate, info, parity, warmup
+from tinygpt.commands import bench, convert, doctor, generate, info, parity, warmup
 from tinygpt.commands import eval as evaluate
 from tinygpt.errors import RequestError, TinyGPTError
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": generate,
     "convert": convert,
     "warmup": warmup,
+    "bench": bench,
     "eval": evaluate,
     "info": info,
     "doctor": doctor,

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.backend import AnyCheckpoint, load_backend, load_params, resolve_dtype, resolve_kv_cache_dtype
+from tinygpt.backend import (
+    MAX_STEP_TOKENS,
+    AnyCheckpoint,
+    check_memory,
+    load_backend,
+    load_params,
+    resolve_dtype,
+    resolve_kv_cache_dtype,
+)
 from tinygpt.beams import Beams, beam_rules
 from tinygpt.draft_model import load_draft_model
 from tinygpt.engine import Engine
@@ -35,23 +43,22 @@ from tinygpt.tokenizer import Tokenizer
 from tinygpt.weights.lora import LoraCheckpoint
 from tinygpt.weights.packed import open_checkpoint
 
-# New tokens in a step: enough for the matrix products to run at full speed, few enough that a decoding
-# sequence never waits long for a neighbour's prompt.
-MAX_STEP_TOKENS = 512
-
 
 class LLM:
     """A GPT-2 checkpoint, ready to generate.
 
-    model: "demo" (embedded), a local folder in Hugging Face's layout, or a Hub id such as "gpt2".
+    model: "demo" (embedded), a local folder in Hugging Face's layout, a Hub id such as "gpt2", or "random:124M" (355M,
+        774M, 1.5B): random weights of that shape, to measure speed with no download.
     dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load. "auto" is the dtype that a
         converted checkpoint was converted to, and float32 for any other.
-    device: "cpu", or "reference" (NumPy, float64 inside, slow, float32 weights only).
+    device: "cpu"; "cuda" (one NVIDIA card; float32, bfloat16 or int8 weights); or "reference" (NumPy, float64 inside,
+        slow, float32 weights only).
     threads: how many threads compute; None is one for each physical core.
     max_num_seqs: samples that run at once; more wait their turn.
     max_model_len: positions kept for each; None is the model's own n_positions.
     kv_cache_dtype: "float32", "bfloat16", or "auto": float32 for float32 weights, bfloat16 for the others.
-    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512, or max_num_seqs if that is more.
+    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a card), or max_num_seqs
+        if that is more.
         Fewer let those that decode wait less for others' prompts, more read prompts faster.
     prefix_cache_seqs: ended samples that stay in memory for prompts that begin like them; 0 is none. Each takes as
         much as a running one: 4 add an eighth to what 32 take, and hold a common beginning and a few conversations.
@@ -103,9 +110,10 @@ class LLM:
         self.max_model_len = max_model_len or self.config.n_positions
         self._soft_prompts = SoftPrompts(soft_prompts, self.config)
         self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint)
-        params = load_params(backend, checkpoint, dtype, threads)
-        step_tokens = max_num_batched_tokens or max(MAX_STEP_TOKENS, max_num_seqs)
+        step_tokens = max_num_batched_tokens or max(MAX_STEP_TOKENS[device], max_num_seqs)
         limits = Limits(max_num_seqs, prefix_cache_seqs, self.max_model_len, step_tokens)
+        check_memory(device, checkpoint, dtype, kv_cache_dtype, limits)
+        params = load_params(backend, checkpoint, dtype, threads)
         draft = None
         if draft_model is not None:
             draft_dtypes = given_dtype, kv_cache_dtype
@@ -121,7 +129,7 @@ class LLM:
         """The checkpoint's tokenizer; CheckpointError if it has none that can be read."""
         self._check_open()
         if self._tokenizer is None:
-            raise self._tokenizer_error
+            raise CheckpointError(self._tokenizer_error)
         return self._tokenizer
 
     def generate(self, prompts: Any, params: Any = None) -> list[RequestOutput]:
@@ -370,12 +378,12 @@ class LLM:
             raise RequestError("this LLM has been closed: make a new one.")
 
 
-def _load_tokenizer(checkpoint: AnyCheckpoint) -> tuple[Tokenizer | None, CheckpointError | None]:
+def _load_tokenizer(checkpoint: AnyCheckpoint) -> tuple[Tokenizer | None, str]:
     """The tokenizer, or the reason why there is none: token ids work without one."""
     try:
-        return Tokenizer.from_folder(checkpoint.path), None
+        return Tokenizer.from_folder(checkpoint.path), ""
     except CheckpointError as error:
-        return None, error
+        return None, str(error)  # the error itself would keep the frames it went through, and all weights in them
 
 
 def _check_sizes(max_num_seqs, max_model_len, max_num_batched_tokens, prefix_cache_seqs, max_queue) -> None:

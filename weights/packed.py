@@ -23,6 +23,7 @@ from tinygpt.config import DTYPES, GPT2Config
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint, read_config
 from tinygpt.weights.mapped_file import StoredTensor
+from tinygpt.weights.random_checkpoint import RandomCheckpoint, is_random
 from tinygpt.weights.resolve import resolve
 from tinygpt.weights.safetensors_file import read_safetensors
 from tinygpt.weights.weight_files import FORMATS
@@ -96,8 +97,13 @@ class PackedCheckpoint:
         return {name: _view(self.stored[name], *layout[name]) for name in layout}
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint | PackedCheckpoint:
-    """Open "demo", a local folder, converted or not, or a Hub id. Raises CheckpointError as their `open` does."""
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint | PackedCheckpoint | RandomCheckpoint:
+    """Open "demo", a local folder, converted or not, "random:SHAPE", or a Hub id.
+
+    Raises CheckpointError as their `open` does.
+    """
+    if is_random(model):
+        return RandomCheckpoint.open(model)
     path = resolve(model)
     return PackedCheckpoint.open(path) if (path / PACKED_FILE).exists() else Checkpoint.open(path)
 

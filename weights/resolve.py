@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.random_checkpoint import is_random
 from tinygpt.weights.weight_files import FORMATS, describe
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -12,12 +13,14 @@ DEMO = Path(__file__).resolve().parent / "demo"
 def resolve(model: str | os.PathLike[str]) -> Path:
     """The folder of `model`: "demo" (the embedded checkpoint), a local folder, or a Hub id, which is downloaded.
 
-    Raises CheckpointError when it is none of them, or the folder is no checkpoint.
+    Raises CheckpointError when it is none of them, as a random checkpoint, or the folder is no checkpoint.
     """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or a Hub id.")
     if model == "demo":
         return DEMO
+    if is_random(model):
+        raise CheckpointError(f"{model} is drawn in memory and has no files: give a checkpoint that has.")
     try:
         folder = _local_folder(model)
         if folder is None:

@@ -6,11 +6,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-SHAPES = {  # n_layer, n_embd, n_head
-    "tiny": (2, 64, 2),
-    "124M": (12, 768, 12),
-    "355M": (24, 1024, 16),
-}
+from tinygpt.weights.random_checkpoint import RandomCheckpoint
+
 DEFAULTS = {
     "model_type": "gpt2",
     "architectures": ["GPT2LMHeadModel"],
@@ -26,22 +23,9 @@ CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 def make_random(shape: str, folder: Path) -> None:
     """GPT-2's initial distribution; biases and gains that matter, so that a forgotten one shows in the logits."""
-    layers, c, heads = SHAPES[shape]
-    config = DEFAULTS | {"n_layer": layers, "n_embd": c, "n_head": heads}
-    generator = np.random.default_rng(0)
-
-    def normal(*size: int, mean: float = 0.0) -> np.ndarray:
-        return generator.standard_normal(size, np.float32) * np.float32(0.02) + np.float32(mean)
-
-    tensors = {"wte.weight": normal(config["vocab_size"], c), "wpe.weight": normal(config["n_positions"], c)}
-    norms = ["ln_f"] + [f"h.{i}.{norm}" for i in range(layers) for norm in ("ln_1", "ln_2")]
-    for norm in norms:
-        tensors |= {f"{norm}.weight": normal(c, mean=1.0), f"{norm}.bias": normal(c)}
-    sizes = zip(CONV1D, [(c, 3 * c), (c, c), (c, 4 * c), (4 * c, c)], strict=True)
-    for name, size in sizes:
-        for i in range(layers):
-            tensors |= {f"h.{i}.{name}.weight": normal(*size), f"h.{i}.{name}.bias": normal(size[1])}
-    write(folder, config, {f"transformer.{name}": tensor for name, tensor in tensors.items()})
+    checkpoint = RandomCheckpoint.open(f"random:{shape}")
+    sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head")}
+    write(folder, DEFAULTS | sizes, {f"transformer.{name}": checkpoint.stored(name) for name in checkpoint.names})
 
 
 def make(model: Path, folder: Path, dtype: str) -> None:

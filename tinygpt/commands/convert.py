@@ -67,7 +67,10 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     from tinygpt.threads import thread_count
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
     from tinygpt.weights.packed import PackedCheckpoint, open_checkpoint, write_packed
+    from tinygpt.weights.random_checkpoint import is_random
 
+    if is_random(args.source):
+        raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
     checkpoint = open_checkpoint(args.source)
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")

@@ -13,6 +13,7 @@ import tinygpt
 from tinygpt.commands import loading
 from tinygpt.commands.flags import whole_number
 from tinygpt.commands.report import print_fields, print_json, size_text
+from tinygpt.machine import cpu_name
 from tinygpt.threads import thread_count
 
 SUMMARY = "show what this machine offers, and which kernels it gets: what a bug report should quote"
@@ -95,19 +96,10 @@ def _cpu() -> dict[str, Any]:
     from tinygpt.kernels.cpu.jit import has_feature
 
     return {
-        "name": _cpu_name(),
+        "name": cpu_name(),
         "llvm_name": binding.get_host_cpu_name(),
         "features": [name for name in FEATURES if has_feature(name)],
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _kernels() -> dict[str, str]:

@@ -1,0 +1,166 @@
+"""bench --compare: what counts as a change, and that no test is dropped. On made-up records."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinygpt import cli
+from tinygpt.bench.compare import SAME, Change, compare, read_records, to_markdown
+from tinygpt.errors import RequestError
+
+FASTER, SLOWER, NOISE, TOO_FEW = "faster", "slower", "within noise", "too few runs"
+
+
+def record(*samples: float, **fields) -> dict:
+    about = {"model_filename": "demo", "model_type": "gpt2", "dtype": "int8", "n_threads": 2, "batch_size": 1}
+    test = {"n_prompt": 0, "n_gen": 64, "n_depth": 128, "cpu_info": "A CPU", "samples_ts": list(samples)}
+    return {**about, **test, **fields}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], FASTER),
+        ([6, 7, 8, 9, 10], [1, 2, 3, 4, 5], SLOWER),
+        ([1, 2, 3, 4, 6], [5, 7, 8, 9, 10], NOISE),
+        ([1, 2, 3, 4, 5], [5, 6, 7, 8, 9], NOISE),  # as fast as one another
+        ([1, 2, 3], [6, 7, 8], TOO_FEW),  # once in ten by chance
+        ([1, 2, 3, 4], [6, 7, 8, 9], FASTER),  # once in 35
+        ([1], [9], TOO_FEW),
+        ([1, 2, 3, 4, 5, 6], [7, 8], TOO_FEW),  # once in 14
+    ],
+)
+def test_verdicts(old, new, verdict):
+    assert Change((), old, new).verdict == verdict
+
+
+def test_figures_of_a_change():
+    change = Change((), [10.0, 12.0, 11.0], [22.0, 5.0, 30.0])
+    assert (change.old_median, change.new_median, change.ratio) == (11.0, 22.0, 2.0)
+    assert change.chance == pytest.approx(2 / 20)
+
+
+RUNS = st.lists(st.floats(1, 1000), min_size=5, max_size=8)
+
+
+@given(RUNS, RUNS)
+def test_a_change_is_the_same_seen_from_both_sides(old, new):
+    opposite = {FASTER: SLOWER, SLOWER: FASTER}
+    there, back = Change((), old, new), Change((), new, old)
+    assert back.verdict == opposite.get(there.verdict, there.verdict)
+    assert back.ratio == pytest.approx(1 / there.ratio)
+
+
+@given(RUNS)
+def test_nothing_changes_beside_itself(runs):
+    assert Change((), runs, runs).verdict == NOISE
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("model_filename", "gpt2"),
+        ("dtype", "int4"),
+        ("n_threads", 1),
+        ("batch_size", 8),
+        ("n_prompt", 9),
+        ("n_gen", 9),
+        ("n_depth", 9),
+    ],
+)
+def test_different_tests_are_listed_not_compared(field, other):
+    old, new = record(1, 2), record(1, 2, **{field: other})
+    found = compare([old], [new])
+    assert found.changes == ()
+    assert [dict(zip(SAME, key, strict=True))[field] for key in (*found.only_old, *found.only_new)] == [
+        old[field],
+        other,
+    ]
+    text = to_markdown(found)
+    assert "No test is in both files." in text
+    assert text.count("- only in the old file: ") == text.count("- only in the new file: ") == 1
+
+
+def test_records_of_one_test_are_more_runs_of_it():
+    found = compare([record(1, 2), record(3)], [record(4, 5, 6)])
+    (change,) = found.changes
+    assert (change.old, change.new) == ([1, 2, 3], [4, 5, 6])
+
+
+def test_markdown_of_a_comparison():
+    old = [record(90, 100, 110, 95, 105), record(1, 2, n_gen=0, n_prompt=512, n_depth=0)]
+    new = [record(190, 200, 220, 195, 205, cpu_info="Another CPU")]
+    text = to_markdown(compare(old, new))
+    row = next(line for line in text.splitlines() if line.startswith("| demo"))
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        "demo, int8, threads 2, batch 1, tg64 @ d128",
+        "100.0",
+        "200.0",
+        "+100.0%",
+        "-10.0% +10.0%, -5.0% +10.0%",
+        "faster",
+    ]
+    assert "- only in the old file: demo, int8, threads 2, batch 1, pp512" in text
+    assert "- the files are not from one machine: A CPU, Another CPU" in text
+
+
+def test_records_of_a_comparison():
+    found = compare([record(1, 2, 3, 4, 5), record(1, n_gen=2)], [record(2, 4, 6, 8, 10), record(1, n_gen=3)])
+    both, *others = found.records
+    assert (both["old_ts"], both["new_ts"], both["ratio"], both["verdict"]) == (3, 6, 2, "within noise")
+    assert both["dtype"] == "int8"
+    assert [(r["n_gen"], r["verdict"], r["old_ts"]) for r in others] == [
+        (2, "only in the old file", None),
+        (3, "only in the new file", None),
+    ]
+
+
+def test_llama_benchs_own_records_compare(tmp_path):
+    theirs = {"model_filename": "m.gguf", "model_type": "gpt2 Q4_K", "n_threads": 8, "cpu_info": "A CPU"}
+    theirs |= {"n_prompt": 512, "n_gen": 0, "n_depth": 0, "samples_ts": [1.0, 2.0]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(theirs)}\n\n{json.dumps({**theirs, 'n_threads': 4})}\n")
+    records = read_records(tmp_path / "a.jsonl")
+    found = compare(records, records)
+    assert len(found.changes) == 2
+    assert "| m.gguf, gpt2 Q4_K, threads 8, pp512 |" in to_markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no records"),
+        ("[]", "holds no records"),
+        ("| model |", "is no JSON or JSONL"),
+        ("[1]", "holds no records"),
+        ('{"n_prompt": 1, "n_gen": 0}', "holds no records"),
+        ('{"n_prompt": 1, "n_gen": 0, "samples_ts": []}', "holds no records"),
+        ('{"n_prompt": 1, "n_gen": 0, "samples_ts": [1, 0]}', "holds no records"),
+        ('{"n_prompt": 1, "n_gen": 0, "samples_ts": "12"}', "holds no records"),
+        ('{"n_prompt": 1, "samples_ts": [1]}', "holds no records"),
+        ("[" * 100_000, "is no JSON or JSONL"),
+    ],
+)
+def test_a_file_that_is_no_bench_is_refused(tmp_path, text, message):
+    file = tmp_path / "file"
+    file.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        read_records(file)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RequestError, match="is no JSON or JSONL"):
+        read_records(tmp_path / "file")
+
+
+def test_the_command(tmp_path, capsys):
+    for name, samples in (("old", (1, 2, 3, 4, 5)), ("new", (6, 7, 8, 9, 10))):
+        (tmp_path / name).write_text(json.dumps([record(*samples)]))
+    files = [str(tmp_path / name) for name in ("old", "new")]
+    assert cli.main(["bench", "--compare", *files]) == 0
+    assert "| 3.0 | 8.0 | +166.7% |" in capsys.readouterr().out
+    assert cli.main(["bench", "--json", "--compare", *files]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "faster"

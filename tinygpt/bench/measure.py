@@ -1,0 +1,119 @@
+"""measure: a batch of prompts through LLM.generate, again and again, and where the time went."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tinygpt.batch import Batch
+from tinygpt.bench.memory import forget_peak, peak_memory
+from tinygpt.llm import LLM
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.scheduler import Scheduler
+
+CHOOSING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One repetition. Times are in seconds.
+
+    A pass in which any sequence is still in its prompt reads prompts, and others may decode beside it; all the other
+    passes decode. What is left of `total` goes to scheduling, to bookkeeping and to making text.
+    """
+
+    prompt: float  # forward passes that read prompts
+    generation: float  # forward passes that decode
+    sampling: float  # choosing tokens
+    first_token: float  # from the call of generate to the first token of the last prompt to get one
+    total: float  # the whole LLM.generate
+    num_steps: int  # forward passes in all
+    num_prompt_steps: int = 0  # those that read prompts
+    num_decoded: int = 0  # tokens that went through the passes that decode
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All repetitions of one test."""
+
+    runs: tuple[Run, ...]
+    batch_size: int
+    prompt_length: int  # tokens of the longest prompt
+    new_tokens: int
+    peak_memory: int  # bytes of the largest resident set of the process meanwhile; 0 where the system does not say
+
+
+def measure(
+    llm: LLM, prompts: list[list[int]], new_tokens: int, repetitions: int, warmups: int = 1, params: Any = None
+) -> Measurement:
+    """Continue all prompts, given as token ids, with `new_tokens` each, `repetitions` times after some warm-ups.
+
+    params: what `generate` takes; None is greedy, whatever token comes out. Give an LLM with prefix_cache_seqs=0, and
+    prompts that begin differently: what is known already is not computed again.
+    Raises RequestError, before any work, if the prompts cannot be served as asked.
+    """
+    if params is None:
+        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    for _ in range(warmups):
+        llm.generate(prompts, params)
+    forget_peak()
+    runs = tuple(_run(llm, prompts, params) for _ in range(repetitions))
+    return Measurement(runs, len(prompts), max(map(len, prompts), default=0), new_tokens, peak_memory())
+
+
+def _run(llm: LLM, prompts: list[list[int]], params: Any) -> Run:
+    with _timed(llm) as backend:
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        total = time.perf_counter() - start
+    first_tokens = [output.metrics.first_token - start for output in outputs if output.metrics.first_token is not None]
+    times = backend.prompt, backend.generation, backend.sampling, max(first_tokens, default=0.0), total
+    return Run(*times, backend.num_steps, backend.num_prompt_steps, backend.num_decoded)
+
+
+class TimedBackend:
+    """A backend that is another one, with a stopwatch: so the engine needs none."""
+
+    def __init__(self, backend: Any, scheduler: Scheduler):
+        self._backend, self._scheduler = backend, scheduler
+        self.prompt = self.generation = self.sampling = 0.0  # seconds
+        self.num_steps = self.num_prompt_steps = self.num_decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._backend, name)
+        return self._timed_choice(function) if name in CHOOSING else function
+
+    def forward(self, params: Any, batch: Batch, cache: Any, workspace: Any) -> Any:
+        is_reading = any(s.num_cached < len(s.prompt_token_ids) for s in self._scheduler.running)
+        start = time.perf_counter()
+        logits = self._backend.forward(params, batch, cache, workspace)
+        seconds = time.perf_counter() - start
+        self.num_steps += 1
+        if is_reading:
+            self.prompt += seconds
+            self.num_prompt_steps += 1
+        else:
+            self.generation += seconds
+            self.num_decoded += batch.token_ids.size
+        return logits
+
+    def _timed_choice(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.sampling += time.perf_counter() - start
+
+        return timed
+
+
+@contextmanager
+def _timed(llm: LLM) -> Iterator[TimedBackend]:
+    engine = llm._engine
+    backend, engine._backend = engine._backend, TimedBackend(engine._backend, engine.scheduler)
+    try:
+        yield engine._backend
+    finally:
+        engine._backend = backend

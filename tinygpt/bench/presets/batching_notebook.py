@@ -1,0 +1,134 @@
+"""batching-notebook: 10 new tokens for 1, 2, 4 ... 128 prompts at once; throughput against latency.
+
+The study is a notebook, pkuwangh/mlsys, mlsys/inference/tutorial/p02-batching.ipynb, section "Throughput vs Latency";
+the figures are its output, of commit b767e768.
+"""
+
+from dataclasses import dataclass, replace
+
+from tinygpt.bench.measure import measure
+from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.presets.options import PresetOptions
+from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
+from tinygpt.bench.presets.running import (
+    RANDOM_PROMPTS,
+    Result,
+    fitting,
+    here,
+    opened,
+    prepared,
+    progress,
+    random_prompts,
+    record,
+    repetitions_of,
+)
+
+STUDY = Study(
+    "batching-notebook",
+    "10 new tokens at batch 1 to 128",
+    'pkuwangh/mlsys, p02-batching.ipynb, "Throughput vs Latency"',
+    "Hugging Face's gpt2 in PyTorch on a GPU that is not named",
+)
+COLUMNS = ("bs", "duration (ms)", "throughput (tokens/ms)", "avg latency (ms)")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Prompt i has the length i % 3: those of the study's three texts in GPT-2's tokens."""
+
+    prompt_lengths: tuple[int, ...] = (7, 5, 4)
+    new_tokens: int = 10
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    repetitions: int = 5
+
+
+FULL = Protocol()
+SMALL = replace(FULL, batch_sizes=(1, 2, 4, 8), repetitions=3)
+
+
+@dataclass(frozen=True)
+class Published:
+    """One line of the notebook's output, with the digits it prints."""
+
+    batch_size: int
+    duration_ms: float
+    throughput: float  # tokens/ms
+    latency_ms: float
+
+
+PUBLISHED = (
+    Published(1, 59.8, 0.2, 6.0),
+    Published(2, 59.9, 0.3, 6.0),
+    Published(4, 59.3, 0.7, 5.9),
+    Published(8, 61.6, 1.3, 6.2),
+    Published(16, 64.4, 2.5, 6.4),
+    Published(32, 67.2, 4.8, 6.7),
+    Published(64, 75.6, 8.5, 7.6),
+    Published(128, 93.0, 13.8, 9.3),
+)
+
+
+def run(options: PresetOptions) -> PresetReport:
+    """Measure, and make a table for each dtype, with the notebook's columns twice: ours and published."""
+    options, config = prepared(options)
+    protocol = SMALL if options.small else FULL
+    fitting(options, config, [(max(protocol.prompt_lengths), protocol.new_tokens)])
+    results = [result for dtype in options.dtypes for result in _measure(options, protocol, dtype)]
+    tables = [_table(protocol, dtype, [r for r in results if r.dtype == dtype]) for dtype in options.dtypes]
+    notes = [
+        RANDOM_PROMPTS + " The notebook's single run times tokenisation too, and at bs 1 the warm-up.",
+        f"Ours: medians of {len(results[0].seconds)}. avg latency is duration / {protocol.new_tokens} new tokens.",
+    ]
+    records = [record(STUDY, options, result) for result in results]
+    return PresetReport(
+        page(STUDY, here(options, config), tables, notes), records, _picture(options, protocol, results)
+    )
+
+
+def _measure(options: PresetOptions, protocol: Protocol, dtype: str) -> list[Result]:
+    longest = max(protocol.prompt_lengths) + protocol.new_tokens
+    repetitions, found = repetitions_of(options, protocol.repetitions), []
+    with opened(options, dtype, max(protocol.batch_sizes), longest) as llm:
+        for size in progress(protocol.batch_sizes):
+            lengths = [protocol.prompt_lengths[i % len(protocol.prompt_lengths)] for i in range(size)]
+            prompts = random_prompts(lengths, llm.config.vocab_size)
+            found.append(Result(dtype, size, measure(llm, prompts, protocol.new_tokens, repetitions)))
+    return found
+
+
+def _table(protocol: Protocol, dtype: str, results: list[Result]) -> str:
+    header = [COLUMNS[0], *(f"tinygpt, {dtype}: {name}" for name in COLUMNS[1:])]
+    header += [f"published: {name}" for name in COLUMNS[1:]]
+    published = {row.batch_size: row for row in PUBLISHED}
+    rows = []
+    for result in results:
+        ms, theirs = 1e3 * result.median, published[result.batch_size]
+        tokens = result.batch_size * protocol.new_tokens
+        ours = f"{ms:.1f}", f"{tokens / ms:.2f}", f"{ms / protocol.new_tokens:.2f}"
+        figures = theirs.duration_ms, theirs.throughput, theirs.latency_ms
+        rows.append([str(result.batch_size), *ours, *map(str, figures)])
+    return markdown(header, rows)
+
+
+def _picture(options: PresetOptions, protocol: Protocol, results: list[Result]) -> Picture:
+    panels = [
+        _panel(protocol, dtype, [result for result in results if result.dtype == dtype]) for dtype in options.dtypes
+    ]
+    title = f"Throughput against latency by batch size, {model_name(options.model)}"
+    note = "Numbers are batch sizes, points medians; error bars reach from the slowest run to the fastest."
+    return Picture(title, tuple(panels), note, has_shared_y=True)
+
+
+def _panel(protocol: Protocol, dtype: str, results: list[Result]) -> Panel:
+    ours, theirs = [], []
+    for result in results:
+        rates = [result.batch_size * protocol.new_tokens / (1e3 * seconds) for seconds in result.seconds]
+        ours.append(Point.of(1e3 * result.median / protocol.new_tokens, rates, str(result.batch_size)))
+    for row in PUBLISHED:
+        rate = row.batch_size * protocol.new_tokens / row.duration_ms
+        name = str(row.batch_size) if row in (PUBLISHED[0], PUBLISHED[-1]) else ""  # the others would be in the way
+        theirs.append(Point.exact(row.latency_ms, rate, name))
+    published = Line("published, a GPU that is not named", tuple(theirs), is_published=True)
+    lines = Line("tinygpt", tuple(ours)), published
+    title, x_label = f"tinygpt, {dtype}", "latency (ms/token)"
+    return Panel(title, x_label, "throughput (tokens/ms)", lines, has_free_x=True)

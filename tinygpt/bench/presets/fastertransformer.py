@@ -1,0 +1,167 @@
+"""fastertransformer: latency and memory by batch size, input length and output length, sampling with top-p 0.9.
+
+The study is NVIDIA/FasterTransformer, docs/gpt_guide.md, section "Performance of GPT-350M", of commit 07fdd2fc: the
+table for the model that is nearest to GPT-2 355M.
+"""
+
+from dataclasses import dataclass, replace
+
+from tinygpt.bench.measure import measure
+from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.presets.options import PresetOptions
+from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
+from tinygpt.bench.presets.running import (
+    RANDOM_PROMPTS,
+    Result,
+    fitting,
+    here,
+    opened,
+    prepared,
+    progress,
+    random_prompts,
+    record,
+    repetitions_of,
+)
+from tinygpt.sampling_params import SamplingParams
+
+STUDY = Study(
+    "fastertransformer",
+    "batch size x input length x output length",
+    'NVIDIA/FasterTransformer, docs/gpt_guide.md, "Performance of GPT-350M"',
+    "24 layers, 1024 wide, FP16, on one A100-80GB",
+)
+COLUMNS = ("Batch_size", "Input Seqlen", "Output Seqlen")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    lengths: tuple[tuple[int, int], ...] = ((128, 8), (512, 32))  # input, output
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    top_p: float = 0.9
+    repetitions: int = 5
+
+
+FULL = Protocol()
+SMALL = replace(FULL, batch_sizes=(1, 2, 4), repetitions=2)
+
+
+@dataclass(frozen=True)
+class Published:
+    """Latency in milliseconds and memory in GB, by batch size."""
+
+    input_length: int
+    output_length: int
+    figures: dict[int, tuple[float, float]]
+
+
+PUBLISHED = (
+    Published(
+        128,
+        8,
+        {
+            1: (25.43, 3.43),
+            2: (26.42, 3.46),
+            4: (28.00, 3.51),
+            8: (32.56, 3.61),
+            16: (42.87, 3.78),
+            32: (62.61, 4.13),
+            64: (104.51, 4.81),
+        },
+    ),
+    Published(
+        512,
+        32,
+        {
+            1: (92.01, 3.57),
+            2: (97.87, 3.65),
+            4: (110.70, 3.78),
+            8: (136.45, 4.12),
+            16: (189.91, 4.80),
+            32: (296.15, 6.09),
+            64: (529.18, 8.67),
+        },
+    ),
+)
+
+
+def run(options: PresetOptions) -> PresetReport:
+    """Measure, and make the study's table with two more columns for each dtype."""
+    options, config = prepared(options)
+    protocol = SMALL if options.small else FULL
+    lengths, left_out = fitting(options, config, protocol.lengths)
+    cases = [(dtype, size, pair) for dtype in options.dtypes for pair in lengths for size in protocol.batch_sizes]
+    results = [_measure(options, protocol, *case) for case in progress(cases)]
+    notes = [
+        RANDOM_PROMPTS,
+        *left_out,
+        f"Latency of ours: median of {len(results[0].seconds)} whole requests.",
+        "Memory of ours: all that the process holds at most while it runs the case, Python and compiled kernels "
+        "included; the published one is the GPU's.",
+    ]
+    records = [record(STUDY, options, result) for result in results]
+    text = page(STUDY, here(options, config), [_table(protocol, options.dtypes, results)], notes)
+    return PresetReport(text, records, _picture(options, protocol, results))
+
+
+def _measure(
+    options: PresetOptions, protocol: Protocol, dtype: str, batch_size: int, lengths: tuple[int, int]
+) -> Result:
+    """With an LLM for this case alone, so that its memory is."""
+    prompt, new = lengths
+    with opened(options, dtype, batch_size, prompt + new) as llm:
+        prompts = random_prompts([prompt] * batch_size, llm.config.vocab_size)
+        params = SamplingParams(max_tokens=new, temperature=1.0, top_p=protocol.top_p, seed=0, ignore_eos=True)
+        found = measure(llm, prompts, new, repetitions_of(options, protocol.repetitions), params=params)
+        return Result(dtype, batch_size, found)
+
+
+def _table(protocol: Protocol, dtypes: tuple[str, ...], results: list[Result]) -> str:
+    header = [*COLUMNS]
+    header += [f"tinygpt, {dtype}: {figure}" for dtype in dtypes for figure in ("Latency (ms)", "Memory Usage (GB)")]
+    header += ["published: FT Latency (ms)", "published: Memory Usage (GB)"]
+    ours = {_key(result): result for result in results}
+    rows = []
+    for published in PUBLISHED:
+        for size in protocol.batch_sizes:
+            lengths = published.input_length, published.output_length
+            cells = [cell for dtype in dtypes for cell in _cells(ours.get((dtype, size, *lengths)))]
+            theirs = [f"{figure:.2f}" for figure in published.figures[size]]
+            rows.append([str(size), *map(str, lengths), *cells, *theirs])
+    return markdown(header, rows)
+
+
+def _key(result: Result) -> tuple[str, int, int, int]:
+    found = result.measurement
+    return result.dtype, result.batch_size, found.prompt_length, found.new_tokens
+
+
+def _cells(result: Result | None) -> tuple[str, str]:
+    if result is None:
+        return "-", "-"
+    peak = result.measurement.peak_memory
+    return f"{1e3 * result.median:.2f}", f"{peak / 1e9:.2f}" if peak else "unknown"
+
+
+def _picture(options: PresetOptions, protocol: Protocol, results: list[Result]) -> Picture:
+    panels = (
+        Panel("Latency", "batch size (sequences)", "latency (ms)", _lines(protocol, results, is_memory=False)),
+        Panel("Memory", "batch size (sequences)", "memory (GB)", _lines(protocol, results, is_memory=True)),
+    )
+    title = f"Latency and memory by input + output length, {model_name(options.model)}"
+    note = "Points are medians, error bars reach from the fastest run to the slowest. Published: GPT-350M, one A100."
+    return Picture(title, panels, note)
+
+
+def _lines(protocol: Protocol, results: list[Result], is_memory: bool) -> tuple[Line, ...]:
+    points: dict[tuple[str, int, int], list[Point]] = {}
+    for result in results:
+        dtype, size, *lengths = _key(result)
+        memory = [result.measurement.peak_memory / 1e9]
+        samples = memory if is_memory else [1e3 * seconds for seconds in result.seconds]
+        points.setdefault((dtype, *lengths), []).append(Point.of(size, samples))
+    lines = [Line(f"tinygpt, {dtype}, {a} + {b}", tuple(of), group=dtype) for (dtype, a, b), of in points.items()]
+    for row in PUBLISHED:
+        theirs = tuple(Point.exact(size, row.figures[size][is_memory]) for size in protocol.batch_sizes)
+        label = f"published, {row.input_length} + {row.output_length}"
+        lines.append(Line(label, theirs, is_published=True))
+    return tuple(lines)

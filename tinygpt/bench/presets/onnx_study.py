@@ -1,0 +1,214 @@
+"""onnx-study: the time of a generation by prompt length and generation length, with a perplexity for each dtype.
+
+The study is jdvin/whistle-stop, of commit 1c53a109 and README.md of f27c8445: Hugging Face's gpt2 against ONNX exports
+of it on a CPU. The lengths are those of the last cell of test_lab.ipynb. Its results are graphs, with the standard
+error of the mean as error bars; numbers stand in README.md's log alone, for Hugging Face's model and nanoGPT.
+"""
+
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tinygpt.bench.measure import measure
+from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.presets.options import PresetOptions
+from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
+from tinygpt.bench.presets.running import (
+    RANDOM_PROMPTS,
+    Result,
+    fitting,
+    here,
+    opened,
+    prepared,
+    progress,
+    random_prompts,
+    record,
+    repetitions_of,
+)
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.evaluation import NUM_TOGETHER, perplexity
+from tinygpt.llm import LLM
+
+STUDY = Study(
+    "onnx-study",
+    "prompt length x generation length",
+    "jdvin/whistle-stop, README.md and test_lab.ipynb",
+    "gpt2 on the CPU, not named, of a Mac",
+)
+ABSENT = "-"
+NO_TEXT, NO_TOKENIZER = "no text given", "no tokenizer"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The grid, and the generation lengths of the log. The log does not state its prompt: the notebook then had 10."""
+
+    prompt_lengths: tuple[int, ...] = (100, 200, 300)
+    generation_lengths: tuple[int, ...] = (1, 100, 200, 400, 500)
+    log_prompt_length: int = 10
+    log_lengths: tuple[int, ...] = (1, 10, 100, 1000)
+    repetitions: int = 5
+    num_characters: int = 10_000  # of a text for perplexity: the study has 10 passages of up to 1000
+
+    @property
+    def grid(self) -> list[tuple[int, int]]:
+        return [(prompt, new) for prompt in self.prompt_lengths for new in self.generation_lengths]
+
+    @property
+    def log(self) -> list[tuple[int, int]]:
+        return [(self.log_prompt_length, new) for new in self.log_lengths]
+
+
+FULL = Protocol()
+SMALL = replace(FULL, prompt_lengths=(100, 200), generation_lengths=(1, 100, 200), log_lengths=(1, 10, 100))
+
+
+@dataclass(frozen=True)
+class Published:
+    """Seconds, of README.md's log, which gives more digits."""
+
+    new_tokens: int
+    hf_base: float
+    nano_gpt: float
+
+
+PUBLISHED = (
+    Published(1, 0.0348, 0.0639),
+    Published(10, 0.2157, 0.6021),
+    Published(100, 2.1581, 6.6107),
+    Published(1000, 26.4266, 291.9332),
+)
+
+
+@dataclass(frozen=True)
+class OfDtype:
+    """All that is measured in one precision: results by (prompt length, new tokens)."""
+
+    dtype: str
+    results: dict[tuple[int, int], Result]
+    perplexity: str
+
+
+def run(options: PresetOptions) -> PresetReport:
+    """Measure, and make the graph's table, and the log's with the published seconds."""
+    options, config = prepared(options)
+    protocol = SMALL if options.small else FULL
+    text = None if options.text is None else _read_text(options.text)[: protocol.num_characters]
+    cases, left_out = fitting(options, config, [*protocol.grid, *protocol.log])
+    found = [_measure(options, protocol, dtype, cases, text) for dtype in options.dtypes]
+    tables = [_grid_table(protocol, found), _log_table(protocol, found)]
+    notes = [RANDOM_PROMPTS, *left_out, *_notes(options, protocol)]
+    records = [
+        record(STUDY, options, result) | {"perplexity": of_dtype.perplexity}
+        for of_dtype in found
+        for result in of_dtype.results.values()
+    ]
+    return PresetReport(page(STUDY, here(options, config), tables, notes), records, _picture(options, protocol, found))
+
+
+def _measure(
+    options: PresetOptions, protocol: Protocol, dtype: str, cases: list[tuple[int, int]], text: str | None
+) -> OfDtype:
+    repetitions, results = repetitions_of(options, protocol.repetitions), {}
+    with opened(options, dtype, NUM_TOGETHER) as llm:
+        quality = _perplexity(llm, text)  # first: it may refuse the text
+        for prompt, new in progress(cases):
+            prompts = random_prompts([prompt], llm.config.vocab_size)
+            warmups = int(not results)  # what is warm stays warm
+            results[prompt, new] = Result(dtype, 1, measure(llm, prompts, new, repetitions, warmups))
+        return OfDtype(dtype, results, quality)
+
+
+def _perplexity(llm: LLM, text: str | None) -> str:
+    if not _has_tokenizer(llm):
+        return NO_TOKENIZER
+    return NO_TEXT if text is None else f"{perplexity(llm, text, show_progress=True).token_perplexity:.4f}"
+
+
+def _has_tokenizer(llm: LLM) -> bool:
+    try:
+        return llm.tokenizer is not None
+    except CheckpointError:
+        return False
+
+
+def _read_text(path: str | Path) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the text {path} is no UTF-8, at byte {error.start}: give a file of plain text.") from None
+    except OSError as error:
+        raise RequestError(f"the text {path} cannot be read: {error.strerror}.") from None
+    if not text.strip():
+        raise RequestError(f"the text {path} is empty: give one to measure perplexity on.")
+    return text
+
+
+def _grid_table(protocol: Protocol, found: list[OfDtype]) -> str:
+    lengths = protocol.generation_lengths
+    header = ["model - prompt length", *(f"{new} generated (s)" for new in lengths), "perplexity"]
+    rows = []
+    for of_dtype in found:
+        for prompt in protocol.prompt_lengths:
+            cells = [_mean_and_error(of_dtype.results.get((prompt, new))) for new in lengths]
+            rows.append([f"tinygpt, {of_dtype.dtype} - {prompt}", *cells, of_dtype.perplexity])
+    return markdown(header, rows)
+
+
+def _log_table(protocol: Protocol, found: list[OfDtype]) -> str:
+    ours = [f"tinygpt, {of_dtype.dtype} (s)" for of_dtype in found]
+    rows = []
+    for row in PUBLISHED:
+        case = protocol.log_prompt_length, row.new_tokens
+        cells = [_mean_and_error(of_dtype.results.get(case)) for of_dtype in found]
+        rows.append([str(row.new_tokens), *cells, str(row.hf_base), str(row.nano_gpt)])
+    return markdown(["generated tokens", *ours, "published: hf base (s)", "published: nanoGPT (s)"], rows)
+
+
+def _mean_and_error(result: Result | None) -> str:
+    if result is None:
+        return ABSENT
+    return f"{statistics.mean(result.seconds):.4f} ± {_standard_error(result.seconds):.4f}"
+
+
+def _standard_error(samples: list[float]) -> float:
+    return statistics.stdev(samples) / len(samples) ** 0.5 if len(samples) > 1 else 0.0
+
+
+def _notes(options: PresetOptions, protocol: Protocol) -> list[str]:
+    where = "there was none: give a text file of your own" if options.text is None else str(options.text)
+    return [
+        "Ours: mean ± standard error of the mean, as the study's error bars.",
+        "Published for the grid: a graph without numbers, of Hugging Face's model and of ONNX, optimised and "
+        "quantised. For a 50-token prompt and 100 generated tokens, the latter is more than 4 times faster.",
+        f"The log does not state its prompt: ours has {protocol.log_prompt_length} tokens, as its notebook then had.",
+        f"perplexity: per token, of the first {protocol.num_characters} characters of a text ({where}). The study's, "
+        "a graph, is of 10 passages of WikiText-2, and its author doubts its absolute values.",
+    ]
+
+
+def _picture(options: PresetOptions, protocol: Protocol, found: list[OfDtype]) -> Picture:
+    panels = tuple(_panel(protocol, of_dtype) for of_dtype in found)
+    note = "Points are means, error bars standard errors of the mean. Published: README.md's log."
+    return Picture(
+        f"Inference time by prompt and generation length, {model_name(options.model)}", panels, note, has_shared_y=True
+    )
+
+
+def _panel(protocol: Protocol, found: OfDtype) -> Panel:
+    lines = []
+    for length in protocol.prompt_lengths:
+        results = {new: result for (prompt, new), result in found.results.items() if prompt == length}
+        if results:
+            points = tuple(_point(new, result.seconds) for new, result in results.items())
+            lines.append(Line(f"prompt of {length} tokens", points))
+    longest = max(protocol.generation_lengths)
+    theirs = [Point.exact(row.new_tokens, row.hf_base) for row in PUBLISHED if row.new_tokens <= longest]
+    lines.append(Line("published: hf base", tuple(theirs), is_published=True))
+    label = "generation length (tokens)"
+    return Panel(f"tinygpt, {found.dtype}", label, "inference time (s)", tuple(lines), has_free_x=True)
+
+
+def _point(new_tokens: int, samples: list[float]) -> Point:
+    mean, error = statistics.mean(samples), _standard_error(samples)
+    return Point(new_tokens, mean, mean - error, mean + error)

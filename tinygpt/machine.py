@@ -1,0 +1,14 @@
+"""The machine's names for itself."""
+
+import platform
+from pathlib import Path
+
+
+def cpu_name() -> str:
+    """As the system calls it, such as "AMD EPYC 9B14"."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
