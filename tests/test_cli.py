@@ -393,7 +393,7 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         ("Once --threads 0", 2, "threads is 0"),
         ("Once --max-num-seqs 0", 2, "max_num_seqs is 0"),
         ("Once --max-model-len 513", 2, "has 512 positions"),
-        ("Once --device tpu", 2, "'cpu', 'reference'"),
+        ("Once --device tpu", 2, "'cpu', 'cuda', 'reference'"),
         ("Once --dtype float16", 2, "'int4' only"),
         ("Once --kv-cache-dtype int8", 2, "kv_cache_dtype is 'int8'"),
         ("Once --max-tokens 600", 2, "512 positions"),

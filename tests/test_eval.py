@@ -217,6 +217,9 @@ def test_ppl_prints_a_row_for_each_dtype(run, text_file):
     assert rows[0][3] == f"{expected.token_perplexity:.4f}"
     assert rows[0][3] != rows[1][3]
     assert float(rows[1][3]) == pytest.approx(expected.token_perplexity, rel=0.05)
+    assert (head[4], rows[0][4]) == ("change", "+0.000%")
+    change = float(rows[1][3]) / float(rows[0][3]) - 1
+    assert float(rows[1][4].rstrip("%")) == pytest.approx(100 * change, abs=1e-3)
 
 
 def test_json_holds_all_that_was_found(run, text_file):

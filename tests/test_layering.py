@@ -40,7 +40,7 @@ INTO_KERNELS = {
     "tinygpt.backend": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cuda.device", "tinygpt.kernels.cuda.memory"},
     "tinygpt.bench.limits": {"tinygpt.kernels.cpu.peak"},
     "tinygpt.commands.convert": {"tinygpt.kernels.cpu.packed"},
-    "tinygpt.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cpu.tiles"},
+    "tinygpt.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cpu.tiles", "tinygpt.kernels.cuda.jit"},
     "tinygpt.commands.loading": {"tinygpt.kernels.cpu.jit"},
     "tinygpt.commands.warmup": {"tinygpt.kernels.cpu.jit"},
 }

@@ -65,6 +65,12 @@ def choose(backend: ModuleType, workspace: Any, logits: np.ndarray, sequences: S
     return chosen
 
 
+def is_drawn_alone(sequence: Sequence, vocab_size: int) -> bool:
+    """Whether the sequence's tokens depend on its logits and its warpers alone, the same ones for each token."""
+    (controls,) = _updated_controls([sequence], vocab_size)
+    return not (controls.changes_scores or controls.wants_logprobs or sequence.params.top_p_decay < 1)
+
+
 def process_scores(backend: ModuleType, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
     """Change each sequence's row of `scores` (R, V) float32 as it asks, in place; why its users' functions failed."""
     return _process(backend, scores, sequences, _updated_controls(sequences, scores.shape[1]))
@@ -88,7 +94,7 @@ def _process(
     errors = [None] * len(sequences)
     for r, (sequence, notes) in enumerate(zip(sequences, controls, strict=True)):
         for function in sequence.params.logits_processors:
-            errors[r] = errors[r] or _call(function, scores[r], sequence, notes)
+            errors[r] = errors[r] or _call(function, scores, r, sequence, notes)
     return errors
 
 
@@ -101,8 +107,9 @@ def _updated_controls(sequences: Seq[Sequence], vocab_size: int) -> list[Sequenc
     return [sequence.controls for sequence in sequences]
 
 
-def _call(function, scores: np.ndarray, sequence: Sequence, notes: SequenceControls) -> str | None:
-    """Replace the row `scores` (V,) by what a user's function makes of it; an error if it fails."""
+def _call(function, all_scores: Any, r: int, sequence: Sequence, notes: SequenceControls) -> str | None:
+    """Replace row r of the scores (R, V) by what a user's function makes of it; an error if it fails."""
+    scores = all_scores[r]  # (V,)
     name = getattr(function, "__name__", type(function).__name__)
     try:
         returned = function(list(notes.prompt_token_ids), list(sequence.new_token_ids), scores.copy())
@@ -115,7 +122,7 @@ def _call(function, scores: np.ndarray, sequence: Sequence, notes: SequenceContr
         return NOT_SCORES.format(name, f"an array of shape {changed.shape}", len(sequence), scores.size)
     if not (changed < np.inf).all() and (scores < np.inf).all():
         return NOT_SCORES.format(name, "NaN or +inf", len(sequence), scores.size)
-    scores[:] = changed
+    all_scores[r] = changed
     return None
 
 

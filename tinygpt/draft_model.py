@@ -6,7 +6,14 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinygpt.backend import load_backend, load_params, new_workspace, resolve_dtype, resolve_kv_cache_dtype
+from tinygpt.backend import (
+    check_memory,
+    load_backend,
+    load_params,
+    new_workspace,
+    resolve_dtype,
+    resolve_kv_cache_dtype,
+)
 from tinygpt.batch import Batch
 from tinygpt.choose import choose
 from tinygpt.config import GPT2Config
@@ -133,6 +140,7 @@ def load_draft_model(
     dtype = resolve_dtype(dtype, device, checkpoint)
     kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, device, dtype)
     max_model_len = min(limits.max_model_len, config.n_positions)
+    check_memory(device, checkpoint, dtype, kv_cache_dtype, limits)
     params = load_params(backend, checkpoint, dtype, threads)
     try:
         cache = backend.new_cache(config, limits.num_rows, max_model_len, kv_cache_dtype)

@@ -22,6 +22,7 @@ from tinygpt.errors import RequestError
 from tinygpt.fingerprint import fingerprint
 from tinygpt.limits import LOGIT_ROWS, Limits
 from tinygpt.rows import RowTable
+from tinygpt.run_ahead import draws_of, num_steps_ahead, take_tokens
 from tinygpt.scheduler import Chunk, Scheduler
 from tinygpt.sequence import Sequence
 from tinygpt.soft_prompts import replace_virtual
@@ -50,7 +51,7 @@ class Engine:
         self._backend = backend
         self._about = {**asdict(config), "device": backend.__name__.rpartition(".")[2]}
         self._about |= {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-        self._head_size = config.head_size
+        self._head_size, self._vocab_size = config.head_size, config.vocab_size
         self._params = params
         self._cache = _new_cache(backend, config, limits, kv_cache_dtype)
         num_tokens = limits.max_num_batched_tokens
@@ -194,6 +195,10 @@ class Engine:
 
     def _advance(self, chunks: list[Chunk]) -> None:
         drafts = self._speculator.propose(chunks)
+        steps = 1 if drafts else num_steps_ahead(self._backend, chunks, self._vocab_size, self.limits.max_model_len)
+        if steps > 1:
+            self._advance_ahead(chunks, steps)
+            return
         token_ids = [chunk.sequence.next_token_ids(chunk.count) for chunk in chunks]
         embeds = replace_virtual(chunks, token_ids)  # (E, C)
         counts = [chunk.num_logits for chunk in chunks]
@@ -216,6 +221,14 @@ class Engine:
                 _take(sequence, next(tokens))
             sequence.num_cached += chunk.count
         self._confirm(logits, [Draft(chunks[i].sequence, draft, last[i]) for i, draft in drafts.items()])
+
+    def _advance_ahead(self, chunks: list[Chunk], steps: int) -> None:
+        """Take several steps at once, of sequences that all decode."""
+        sequences = [chunk.sequence for chunk in chunks]
+        starts, rows = [s.num_cached for s in sequences], [s.row for s in sequences]
+        batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, rows)
+        on = self._params, batch, self._cache, self._workspace
+        take_tokens(chunks, self._backend.run_ahead(*on, *draws_of(chunks), steps))  # (steps, S)
 
     def _read_prompt_logprobs(
         self, logits: np.ndarray, chunks: list[Chunk], last: list[int]

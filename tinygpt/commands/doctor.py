@@ -169,7 +169,14 @@ def _size_of(folder: Path) -> int:
 
 
 def _gpu() -> dict[str, Any]:
-    return {"numba_cuda": _version_of("numba-cuda"), **_cuda_driver()}
+    from tinygpt.kernels.cuda.jit import DeviceError, need_driver
+
+    try:
+        need_driver()
+        answer = "they run here"
+    except DeviceError as error:
+        answer = str(error)
+    return {"numba_cuda": _version_of("numba-cuda"), **_cuda_driver(), "kernels": answer}
 
 
 def _cuda_driver() -> dict[str, Any]:

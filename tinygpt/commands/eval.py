@@ -22,11 +22,19 @@ PPL_COLUMNS = {
     "stride": "{}",
     "num_tokens": "{}",
     "token_perplexity": "{:.4f}",
+    "change": "{:+.3%}",
     "word_perplexity": "{:.4f}",
     "byte_perplexity": "{:.5f}",
     "bits_per_byte": "{:.5f}",
 }
-LAMBADA_COLUMNS = {"dtype": "{}", "protocol": "{}", "num_rows": "{}", "accuracy": "{:.2%}", "perplexity": "{:.4f}"}
+LAMBADA_COLUMNS = {
+    "dtype": "{}",
+    "protocol": "{}",
+    "num_rows": "{}",
+    "accuracy": "{:.2%}",
+    "perplexity": "{:.4f}",
+    "change": "{:+.3%}",
+}
 COLUMNS = {"ppl": PPL_COLUMNS, "lambada": LAMBADA_COLUMNS}
 
 
@@ -67,7 +75,10 @@ def run(args: argparse.Namespace) -> None:
     _check_flags(args)
     given = _read_text(args.file) if args.task == "ppl" else read_rows(args.file)[: args.limit]
     loading.set_thread_pools(args.threads)
-    records = [record for dtype in dtypes for record in _evaluate(args, dtype, given)]
+    tables = [_evaluate(args, dtype, given) for dtype in dtypes]
+    records = [
+        record | _change(record, first) for table in tables for record, first in zip(table, tables[0], strict=True)
+    ]
     if args.json:
         for record in records:
             print(json.dumps(record, ensure_ascii=False))
@@ -125,6 +136,12 @@ def _lambada(llm: "LLM", texts: list[str]) -> list[dict[str, Any]]:
     from tinygpt.evaluation import lambada
 
     return [asdict(found) | {"accuracy": found.accuracy} for found in lambada(llm, texts, show_progress=True)]
+
+
+def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
+    """By how much of it a perplexity is above that of the first dtype."""
+    name = "token_perplexity" if "token_perplexity" in record else "perplexity"
+    return {"change": record[name] / first[name] - 1}
 
 
 def _checked_dtypes(given: str) -> list[str]:

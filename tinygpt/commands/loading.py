@@ -46,7 +46,9 @@ COLLECT_AFTER = 200_000  # new objects
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = add_model_arguments(parser)
     group.add_argument(
-        "--device", default="cpu", help='"cpu", or "reference": NumPy in float64, slow (default: %(default)s)'
+        "--device",
+        default="cpu",
+        help='"cpu"; "cuda": an NVIDIA card; "reference": NumPy in float64, slow (default: %(default)s)',
     )
     group.add_argument(
         "--max-num-seqs",

@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="float32", help=f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
     )
     parser.add_argument(
-        "--device", default="cpu", help='"cpu", or "reference": NumPy in float64, slow (default: %(default)s)'
+        "--device",
+        default="cpu",
+        help='"cpu"; "cuda": an NVIDIA card; "reference": NumPy in float64, slow (default: %(default)s)',
     )
     parser.add_argument(
         "--threads", type=whole_number, metavar="N", help="threads that compute (default: one for each physical core)"

@@ -1,0 +1,126 @@
+"""Device: one NVIDIA card, a stream of work on it, and its memory. Everything that CUDA's driver is asked goes through.
+
+Arrays on the device are flat. Work is queued and done in order; `read` waits for it.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tinygpt.kernels.cuda.jit import DeviceError, need_driver
+
+__all__ = ["Device", "DeviceError", "card"]
+
+# What a block may have without being granted more.
+USUAL_SHARED_BYTES = 48 << 10
+
+
+@functools.cache
+def card() -> "Device":
+    """The card that all models of this process share. DeviceError if there is none that will do."""
+    return Device()
+
+
+class Device:
+    """The first card that the driver shows. DeviceError if there is none, or no driver, or no numba-cuda."""
+
+    def __init__(self):
+        need_driver()
+        from numba import cuda
+
+        self._cuda = cuda
+        self._stream = cuda.stream()
+        self._granted: set[Any] = set()
+        self.multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT
+        self.name = str(cuda.get_current_device().name)
+
+    def free_bytes(self) -> int:
+        return self._cuda.current_context().get_memory_info().free
+
+    def array(self, values: np.ndarray) -> Any:
+        """A flat copy on the device."""
+        return self._cuda.to_device(np.ascontiguousarray(values).ravel(), self._stream)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Zeros, flat. MemoryError if the card has no room for them."""
+        from numba.cuda.cudadrv.driver import CudaAPIError, device_memset
+
+        size = math.prod(shape)
+        try:
+            array = self._cuda.device_array(max(size, 1), dtype, stream=self._stream)
+        except CudaAPIError as error:
+            raise MemoryError(f"the card cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
+        device_memset(array, 0, array.nbytes, self._stream)
+        return array[:size]
+
+    def write(self, target: Any, values: np.ndarray) -> None:
+        """Copy values to the front of an array; they may change as soon as this returns."""
+        if values.size:
+            target[: values.size].copy_to_device(np.ascontiguousarray(values).ravel(), self._stream)
+
+    def read(self, source: Any) -> np.ndarray:
+        values = source.copy_to_host(stream=self._stream)
+        self._stream.synchronize()
+        return values
+
+    def launch(
+        self, kernel: Any, grid: int | Sequence[int], threads: int, *arguments: Any, shared_bytes: int = 0
+    ) -> None:
+        """Queue a kernel. Python's numbers arrive as int32 and float32."""
+        arguments = tuple(map(_narrowed, arguments))
+        grid = (grid,) if isinstance(grid, int) else tuple(grid)
+        if shared_bytes > USUAL_SHARED_BYTES and kernel not in self._granted:
+            self._grant(kernel, arguments, shared_bytes)
+        kernel[grid, threads, self._stream, shared_bytes](*arguments)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What `run` would queue, as a CUDA graph: a function that queues all of it at once.
+
+        `run` launches kernels that have run before, and does nothing else.
+        """
+        from cuda.bindings import driver
+
+        stream = driver.CUstream(int(self._stream))
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _checked(driver.cuStreamBeginCapture(stream, mode))
+        try:
+            run()
+        finally:
+            graph = _checked(driver.cuStreamEndCapture(stream))
+        executable = _checked(driver.cuGraphInstantiate(graph, 0))
+        _checked(driver.cuGraphDestroy(graph))
+        return lambda: _checked(driver.cuGraphLaunch(executable, stream))
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+        from numba import typeof
+
+        function = kernel.compile(tuple(map(typeof, arguments)))._codelibrary.get_cufunc()
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        device = _checked(driver.cuCtxGetDevice())
+        _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, device))
+        self._granted.add(kernel)
+
+
+def _narrowed(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return type(argument)(*map(_narrowed, argument))
+    if isinstance(argument, bool | np.generic):
+        return argument
+    if isinstance(argument, int):
+        return np.int32(argument)
+    return np.float32(argument) if isinstance(argument, float) else argument
+
+
+def _checked(answer: tuple) -> Any:
+    """The driver's answer; its first part says whether it worked."""
+    error, *values = answer
+    if error.value:
+        raise RuntimeError(f"CUDA's driver says {error.name}.")
+    return values[0] if values else None

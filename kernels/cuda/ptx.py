@@ -1,0 +1,344 @@
+"""What CUDA can do and numba.cuda has no name for, as inline PTX; nothing else knows the compiler so well.
+
+A bfloat16 is the upper half of a float32; two of them lie in a uint32, the first in the low half. `index` counts
+elements of the array, of whatever size, and what is loaded from there lies on a boundary of 16 bytes.
+PTX ISA 9.0, sections 9.7.9 (data movement), 9.7.13 (atomics), 9.7.15 (mma).
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.cuda.extending import intrinsic
+
+INT16, INT32, INT64, FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+VOID = ir.VoidType()
+FOUR_WORDS = ir.LiteralStructType([INT32] * 4)
+
+
+@intrinsic
+def load_weights(typing_context, array, index):
+    """16 bytes as four uint32, of memory that nothing writes to and nobody reads twice."""
+    return _load_128("ld.global.nc.L1::no_allocate.v4.u32", array, index, side_effect=False)
+
+
+@intrinsic
+def load_read_only(typing_context, array, index):
+    """16 bytes as four uint32, of memory that nothing writes to meanwhile and other warps of the block may read too."""
+    return _load_128("ld.global.nc.v4.u32", array, index, side_effect=False)
+
+
+@intrinsic
+def load_global(typing_context, array, index):
+    """16 bytes as four uint32, past the L1 cache: other blocks of the same kernel may have written them."""
+    return _load_128("ld.global.cg.v4.u32", array, index, side_effect=True)
+
+
+@intrinsic
+def load_fresh(typing_context, array, index):
+    """array[index], of 32 or 64 bits, as `load_global`. Unlike `cuda.ldcg`, it is loaded anew after each barrier."""
+    signature = array.dtype(array, index)
+
+    def generate(context, builder, signature, arguments):
+        address, bits = _address(context, builder, signature, arguments), array.dtype.bitwidth
+        result, kind = context.get_value_type(array.dtype), "l" if bits == 64 else "r"
+        if isinstance(array.dtype, types.Float):
+            kind = "d" if bits == 64 else "f"
+        asm, constraints = f"ld.global.cg.b{bits} $0, [$1];", f"={kind},l,~{{memory}}"
+        return _call(builder, result, [INT64], asm, constraints, [address], side_effect=True)
+
+    return signature, generate
+
+
+@intrinsic
+def store_bfloat16(typing_context, array, index, value):
+    """array[index], uint16, = the float32 `value`, rounded to the nearest, ties to even."""
+    signature = types.void(array, index, types.float32)
+
+    def generate(context, builder, signature, arguments):
+        asm = "{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }"
+        address = _address(context, builder, signature, arguments)
+        _call(builder, VOID, [INT64, FLOAT], asm, "l,f,~{memory}", [address, arguments[2]], side_effect=True)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def to_bfloat16(typing_context, value):
+    """A float32 as bfloat16, uint16, rounded to the nearest, ties to even."""
+    signature = types.uint16(types.float32)
+
+    def generate(context, builder, signature, arguments):
+        return _call(builder, INT16, [FLOAT], "cvt.rn.bf16.f32 $0, $1;", "=h,f", list(arguments))
+
+    return signature, generate
+
+
+@intrinsic
+def pack_bfloat16(typing_context, low, high):
+    """Two float32 as two bfloat16, rounded to the nearest, ties to even."""
+    signature = types.uint32(types.float32, types.float32)
+
+    def generate(context, builder, signature, arguments):
+        low, high = arguments
+        return _call(builder, INT32, [FLOAT, FLOAT], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low])
+
+    return signature, generate
+
+
+@intrinsic
+def low_bfloat16(typing_context, pair):
+    """The first of two bfloat16, as float32."""
+    signature = types.float32(types.uint32)
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(builder.shl(arguments[0], INT32(16)), FLOAT)
+
+    return signature, generate
+
+
+@intrinsic
+def high_bfloat16(typing_context, pair):
+    """The second of two bfloat16, as float32."""
+    signature = types.float32(types.uint32)
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(builder.and_(arguments[0], INT32(0xFFFF0000)), FLOAT)
+
+    return signature, generate
+
+
+@intrinsic
+def bits_to_float32(typing_context, bits):
+    """The float32 of these 32 bits."""
+    signature = types.float32(types.uint32)
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], FLOAT)
+
+    return signature, generate
+
+
+@intrinsic
+def float32_to_bits(typing_context, value):
+    """The 32 bits of a float32."""
+    signature = types.uint32(types.float32)
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], INT32)
+
+    return signature, generate
+
+
+@intrinsic
+def rounded_product(typing_context, a, b):
+    """The product of two float32 as a float32: it is not made one with a sum that takes it."""
+    signature = types.float32(types.float32, types.float32)
+
+    def generate(context, builder, signature, arguments):
+        return _call(builder, FLOAT, [FLOAT, FLOAT], "mul.rn.f32 $0, $1, $2;", "=f,f,f", list(arguments))
+
+    return signature, generate
+
+
+@intrinsic
+def int8_to_bfloat16(typing_context, word):
+    """Four int8 as two pairs of bfloat16, exactly."""
+    signature = types.UniTuple(types.uint32, 2)(types.uint32)
+
+    def generate(context, builder, signature, arguments):
+        floats = []
+        for byte in range(4):
+            shifted = builder.ashr(builder.shl(arguments[0], INT32(24 - 8 * byte)), INT32(24))
+            floats.append(builder.bitcast(builder.sitofp(shifted, FLOAT), INT32))
+        # A whole number of 8 bits is a bfloat16: the lower half of its float32 is 0.
+        pairs = [
+            builder.or_(builder.lshr(floats[i], INT32(16)), builder.and_(floats[i + 1], INT32(0xFFFF0000)))
+            for i in (0, 2)
+        ]
+        return cgutils.pack_array(builder, pairs)
+
+    return signature, generate
+
+
+@intrinsic
+def mma_bfloat16(typing_context, a, b, c):
+    """A warp's product of bfloat16: c (16, 8) float32 + a (16, 16) @ b (16, 8). Returns the new c.
+
+    Lane 4 g + q holds, a pair in each uint32,
+        a: rows g, g + 8, g, g + 8 at columns 2q and 2q + 1, and the last two at 2q + 8 and 2q + 9
+        b: rows 2q and 2q + 1, then 2q + 8 and 2q + 9, of column g
+        c: row g at columns 2q and 2q + 1, then row g + 8 at the same
+    """
+    signature = types.UniTuple(types.float32, 4)(a, b, c)
+
+    def generate(context, builder, signature, arguments):
+        operands = [builder.extract_value(arguments[i], k) for i, size in enumerate((4, 2, 4)) for k in range(size)]
+        asm = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+        )
+        result = ir.LiteralStructType([FLOAT] * 4)
+        given = [INT32] * 6 + [FLOAT] * 4
+        values = _call(builder, result, given, asm, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", operands)
+        return cgutils.pack_array(builder, [builder.extract_value(values, k) for k in range(4)])
+
+    return signature, generate
+
+
+@intrinsic
+def shared_address(typing_context, array):
+    """Where a shared array begins, for the functions that take an address of shared memory, in bytes."""
+    signature = types.uint32(array)
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
+        pointer = ir.PointerType(addrspace=3) if data.type.is_opaque else ir.PointerType(data.type.pointee, 3)
+        return builder.ptrtoint(builder.addrspacecast(data, pointer), INT32)
+
+    return signature, generate
+
+
+@intrinsic
+def load_shared(typing_context, address):
+    """16 bytes of shared memory as four uint32."""
+    signature = types.UniTuple(types.uint32, 4)(types.uint32)
+
+    def generate(context, builder, signature, arguments):
+        asm, constraints = "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r,~{memory}"
+        words = _call(builder, FOUR_WORDS, [INT32], asm, constraints, list(arguments), side_effect=True)
+        return _unpacked(builder, words)
+
+    return signature, generate
+
+
+@intrinsic
+def copy_async(typing_context, address, array, index):
+    """Begin to copy 16 bytes of array[index:] to an address of shared memory."""
+    signature = types.void(types.uint32, array, index)
+
+    def generate(context, builder, signature, arguments):
+        source = _address(context, builder, signature, arguments, 1)
+        asm = "cp.async.cg.shared.global [$0], [$1], 16;"
+        _call(builder, VOID, [INT32, INT64], asm, "r,l,~{memory}", [arguments[0], source], side_effect=True)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def commit_copies(typing_context):
+    """Make one group of the copies that this thread has begun since the last group."""
+    return _statement("cp.async.commit_group;")
+
+
+@intrinsic
+def wait_for_copies(typing_context, pending):
+    """Wait until at most `pending` (a literal number) of this thread's groups of copies are still under way."""
+    count = pending.literal_value if isinstance(pending, types.IntegerLiteral) else None
+    if count is None:
+        return None
+    return _statement(f"cp.async.wait_group {count};", types.IntegerLiteral(count))
+
+
+@intrinsic
+def prefetch(typing_context, array, index):
+    """Have the 128 bytes around array[index] brought into the L2 cache."""
+    signature = types.void(array, index)
+
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature, arguments)
+        asm = "prefetch.global.L2 [$0];"
+        _call(builder, VOID, [INT64], asm, "l,~{memory}", [address], side_effect=True)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def prefetch_run(typing_context, array, index, size):
+    """Have `size` bytes (16 n) from array[index] on brought into the L2 cache; one thread asks for all of them."""
+    signature = types.void(array, index, types.int32)
+
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature, arguments)
+        asm = "cp.async.bulk.prefetch.L2.global [$0], $1;"
+        _call(builder, VOID, [INT64, INT32], asm, "l,r,~{memory}", [address, arguments[2]], side_effect=True)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def arrive(typing_context, array, index):
+    """Count array[index], uint32, up by 1, after all that this thread has written; what it was before."""
+    signature = types.uint32(array, index)
+
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature, arguments)
+        asm = "atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;"
+        return _call(builder, INT32, [INT64], asm, "=r,l,~{memory}", [address], side_effect=True)
+
+    return signature, generate
+
+
+@intrinsic
+def load_acquire(typing_context, array, index):
+    """array[index], uint32, before anything that this thread reads next."""
+    signature = types.uint32(array, index)
+
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature, arguments)
+        asm = "ld.acquire.gpu.global.u32 $0, [$1];"
+        return _call(builder, INT32, [INT64], asm, "=r,l,~{memory}", [address], side_effect=True)
+
+    return signature, generate
+
+
+@intrinsic
+def run_all_blocks_at_once(typing_context):
+    """Have the kernel launched cooperatively: all of its blocks are on the card together, or it is refused."""
+    signature = types.void()
+
+    def generate(context, builder, signature, arguments):
+        context.active_code_library.use_cooperative = True
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _load_128(instruction: str, array, index, side_effect: bool):
+    signature = types.UniTuple(types.uint32, 4)(array, index)
+
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature, arguments)
+        asm = f"{instruction} {{$0,$1,$2,$3}}, [$4];"
+        constraints = "=r,=r,=r,=r,l" + (",~{memory}" if side_effect else "")
+        return _unpacked(builder, _call(builder, FOUR_WORDS, [INT64], asm, constraints, [address], side_effect))
+
+    return signature, generate
+
+
+def _statement(asm: str, *argument_types):
+    signature = types.void(*argument_types)
+
+    def generate(context, builder, signature, arguments):
+        _call(builder, VOID, [], asm, "~{memory}", [], side_effect=True)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _address(context, builder, signature, arguments, first: int = 0):
+    """Of arguments[first][arguments[first + 1]], an element of global memory."""
+    array = context.make_array(signature.args[first])(context, builder, value=arguments[first])
+    index = context.cast(builder, arguments[first + 1], signature.args[first + 1], types.intp)
+    return builder.ptrtoint(builder.gep(array.data, [index]), INT64)
+
+
+def _call(builder, result, given, asm: str, constraints: str, values, side_effect: bool = False):
+    return builder.call(ir.InlineAsm(ir.FunctionType(result, given), asm, constraints, side_effect), values)
+
+
+def _unpacked(builder, words):
+    return cgutils.pack_array(builder, [builder.extract_value(words, k) for k in range(4)])

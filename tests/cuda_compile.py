@@ -1,0 +1,73 @@
+"""Compiles CUDA kernels for compute capability 9.0 on a machine without a GPU, and says what each thread needs."""
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+ARCHITECTURE = (9, 0)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """registers: of a thread. spilled: bytes of registers that went to memory. ptx: before linking."""
+
+    registers: int
+    spilled: int
+    stack: int
+    shared_bytes: int
+    ptx: str
+
+
+def need_toolchain() -> None:
+    """Skip the test where numba-cuda, libNVVM or nvJitLink is absent."""
+    for module in ("numba_cuda", "cuda.bindings.nvjitlink"):
+        pytest.importorskip(module, reason="needs pip install 'tinygpt[cuda]': it compiles without a GPU")
+
+
+def compile_kernel(kernel, *arguments) -> Compiled:
+    """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
+    from cuda.bindings import nvjitlink
+    from numba import cuda
+    from numba.cuda import dispatcher
+
+    # Device functions ask the driver which card they are for.
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=ARCHITECTURE)
+    signature = tuple(_type_of(argument) for argument in arguments)
+    options = {"cc": ARCHITECTURE, "device": False, "abi": "numba"}
+    ptx, _ = cuda.compile(kernel.py_func, signature, output="ptx", **options)
+    ltoir, _ = cuda.compile(kernel.py_func, signature, output="ltoir", **options)
+    log = _link(nvjitlink, bytes(ltoir))
+    return Compiled(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
+        stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
+        shared_bytes=int((re.search(r"(\d+) bytes smem", log) or [0, 0])[1]),
+        ptx=ptx if isinstance(ptx, str) else bytes(ptx).decode(),
+    )
+
+
+def _link(nvjitlink, ltoir: bytes) -> str:
+    options = ["-arch=sm_{}{}".format(*ARCHITECTURE), "-lto", "-verbose"]
+    handle = nvjitlink.create(len(options), options)
+    nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), "kernel")
+    nvjitlink.complete(handle)
+    log = bytearray(nvjitlink.get_info_log_size(handle))
+    nvjitlink.get_info_log(handle, log)
+    nvjitlink.destroy(handle)
+    return log.decode(errors="replace")
+
+
+def _type_of(argument):
+    from numba import types
+    from numba.np import numpy_support
+
+    if isinstance(argument, tuple):
+        return types.NamedTuple([_type_of(part) for part in argument], type(argument))
+    if isinstance(argument, np.ndarray):
+        return types.Array(numpy_support.from_dtype(argument.dtype), 1, "C")
+    if isinstance(argument, int):
+        return types.int32
+    return numpy_support.from_dtype(np.dtype(type(argument)))

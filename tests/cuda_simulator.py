@@ -1,0 +1,563 @@
+"""Runs the source of CUDA kernels on a CPU, a Python generator for each thread.
+
+A kernel is rewritten so that whatever waits for other threads (a barrier, a shuffle, a product of a warp) is a
+`yield`; a scheduler runs the threads and lets a group go on when all of it has arrived. Stricter than a GPU: shared
+memory and buffers begin as NaN, an index out of bounds is an error, so is a barrier that not all threads reach, and an
+asynchronous copy has not happened before it is waited for. Sums within a warp's product are in float32, in order.
+"""
+
+import ast
+import functools
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+
+WARP = 32
+WARP_OPERATIONS = {"syncwarp", "ballot_sync", "mma_bfloat16"}
+WARP_OPERATIONS |= {"shfl_sync", "shfl_xor_sync", "shfl_down_sync", "shfl_up_sync"}
+BLOCK_OPERATIONS = {"syncthreads", "syncthreads_or", "syncthreads_and", "syncthreads_count"}
+PAUSES = {"load_acquire"}  # in a loop, it waits for another thread
+WAITING = WARP_OPERATIONS | BLOCK_OPERATIONS | PAUSES
+MAX_IDLE_ROUNDS = 100_000
+
+
+class Dimensions:
+    def __init__(self, x: int, y: int = 1, z: int = 1):
+        self.x, self.y, self.z = x, y, z
+
+
+class GlobalArray:
+    """Memory of the device, (size,): an index must be within it, and never counts from the end."""
+
+    def __init__(self, values: np.ndarray):
+        assert values.ndim == 1, "device arrays are flat"
+        assert values.flags.c_contiguous, "device arrays are contiguous"
+        self.values, self.size, self.shape = values, values.size, values.shape
+        self.is_whole = values.dtype.kind == "i"
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.size:
+            raise IndexError(f"index {index} of {self.size}")
+        value = self.values[index]
+        return int(value) if self.is_whole else value
+
+    def __setitem__(self, index, value):
+        if not 0 <= index < self.size:
+            raise IndexError(f"index {index} of {self.size}")
+        self.values[index] = value
+
+    def words(self, index) -> np.ndarray:
+        """16 bytes from an index on, as four uint32."""
+        step = 16 // self.values.itemsize
+        if index < 0 or index + step > self.size:
+            raise IndexError(f"16 bytes at index {index} of {self.size}")
+        if index % step:
+            raise IndexError(f"16 bytes at index {index} are not on their boundary")
+        return self.values[index : index + step].view(np.uint32)
+
+
+class Block:
+    """Its threads share an arena of memory, of which a shared array is a part."""
+
+    def __init__(self, index: Dimensions, number: int, launch: "Launch"):
+        self.index, self.number, self.launch = index, number, launch
+        self.arena = np.full(launch.arena_bytes, 0xFF, np.uint8)  # NaN, whatever kind of float
+        self.offsets: dict[Any, int] = {}
+        self.used = launch.shared_bytes  # what the launch asks for lies in front
+
+    def shared_array(self, site, shape, dtype) -> np.ndarray:
+        dtype, size = np.dtype(_numpy_type(dtype)), math.prod(shape) if isinstance(shape, tuple) else shape
+        if size == 0:  # the launch's
+            return self.arena[: self.launch.shared_bytes].view(dtype)
+        if site not in self.offsets:
+            self.offsets[site] = self.used = -(-self.used // 16) * 16
+            self.used += size * dtype.itemsize
+            assert self.used <= self.arena.size, "more shared memory than the simulator's arena"
+        start = self.offsets[site]
+        return self.arena[start : start + size * dtype.itemsize].view(dtype).reshape(shape)
+
+    def address_of(self, array: np.ndarray) -> int:
+        return array.__array_interface__["data"][0] - self.arena.__array_interface__["data"][0]
+
+
+class Thread:
+    def __init__(self, block: Block, index: Dimensions, number: int):
+        self.block, self.index = block, index
+        self.lane, self.warp = number % WARP, (block.number, number // WARP)
+        self.operation: tuple = ()
+        self.answer: Any = None
+        self.copies: list[list[Callable[[], None]]] = [[]]
+        self.generator = None
+
+
+class Launch:
+    def __init__(self, grid: Sequence[int], threads: int, shared_bytes: int, arena_bytes: int):
+        self.grid, self.threads = Dimensions(*grid), Dimensions(threads)
+        self.shared_bytes, self.arena_bytes = shared_bytes, arena_bytes
+
+
+class Cuda:
+    """What a kernel sees as `cuda`; `current` is the thread that runs."""
+
+    warpsize = WARP
+
+    def __init__(self):
+        self.current: Thread | None = None
+        self.atomic = types.SimpleNamespace(
+            add=self._atomic(lambda old, value: old + value),
+            max=self._atomic(max),
+            min=self._atomic(min),
+            exch=self._atomic(lambda old, value: value),
+        )
+        self.local = types.SimpleNamespace(array=lambda shape, dtype: _local_array(shape, dtype))
+
+    threadIdx = property(lambda self: self.current.index)
+    blockIdx = property(lambda self: self.current.block.index)
+    blockDim = property(lambda self: self.current.block.launch.threads)
+    gridDim = property(lambda self: self.current.block.launch.grid)
+    laneid = property(lambda self: self.current.lane)
+
+    def shared_array(self, site, shape, dtype):
+        return self.current.block.shared_array(site, shape, dtype)
+
+    def fma(self, a, b, c):
+        if isinstance(a, np.float64):
+            return np.float64(a * b + c)
+        return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+    def ldcg(self, array, index):
+        return array[index]
+
+    def stcg(self, array, index, value):
+        array[index] = value
+
+    def popc(self, value):
+        return int(value).bit_count()
+
+    def threadfence(self):
+        pass
+
+    def nanosleep(self, nanoseconds):
+        pass
+
+    def _atomic(self, operation):
+        def change(array, index, value):
+            old = array[index]
+            array[index] = operation(old, value)
+            return old
+
+        return change
+
+
+cuda = Cuda()
+
+
+class Simulated:
+    """A kernel or device function whose source has been rewritten; called, it is a generator if it ever waits."""
+
+    def __init__(self, function: Callable):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        definition = tree.body[0]
+        definition.decorator_list = []
+        names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+        known = {name: _stand_in(name, value) for name, value in names.items() if name in _names_in(definition)}
+        rewriter = _Rewriter(known, function.__qualname__)
+        rewriter.visit(definition)
+        self.waits = rewriter.waits
+        ast.fix_missing_locations(tree)
+        ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
+        scope = {**function.__globals__, **known, **BUILTINS}
+        exec(compile(tree, inspect.getsourcefile(function) or function.__name__, "exec"), scope)
+        self.function = scope[function.__name__]
+
+    def __call__(self, *arguments):
+        return self.function(*arguments)
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, known: dict[str, Any], function: str):
+        self.known, self.function, self.waits, self.sites = known, function, False, 0
+
+    def visit_Call(self, node: ast.Call):
+        self.generic_visit(node)
+        called = node.func
+        if isinstance(called, ast.Attribute):
+            if ast.unparse(called) == "cuda.shared.array":
+                self.sites += 1
+                node.func = ast.parse("cuda.shared_array", mode="eval").body
+                node.args.insert(0, ast.Constant((self.function, self.sites)))
+            elif called.attr in WAITING and ast.unparse(called.value) == "cuda":
+                return self._yield(called.attr, node)
+        elif isinstance(called, ast.Name):
+            if called.id in WAITING:
+                return self._yield(called.id, node)
+            stand_in = self.known.get(called.id)
+            if isinstance(stand_in, Simulated) and stand_in.waits:
+                self.waits = True
+                return ast.copy_location(ast.YieldFrom(node), node)
+        return node
+
+    def _yield(self, name: str, node: ast.Call):
+        self.waits = True
+        return ast.copy_location(ast.Yield(ast.Tuple([ast.Constant(name), *node.args], ast.Load())), node)
+
+
+def simulate(kernel, grid, threads: int, *arguments, shared_bytes: int = 0, cooperative: bool = False) -> None:
+    """Run a kernel. Arrays are changed in place.
+
+    cooperative: all blocks run at once, as a kernel with a barrier among blocks needs; otherwise one after another.
+    """
+    grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    simulated = _simulated(kernel.py_func)
+    launch = Launch(grid, threads, shared_bytes, arena_bytes=shared_bytes + (64 << 10))
+    arguments = [_device_argument(argument) for argument in arguments]
+    blocks = []
+    sizes = grid + (1,) * (3 - len(grid))
+    for number, (z, y, x) in enumerate(np.ndindex(*sizes[::-1])):
+        block = Block(Dimensions(x, y, z), number, launch)
+        blocks.append([Thread(block, Dimensions(i), i) for i in range(threads)])
+    with np.errstate(all="ignore"):
+        for together in [[thread for block in blocks for thread in block]] if cooperative else blocks:
+            _run(together, simulated, arguments)
+
+
+def _device_argument(argument):
+    if isinstance(argument, tuple):
+        return type(argument)(*map(_device_argument, argument))
+    return GlobalArray(argument) if isinstance(argument, np.ndarray) else argument
+
+
+def _run(threads: list[Thread], simulated: Simulated, arguments: list) -> None:
+    """Run threads until each waits; let go on whatever group has arrived in full; and so on."""
+    if not simulated.waits:
+        for cuda.current in threads:
+            simulated(*arguments)
+        return
+    for thread in threads:
+        cuda.current = thread
+        thread.generator = simulated(*arguments)
+    alive: dict[Any, int] = {}
+    for thread in threads:
+        for group in (thread.warp, thread.block):
+            alive[group] = alive.get(group, 0) + 1
+    waiting: dict[Any, list[Thread]] = {}
+    runnable, idle_rounds = threads, 0
+    while runnable:
+        paused = []
+        for thread in runnable:
+            cuda.current = thread
+            try:
+                thread.operation = thread.generator.send(thread.answer)
+            except StopIteration:
+                alive[thread.warp] -= 1
+                alive[thread.block] -= 1
+                continue
+            name = thread.operation[0]
+            if name in PAUSES:
+                paused.append(thread)
+            else:
+                group = thread.warp if name in WARP_OPERATIONS else thread.block
+                waiting.setdefault((name, group), []).append(thread)
+        runnable = []
+        for (name, group), members in list(waiting.items()):
+            if len(members) == alive[group]:
+                del waiting[name, group]
+                OPERATIONS[name](members)
+                runnable += members
+        idle_rounds = 0 if runnable else idle_rounds + 1
+        for thread in paused:
+            _, array, index = thread.operation
+            thread.answer = array[index]
+        runnable += paused
+        if idle_rounds > MAX_IDLE_ROUNDS:
+            raise RuntimeError("threads wait for each other in a loop")
+    if waiting:
+        places = [f"{name} with {len(members)} threads" for (name, _), members in waiting.items()]
+        raise RuntimeError(f"a barrier that not all threads reach: {', '.join(places[:5])}")
+
+
+def _no_answer(members: list[Thread]) -> None:
+    for thread in members:
+        thread.answer = None
+
+
+def _shuffle(source: Callable[[int, int], int]) -> Callable[[list[Thread]], None]:
+    def operate(members: list[Thread]) -> None:
+        values = {thread.lane: thread.operation[2] for thread in members}
+        for thread in members:
+            lane = source(thread.lane, thread.operation[3])
+            thread.answer = values.get(lane, thread.operation[2])
+
+    return operate
+
+
+def _ballot(members: list[Thread]) -> None:
+    votes = sum(1 << thread.lane for thread in members if thread.operation[2])
+    for thread in members:
+        thread.answer = votes
+
+
+def _vote(decide: Callable[[list], int]) -> Callable[[list[Thread]], None]:
+    def operate(members: list[Thread]) -> None:
+        answer = decide([bool(thread.operation[1]) for thread in members])
+        for thread in members:
+            thread.answer = int(answer)
+
+    return operate
+
+
+def _multiply(members: list[Thread]) -> None:
+    """mma.m16n8k16 of bfloat16: ptx.py says which lane holds what."""
+    assert len(members) == WARP, "a product of a warp needs all its lanes"
+    a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+    for thread in members:
+        g, q = thread.lane >> 2, thread.lane & 3
+        of_a, of_b, of_c = thread.operation[1:]
+        for row, column, word in ((g, 0, 0), (g + 8, 0, 1), (g, 8, 2), (g + 8, 8, 3)):
+            a[row, column + 2 * q : column + 2 * q + 2] = _pair(of_a[word])
+        for row in (0, 1):
+            b[8 * row + 2 * q : 8 * row + 2 * q + 2, g] = _pair(of_b[row])
+        c[g, 2 * q : 2 * q + 2], c[g + 8, 2 * q : 2 * q + 2] = of_c[:2], of_c[2:]
+    result = (c + a @ b).astype(np.float32)
+    for thread in members:
+        g, q = thread.lane >> 2, thread.lane & 3
+        thread.answer = (*result[g, 2 * q : 2 * q + 2], *result[g + 8, 2 * q : 2 * q + 2])
+
+
+OPERATIONS = {
+    **dict.fromkeys(("syncthreads", "syncwarp"), _no_answer),
+    "shfl_xor_sync": _shuffle(lambda lane, mask: lane ^ mask),
+    "shfl_sync": _shuffle(lambda lane, source: source),
+    "shfl_down_sync": _shuffle(lambda lane, count: lane + count),
+    "shfl_up_sync": _shuffle(lambda lane, count: lane - count),
+    "ballot_sync": _ballot,
+    "syncthreads_or": _vote(any),
+    "syncthreads_and": _vote(all),
+    "syncthreads_count": _vote(sum),
+    "mma_bfloat16": _multiply,
+}
+
+
+# What stands for the intrinsics of ptx.py that wait for nobody.
+
+
+def load_weights(array: GlobalArray, index):
+    return tuple(array.words(index))
+
+
+load_global = load_read_only = load_weights
+
+
+def load_fresh(array: GlobalArray, index):
+    return array[index]
+
+
+def run_all_blocks_at_once():
+    pass
+
+
+def store_bfloat16(array: GlobalArray, index, value):
+    array[index] = pack_bfloat16(value, np.float32(0)) & 0xFFFF
+
+
+def to_bfloat16(value):
+    return pack_bfloat16(value, np.float32(0)) & 0xFFFF
+
+
+def pack_bfloat16(low, high):
+    return np.uint32(int(_rounded(low)) | int(_rounded(high)) << 16)
+
+
+def low_bfloat16(pair):
+    return _pair(pair)[0]
+
+
+def high_bfloat16(pair):
+    return _pair(pair)[1]
+
+
+def bits_to_float32(bits):
+    return np.uint32(bits).view(np.float32)
+
+
+def float32_to_bits(value):
+    return np.float32(value).view(np.uint32)
+
+
+def rounded_product(a, b):
+    return np.float32(a) * np.float32(b)
+
+
+def int8_to_bfloat16(word):
+    values = np.array([word], np.uint32).view(np.int8).astype(np.float32)
+    return pack_bfloat16(*values[:2]), pack_bfloat16(*values[2:])
+
+
+def shared_address(array: np.ndarray) -> int:
+    return cuda.current.block.address_of(array)
+
+
+def load_shared(address):
+    assert address % 16 == 0, f"16 bytes at address {address} are not on their boundary"
+    return tuple(cuda.current.block.arena[address : address + 16].view(np.uint32))
+
+
+def copy_async(address, array: GlobalArray, index):
+    assert address % 16 == 0, f"16 bytes at address {address} are not on their boundary"
+    arena, words = cuda.current.block.arena, array.words(index)
+    cuda.current.copies[-1].append(
+        lambda: arena[address : address + 16].view(np.uint32).__setitem__(slice(None), words)
+    )
+
+
+def commit_copies():
+    cuda.current.copies.append([])
+
+
+def wait_for_copies(pending):
+    copies = cuda.current.copies
+    while len(copies) - 1 > pending:
+        for copy in copies.pop(0):
+            copy()
+
+
+def prefetch(array: GlobalArray, index):
+    array[index]
+
+
+def prefetch_run(array: GlobalArray, index, size):
+    assert size % 16 == 0, f"{size} bytes are not 16 n"
+    array.words(index)
+    array[index + size // array.values.itemsize - 1]
+
+
+def arrive(array: GlobalArray, index):
+    old = array[index]
+    array[index] = old + np.uint32(1)
+    return old
+
+
+INTRINSICS = {
+    function.__name__: function
+    for function in (
+        load_weights,
+        load_fresh,
+        run_all_blocks_at_once,
+        store_bfloat16,
+        to_bfloat16,
+        pack_bfloat16,
+        low_bfloat16,
+        high_bfloat16,
+        bits_to_float32,
+        float32_to_bits,
+        rounded_product,
+        int8_to_bfloat16,
+        shared_address,
+        load_shared,
+        copy_async,
+        commit_copies,
+        wait_for_copies,
+        prefetch,
+        prefetch_run,
+        arrive,
+    )
+} | {"load_global": load_global, "load_read_only": load_read_only}
+
+
+class _Math:
+    """`math` for numbers of NumPy: the result has the argument's precision, and nothing overflows into an error."""
+
+    pi, inf, nan = math.pi, math.inf, math.nan
+
+    def __getattr__(self, name: str):
+        numpy_name = {"fabs": "abs"}.get(name, name)
+        if name == "erf":
+            return lambda x: type(x)(math.erf(x))
+        if name == "isnan":
+            return lambda x: bool(np.isnan(x))
+        return lambda x: getattr(np, numpy_name)(x)
+
+
+NUMBERS = {
+    "int32": int,
+    "int64": int,
+    "uint16": lambda value: np.uint16(int(value) & 0xFFFF),
+    "uint32": lambda value: np.uint32(int(value) & 0xFFFFFFFF),
+    "uint64": lambda value: np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF),
+    "float32": np.float32,
+    "float64": np.float64,
+}
+TYPES = {getattr(numba, name): name for name in NUMBERS}
+
+
+def _literal_range(*bounds):
+    return range(*map(int, bounds))
+
+
+# Numba's max of two float32 is a float32, and so is Python's; range takes NumPy's whole numbers.
+BUILTINS = {"range": _literal_range}
+
+
+class Number:
+    """A type of Numba's in a kernel: it converts, and names the type of an array."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, value):
+        return NUMBERS[self.name](value)
+
+
+def _stand_in(name: str, value: Any) -> Any:
+    """What a kernel finds under a name in place of what CUDA's compiler would."""
+    if getattr(value, "__name__", "") in ("numba.cuda", "numba_cuda.numba.cuda"):
+        return cuda
+    if value is math:
+        return _Math()
+    if isinstance(value, numba.types.Type) and value in TYPES:
+        return Number(TYPES[value])
+    if hasattr(value, "py_func"):
+        return _simulated(value.py_func)
+    intrinsic = getattr(value, "_name", None) or getattr(value, "__name__", None)
+    if type(value).__name__ == "_Intrinsic" or type(value).__module__.endswith("extending"):
+        if intrinsic in WAITING:
+            return value  # the rewriter knows it by its name
+        return INTRINSICS[intrinsic]
+    return value
+
+
+@functools.cache
+def _simulated(function: Callable) -> Simulated:
+    return Simulated(function)
+
+
+def _names_in(definition: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(definition) if isinstance(node, ast.Name)}
+
+
+def _numpy_type(dtype):
+    name = dtype.name if isinstance(dtype, Number) else str(dtype)
+    return np.dtype(name)
+
+
+def _local_array(shape, dtype):
+    dtype = _numpy_type(dtype)
+    return np.full(shape, np.nan if dtype.kind == "f" else -1 if dtype.kind == "i" else 0, dtype)
+
+
+def _pair(word) -> np.ndarray:
+    return (np.array([int(word) & 0xFFFF, int(word) >> 16], np.uint32) << 16).view(np.float32)
+
+
+def _rounded(value) -> np.uint32:
+    """The bits of the nearest bfloat16, ties to even."""
+    bits = int(np.float32(value).view(np.uint32))
+    if bits & 0x7FFFFFFF > 0x7F800000:  # NaN
+        return np.uint32(0x7FFF)
+    return np.uint32((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
