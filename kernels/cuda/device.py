@@ -30,6 +30,9 @@ class Device:
     def __init__(self):
         need_driver()
         from numba import cuda
+        from numba.cuda.core import config
+
+        config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids, as it should
 
         self._cuda = cuda
         self._stream = cuda.stream()
@@ -67,9 +70,18 @@ class Device:
         return values
 
     def launch(
-        self, kernel: Any, grid: int | Sequence[int], threads: int, *arguments: Any, shared_bytes: int = 0
+        self,
+        kernel: Any,
+        grid: int | Sequence[int],
+        threads: int,
+        *arguments: Any,
+        shared_bytes: int = 0,
+        cooperative: bool = False,
     ) -> None:
-        """Queue a kernel. Python's numbers arrive as int32 and float32."""
+        """Queue a kernel. Python's numbers arrive as int32 and float32.
+
+        cooperative: its blocks wait for one another. Numba sees that by itself, where `cuda.cg.this_grid()` is called.
+        """
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         if shared_bytes > USUAL_SHARED_BYTES and kernel not in self._granted:

@@ -16,6 +16,8 @@ from tinygpt.kernels.cuda.attention import (
     combine_chunks_kernel,
 )
 from tinygpt.kernels.cuda.embedding import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.gemm import gemm_kernel
+from tinygpt.kernels.cuda.gemm_tiles import pick_tile
 from tinygpt.kernels.cuda.layer_norm import NORM_WARPS, layer_norm_kernel
 from tinygpt.kernels.cuda.layout import STEP, from_bfloat16
 from tinygpt.kernels.cuda.linear import (
@@ -217,11 +219,16 @@ def linear(
     which: int = TOKENS,
 ) -> None:
     """A linear layer of `count` rows of inputs, or fewer: the device knows how many."""
-    weights, dtype = weights_of(params, name), params.dtype
+    weights, dtype, device = weights_of(params, name), params.dtype, workspace.device
+    arguments = target, inputs, weights, layer, width_of(params, purpose), workspace.inputs.sizes, which
+    if count > MAX_TILES[dtype] * TILE_TOKENS and dtype != "float32":
+        tile = pick_tile(count, weights.features, device.multiprocessors)
+        grid, shared_bytes = tile.grid(count, weights.features), tile.shared_bytes(dtype)
+        device.launch(gemm_kernel(dtype, tile, purpose), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+        return
     tiles = min(rounded_up(-(-count // TILE_TOKENS)), MAX_TILES[dtype])
     grid = weights.num_panels, -(-count // (tiles * TILE_TOKENS))
-    arguments = target, inputs, weights, layer, width_of(params, purpose), workspace.inputs.sizes, which
-    workspace.device.launch(linear_kernel(dtype, tiles, purpose), grid, LINEAR_THREADS, *arguments)
+    device.launch(linear_kernel(dtype, tiles, purpose), grid, LINEAR_THREADS, *arguments)
 
 
 def weights_of(params: Params, name: str):

@@ -27,7 +27,7 @@ from numba import cuda, float32, int32, int64, uint32  # isort: skip
 TOKENS = 16  # of a tile: the rows of one mma
 TILE_SIZE = TOKENS * PANEL
 GROUP = 2  # steps whose weights are loaded together
-SHARED_PAD = 8  # bfloat16 between two rows in shared memory, so that 8 rows lie in different banks
+SHARED_PAD = 32  # bfloat16 between two rows in shared memory, so that 8 rows lie in different banks
 WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; float32 loads as it goes
 
 
