@@ -1,7 +1,8 @@
 """Embed a trained checkpoint as the demo: python scripts/embed_demo.py FOLDER [OUTPUT]
 
 FOLDER holds config.json, vocab.json, merges.txt and float32 weights. OUTPUT, by default weights/demo/, receives
-the same with the weights rounded to bfloat16, and a model card.
+the same with the weights rounded to bfloat16, and a model card. What the card says of the training is what
+train_demo.py wrote into FOLDER/training.json, or of the first demo where there is no such file.
 """
 
 import argparse
@@ -27,12 +28,20 @@ A small GPT-2 that writes in the manner of old tales, embedded so that a first r
 | architecture | GPT-2: {n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, {activation}; tied |
 | parameters | {parameters:.1f} million, stored as bfloat16 |
 | tokenizer | byte-level BPE, {vocab_size} tokens |
-| trained on | 9.7 million tokens of English classics in the public domain, documents set apart by `<|endoftext|>` |
-| validation loss | 3.973 per token, 1.46 bits per byte (held-out text in windows of 512, float32 weights) |
+| trained on | {tokens_seen:.1f} million tokens of {corpus}, documents set apart by `<|endoftext|>` |
+| validation loss | {loss} per token, {bits} bits per byte (held-out text in windows of {window}, float32 weights) |
 | licence | MIT, as the project |
 
 It has read very little: sentences hold together and stories do not. Use it to try the engine out, not for facts.
 """
+# What training.json says, of the first demo, which was trained before there was such a file.
+FIRST_TRAINING = {
+    "corpus": "English classics in the public domain",
+    "tokens_seen": 9_700_000,
+    "validation_loss": 3.973,
+    "bits_per_byte": 1.46,
+    "window": 512,
+}
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:
@@ -66,7 +75,14 @@ def embed(source: Path, output: Path) -> None:
     (output / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(source / name, output / name)
+    recorded = source / "training.json"
+    training = read_json_object(recorded) if recorded.exists() else FIRST_TRAINING
     card = CARD.format(
+        corpus=training["corpus"],
+        tokens_seen=training["tokens_seen"] / 1e6,
+        loss=f"{training['validation_loss']:.3f}",
+        bits=f"{training['bits_per_byte']:.2f}",
+        window=training["window"],
         n_layer=config.n_layer,
         n_embd=config.n_embd,
         n_head=config.n_head,

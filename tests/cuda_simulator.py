@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import math
+import random
 import textwrap
 import types
 from collections.abc import Callable, Sequence
@@ -247,8 +248,10 @@ def _run(threads: list[Thread], simulated: Simulated, arguments: list) -> None:
         for group in (thread.warp, thread.block):
             alive[group] = alive.get(group, 0) + 1
     waiting: dict[Any, list[Thread]] = {}
-    runnable, idle_rounds = threads, 0
+    runnable, idle_rounds = list(threads), 0
+    order = random.Random(0)
     while runnable:
+        order.shuffle(runnable)  # in a fixed order, a barrier that is missing might not be missed
         paused = []
         for thread in runnable:
             cuda.current = thread
