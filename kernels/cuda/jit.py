@@ -7,6 +7,8 @@ if not hasattr(np, "row_stack"):  # numba-cuda asks NumPy 2.5 for a name that is
 
 from numba import cuda
 
+from tinygpt.kernels.cuda.disk_cache import DiskCache
+
 OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older card was ever tried
 
 
@@ -15,12 +17,14 @@ class DeviceError(Exception):
 
 
 def kernel(function):
-    """A function that a grid of blocks runs; compiled at its first launch, for the types of its arguments.
+    """A function that a grid of blocks runs; compiled for the types of its arguments, once on a machine.
 
     Arithmetic is strict but for what the compiler always does: it may fuse a product and the sum that takes it. Where
     two kernels must agree to the bit, both say `cuda.fma` themselves.
     """
-    return cuda.jit(function)
+    compiled = cuda.jit(function)
+    compiled._cache = DiskCache(function)
+    return compiled
 
 
 def device_function(function):
