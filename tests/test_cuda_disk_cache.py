@@ -22,12 +22,12 @@ PURPOSES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
 
 def kernels():
     for dtype, purpose in itertools.product(("bfloat16", "int8"), PURPOSES):
-        yield normed_linear_kernel(dtype, purpose)
+        yield normed_linear_kernel(dtype, 768, purpose)
         yield from (gemm_kernel(dtype, tile, purpose) for tile in TILES)
         yield from (linear_kernel(dtype, tiles, purpose) for tiles in (1, 2, 4))
     yield from (linear_kernel("float32", 1, purpose) for purpose in PURPOSES)
     for dtype in ("float32", "bfloat16"):
-        yield layer_norm_kernel(dtype)
+        yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
         yield from (make(size, dtype) for size in (64, 96) for make in (attend_chunks_kernel, attend_tiles_kernel))
 
 

@@ -1,8 +1,10 @@
 """The whole engine on a simulated card: the same tokens as the reference's, and what only a card can be refused for."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
-from cuda_device import SimulatedDevice
+from cuda_device import SimulatedDevice, on_a_card
 from tiny_checkpoint import random_tensors, write_checkpoint
 
 from tinygpt import LLM, SamplingParams
@@ -16,7 +18,10 @@ PROMPTS = [[3, 4, 5, 3], [3, 4, 5, 9, 9, 1]]
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch) -> SimulatedDevice:
+def card(monkeypatch, request) -> SimulatedDevice | None:
+    """What every test runs on that is not for a real card."""
+    if request.node.get_closest_marker("gpu"):
+        return None
     device = SimulatedDevice()
     monkeypatch.setattr(devices, "card", lambda: device)
     return device
@@ -47,6 +52,7 @@ CASES = {
     "rare warpers": {"temperature": 1.1, "typical_p": 0.7, "eta_cutoff": 0.01, "top_p": 0.9, "top_p_rule": "openai"},
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     "edited": {"logit_bias": {3: 2.0}, "suppress_tokens": [4], "no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6]]},
+    "banned": {"logit_bias": {5: -1.0}, "suppress_tokens": [4], "min_tokens": 3, "bad_words_ids": [[6]]},
     "decaying": {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.8, "top_p_min": 0.2, "seed": 8},
     "logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 7},
     "processed logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 7, "top_k": 4, "logprobs_mode": "processed"},
@@ -59,6 +65,29 @@ CASES = {
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 def test_tokens_are_the_references(model, fields):
+    check_tokens(model, fields)
+
+
+@on_a_card
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_tokens_are_the_references_on_a_card(model, fields):
+    check_tokens(model, fields)
+
+
+@on_a_card
+@pytest.mark.gpu
+def test_two_models_run_in_two_threads_on_a_card():
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0, seed=2)
+    with LLM("demo", device="cuda", dtype="bfloat16") as one, LLM("demo", device="cuda", dtype="int8") as other:
+        alone = [llm.generate(["Once", "The king said"], params) for llm in (one, other)]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(lambda llm: llm.generate(["Once", "The king said"], params), (one, other)))
+    for before, after in zip(alone, together, strict=True):
+        assert [output.outputs[0].token_ids for output in before] == [output.outputs[0].token_ids for output in after]
+
+
+def check_tokens(model: str, fields: dict) -> None:
     params = SamplingParams(**{"max_tokens": 5, "seed": 3, **fields})
     with load(model) as ours, load(model, "reference") as oracle:
         pairs = zip(ours.generate(PROMPTS, params), oracle.generate(PROMPTS, params), strict=True)

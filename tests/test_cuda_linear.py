@@ -1,6 +1,7 @@
 """The CUDA backend's linear layers, layer norm and embedding: in the simulator, beside the reference, and compiled."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,9 +154,9 @@ def test_layer_norm(dtype):
     x, gain, bias = 3 * normal(9, 70) + 1, normal(2, 70), normal(2, 70)
     rows, layer = np.array([8, 0, 5, 5, 2], np.int32), 1
     normed = stored(np.zeros((6, 70), np.float32), dtype)
-    arguments = x.ravel(), rows, gain.ravel(), bias.ravel(), layer, 70, 128, np.float32(1e-5)
+    arguments = x.ravel(), rows, gain.ravel(), bias.ravel(), layer, 128, np.float32(1e-5)
     sizes = np.array([9, 5], np.int32)
-    simulate(layer_norm_kernel(dtype), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1)
+    simulate(layer_norm_kernel(dtype, 70), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1)
     names = {"ln.weight": gain[layer], "ln.bias": bias[layer]}
     params = reference.Params(SimpleNamespace(layer_norm_epsilon=1e-5), names)
     expected = reference.layer_norm(params, "ln", x[rows].astype(np.float64))
@@ -175,12 +176,12 @@ def test_the_fused_layer_norm_gives_the_same_bits(dtype, count):
     normed = stored(np.zeros((count, columns), np.float32), dtype)
     arguments = x.ravel(), rows, gain.ravel(), norm_bias.ravel()
     padded = weights.num_steps * STEP
-    norm_arguments = (*arguments, layer, columns, padded, np.float32(1e-5), sizes, 0)
-    simulate(layer_norm_kernel(dtype), 2, NORM_WARPS * 32, normed, *norm_arguments)
+    norm_arguments = (*arguments, layer, padded, np.float32(1e-5), sizes, 0)
+    simulate(layer_norm_kernel(dtype, columns), 2, NORM_WARPS * 32, normed, *norm_arguments)
     apart, fused = np.ones(count * 19, np.float32), np.ones(count * 19, np.float32)
     run_linear(apart, normed, weights, layer, 19, count, dtype, 1, ADD)
-    norm = Norm(*arguments, columns, np.float32(1e-5))
-    kernel, shared = normed_linear_kernel(dtype, ADD), fused_shared_bytes(weights.num_steps)
+    norm = Norm(*arguments, np.float32(1e-5))
+    kernel, shared = normed_linear_kernel(dtype, columns, ADD), fused_shared_bytes(weights.num_steps)
     grid = weights.num_panels
     simulate(kernel, grid, LINEAR_THREADS, fused, norm, weights, layer, 19, sizes, 0, shared_bytes=shared)
     assert (apart == fused).all()
@@ -221,6 +222,12 @@ def sample_arguments(dtype: str, purpose: str):
     return target, activations, Weights(panels, FLOATS, FLOATS, 1, 1, 1)
 
 
+def loads_at_once(ptx: str) -> int:
+    """The most loads past the L1 cache in a row with no store, shuffle or barrier in between."""
+    kinds = re.findall(r"\b(ld\.global\.cg|st\.|shfl|bar\.)", ptx)
+    return max(map(len, "".join("x" if kind.startswith("ld") else " " for kind in kinds).split()))
+
+
 @pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_everything_stays_in_registers(dtype, purpose):
@@ -233,18 +240,26 @@ def test_everything_stays_in_registers(dtype, purpose):
         assert "ld.global.nc.L1::no_allocate.v4" in compiled.ptx
         assert ("mma.sync" in compiled.ptx) == (dtype != "float32")
     if dtype != "float32":
-        norm = Norm(FLOATS, INTS, FLOATS, FLOATS, 1, np.float32(1))
-        compiled = compile_kernel(normed_linear_kernel(dtype, purpose), target, norm, weights, 1, 1, INTS, 1)
-        assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= 64
+        norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
+        for columns, registers in ((768, 80), (1600, 128)):
+            kernel = normed_linear_kernel(dtype, columns, purpose)
+            compiled = compile_kernel(kernel, target, norm, weights, 1, 1, INTS, 1)
+            assert compiled.spilled == compiled.stack == 0
+            assert compiled.registers <= registers
+            assert loads_at_once(compiled.ptx) >= columns // 32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_and_embedding_compile(dtype):
     need_toolchain()
     target, inputs, weights = sample_arguments(dtype, ADD)
-    norm = inputs, FLOATS, INTS, FLOATS, FLOATS, 1, 1, 1, np.float32(1), INTS, 1
+    norm = inputs, FLOATS, INTS, FLOATS, FLOATS, 1, 1, np.float32(1), INTS, 1
     embed = target, INTS, INTS, FLOATS, weights.panels, FLOATS, FLOATS, 1, 1, INTS
-    for compiled in (compile_kernel(layer_norm_kernel(dtype), *norm), compile_kernel(embed_kernel(dtype), *embed)):
+    compiled = compile_kernel(embed_kernel(dtype), *embed)
+    assert compiled.spilled == compiled.stack == 0
+    assert compiled.registers <= 40
+    for columns, registers in ((768, 128), (1600, 255)):
+        compiled = compile_kernel(layer_norm_kernel(dtype, columns), *norm)
         assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= 40
+        assert compiled.registers <= registers
+        assert loads_at_once(compiled.ptx) >= 3 * (columns // 32)

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from cuda_device import SimulatedDevice
+from cuda_device import SimulatedDevice, on_a_card
 from factory import Case, greedy, make_case, prompt_of
 from test_parity import DEMO, NEW_TOKENS, PROMPT_TOKENS, RECIPES, assert_same_greedy, assert_same_logits, without_eos
 from transformers import GPT2LMHeadModel
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels.cuda import device as devices
-from tinygpt.kernels.cuda.jit import DeviceError, need_driver
 
 # The simulator is slow: one of each kind of field, few tokens.
 SIMULATED = (
@@ -29,17 +28,6 @@ SIMULATED = (
     "untied",
 )
 STEPS = 200  # of a greedy run
-
-
-def why_no_card() -> str:
-    try:
-        need_driver()
-    except DeviceError as error:
-        return str(error)
-    return ""
-
-
-on_a_card = pytest.mark.skipif(bool(why_no_card()), reason=why_no_card())
 
 
 @pytest.fixture(scope="module", params=RECIPES, ids=lambda recipe: recipe.name)

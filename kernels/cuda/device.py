@@ -5,6 +5,8 @@ Arrays on the device are flat. Work is queued and done in order; `read` waits fo
 
 import functools
 import math
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,8 +37,9 @@ class Device:
         config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids, as it should
 
         self._cuda = cuda
+        self._lock = threading.RLock()  # what one thread captures, another must not add to
         self._stream = cuda.stream()
-        self._granted: set[Any] = set()
+        self._granted: dict[Any, int] = {}  # bytes of shared memory, by kernel
         self.multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT
         self.name = str(cuda.get_current_device().name)
 
@@ -44,29 +47,34 @@ class Device:
         return self._cuda.current_context().get_memory_info().free
 
     def array(self, values: np.ndarray) -> Any:
-        """A flat copy on the device."""
-        return self._cuda.to_device(np.ascontiguousarray(values).ravel(), self._stream)
+        """A flat copy on the device. An empty one has an element, as there are no pointers to nothing."""
+        array = self.zeros((max(values.size, 1),), values.dtype)
+        self.write(array, values)
+        return array
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
         """Zeros, flat. MemoryError if the card has no room for them."""
         from numba.cuda.cudadrv.driver import CudaAPIError, device_memset
 
         size = math.prod(shape)
-        try:
-            array = self._cuda.device_array(max(size, 1), dtype, stream=self._stream)
-        except CudaAPIError as error:
-            raise MemoryError(f"the card cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
-        device_memset(array, 0, array.nbytes, self._stream)
-        return array[:size]
+        with self._lock:
+            try:
+                array = self._cuda.device_array(size, dtype, stream=self._stream)
+            except CudaAPIError as error:
+                raise MemoryError(f"the card cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
+            device_memset(array, 0, array.nbytes, self._stream)
+        return array
 
     def write(self, target: Any, values: np.ndarray) -> None:
         """Copy values to the front of an array; they may change as soon as this returns."""
         if values.size:
-            target[: values.size].copy_to_device(np.ascontiguousarray(values).ravel(), self._stream)
+            with self._lock:
+                target[: values.size].copy_to_device(np.ascontiguousarray(values).ravel(), self._stream)
 
     def read(self, source: Any) -> np.ndarray:
-        values = source.copy_to_host(stream=self._stream)
-        self._stream.synchronize()
+        with self._lock:
+            values = source.copy_to_host(stream=self._stream)
+            self._stream.synchronize()
         return values
 
     def launch(
@@ -84,9 +92,10 @@ class Device:
         """
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
-        if shared_bytes > USUAL_SHARED_BYTES and kernel not in self._granted:
-            self._grant(kernel, arguments, shared_bytes)
-        kernel[grid, threads, self._stream, shared_bytes](*arguments)
+        with self._lock:
+            if shared_bytes > self._granted.get(kernel, USUAL_SHARED_BYTES):
+                self._grant(kernel, arguments, shared_bytes)
+            kernel[grid, threads, self._stream, shared_bytes](*arguments)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """What `run` would queue, as a CUDA graph: a function that queues all of it at once.
@@ -97,17 +106,20 @@ class Device:
 
         stream = driver.CUstream(int(self._stream))
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _checked(driver.cuStreamBeginCapture(stream, mode))
-        try:
-            run()
-        finally:
-            graph = _checked(driver.cuStreamEndCapture(stream))
-        executable = _checked(driver.cuGraphInstantiate(graph, 0))
-        _checked(driver.cuGraphDestroy(graph))
-        return lambda: _checked(driver.cuGraphLaunch(executable, stream))
+        # Numba may give memory back at any time, which a capture does not bear.
+        with self._lock, self._cuda.defer_cleanup():
+            _checked(driver.cuStreamBeginCapture(stream, mode))
+            try:
+                run()
+            finally:
+                graph = _checked(driver.cuStreamEndCapture(stream))
+            executable = _checked(driver.cuGraphInstantiate(graph, 0))
+            _checked(driver.cuGraphDestroy(graph))
+        return CapturedWork(executable, stream, self._lock)
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        with self._lock:
+            self._stream.synchronize()
 
     def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
         from cuda.bindings import driver
@@ -117,7 +129,21 @@ class Device:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = _checked(driver.cuCtxGetDevice())
         _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, device))
-        self._granted.add(kernel)
+        self._granted[kernel] = shared_bytes
+
+
+class CapturedWork:
+    """A CUDA graph; called, it is queued. It is given back with the last reference."""
+
+    def __init__(self, executable: Any, stream: Any, lock: threading.RLock):
+        from cuda.bindings import driver
+
+        self._launch, self._executable, self._stream, self._lock = driver.cuGraphLaunch, executable, stream, lock
+        weakref.finalize(self, driver.cuGraphExecDestroy, executable)
+
+    def __call__(self) -> None:
+        with self._lock:
+            _checked(self._launch(self._executable, self._stream))
 
 
 def _narrowed(argument: Any) -> Any:

@@ -39,10 +39,13 @@ class DiskCache:
     def save_overload(self, signature: Any, kernel: Any) -> None:
         from numba.cuda.serialize import dumps
 
-        path = self._path(signature)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_bytes(dumps(kernel._reduce_states()))
-        part.replace(path)
+        try:
+            path = self._path(signature)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(dumps(kernel._reduce_states()))
+            part.replace(path)
+        except Exception:  # a full disk, say: the next process compiles again
+            return
 
     def flush(self) -> None:
         """There is nothing to forget: a file that is there is right."""

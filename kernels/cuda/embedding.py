@@ -31,7 +31,7 @@ def embed_kernel(dtype: str):
 
 @functools.cache
 def embed_row_function(dtype: str):
-    """embed_row(x, n, token, position, embeds, wte, scales, wpe, columns, num_steps): x[n], by EMBED_THREADS threads."""
+    """embed_row(x, n, token, position, embeds, wte, scales, wpe, columns, num_steps), by EMBED_THREADS threads."""
     is_float32, is_int8 = dtype == "float32", dtype == "int8"
 
     @device_function

@@ -39,8 +39,12 @@ def need_driver() -> None:
         from cuda.bindings import nvjitlink  # noqa: F401
     except ImportError:
         raise DeviceError("numba-cuda is not installed: pip install 'tinygpt[cuda]'.") from None
-    if not cuda.is_available():
+    from numba.cuda.cudadrv import driver, nvvm
+
+    if not driver.driver.is_available or not len(cuda.gpus):
         raise DeviceError("CUDA finds no NVIDIA card with a driver of version 580 or later.")
+    if not nvvm.is_available():
+        raise DeviceError("libNVVM, which compiles, is not found: pip install 'tinygpt[cuda]', or set CUDA_HOME.")
     capability = cuda.get_current_device().compute_capability
     if tuple(capability[:2]) < OLDEST:
         found, needed = (".".join(map(str, pair[:2])) for pair in (capability, OLDEST))

@@ -2,7 +2,7 @@
 
 The kernels differ in what becomes of a sum: it is a part of q, k and v, added to the residual stream, activated, or a
 logit. For batches of up to FUSED_TOKENS the layer norm in front is part of the kernel: each block normalises the rows
-for itself, which takes less than a launch, while its weights are on their way.
+for itself, while its weights are on their way.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tinygpt.kernels.cuda.activations import ACTIVATIONS
 from tinygpt.kernels.cuda.jit import device_function, kernel
-from tinygpt.kernels.cuda.layer_norm import normalised, row_statistics
+from tinygpt.kernels.cuda.layer_norm import held_numbers, row_functions
 from tinygpt.kernels.cuda.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.product import (
     GROUP,
@@ -66,7 +66,6 @@ class Norm(NamedTuple):
     rows: Any  # (n,) int32, indices of x's rows
     gain: Any  # (L, C) float32
     bias: Any  # (L, C) float32
-    columns: int
     epsilon: Any  # float32
 
 
@@ -103,23 +102,25 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
 
 
 @functools.cache
-def normed_linear_kernel(dtype: str, purpose: str):
+def normed_linear_kernel(dtype: str, columns: int, purpose: str):
     """linear(target, norm, weights, layer, width, sizes, which): as above, of a layer norm of up to FUSED_TOKENS rows.
 
-    Not for float32. Grid num_panels, LINEAR_THREADS threads, fused_shared_bytes.
+    Not for float32. Grid num_panels, LINEAR_THREADS threads, fused_shared_bytes. It pays where blocks are few, as each
+    makes the norm for itself.
     """
     load_group, product = load_group_function(dtype), product_function(dtype, 1, in_shared=True)
-    store = _store_function(dtype, 1, purpose)
+    store, normalise_rows = _store_function(dtype, 1, purpose), _normalise_rows_function(columns)
     words_size, partials_size = GROUP * WORDS[dtype], SEGMENTS * TILE_SIZE
+    gains_size = -(-columns // 4) * 4  # so that the rows behind them begin on a boundary of 16 bytes
 
     def normed_linear(target, norm, weights, layer, width, sizes, which):
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
+        gains, biases = cuda.shared.array(gains_size, float32), cuda.shared.array(gains_size, float32)
         rows = cuda.shared.array(0, uint16)
         panel, count = int32(cuda.blockIdx.x), sizes[which]
         base = first_weight(weights, layer, panel)
         load_group(words, weights.panels, base, weights.num_steps)
-        normalise_rows(rows, norm, layer, count, weights.num_steps * int32(STEP) + int32(SHARED_PAD))
-        cuda.syncthreads()
+        normalise_rows(rows, gains, biases, norm, layer, count, weights.num_steps * int32(STEP) + int32(SHARED_PAD))
         product(partials, words, shared_address(rows), int32(0), count, weights.panels, base, weights.num_steps)
         cuda.syncthreads()
         store(target, partials, weights, layer, panel, width, int32(0), count)
@@ -133,19 +134,33 @@ def first_weight(weights, layer, panel):
     return (int64(layer) * weights.num_panels + panel) * weights.num_steps * int32(STEP_SIZE)
 
 
-@device_function
-def normalise_rows(rows, norm, layer, count, row_size):
-    """rows (count, row_size) bfloat16 in shared memory = layer norm of each, a warp for a row; the rest of it is 0."""
-    lane, row = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
-    if row < count:
-        start, offset = norm.rows[row] * norm.columns, layer * norm.columns
-        mean, scale = row_statistics(norm.x, start, norm.columns, norm.epsilon, lane)
-        for c in range(lane, row_size, int32(WARP)):
-            if c < norm.columns:
-                value = normalised(norm.x, start, c, mean, scale, norm.gain, norm.bias, offset)
-                rows[row * row_size + c] = to_bfloat16(value)
-            else:
+def _normalise_rows_function(columns: int):
+    """normalise_rows(rows, gains, biases, norm, layer, count, row_size): rows (count, row_size) bfloat16 in shared
+    memory = layer norm of each, a warp for a row; the rest of it is 0. The block's threads may read them."""
+    held = held_numbers(columns)
+    load_row, normalise_row = row_functions(columns)
+
+    def normalise_rows(rows, gains, biases, norm, layer, count, row_size):
+        thread, offset = int32(cuda.threadIdx.x), layer * columns
+        lane, row = thread % int32(WARP), thread // int32(WARP)
+        values = cuda.local.array(held, float32)
+        if row < count:
+            load_row(values, norm.x, norm.rows[row] * columns, lane)
+        for c in range(thread, columns, int32(LINEAR_THREADS)):
+            gains[c], biases[c] = norm.gain[offset + c], norm.bias[offset + c]
+        if row < count:
+            normalise_row(values, norm.epsilon, lane)
+        cuda.syncthreads()
+        if row < count:
+            for i in range(held):
+                c = int32(lane + i * WARP)
+                if c < columns:
+                    rows[row * row_size + c] = to_bfloat16(cuda.fma(values[i], gains[c], biases[c]))
+            for c in range(columns + lane, row_size, int32(WARP)):
                 rows[row * row_size + c] = uint16(0)
+        cuda.syncthreads()
+
+    return device_function(normalise_rows)
 
 
 @functools.cache
@@ -257,7 +272,7 @@ def _put_in_heads(is_float32: bool):
         if part == 0:
             store_head(heads.q, int64(token) * (heads.num_heads * heads.padded_head) + offset, value)
             return
-        position = load_fresh(heads.positions, token)
+        position = heads.positions[token]
         row = int64(layer * heads.num_rows + heads.token_rows[token])
         at = row * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
         if part == 1:

@@ -4,6 +4,7 @@ Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H h
 F n_inner, V vocabulary, L layers, R rows whose logits are wanted.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -192,38 +193,38 @@ def normed_linear(
     rows = w.inputs.logit_rows if is_head else w.every
     gain, bias = params.norms[norm]
     columns, epsilon = config.n_embd, float(config.layer_norm_epsilon)
-    if count <= FUSED_TOKENS and params.dtype != "float32":
+    # The head has so many blocks that a norm in each would take longer than a kernel of its own.
+    if count <= FUSED_TOKENS and params.dtype != "float32" and not is_head:
         weights = weights_of(params, name)
-        arguments = Norm(w.x, rows, gain, bias, columns, epsilon), weights, layer, width_of(params, purpose)
-        kernel, shared_bytes = normed_linear_kernel(params.dtype, purpose), fused_shared_bytes(weights.num_steps)
+        arguments = Norm(w.x, rows, gain, bias, epsilon), weights, layer, width_of(params, purpose)
+        kernel = normed_linear_kernel(params.dtype, columns, purpose)
+        shared_bytes = fused_shared_bytes(weights.num_steps)
         sizes = w.inputs.sizes, which
         w.device.launch(
             kernel, weights.num_panels, LINEAR_THREADS, target, *arguments, *sizes, shared_bytes=shared_bytes
         )
         return
-    arguments = w.x, rows, gain, bias, layer, columns, row_size(params, name), epsilon, w.inputs.sizes, which
+    arguments = w.x, rows, gain, bias, layer, row_size(params, name), epsilon, w.inputs.sizes, which
     grid, family = -(-count // NORM_WARPS), family_of(params.dtype)
-    w.device.launch(layer_norm_kernel(family), grid, NORM_WARPS * WARP, w.normed, *arguments)
+    w.device.launch(layer_norm_kernel(family, columns), grid, NORM_WARPS * WARP, w.normed, *arguments)
     linear(params, name, layer, workspace, count, target, w.normed, purpose, which)
 
 
 def linear(
-    params: Params,
-    name: str,
-    layer: int,
-    workspace: Workspace,
-    count: int,
-    target,
-    inputs,
-    purpose: str,
-    which: int = TOKENS,
+    params: Params, name: str, layer: int, workspace: Workspace, count: int, target, inputs, purpose: str, which=TOKENS
 ) -> None:
-    """A linear layer of `count` rows of inputs, or fewer: the device knows how many."""
+    """A linear layer of `count` rows of inputs, or fewer: the device knows how many.
+
+    A block of `linear_kernel` reads all inputs for 8 features, one of `gemm_kernel` for many more, but needs rows to be
+    worth its tiles, and tiles to be worth a card.
+    """
     weights, dtype, device = weights_of(params, name), params.dtype, workspace.device
     arguments = target, inputs, weights, layer, width_of(params, purpose), workspace.inputs.sizes, which
-    if count > MAX_TILES[dtype] * TILE_TOKENS and dtype != "float32":
-        tile = pick_tile(count, weights.features, device.multiprocessors)
-        grid, shared_bytes = tile.grid(count, weights.features), tile.shared_bytes(dtype)
+    tile = pick_tile(count, weights.features, device.multiprocessors)
+    grid = tile.grid(count, weights.features)
+    is_many = count > MAX_TILES[dtype] * TILE_TOKENS
+    if dtype != "float32" and (is_many or (count > TILE_TOKENS and math.prod(grid) >= device.multiprocessors // 2)):
+        shared_bytes = tile.shared_bytes(dtype)
         device.launch(gemm_kernel(dtype, tile, purpose), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
         return
     tiles = min(rounded_up(-(-count // TILE_TOKENS)), MAX_TILES[dtype])

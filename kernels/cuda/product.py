@@ -2,8 +2,9 @@
 
 A warp multiplies up to 16 tokens by a panel's 8 features over a segment of K, so that 8 warps share a panel. Decoding
 reads each weight once, and its bytes over the memory's bandwidth are the limit. So loads of weights are 16 bytes a
-lane, all of a warp's contiguous, and the next steps' are under way while one is multiplied: 8 warps of 4 KB each keep
-32 KB of a block in flight, where 4.3 TB/s over 132 multiprocessors with 700 ns of latency ask for 23 KB.
+lane, all of a warp's contiguous, and the next steps' are under way while one is multiplied: up to 4 KB of each of 8
+warps. 4.3 TB/s over 132 multiprocessors with 700 ns of latency ask for 23 KB in flight on each of them; a block has 12
+KB in all where K is 768, so that two or three must be there at once, as they are.
 
 Each sum has one order (layout.SEGMENTS), whatever the number of tokens: a token's bits do not depend on its batch.
 """

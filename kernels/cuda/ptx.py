@@ -296,6 +296,17 @@ def load_acquire(typing_context, array, index):
 
 
 @intrinsic
+def opaque(typing_context, value):
+    """The int32 `value`; the compiler does not know it, so what is computed from it stays where it is computed."""
+    signature = types.int32(types.int32)
+
+    def generate(context, builder, signature, arguments):
+        return _call(builder, INT32, [INT32], "mov.b32 $0, $1;", "=r,r", list(arguments), side_effect=True)
+
+    return signature, generate
+
+
+@intrinsic
 def run_all_blocks_at_once(typing_context):
     """Have the kernel launched cooperatively: all of its blocks are on the card together, or it is refused."""
     signature = types.void()

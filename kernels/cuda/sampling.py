@@ -11,7 +11,7 @@ from tinygpt.kernels.cuda.argmax import take_greatest
 from tinygpt.kernels.cuda.controls import pack_controls
 from tinygpt.kernels.cuda.draw import THREADS as DRAW_THREADS
 from tinygpt.kernels.cuda.draw import draw_tokens
-from tinygpt.kernels.cuda.draws import SLICES
+from tinygpt.kernels.cuda.draws import MAX_AHEAD, SLICES
 from tinygpt.kernels.cuda.jit import kernel
 from tinygpt.kernels.cuda.load import KVCache, Params
 from tinygpt.kernels.cuda.logits import DeviceLogits
@@ -71,6 +71,8 @@ def run_ahead(
     The batch has one new token for each sequence. Steps are queued at once, and nobody waits between them. The rows of
     the cache hold the keys and values of all tokens but the last, whether or not the host takes them.
     """
+    if steps > MAX_AHEAD:
+        raise ValueError(f"{steps} steps ahead and the card keeps the tokens of {MAX_AHEAD}.")
     w, count, vocab_size = workspace, batch.token_ids.size, params.config.vocab_size
     shape, is_greedy = Shape.of(batch, w, steps), bool((warpers.temperature == 0).all())
     fill_inputs(w, batch)

@@ -15,6 +15,7 @@ from tinygpt.kernels.cuda.sizes import Sizes, sizes_of
 # Indices of Inputs.sizes: the tokens of a step, the rows whose logits are wanted, the steps that were run ahead.
 TOKENS, LOGIT_ROWS, STEPS_DONE = 0, 1, 2
 NUM_SIZES = 4
+MAX_GRAPHS = 64  # each keeps some 100 kB of the card
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Graphs:
         """Queue what `step` queues, which is the same for every step of this kind."""
         if kind not in self._captured:
             step()
+            while len(self._captured) >= MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]  # the oldest
             self._captured[kind] = None
             return
         if self._captured[kind] is None:
