@@ -31,10 +31,8 @@ def compile_kernel(kernel, *arguments) -> Compiled:
     """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
     from cuda.bindings import nvjitlink
     from numba import cuda
-    from numba.cuda import dispatcher
 
-    # Device functions ask the driver which card they are for.
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=ARCHITECTURE)
+    _name_the_card()
     signature = tuple(_type_of(argument) for argument in arguments)
     options = {"cc": ARCHITECTURE, "device": False, "abi": "numba"}
     ptx, _ = cuda.compile(kernel.py_func, signature, output="ptx", **options)
@@ -47,6 +45,24 @@ def compile_kernel(kernel, *arguments) -> Compiled:
         shared_bytes=int((re.search(r"(\d+) bytes smem", log) or [0, 0])[1]),
         ptx=ptx if isinstance(ptx, str) else bytes(ptx).decode(),
     )
+
+
+def is_cooperative(kernel, *arguments) -> bool:
+    """Whether a kernel is launched only if all of its blocks run at once."""
+    from numba import types
+    from numba.cuda.compiler import compile_cuda
+
+    _name_the_card()
+    signature = tuple(_type_of(argument) for argument in arguments)
+    compiled = compile_cuda(kernel.py_func, types.void, signature, cc=ARCHITECTURE, nvvm_options={})
+    return compiled.library.use_cooperative
+
+
+def _name_the_card() -> None:
+    """Device functions ask the driver which card they are for."""
+    from numba.cuda import dispatcher
+
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=ARCHITECTURE)
 
 
 def _link(nvjitlink, ltoir: bytes) -> str:

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 
 from tinygpt.kernels.cuda.argmax import take_greatest
+from tinygpt.kernels.cuda.contest import Contest
 from tinygpt.kernels.cuda.controls import pack_controls
 from tinygpt.kernels.cuda.draw import THREADS as DRAW_THREADS
 from tinygpt.kernels.cuda.draw import draw_tokens
 from tinygpt.kernels.cuda.draws import MAX_AHEAD, SLICES
 from tinygpt.kernels.cuda.jit import kernel
+from tinygpt.kernels.cuda.linear import FUSED_TOKENS
 from tinygpt.kernels.cuda.load import KVCache, Params
 from tinygpt.kernels.cuda.logits import DeviceLogits
 from tinygpt.kernels.cuda.model import Shape, fill_inputs, queue_step, rounded_up
+from tinygpt.kernels.cuda.persistent import can_persist, new_persistent, run_persistent
 from tinygpt.kernels.cuda.processors import process_rows
 from tinygpt.kernels.cuda.workspace import STEPS_DONE, TOKENS, Workspace
 from tinygpt.kernels.reference import processors as processors_on_host
@@ -25,6 +28,7 @@ from tinygpt.kernels.reference import warpers as warpers_on_host
 from numba import cuda, int32  # isort: skip
 
 CHOOSE_THREADS, ADVANCE_THREADS = 256, 256
+ENOUGH_STEPS = 8  # to time
 PER_THREAD = 4  # logits of a row, at least, where it is cut into slices
 
 
@@ -70,9 +74,30 @@ def run_ahead(
 
     The batch has one new token for each sequence. Steps are queued at once, and nobody waits between them. The rows of
     the cache hold the keys and values of all tokens but the last, whether or not the host takes them.
+
+    A small greedy batch may go one of two ways, step by step or all in one kernel: the same tokens, and where there are
+    enough of them to tell, the card says which is faster.
     """
     if steps > MAX_AHEAD:
         raise ValueError(f"{steps} steps ahead and the card keeps the tokens of {MAX_AHEAD}.")
+    on, draws = (params, batch, cache, workspace), (warpers, seeds, sample_indices)
+    is_greedy, count = bool((warpers.temperature == 0).all()), batch.token_ids.size
+    if is_greedy and count <= FUSED_TOKENS and steps >= ENOUGH_STEPS and can_persist(params):
+        return _contest(params, workspace, rounded_up(count)).run(*on, *draws, steps)
+    return run_steps(*on, *draws, steps)
+
+
+def run_steps(
+    params: Params,
+    batch: Any,
+    cache: KVCache,
+    workspace: Workspace,
+    warpers: Any,
+    seeds: Any,
+    sample_indices: Any,
+    steps: int,
+) -> np.ndarray:
+    """`run_ahead`, as graphs of a step each."""
     w, count, vocab_size = workspace, batch.token_ids.size, params.config.vocab_size
     shape, is_greedy = Shape.of(batch, w, steps), bool((warpers.temperature == 0).all())
     fill_inputs(w, batch)
@@ -89,6 +114,19 @@ def run_ahead(
         w.graphs.run((shape, is_greedy), step)
     history = w.device.read(w.draws.history[: steps * w.sizes.decode_tokens])
     return history.reshape(steps, -1)[:, :count]
+
+
+def _contest(params: Params, workspace: Workspace, count: int) -> Contest:
+    """Of batches of about this size: run_steps, and run_persistent, which draws nothing."""
+    contests = workspace.contests
+    if count not in contests:
+        persistent = new_persistent(params)
+
+        def run_at_once(params, batch, cache, workspace, warpers, seeds, sample_indices, steps) -> np.ndarray:
+            return run_persistent(persistent, params, batch, cache, workspace, steps)
+
+        contests[count] = Contest(run_steps, run_at_once)
+    return contests[count]
 
 
 def queue_choice(workspace: Workspace, count: int, vocab_size: int, is_greedy: bool) -> None:

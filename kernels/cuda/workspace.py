@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.kernels.cuda import device as devices
+from tinygpt.kernels.cuda.contest import Contest
 from tinygpt.kernels.cuda.draws import Draws, draws_bytes, new_draws
 from tinygpt.kernels.cuda.load import array_type, family_of, padded_columns, padded_head
 from tinygpt.kernels.cuda.sizes import Sizes, sizes_of
@@ -77,6 +78,7 @@ class Workspace:
     draws: Draws
     sizes: Sizes
     graphs: Graphs
+    contests: dict[int, Contest] = field(default_factory=dict)  # by the sequences of a step, rounded up
 
 
 def new_workspace(
