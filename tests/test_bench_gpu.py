@@ -171,7 +171,7 @@ def test_our_steps_are_timed_by_the_difference_of_two_lengths(monkeypatch):
     now, lengths = 0.0, []
 
     class LLM:
-        config = GPT2Config()
+        config, _engine = GPT2Config(), SimpleNamespace(_workspace=None)
 
         def generate(self, prompts, params):
             nonlocal now
