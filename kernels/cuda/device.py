@@ -88,7 +88,7 @@ class Device:
     ) -> None:
         """Queue a kernel. Python's numbers arrive as int32 and float32.
 
-        cooperative: its blocks wait for one another. Numba sees that by itself, where `cuda.cg.this_grid()` is called.
+        cooperative: its blocks wait for one another. Numba sees that by itself, by `run_all_blocks_at_once`.
         """
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
