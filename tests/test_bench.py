@@ -6,7 +6,9 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,9 @@ from tinygpt.bench.build import Build
 from tinygpt.bench.formats import COLUMNS, FORMATS, to_markdown
 from tinygpt.bench.limits import Limits
 from tinygpt.bench.measure import Measurement, Run
+from tinygpt.bench.output import check_writable
 from tinygpt.bench.plan import make_plan
+from tinygpt.bench.presets import running
 from tinygpt.bench.records import Setup, record_of
 from tinygpt.bench.sweep import Case, cases_of, prompts_to_continue, prompts_to_read, run_case
 from tinygpt.config import GPT2Config
@@ -37,6 +41,7 @@ COMPARE_KEYS = """
     cpu_mask cpu_strict poll n_gpu_layers split_mode main_gpu no_kv_offload flash_attn tensor_split
     tensor_buft_overrides use_mmap embeddings
 """
+ROOT = Path(__file__).parents[1]
 LIMITS = Limits(bandwidth=40e9, block_rate=200e9, head_rate=100e9)
 
 
@@ -327,6 +332,7 @@ def test_record_of_generation():
     assert record["first_token_ms"] is None
     assert record["peak_memory"] is None
     assert record["sampling_share"] == 0.25
+    assert record["outside_share"] == pytest.approx(1 - (1 + 10e-6) / 4)  # prompts took 1 of 4 seconds
     assert (record["model_type"], record["type_v"]) == ("gpt2 0M Q4", "bf16")
     # Five passes; 20 tokens, each of which attends to 4 to 8 positions.
     read = 5 * (0.625 * 224 + 40) + 20 * 6 * 2 * 2 * 4 * 2
@@ -373,6 +379,14 @@ def test_markdown_has_a_row_for_each_record(records):
     assert cells[3][7] == cells[3][-1] == ""
 
 
+def test_a_single_run_is_no_median(records):
+    assert "; single runs.\n" in to_markdown(records[1:])
+
+
+def test_what_is_outside_the_model_has_a_column(records):
+    assert to_markdown(records).splitlines()[3].split("|")[-3].strip() == "75.0%"
+
+
 def test_markdown_names_the_machine_and_its_limits(records):
     text = to_markdown(records)
     assert "A CPU, build abcdef01; medians of 3 runs" in text
@@ -399,14 +413,17 @@ def test_a_plan_is_every_combination():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_sizes": [1, 0]}, "a batch size is 0 and must be 1 or more"),
-        ({"prompt_lengths": [-1]}, "a prompt length is -1"),
-        ({"new_tokens": [1]}, "new tokens is 1 and must be 2 or more or 0"),
-        ({"repetitions": 0}, "repetitions is 0"),
+        ({"batch_sizes": [1, 0]}, "--batch-sizes gives 0 and must give 1 or more"),
+        ({"prompt_lengths": [-1]}, "--prompt-lengths gives -1"),
+        ({"new_tokens": [1]}, "--new-tokens gives 1 and must give 2 or more, or 0, .* the first new token comes with"),
+        ({"repetitions": 0}, "--repetitions gives 0"),
         ({"threads": [0]}, "threads is 0"),
         ({"dtypes": ["float16"]}, "dtype is 'float16'"),
         ({"prompt_lengths": [1000], "new_tokens": [25]}, "1000 tokens and 25 after it take 1025 positions"),
-        ({"prompt_lengths": [1024], "new_tokens": [0]}, "1024 tokens and 1 after it take 1025 positions"),
+        (
+            {"prompt_lengths": [1024], "new_tokens": [0]},
+            "--prompt-lengths gives 1024 and may give 1023 at most: .* its first new token",
+        ),
     ],
 )
 def test_impossible_plans_are_refused(changes, message):
@@ -462,8 +479,24 @@ def test_the_commands_other_formats(no_limits, capsys, form):
     ("arguments", "message"),
     [
         ("--prompt-lengths 500 --new-tokens 13", "take 513 positions and demo has 512"),
-        ("--new-tokens 1", "must be 2 or more"),
-        ("--dtype float32,half", "'half'"),
+        ("--new-tokens 1", "must give 2 or more"),
+        ("--random 125M", "--random is '125M' and must be one of tiny, 124M, 355M, 774M, 1.5B."),
+        ("--random random:124M", "--random is 'random:124M' and must be one of tiny, 124M"),
+        ("--preset cpu-study --random x", "--random is 'x' and must be one of tiny, 124M"),
+        ("--preset cpu-study --text README.md", "cpu-study has none: leave it away, or give --preset onnx-study"),
+        ("--preset onnx-study --text no-such-file", "--text no-such-file cannot be read"),
+        (
+            "--preset onnx-study --random tiny --text setup.cfg",
+            "--text needs a tokenizer and random:tiny has none",
+        ),
+        ("--output /dev/null/file", "the folder of --output /dev/null/file does not exist"),
+        ("--plot x.png --output x.png", "--output and --plot are both x.png"),
+        (
+            "--plot x.png --dtype float32,int8 --batch-sizes 1,2,3,4,5,6,7 --prompt-lengths 1,2,3,4,5,6,7",
+            "--plot would draw 14 lines into one picture and more than 12 cannot be told apart",
+        ),
+        ("--compare a", "--compare has 1 file: give pairs"),
+        ("--compare a b a c", "--compare has a more than once on one side"),
         ("--small", "there is no --preset: leave --small away"),
         ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: leave --batch-sizes away"),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
@@ -480,20 +513,143 @@ def test_what_is_impossible_is_refused_before_any_work(arguments, message, capsy
     def fail(*arguments, **names):
         raise AssertionError("work has begun")
 
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(plan, "LLM", fail)
+    monkeypatch.setattr(running, "LLM", fail)
     monkeypatch.setattr(plan, "measure_limits", fail)
     assert cli.main(["bench", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+    assert not (ROOT / "x.png").exists()
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--preset", "no-such-study"], ["--threads", "one"], ["--random", "124M", "--model", "demo"]]
+    ("arguments", "message"),
+    [
+        ("--preset no-such-study", "--preset: invalid choice: 'no-such-study'"),
+        ("--threads one", "--threads: it is 'one' and must be a whole number, or several with a comma between two"),
+        ("--random 124M --model demo", "--model"),
+        ("--dtype float32,", "--dtype: it is 'float32,' and must be one of auto, float32, bfloat16, int8, int4, or"),
+        ("--dtype float32,half", "--dtype: it is 'float32,half' and must be"),
+    ],
 )
-def test_malformed_flags_end_with_the_usage(arguments, capsys):
+def test_malformed_flags_end_with_the_usage(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", *arguments])
+        cli.main(["bench", *arguments.split()])
     assert ended.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("flag", ["--output", "--plot"])
+@pytest.mark.parametrize("arguments", ["", "--preset cpu-study", "--compare a b"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(flag, arguments, capsys, monkeypatch, tmp_path):
+    if "compare" in arguments and flag == "--plot":
+        pytest.skip("--compare draws nothing")
+
+    def refuse(path, *mode, **names):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert cli.main(["bench", *arguments.split(), flag, str(tmp_path / "x.png")]) == 2
+    err = capsys.readouterr().err
+    assert f"{flag} {tmp_path / 'x.png'} cannot be written (Permission denied): name a file in a folder" in err
+
+
+def test_trying_a_file_changes_nothing(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("kept")
+    for path in (old, new, Path("/dev/null")):
+        check_writable("--output", path)
+    assert old.read_text() == "kept"
+    assert not new.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full and /proc are Linux's")
+def test_a_folder_of_the_system_is_refused():
+    with pytest.raises(RequestError, match=r"/proc/results\.json cannot be written"):
+        check_writable("--output", Path("/proc/results.json"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_results_that_cannot_be_written_are_printed(no_limits, capsys):
+    assert cli.main([*QUICK.split(), "--json", "--output", "/dev/full"]) == 1
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)) == 4
+    assert "/dev/full could not be written (No space left on device): the results are on stdout." in err
+
+
+def test_an_interruption_leaves_what_was_measured(no_limits, capsys, monkeypatch):
+    def interrupted(llm, case, repetitions):
+        if case.batch_size == 2:
+            raise KeyboardInterrupt
+        return run_case(llm, case, repetitions)
+
+    monkeypatch.setattr(plan, "run_case", interrupted)
+    assert cli.main([*QUICK.split(), "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert [record["test"] for record in json.loads(out)] == ["pp4", "tg3 @ d4"]
+    assert "interrupted" in err
+
+
+def test_too_little_memory_names_the_flags(no_limits, monkeypatch, capsys):
+    def refuse(*arguments, **names):
+        raise RequestError("lower max_num_seqs.")
+
+    monkeypatch.setattr(plan, "LLM", refuse)
+    assert cli.main(["bench", "--random", "tiny", "--batch-sizes", "1,100000", "--threads", "1"]) == 2
+    assert (
+        "lower max_num_seqs. Of bench, max_num_seqs is the largest of --batch-sizes, 100000" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "begins"),
+    [
+        ("x.json", [], "["),
+        ("x.CSV", [], '"'),
+        ("x.jsonl", [], "{"),
+        ("x.txt", [], "|"),
+        ("x.json", ["--format", "md"], "|"),
+    ],
+)
+def test_the_format_is_what_the_file_ends_in(no_limits, tmp_path, name, more, begins):
+    assert cli.main([*QUICK.split(), *more, "--output", str(tmp_path / name)]) == 0
+    assert (tmp_path / name).read_text(encoding="utf-8").startswith(begins)
+
+
+def test_compiling_is_said_once_and_only_where_a_kernel_compiles(no_limits, capsys, monkeypatch):
+    @contextmanager
+    def listen(callback):
+        for _ in range(num_kernels):
+            callback()
+        yield
+
+    monkeypatch.setattr("tinygpt.kernels.cpu.jit.on_compilation", listen)
+    for num_kernels in (0, 3):
+        assert cli.main(QUICK.split()) == 0
+        assert capsys.readouterr().err.count("compiling kernels") == (num_kernels > 0)
+
+
+def test_more_threads_than_cores_are_noted(records, monkeypatch):
+    monkeypatch.setattr("tinygpt.bench.cores.logical_cores", lambda: 1)
+    assert "- 2 threads share 1 logical core, and wait for one another." in to_markdown(records)
+    monkeypatch.setattr("tinygpt.bench.cores.logical_cores", lambda: 2)
+    assert "share" not in to_markdown(records).replace("the share", "")
+
+
+def test_help_says_what_goes_with_what(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "1.5B, or tiny",
+        "They take --model or --random, --dtype, one number of --threads, --repetitions",
+        "for the perplexity of onnx-study",
+        "what the name of --output ends in, or md",
+        "keys of their own for a preset and for --compare",
+        "2 or more, as the first one comes with the prompt",
+        "OLD NEW OLD NEW",
+    ):
+        assert part in text
 
 
 def test_a_plot_without_matplotlib_is_refused(capsys, monkeypatch):

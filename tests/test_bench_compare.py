@@ -10,7 +10,7 @@ from tinygpt import cli
 from tinygpt.bench.compare import SAME, Change, compare, read_records, to_markdown
 from tinygpt.errors import RequestError
 
-FASTER, SLOWER, NOISE, TOO_FEW = "faster", "slower", "within noise", "too few runs"
+BEYOND, NOISE, TOO_FEW = "beyond both spreads", "within noise", "too few runs"
 
 
 def record(*samples: float, **fields) -> dict:
@@ -22,12 +22,12 @@ def record(*samples: float, **fields) -> dict:
 @pytest.mark.parametrize(
     ("old", "new", "verdict"),
     [
-        ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], FASTER),
-        ([6, 7, 8, 9, 10], [1, 2, 3, 4, 5], SLOWER),
+        ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], BEYOND),
+        ([6, 7, 8, 9, 10], [1, 2, 3, 4, 5], BEYOND),
         ([1, 2, 3, 4, 6], [5, 7, 8, 9, 10], NOISE),
         ([1, 2, 3, 4, 5], [5, 6, 7, 8, 9], NOISE),  # as fast as one another
         ([1, 2, 3], [6, 7, 8], TOO_FEW),  # once in ten by chance
-        ([1, 2, 3, 4], [6, 7, 8, 9], FASTER),  # once in 35
+        ([1, 2, 3, 4], [6, 7, 8, 9], BEYOND),  # once in 35
         ([1], [9], TOO_FEW),
         ([1, 2, 3, 4, 5, 6], [7, 8], TOO_FEW),  # once in 14
     ],
@@ -47,9 +47,8 @@ RUNS = st.lists(st.floats(1, 1000), min_size=5, max_size=8)
 
 @given(RUNS, RUNS)
 def test_a_change_is_the_same_seen_from_both_sides(old, new):
-    opposite = {FASTER: SLOWER, SLOWER: FASTER}
     there, back = Change((), old, new), Change((), new, old)
-    assert back.verdict == opposite.get(there.verdict, there.verdict)
+    assert back.verdict == there.verdict
     assert back.ratio == pytest.approx(1 / there.ratio)
 
 
@@ -79,14 +78,51 @@ def test_different_tests_are_listed_not_compared(field, other):
         other,
     ]
     text = to_markdown(found)
-    assert "No test is in both files." in text
+    assert "No test is on both sides." in text
     assert text.count("- only in the old file: ") == text.count("- only in the new file: ") == 1
 
 
-def test_records_of_one_test_are_more_runs_of_it():
-    found = compare([record(1, 2), record(3)], [record(4, 5, 6)])
+def test_several_records_of_one_test_count_by_their_medians():
+    found = compare([record(1, 2, 9), record(3)], [record(4, 5, 6)])
     (change,) = found.changes
-    assert (change.old, change.new) == ([1, 2, 3], [4, 5, 6])
+    assert (change.old, change.new) == ([2, 3], [5])
+    assert change.verdict == "too few files"
+
+
+def turns(*medians: float, first: int = 0) -> list[dict]:
+    """A record for each median, from 3 runs; every other minute from `first` on."""
+    return [
+        record(0.9 * median, median, 1.1 * median, test_time=f"2026-01-02T03:{first + 2 * i:02}:00Z")
+        for i, median in enumerate(medians)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "first", "verdict"),
+    [
+        ((10, 11, 10, 11), (12, 13, 12, 13), 1, "faster"),
+        ((12, 13, 12, 13), (10, 11, 10, 11), 1, "slower"),
+        ((10, 11, 10, 12.5), (12, 13, 12, 13), 1, NOISE),  # the machine moved as much
+        ((10, 11, 10), (12, 13, 12), 1, "too few files"),
+        ((10, 11, 10, 11), (12, 13, 12, 13), 20, "not in turns"),  # all of one, and then all of the other
+        ((10, 11, 10, 11), (12, 13, 12, 13), 7, "not in turns"),
+    ],
+)
+def test_only_files_in_turns_say_faster_or_slower(old, new, first, verdict):
+    (change,) = compare(turns(*old), turns(*new, first=first)).changes
+    assert change.verdict == verdict
+
+
+@pytest.mark.parametrize("sides", [(1.0, 1.3), (1.3, 1.0)])
+@pytest.mark.parametrize(
+    ("speed", "verdict"), [(1.25, "machine changed"), (1.4, BEYOND), (1 / 1.25, "machine changed")]
+)
+def test_a_machine_that_changed_as_much_is_said_to(sides, speed, verdict):
+    runs = (100, 101, 102, 103, 104)
+    before, after = ({"bandwidth_gbs": 40 * limit, "block_peak_gflops": 300} for limit in sides)
+    (change,) = compare([record(*runs, **before)], [record(*(speed * r for r in runs), **after)]).changes
+    assert change.machine_ratio == pytest.approx(1.3)
+    assert change.verdict == verdict
 
 
 def test_markdown_of_a_comparison():
@@ -100,8 +136,10 @@ def test_markdown_of_a_comparison():
         "200.0",
         "+100.0%",
         "-10.0% +10.0%, -5.0% +10.0%",
-        "faster",
+        BEYOND,
     ]
+    assert "- Two files of different times also differ by what else the machine did" in text
+    assert "--compare OLD NEW OLD NEW OLD NEW OLD NEW." in text
     assert "- only in the old file: demo, int8, threads 2, batch 1, pp512" in text
     assert "- the files are not from one machine: A CPU, Another CPU" in text
 
@@ -111,10 +149,13 @@ def test_records_of_a_comparison():
     both, *others = found.records
     assert (both["old_ts"], both["new_ts"], both["ratio"], both["verdict"]) == (3, 6, 2, "within noise")
     assert both["dtype"] == "int8"
-    assert [(r["n_gen"], r["verdict"], r["old_ts"]) for r in others] == [
-        (2, "only in the old file", None),
-        (3, "only in the new file", None),
+    assert [both[f"old_{name}"] for name in ("low_ts", "high_ts", "samples")] == [1, 5, 5]
+    assert [both[f"new_{name}"] for name in ("low_ts", "high_ts", "samples")] == [2, 10, 5]
+    assert [(r["n_gen"], r["verdict"], r["old_ts"], r["new_ts"], r["ratio"]) for r in others] == [
+        (2, "only in the old file", 1, None, None),
+        (3, "only in the new file", None, 1, None),
     ]
+    assert len({tuple(r) for r in found.records}) == 1, "CSV has one header"
 
 
 def test_llama_benchs_own_records_compare(tmp_path):
@@ -140,6 +181,9 @@ def test_llama_benchs_own_records_compare(tmp_path):
         ('{"n_prompt": 1, "n_gen": 0, "samples_ts": "12"}', "holds no records"),
         ('{"n_prompt": 1, "samples_ts": [1]}', "holds no records"),
         ("[" * 100_000, "is no JSON or JSONL"),
+        ('{\n  "a": 1\n}', "holds no records"),  # JSON in several lines
+        ("3", "holds no records"),
+        ('[{"preset": "cpu-study", "samples_ns": [1]}]', "holds the records of a preset, .* without --preset"),
     ],
 )
 def test_a_file_that_is_no_bench_is_refused(tmp_path, text, message):
@@ -163,4 +207,24 @@ def test_the_command(tmp_path, capsys):
     assert "| 3.0 | 8.0 | +166.7% |" in capsys.readouterr().out
     assert cli.main(["bench", "--json", "--compare", *files]) == 0
     (found,) = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "faster"
+    assert found["verdict"] == BEYOND
+
+
+def test_the_command_takes_pairs_in_turns(tmp_path, capsys):
+    sides = turns(10, 11, 10, 11), turns(12, 13, 12, 13, first=1)
+    files = []
+    for i, pair in enumerate(zip(*sides, strict=True)):
+        for name, one in zip(("old", "new"), pair, strict=True):
+            files.append(tmp_path / f"{name}{i}.json")
+            files[-1].write_text(json.dumps([one]))
+    assert cli.main(["bench", "--compare", *map(str, files), "--output", str(tmp_path / "found.csv")]) == 0
+    assert '"faster"' in (tmp_path / "found.csv").read_text(encoding="utf-8")
+
+
+def test_files_without_a_common_test_fail(tmp_path, capsys):
+    for name, threads in (("old", 1), ("new", 2)):
+        (tmp_path / name).write_text(json.dumps([record(1, 2, n_threads=threads)]))
+    assert cli.main(["bench", "--compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    out, err = capsys.readouterr()
+    assert out.count("- only in the ") == 2
+    assert "no test is on both sides of --compare: measure both with the same model, --dtype, --threads" in err

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
-from tinygpt.bench.plot import COLOURS, PUBLISHED_COLOURS, check, draw, picture_of, plot, save
+from tinygpt.bench.plot import COLOURS, MAX_LINES, PUBLISHED_COLOURS, check, check_lines, draw, picture_of, plot, save
 from tinygpt.errors import RequestError
 
 pytest.importorskip("matplotlib", reason="matplotlib, of the extra 'plot', is not installed")
@@ -129,7 +129,8 @@ def test_axes_are_labelled_with_every_size_that_was_measured():
     figure = draw(Picture("Title, demo", (Panel("Left", "batch (n)", "time (s)", (OURS, THEIRS)),), "A note."))
     (axes,) = figure.axes
     assert figure._suptitle.get_text() == "Title, demo"
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title(loc="left")) == ("batch (n)", "time (s)", "Left")
+    assert axes.get_title(loc="left") == "Left"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("batch (n), log scale", "time (s)")
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "8"]
     assert labels(figure) == ["ours", "theirs"]
     assert figure.legends[0].get_title().get_text() == "A note."
@@ -159,7 +160,61 @@ def test_a_group_has_a_colour_and_its_lines_have_markers():
     looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in drawn]
     assert len(set(looks)) == 4
     assert looks[0][0] == looks[1][0] != looks[2][0] == looks[3][0]
-    assert looks[0][1:] == looks[2][1:] != looks[1][1:]
+    assert looks[0][2] == looks[2][2] != looks[1][2]
+
+
+def test_lines_of_one_group_alone_have_colours_of_their_own():
+    lines = tuple(Line(str(i), OURS.points, "a") for i in range(2))
+    drawn = draw(Picture("", (Panel("", "x", "y", lines),))).axes[0].containers
+    assert len({container.lines[0].get_color() for container in drawn}) == 2
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_markers_are_distinct_within_a_panel(num_groups):
+    """As many lines as may be, and published ones; the panels have none in common."""
+
+    def panel(name: str) -> Panel:
+        lines = [Line(f"{name} {i}", OURS.points, f"{i % num_groups}") for i in range(MAX_LINES)]
+        theirs = [Line(f"theirs {name} {i}", THEIRS.points, is_published=True) for i in range(2)]
+        return Panel(name, "x", "y", (*lines, *theirs))
+
+    for axes in draw(Picture("", (panel("a"), panel("b")))).axes:
+        assert len({container.lines[0].get_marker() for container in axes.containers}) == MAX_LINES + 2
+
+
+def test_a_new_line_in_a_later_panel_has_another_marker_than_those_it_has_already():
+    panels = Panel("", "x", "y", (OURS,)), Panel("", "x", "y", (Line("new", OURS.points), OURS))
+    new, ours = draw(Picture("", panels)).axes[1].containers
+    assert new.lines[0].get_marker() != ours.lines[0].get_marker()
+
+
+def test_axes_of_one_unit_are_of_one_kind():
+    narrow = Panel("", "x", "tokens/s", (Line("a", (Point.exact(1, 5), Point.exact(2, 6))),))
+    wide = Panel("", "x", "tokens/s", (Line("a", (Point.exact(1, 1), Point.exact(64, 90))),))
+    other = Panel("", "z", "GB", narrow.lines)
+    left, middle, right = draw(Picture("", (narrow, wide, other))).axes
+    assert [axes.get_xlabel() for axes in (left, middle, right)] == ["x, log scale", "x, log scale", "z"]
+    assert [axes.get_ylabel() for axes in (left, middle, right)] == ["tokens/s, log scale", "tokens/s, log scale", "GB"]
+    assert left.get_ylim()[1] >= 8 * left.get_ylim()[0]  # so that it has ticks
+
+
+def test_too_many_lines_are_refused():
+    def records(num_depths: int) -> list[dict]:
+        return [record(batch_size=size, n_gen=8, n_depth=i) for size in range(1, 40) for i in range(num_depths)]
+
+    check_lines(records(MAX_LINES))
+    with pytest.raises(RequestError, match=r"would draw 13 lines .* give fewer values of --dtype"):
+        check_lines(records(MAX_LINES + 1))
+
+
+def test_one_thread_is_one():
+    records = [record(batch_size=size, n_gen=8, n_threads=threads) for size in (1, 2, 4) for threads in (1, 2)]
+    assert [line.label for line in picture_of(records).panels[0].lines] == ["float32, 1 thread", "float32, 2 threads"]
+
+
+def test_a_single_run_is_no_median():
+    records = [record(batch_size=size, n_gen=8) | {"samples_ts": [5.0]} for size in (1, 2)]
+    assert picture_of(records).note == "A CPU. Points are single runs."
 
 
 def test_a_line_looks_the_same_in_every_panel():
@@ -182,7 +237,7 @@ def test_bars_begin_at_zero_with_the_first_name_at_the_top():
 
 
 @pytest.mark.parametrize("num_panels", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_lines", [1, 2, 8])
+@pytest.mark.parametrize("num_lines", [1, 2, 8, MAX_LINES])
 def test_nothing_covers_anything_and_nothing_is_cut_off(num_panels, num_lines):
     lines = tuple(Line(f"bfloat16, number {i}", OURS.points) for i in range(num_lines))
     panel = Panel("A panel", "generation length (tokens)", "throughput (tokens/ms)", lines)

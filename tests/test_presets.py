@@ -19,10 +19,11 @@ from tinygpt.bench.presets import (
 )
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import markdown
-from tinygpt.bench.presets.running import fitting, prepared, random_prompts
+from tinygpt.bench.presets.running import fitting, here, prepared, random_prompts
 from tinygpt.config import GPT2Config
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation import perplexity
+from tinygpt.weights.random_checkpoint import SHAPES
 
 MODULES = (batch_inference, batching_notebook, cpu_study, onnx_study, fastertransformer)
 TEXT = "The old king and the wolf went to the house, and it was dark. " * 40
@@ -44,8 +45,9 @@ def report_of(text_file):
 
     def get(name: str):
         if name not in found:
+            text = text_file if name == "onnx-study" else None
             dtypes = ("int8", "auto") if name in ("fastertransformer", "onnx-study") else ("int8",)
-            found[name] = run_preset(name, PresetOptions("demo", dtypes, threads=2, small=True, text=text_file))
+            found[name] = run_preset(name, PresetOptions("demo", dtypes, threads=2, small=True, text=text))
         return found[name]
 
     return get
@@ -72,7 +74,7 @@ def test_the_five_studies():
 def test_a_preset_runs_to_its_end(name, report_of):
     report = report_of(name)
     assert report.text.startswith(f"## {name}: ")
-    assert "demo (7 million parameters), 2 threads of " in report.text
+    assert "Here: demo, 7M parameters, 2 threads of " in report.text
     assert "with fewer sizes and runs than the study has" in report.text
     assert tables(report.text)
     for record in report.records:
@@ -85,12 +87,15 @@ def test_a_preset_runs_to_its_end(name, report_of):
 @pytest.mark.parametrize("name", PRESETS)
 def test_its_picture_names_the_model_and_has_units(name, report_of, tmp_path):
     picture = report_of(name).picture
-    assert picture.title.endswith(", demo")
-    assert picture.note
+    assert picture.title.endswith(", demo, 7M parameters")
+    assert picture.note.split("\n")[-1].startswith("Published: ")
     for panel in picture.panels:
         assert "(" in panel.y_label or panel.y_label.endswith("/s")
         assert "(" in panel.x_label or panel.names
-        assert {line.is_published for line in panel.lines} == {True, False}
+        published = [line.label for line in panel.lines if line.is_published]
+        assert len(published) < len(panel.lines)
+        assert all("GPT-2 124M" in label or "GPT-350M" in label for label in published)
+    assert published  # in the last panel
     pytest.importorskip("matplotlib", reason="matplotlib, of the extra 'plot', is not installed")
     report_of(name).plot(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
@@ -146,7 +151,7 @@ def test_a_dtype_is_measured_once():
 def test_cases_without_a_place_are_named():
     fits, notes = fitting(PresetOptions("demo"), GPT2Config(n_positions=100), [(50, 50), (51, 50), (1, 100)])
     assert fits == [(50, 50)]
-    assert notes == ["Left out: prompt + new tokens of 51 + 50, 1 + 100 do not fit the 100 positions of demo."]
+    assert notes == ["Left out (-): prompt + new tokens of 51 + 50, 1 + 100 do not fit the 100 positions of demo."]
     assert fitting(PresetOptions("demo"), GPT2Config(n_positions=100), [(50, 50)])[1] == []
 
 
@@ -177,6 +182,33 @@ def test_memory_is_given_back_though_there_is_no_tokenizer():
         assert weights() is None
     finally:
         gc.enable()
+
+
+def test_models_of_another_size_are_said_to_be(report_of):
+    text = report_of("cpu-study").text
+    assert "GPT-2 124M, on the CPU, not named, of a Linux workstation." in text
+    assert "This is another size than the study's GPT-2 124M, so the figures are not of the same work." in text
+    study, options = fastertransformer.STUDY, PresetOptions("random:355M", threads=1)
+    assert "another size" not in here(study, options, SHAPES["355M"])
+    assert "study's GPT-350M" in here(study, options, SHAPES["124M"])
+
+
+def test_one_run_is_no_median():
+    report = run_preset("cpu-study", PresetOptions("demo", ("int8",), 2, repetitions=1, small=True))
+    assert "Ours: single runs, and the minimum of them." in report.text
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "onnx-study"])
+def test_a_text_is_refused_where_there_is_no_perplexity(name, text_file, monkeypatch):
+    monkeypatch.setattr("tinygpt.bench.presets.running.LLM", None)
+    with pytest.raises(RequestError, match=f"{name} has none: leave it away, or give --preset onnx-study"):
+        run_preset(name, PresetOptions("demo", text=text_file))
+
+
+def test_a_text_without_a_tokenizer_is_refused(text_file, monkeypatch):
+    monkeypatch.setattr("tinygpt.bench.presets.running.LLM", None)
+    with pytest.raises(RequestError, match="--text needs a tokenizer and random:tiny has none"):
+        run_preset("onnx-study", PresetOptions("random:tiny", text=text_file))
 
 
 # batch-inference.
@@ -333,16 +365,23 @@ def test_onnx_study_says_why_there_is_no_perplexity(model, cell, monkeypatch):
     assert [row["tinygpt, int8 (s)"] == "-" for row in log] == [False, True, True, True]
 
 
-def test_onnx_study_draws_a_panel_for_each_dtype_and_a_line_for_each_prompt_length(report_of):
+def test_onnx_study_draws_like_with_like(report_of):
+    """The published figures are beside those of our prompt of 10 tokens, and the grid, without any, is apart."""
     report = report_of("onnx-study")
-    assert [panel.title for panel in report.picture.panels] == ["tinygpt, int8", "tinygpt, float32"]
-    for panel in report.picture.panels:
-        assert [line.label for line in panel.lines] == [
-            "prompt of 100 tokens",
-            "prompt of 200 tokens",
-            "published: hf base",
-        ]
-    of_200 = report.picture.panels[0].lines[1].points
+    grid, log = report.picture.panels
+    assert [panel.title for panel in (grid, log)] == ["Ours, by prompt length", "A prompt of 10 tokens"]
+    assert [line.label for line in grid.lines] == [
+        f"tinygpt, {dtype}, prompt of {length}" for dtype in ("int8", "float32") for length in (100, 200)
+    ]
+    assert [line.label for line in log.lines] == [
+        "tinygpt, int8, prompt of 10",
+        "tinygpt, float32, prompt of 10",
+        "published: hf base, GPT-2 124M",
+        "published: nanoGPT, GPT-2 124M",
+    ]
+    assert [[point.x for point in line.points] for line in log.lines] == [[1, 10, 100]] * 4
+    assert [point.y for point in log.lines[3].points] == [0.0639, 0.6021, 6.6107]
+    of_200 = grid.lines[1].points
     assert [point.x for point in of_200] == [1, 100, 200]
     assert [point.y for point in of_200] == pytest.approx([r["avg_ns"] / 1e9 for r in report.records[3:6]])
 
@@ -359,10 +398,14 @@ def test_onnx_study_published_log(report_of):
     assert [row["tinygpt, int8 (s)"] == "-" for row in log] == [False, False, False, True]
 
 
+def test_what_small_leaves_out_is_named(report_of):
+    assert "- Left out (-) by --small: 1000 generated tokens of the log." in report_of("onnx-study").text
+
+
 def test_onnx_study_names_what_the_demo_has_no_positions_for(monkeypatch):
     monkeypatch.setattr(onnx_study, "FULL", onnx_study.Protocol((300,), (1, 500), 10, (1, 1000), 1))
     text = run_preset("onnx-study", PresetOptions("demo", ("int8",), 2)).text
-    assert "- Left out: prompt + new tokens of 300 + 500, 10 + 1000 do not fit the 512 positions of demo." in text
+    assert "- Left out (-): prompt + new tokens of 300 + 500, 10 + 1000 do not fit the 512 positions of demo." in text
     assert tables(text)[0][0]["500 generated (s)"] == "-"
 
 
@@ -394,7 +437,7 @@ def test_fastertransformer_table(report_of):
         assert all(float(row[name]) > 0 for name in ours)
     for row in rows[3:]:
         assert {row[name] for name in ours} == {"-"}
-    assert "- Left out: prompt + new tokens of 512 + 32 do not fit the 512 positions of demo." in report.text
+    assert "- Left out (-): prompt + new tokens of 512 + 32 do not fit the 512 positions of demo." in report.text
 
 
 def test_fastertransformer_measures_each_case(report_of):

@@ -12,25 +12,47 @@ from tinygpt.errors import RequestError
 # What makes two records those of one test. llama-bench's own records have neither a dtype nor a batch size.
 SAME = ("model_filename", "model_type", "dtype", "n_threads", "batch_size", "n_prompt", "n_gen", "n_depth")
 LEVEL = 0.05  # how probable mere chance may be, at most, for what is called a change
+LIMITS = ("bandwidth_gbs", "block_peak_gflops", "head_peak_gflops")  # of the machine, measured with each record of ours
+VERDICTS = {
+    "faster, slower": "in files taken in turns, every median of one side is above every one of the other",
+    "beyond both spreads": "of two files, every run of one is faster than every run of the other",
+    "machine changed": "so it is, but what the machine can do, measured with both, differs by as much",
+    "not in turns": "all files of one side are older than those of the other",
+    "too few": "mere chance would look like this in more than 5 % of all cases",
+}
+GIVE = "give what bench has written, without --preset, with --format json or jsonl"
+NOTES = (
+    "- Medians, and as noise how far the slowest and the fastest lie from them: of runs, or, where a side has several "
+    "files, of the medians of these.",
+    "- Two files of different times also differ by what else the machine did, and no run in them shows how much. Only "
+    "files taken in turns tell: four pairs or more, --compare OLD NEW OLD NEW OLD NEW OLD NEW.",
+    *(f"- {verdict}: {meaning}." for verdict, meaning in VERDICTS.items()),
+)
 
 Key = tuple[Any, ...]
-Samples = list[float]  # tokens a second of each run
+Record = dict[str, Any]
+Samples = list[float]  # tokens a second
 
 
 @dataclass(frozen=True)
 class Change:
-    """One test in both files: tokens a second, of each run.
+    """One test on both sides: tokens a second, of each run; or, where a side has several records, their medians.
 
-    A change counts where every run of one file is faster than every run of the other. That is the extreme outcome of
-    a rank test (Mann and Whitney's): if nothing had changed, n and m runs would fall apart like that by chance once in
-    C(n + m, n) / 2 times: 0.8 % for 5 and 5, 10 % for 3 and 3. Where that is more than LEVEL, there are too few runs
-    to say anything. It is about single runs beside each other: a machine that was slower all through one of the files
-    looks like a change, so measure again, in turns, before believing one.
+    Two sides are apart where every sample of one is faster than every one of the other. That is the extreme outcome
+    of a rank test (Mann and Whitney's): if nothing had changed, n and m samples would fall apart like that by chance
+    once in C(n + m, n) / 2 times: 0.8 % for 5 and 5, 2.9 % for 4 and 4, 10 % for 3 and 3. Where that is more than
+    LEVEL, there are too few to say anything.
+
+    The runs of one record know nothing of how the machine was at another time, so they never make a test "faster" or
+    "slower": only medians of records do that were taken in turns.
     """
 
     key: Key
     old: Samples
     new: Samples
+    has_several: bool = False  # samples are medians of records
+    is_in_turns: bool = False
+    machine_ratio: float = 1.0  # by which factor the machine's measured limits differ, at most; never below 1
 
     @property
     def old_median(self) -> float:
@@ -47,78 +69,126 @@ class Change:
 
     @property
     def chance(self) -> float:
-        """How probable it is for so many runs to fall apart where nothing has changed."""
+        """How probable it is for so many samples to fall apart where nothing has changed."""
         return 2 / comb(len(self.old) + len(self.new), len(self.old))
 
     @property
     def verdict(self) -> str:
-        """ "faster", "slower", "within noise" or "too few runs"."""
+        """In words, which VERDICTS explains."""
         if self.chance > LEVEL:
-            return "too few runs"
-        if min(self.new) > max(self.old):
-            return "faster"
-        return "slower" if max(self.new) < min(self.old) else "within noise"
+            return "too few files" if self.has_several else "too few runs"
+        if min(self.new) <= max(self.old) and max(self.new) >= min(self.old):
+            return "within noise"
+        if not self.has_several:
+            is_more = max(self.ratio, 1 / self.ratio) > self.machine_ratio
+            return "beyond both spreads" if is_more else "machine changed"
+        if not self.is_in_turns:
+            return "not in turns"
+        return "faster" if self.ratio > 1 else "slower"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tests that are in both files, and those that are in one alone. `machines` are those of both files."""
+    """Tests that are on both sides, and the samples of those that are on one alone. `machines` are those of all."""
 
     changes: tuple[Change, ...]
-    only_old: tuple[Key, ...]
-    only_new: tuple[Key, ...]
+    only_old: dict[Key, Samples]
+    only_new: dict[Key, Samples]
     machines: tuple[str, ...]
 
     @property
-    def records(self) -> list[dict[str, Any]]:
-        """An object for each test, for programs; what one file lacks is null there."""
+    def records(self) -> list[Record]:
+        """An object for each test, for programs; what one side lacks is null there."""
         return [
-            *(_record(c.key, c.old_median, c.new_median, c.ratio, c.verdict) for c in self.changes),
-            *(_record(key, None, None, None, "only in the old file") for key in self.only_old),
-            *(_record(key, None, None, None, "only in the new file") for key in self.only_new),
+            *(_record(c.key, c.old, c.new, c.verdict, c.machine_ratio) for c in self.changes),
+            *(_record(key, samples, None, "only in the old file") for key, samples in self.only_old.items()),
+            *(_record(key, None, samples, "only in the new file") for key, samples in self.only_new.items()),
         ]
 
 
-def compare(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Comparison:
-    """Match the records of two files by SAME. Several records of one test in one file count as more runs of it."""
-    before, after = _samples(old), _samples(new)
+def compare(old: list[Record], new: list[Record]) -> Comparison:
+    """Match the records of two sides by SAME. Several records of one test on a side count by their medians."""
+    before, after = _by_test(old), _by_test(new)
     return Comparison(
-        tuple(Change(key, before[key], after[key]) for key in before if key in after),
-        tuple(key for key in before if key not in after),
-        tuple(key for key in after if key not in before),
+        tuple(_change(key, before[key], after[key]) for key in before if key in after),
+        {key: _samples(records) for key, records in before.items() if key not in after},
+        {key: _samples(records) for key, records in after.items() if key not in before},
         tuple(dict.fromkeys(str(record.get("cpu_info")) for record in [*old, *new])),
     )
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[Record]:
     """The records of a JSON or JSONL file, ours or llama-bench's. RequestError if it holds anything else."""
     try:
-        text = path.read_text(encoding="utf-8")
-        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(s) for s in text.splitlines() if s]
+        records = _parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise RequestError(f"{path} is no JSON or JSONL: give what bench has written with --format json.") from None
+        raise RequestError(f"{path} is no JSON or JSONL: {GIVE}.") from None
+    if records and all(isinstance(record, dict) and "preset" in record for record in records):
+        raise RequestError(f"{path} holds the records of a preset, which are times of whole requests: {GIVE}.")
     if not records or not all(map(_is_record, records)):
-        raise RequestError(f"{path} holds no records of a bench: give what bench has written with --format json.")
+        raise RequestError(f"{path} holds no records of a bench: {GIVE}.")
     return records
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A table of the tests in both files, and lists of the others."""
+    """A table of the tests on both sides, lists of the others, and what the words of the table mean."""
     header = ["test", "old, tokens/s", "new, tokens/s", "change", "noise, old and new", ""]
     rows = [header, ["---", "---:", "---:", "---:", "---:", "---"], *map(_row, comparison.changes)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows] if comparison.changes else ["No test is in both files."]
-    lines += [
-        "",
-        "Medians; noise: how far the slowest and the fastest run lie from it. A change counts where all runs of one "
-        "file are faster than all of the other.",
-    ]
-    for keys, which in ((comparison.only_old, "old"), (comparison.only_new, "new")):
-        lines += [f"- only in the {which} file: {_named(key)}" for key in keys]
+    lines = ["| " + " | ".join(row) + " |" for row in rows] if comparison.changes else ["No test is on both sides."]
+    lines += ["", *NOTES] if comparison.changes else [""]
+    for only, which in ((comparison.only_old, "old"), (comparison.only_new, "new")):
+        lines += [f"- only in the {which} file: {_named(key)}" for key in only]
     if len(comparison.machines) > 1:
         lines.append(f"- the files are not from one machine: {', '.join(comparison.machines)}")
     return "\n".join(lines)
+
+
+def _parse(text: str) -> list[Any]:
+    """ValueError if it is neither JSON nor JSONL."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return found if isinstance(found, list) else [found]
+
+
+def _by_test(records: list[Record]) -> dict[Key, list[Record]]:
+    found: dict[Key, list[Record]] = {}
+    for record in records:
+        found.setdefault(tuple(record.get(name) for name in SAME), []).append(record)
+    return found
+
+
+def _change(key: Key, old: list[Record], new: list[Record]) -> Change:
+    has_several = len(old) > 1 or len(new) > 1
+    samples = _samples(old, has_several), _samples(new, has_several)
+    return Change(key, *samples, has_several, _is_in_turns(old, new), _machine_ratio(old, new))
+
+
+def _samples(records: list[Record], has_several: bool | None = None) -> Samples:
+    """Of each run of a record, or the medians of several."""
+    if len(records) > 1 or has_several:
+        return [statistics.median(record["samples_ts"]) for record in records]
+    return records[0]["samples_ts"]
+
+
+def _is_in_turns(old: list[Record], new: list[Record]) -> bool:
+    """Whether neither side was over before the other began. ISO times have the order of their text."""
+    before, after = ([str(record.get("test_time", "")) for record in records] for records in (old, new))
+    return min(after) < max(before) and min(before) < max(after)
+
+
+def _machine_ratio(old: list[Record], new: list[Record]) -> float:
+    """llama-bench's records have no limits: 1."""
+    ratios = [1.0]
+    for name in LIMITS:
+        before, after = ([record[name] for record in records if record.get(name)] for records in (old, new))
+        if before and after:
+            ratio = statistics.median(after) / statistics.median(before)
+            ratios += [ratio, 1 / ratio]
+    return max(ratios)
 
 
 def _row(change: Change) -> list[str]:
@@ -146,15 +216,19 @@ def _named(key: Key) -> str:
     return ", ".join(map(str, [*parts, *batch, f"{kind}{depth}"]))
 
 
-def _record(key: Key, old: float | None, new: float | None, ratio: float | None, verdict: str) -> dict[str, Any]:
-    return dict(zip(SAME, key, strict=True)) | {"old_ts": old, "new_ts": new, "ratio": ratio, "verdict": verdict}
+def _record(
+    key: Key, old: Samples | None, new: Samples | None, verdict: str, machine_ratio: float | None = None
+) -> Record:
+    ratio = statistics.median(new) / statistics.median(old) if old and new else None
+    sides = _side("old", old) | _side("new", new)
+    found = {"ratio": ratio, "machine_ratio": machine_ratio, "verdict": verdict}
+    return dict(zip(SAME, key, strict=True)) | sides | found
 
 
-def _samples(records: list[dict[str, Any]]) -> dict[Key, Samples]:
-    found: dict[Key, Samples] = {}
-    for record in records:
-        found.setdefault(tuple(record.get(name) for name in SAME), []).extend(record["samples_ts"])
-    return found
+def _side(name: str, samples: Samples | None) -> Record:
+    """Median, ends and number of the samples."""
+    figures = (statistics.median(samples), min(samples), max(samples), len(samples)) if samples else (None,) * 4
+    return dict(zip((f"{name}_ts", f"{name}_low_ts", f"{name}_high_ts", f"{name}_samples"), figures, strict=True))
 
 
 def _is_record(record: Any) -> bool:

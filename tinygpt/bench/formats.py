@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tinygpt.bench.cores import crowd_note
+from tinygpt.bench.words import runs_text, threads_text
+
 Record = dict[str, Any]
 
 # A column of the table -> how a record fills it. A share stands beside what it is a share of.
@@ -20,19 +23,20 @@ COLUMNS = {
     "first token, ms": "{first_token_ms:.1f}",
     "GB/s read": "{read_gbs:.1f} ({bandwidth_share:.0%})",
     "GFLOP/s": "{gflops:.1f} ({peak_share:.0%})",
-    "sampling": "{sampling_share:.1%}",
+    "outside the model": "{outside_share:.1%}",
     "peak MB": "{peak_megabytes:.0f}",
 }
 NAMES_OF_ROW = ("model", "dtype", "threads", "batch", "test")  # these are aligned to the left
 NOTES = (
-    "{cpu_info}, build {build_commit}; medians of {repetitions} runs, and in brackets the slowest and the fastest.",
+    "{cpu_info}, build {build_commit}; {runs}.",
     "tokens/s and ms/token are of the forward passes, without tokenisation and sampling. pp reads a prompt: of all its "
     "tokens. tg generates, with so many in the cache: ms/token is from one token of a sequence to its next.",
-    "first token: from the call to the first token of the last prompt.",
+    "first token: from the call to the first token of the last prompt; of pp alone.",
     "GB/s read: of weights, and for tg of the KV cache; the share is of what the machine reads, {bandwidths}. A model "
     "that fits into the caches can be faster than that.",
     "GFLOP/s: the share is of what the kernels' tiles do with all data in the caches, {peaks}.",
-    "sampling: its share of the whole time. peak MB: of the process, with what earlier rows made it touch.",
+    "outside the model: the share of the whole time that is not in forward passes: choosing tokens, scheduling and "
+    "bookkeeping. peak MB: of the process, with what earlier rows made it touch.",
 )
 
 
@@ -84,13 +88,15 @@ def _cell(form: str, record: Record) -> str:
 def _notes(records: Sequence[Record]) -> str:
     bandwidths, peaks = {}, {}
     for record in records:
-        where = f"with {record['n_threads']} threads"
+        where = f"with {threads_text(record['n_threads'])}"
         bandwidths[where] = max(record["bandwidth_gbs"], bandwidths.get(where, 0.0))
         peaks[f"in {record['dtype']} {where}"] = record["block_peak_gflops"]
     values = {
         **records[0],
-        "repetitions": len(records[0]["samples_ns"]),
+        "runs": runs_text(len(records[0]["samples_ns"]), ", and in brackets the slowest and the fastest"),
         "bandwidths": ", ".join(f"{rate:.1f} GB/s {where}" for where, rate in bandwidths.items()),
         "peaks": ", ".join(f"{rate:.0f} {where}" for where, rate in peaks.items()),
     }
-    return "\n".join(f"- {note.format(**values)}" for note in NOTES)
+    crowded = filter(None, (crowd_note(threads) for threads in dict.fromkeys(r["n_threads"] for r in records)))
+    notes = [*(note.format(**values) for note in NOTES), *(f"{note}, and wait for one another." for note in crowded)]
+    return "\n".join(f"- {note}" for note in notes)

@@ -62,12 +62,8 @@ class Panel:
         return sorted({point.x for line in self.lines for point in line.points})
 
     @property
-    def has_log_x(self) -> bool:
-        return not self.names and _is_wide(self.xs)
-
-    @property
-    def has_log_y(self) -> bool:
-        return not self.names and _is_wide([point.low for line in self.lines for point in line.points])
+    def lows(self) -> list[float]:
+        return [point.low for line in self.lines for point in line.points]
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,22 @@ class Picture:
     note: str = ""
     has_shared_y: bool = False
 
+    def has_log_x(self, panel: Panel) -> bool:
+        """Panels whose axes have one label have axes of one kind: logarithmic, where that serves any of them."""
+        return not panel.names and _is_log([other.xs for other in self.panels if other.x_label == panel.x_label])
+
+    def has_log_y(self, panel: Panel) -> bool:
+        return not panel.names and _is_log([other.lows for other in self.panels if other.y_label == panel.y_label])
+
 
 def model_name(model: str) -> str:
     """What a title calls a model that was given as a folder, a Hub id or otherwise."""
     return Path(model).name or model
 
 
+def _is_log(ranges: Sequence[Sequence[float]]) -> bool:
+    return all(min(values) > 0 for values in ranges) and any(map(_is_wide, ranges))
+
+
 def _is_wide(values: Sequence[float]) -> bool:
-    return len(values) > 1 and min(values) > 0 and max(values) >= WIDE * min(values)
+    return len(values) > 1 and max(values) >= WIDE * min(values)

@@ -1,6 +1,6 @@
 """A whole bench: what it will measure, checked before any work, and the work."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -9,14 +9,20 @@ from tqdm import tqdm
 from tinygpt.backend import MAX_STEP_TOKENS, load_backend, resolve_dtype
 from tinygpt.bench.build import Build
 from tinygpt.bench.limits import measure_limits
-from tinygpt.bench.records import Record, Setup, record_of
+from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
+from tinygpt.bench.words import threads_text
 from tinygpt.config import GPT2Config
 from tinygpt.errors import RequestError
 from tinygpt.llm import LLM
 from tinygpt.machine import cpu_name
 from tinygpt.threads import thread_count
 from tinygpt.weights.packed import open_checkpoint
+
+NOT_ONE = (
+    ", or 0, which is no generation: the first new token comes with the reading of the prompt, so that one alone "
+    "leaves nothing to measure"
+)
 
 
 @dataclass(frozen=True)
@@ -28,9 +34,21 @@ class Plan:
     threads: tuple[int, ...]
     cases: tuple[Case, ...]
     repetitions: int
+    config: GPT2Config
 
     def __len__(self) -> int:
         return len(self.dtypes) * len(self.threads) * len(self.cases)
+
+    @property
+    def outline(self) -> list[Record]:
+        """The records that there will be, as far as they are known before any work: what a picture of them shows."""
+        return [
+            {"model_filename": self.model, "cpu_info": "", "dtype": dtype, "n_threads": threads, "samples_ts": [1.0]}
+            | {"batch_size": case.batch_size, **counts_of(case.prompt_length, case.new_tokens)}
+            for dtype in self.dtypes
+            for threads in self.threads
+            for case in self.cases
+        ]
 
     @property
     def max_batch_size(self) -> int:
@@ -56,11 +74,10 @@ def make_plan(
     repetitions: int,
 ) -> Plan:
     """Raises RequestError for what is impossible, and CheckpointError if the model cannot be found."""
-    _check_numbers("a batch size", batch_sizes, 1)
-    _check_numbers("a prompt length", prompt_lengths, 1)
-    _check_numbers("the number of repetitions", [repetitions], 1)
-    for count in set(new_tokens) - {0}:  # the first new token comes with the prompt: no pass of its own to be timed
-        _check_numbers("the number of new tokens", [count], 2, " or 0, which is no generation")
+    _check_numbers("--batch-sizes", batch_sizes, 1)
+    _check_numbers("--prompt-lengths", prompt_lengths, 1)
+    _check_numbers("--repetitions", [repetitions], 1)
+    _check_numbers("--new-tokens", set(new_tokens) - {0}, 2, NOT_ONE)
     counts = tuple(dict.fromkeys(map(thread_count, threads)))
     for dtype in dtypes:
         load_backend("cpu", dtype)
@@ -68,53 +85,69 @@ def make_plan(
     resolved = tuple(dict.fromkeys(resolve_dtype(dtype, "cpu", checkpoint) for dtype in dtypes))
     cases = cases_of(batch_sizes, prompt_lengths, new_tokens)
     _check_length(model, checkpoint.config, max(cases, key=lambda case: case.length))
-    return Plan(model, resolved, counts, cases, repetitions)
+    return Plan(model, resolved, counts, cases, repetitions, checkpoint.config)
 
 
-def run_plan(plan: Plan, show_progress: bool = False) -> Iterator[Record]:
-    """A record of each case. Those of one dtype and number of threads come together, when all are measured."""
+def run_plan(plan: Plan, records: list[Record], show_progress: bool = False) -> None:
+    """Append a record of each case to `records`. What stops it midway leaves those that have been measured there."""
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=len(plan), unit="case", disable=None if show_progress else True) as bar:
         for dtype in plan.dtypes:
             for threads in plan.threads:
-                yield from _run_together(plan, dtype, threads, bar)
+                _run_together(plan, dtype, threads, bar, records)
 
 
-def _run_together(plan: Plan, dtype: str, threads: int, bar: tqdm) -> Iterator[Record]:
+def _run_together(plan: Plan, dtype: str, threads: int, bar: tqdm, records: list[Record]) -> None:
     """The cases of one loaded model. The machine's limits are measured before and after: it has better moments."""
-    results, name = [], f"{dtype}, threads {threads}"
+    results, name = [], f"{dtype}, {threads_text(threads)}"
     bar.set_description_str(f"loading {name}")
     limits = measure_limits(dtype, threads)
-    with LLM(
-        plan.model,
-        dtype,
-        threads=threads,
-        max_num_seqs=plan.max_batch_size,
-        max_model_len=plan.max_length,
-        max_num_batched_tokens=plan.step_tokens,
-        prefix_cache_seqs=0,
-    ) as llm:
-        config = llm.config
-        for case in plan.cases:
-            bar.set_description_str(f"{name}, {case}")
-            results.append((run_case(llm, case, plan.repetitions), case.new_tokens > 0, datetime.now(timezone.utc)))
-            bar.update()
-    limits = limits.best(measure_limits(dtype, threads))
-    setup = Setup(Build.find(), cpu_name(), plan.model, config, dtype, threads, plan.step_tokens, limits)
-    for result in results:
-        yield record_of(setup, *result)
+    try:
+        with _opened(plan, dtype, threads) as llm:
+            for case in plan.cases:
+                bar.set_description_str(f"{name}, {case}")
+                results.append((run_case(llm, case, plan.repetitions), case.new_tokens > 0, datetime.now(timezone.utc)))
+                bar.update()
+        limits = limits.best(measure_limits(dtype, threads))
+    finally:
+        setup = Setup(Build.find(), cpu_name(), plan.model, plan.config, dtype, threads, plan.step_tokens, limits)
+        records.extend(record_of(setup, *result) for result in results)
 
 
-def _check_numbers(what: str, numbers: Sequence[int], least: int, also: str = "") -> None:
+def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
+    try:
+        return LLM(
+            plan.model,
+            dtype,
+            threads=threads,
+            max_num_seqs=plan.max_batch_size,
+            max_model_len=plan.max_length,
+            max_num_batched_tokens=plan.step_tokens,
+            prefix_cache_seqs=0,
+        )
+    except RequestError as error:
+        raise RequestError(
+            f"{error} Of bench, max_num_seqs is the largest of --batch-sizes, {plan.max_batch_size}, and the positions "
+            "are those of the longest of --prompt-lengths and of --new-tokens."
+        ) from None
+
+
+def _check_numbers(flag: str, numbers: Collection[int], least: int, also: str = "") -> None:
     for number in numbers:
         if number < least:
-            raise RequestError(f"{what} is {number} and must be {least} or more{also}.")
+            raise RequestError(f"{flag} gives {number} and must give {least} or more{also}.")
 
 
 def _check_length(model: str, config: GPT2Config, longest: Case) -> None:
-    if longest.length > config.n_positions:
+    if longest.length <= config.n_positions:
+        return
+    if not longest.new_tokens:
         raise RequestError(
-            f"a prompt of {longest.prompt_length} tokens and {max(longest.new_tokens, 1)} after it take "
-            f"{longest.length} positions and {model} has {config.n_positions}: take a shorter prompt, or fewer new "
-            "tokens."
+            f"--prompt-lengths gives {longest.prompt_length} and may give {config.n_positions - 1} at most: "
+            f"{model} has {config.n_positions} positions, and reading a prompt ends with its first new token, which "
+            "takes one."
         )
+    raise RequestError(
+        f"a prompt of {longest.prompt_length} tokens and {longest.new_tokens} after it take {longest.length} positions "
+        f"and {model} has {config.n_positions}: give smaller --prompt-lengths or --new-tokens."
+    )

@@ -1,5 +1,6 @@
 """Pictures as PNG or SVG files. matplotlib draws them, and is imported for nothing else."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.picture import WIDE, Line, Panel, Picture, Point, model_name
+from tinygpt.bench.words import points_text, threads_text
 from tinygpt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -19,7 +21,8 @@ SUFFIXES = (".png", ".svg")
 INCHES, DOTS_PER_INCH = (9, 6), 100  # 900 x 600 pixels
 # Okabe and Ito's colours, which colour-blind readers can tell apart; without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-MARKERS = "osD^vPX"
+MARKERS = "osD^vPX<>phd*8"
+MAX_LINES = 12  # of ours in a panel: more cannot be told apart
 STYLES = ("-", "--", ":", "-.")
 PUBLISHED_COLOURS = ("#6E6E6E", "#9A9A9A")
 PUBLISHED_STYLES = ("--", ":", "-.")
@@ -27,6 +30,7 @@ LEGEND_PIXELS, HANDLE_PIXELS, CHARACTER_PIXELS = 880, 55, 6.5  # of a line below
 NOTE_SIZE, NOTE_COLOUR, GRID_COLOUR = 8.5, "#444444", "#DDDDDD"
 PANELS_IN_ROW = 2
 BAR_HEIGHT = 0.6
+LOG_SCALE = ", log scale"
 STEPS_OF_DECADE = (1, 2, 5)
 # What may set tests apart: the one with most values becomes the x axis, and the others are named beside the dtype.
 X_LABELS = {
@@ -35,7 +39,12 @@ X_LABELS = {
     "n_depth": "tokens in the cache before",
     "n_threads": "threads",
 }
-PARTS = {"batch_size": "batch {}", "length": "{} tokens", "n_depth": "after {}", "n_threads": "{} threads"}
+PARTS = {
+    "batch_size": "batch {}".format,
+    "length": "{} tokens".format,
+    "n_depth": "after {}".format,
+    "n_threads": threads_text,
+}
 
 
 def plot(records: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -55,6 +64,16 @@ def check(path: str | Path) -> None:
         ) from None
 
 
+def check_lines(records: Sequence[dict[str, Any]]) -> None:
+    """RequestError, before any work, if a picture of these records would have too many lines to be read."""
+    count = max(len(panel.lines) for panel in picture_of(records).panels)
+    if count > MAX_LINES:
+        raise RequestError(
+            f"--plot would draw {count} lines into one picture and more than {MAX_LINES} cannot be told apart: give "
+            "fewer values of --dtype, --threads, --batch-sizes, --prompt-lengths or --new-tokens, or leave --plot away."
+        )
+
+
 def save(picture: Picture, path: str | Path) -> None:
     """Write a PNG of 900 x 600 pixels, or an SVG. Raises as `check` does."""
     check(path)
@@ -70,7 +89,10 @@ def draw(picture: Picture) -> "Figure":
     figure.suptitle(picture.title, x=0.012, ha="left", fontsize=13, fontweight="bold")
     styles = _styles(picture)
     for axes, panel in zip(_grid(figure, picture), picture.panels, strict=True):
-        (_draw_bars if panel.names else _draw_lines)(axes, panel, styles)
+        if panel.names:
+            _draw_bars(axes, panel, styles)
+        else:
+            _draw_lines(axes, panel, styles, picture.has_log_x(panel), picture.has_log_y(panel))
         axes.set_title(panel.title, loc="left", fontsize=11)
         if picture.has_shared_y and not axes.get_subplotspec().is_first_col():
             axes.set_ylabel("")
@@ -88,7 +110,7 @@ def picture_of(records: Sequence[dict[str, Any]]) -> Picture:
         if of_kind:
             panels.append(_panel_of(of_kind, title, noun))
     title = f"Speed of {model_name(records[0]['model_filename'])}"
-    note = f"{records[0]['cpu_info']}. Points are medians, error bars reach from the slowest run to the fastest."
+    note = f"{records[0]['cpu_info']}. {points_text(len(records[0]['samples_ts']))}"
     return Picture(title, tuple(panels), note)
 
 
@@ -100,7 +122,7 @@ def _panel_of(records: list[dict[str, Any]], title: str, noun: str) -> Panel:
     others = [field for field, count in counts.items() if count > 1 and field != x]
     lines: dict[str, Line] = {}
     for record in sorted(records, key=lambda record: record[x]):
-        label = ", ".join([record["dtype"], *(PARTS[field].format(record[field]) for field in others)])
+        label = ", ".join([record["dtype"], *(PARTS[field](record[field]) for field in others)])
         before = lines[label].points if label in lines else ()
         lines[label] = Line(label, (*before, Point.of(record[x], record["samples_ts"])), record["dtype"])
     return Panel(title, X_LABELS[x].format(noun), "tokens/s", tuple(lines.values()))
@@ -125,27 +147,41 @@ def _grid(figure: "Figure", picture: Picture) -> list["Axes"]:
 
 
 def _styles(picture: Picture) -> dict[str, dict[str, Any]]:
-    """How each line looks, by its label: the same in every panel. Groups have colours, and lines in them markers."""
+    """How each line looks, by its label: the same in every panel. Groups have colours, and lines have markers."""
     lines = {line.label: line for panel in picture.panels for line in panel.lines}
     published = [label for label, line in lines.items() if line.is_published]
-    styles = {label: _published_style(i) for i, label in enumerate(published)}
-    groups: dict[str, list[str]] = {}
-    for label, line in lines.items():
-        if not line.is_published:
-            groups.setdefault(line.group or label, []).append(label)
-    for i, labels in enumerate(groups.values()):
+    styles = {label: {"marker": marker} for label, marker in _markers(picture).items()}
+    for i, label in enumerate(published):
+        styles[label] |= _published_style(i)
+    for i, labels in enumerate(_groups([line for line in lines.values() if not line.is_published])):
         for j, label in enumerate(labels):
-            marker = MARKERS[(j if len(labels) > 1 else i) % len(MARKERS)]
             look = {"linestyle": STYLES[j % len(STYLES)], "markersize": 6, "linewidth": 1.8, "zorder": 3}
-            styles[label] = {"color": COLOURS[i % len(COLOURS)], "marker": marker, **look}
+            styles[label] |= {"color": COLOURS[i % len(COLOURS)], **look}
     return {label: styles[label] for label in lines}
+
+
+def _markers(picture: Picture) -> dict[str, str]:
+    """A marker for each line, by its label: no two in a panel have the same, as far as there are enough."""
+    found: dict[str, str] = {}
+    for panel in picture.panels:
+        used = {found[line.label] for line in panel.lines if line.label in found}
+        free = itertools.chain((marker for marker in MARKERS if marker not in used), itertools.cycle(MARKERS))
+        found |= {line.label: next(free) for line in panel.lines if line.label not in found}
+    return found
+
+
+def _groups(lines: list[Line]) -> list[list[str]]:
+    """Labels of lines of one colour. Where all lines would have one, each has its own: it would tell nothing."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(line.group or line.label, []).append(line.label)
+    return list(groups.values()) if len(groups) > 1 else [[line.label] for line in lines]
 
 
 def _published_style(number: int) -> dict[str, Any]:
     return {
         "color": PUBLISHED_COLOURS[number % len(PUBLISHED_COLOURS)],
         "linestyle": PUBLISHED_STYLES[number % len(PUBLISHED_STYLES)],
-        "marker": MARKERS[number % len(MARKERS)],
         "markerfacecolor": "white",
         "markersize": 5,
         "linewidth": 1.3,
@@ -153,23 +189,21 @@ def _published_style(number: int) -> dict[str, Any]:
     }
 
 
-def _draw_lines(axes: "Axes", panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
-    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+def _draw_lines(axes: "Axes", panel: Panel, styles: dict[str, dict[str, Any]], is_log_x: bool, is_log_y: bool) -> None:
+    axes.set(xlabel=panel.x_label + LOG_SCALE * is_log_x, ylabel=panel.y_label + LOG_SCALE * is_log_y)
+    axes.set(xscale="log" if is_log_x else "linear", yscale="log" if is_log_y else "linear")
     axes.grid(color=GRID_COLOUR, linewidth=0.8)
-    if panel.has_log_x:
-        axes.set_xscale("log")
-    if panel.has_log_y:
-        axes.set_yscale("log")
     for line in panel.lines:
         _draw_line(axes, line, styles[line.label])
     axes.margins(x=0.09)
     if not panel.has_free_x:
         axes.set_xticks(panel.xs, [f"{x:g}" for x in panel.xs])
         axes.set_xticks([], minor=True)
-    elif panel.has_log_x:
+    elif is_log_x:
         _set_plain_ticks(axes.xaxis)
-    if panel.has_log_y:
+    if is_log_y:
         _set_plain_ticks(axes.yaxis)
+        _widen(axes)
     else:
         axes.set_ylim(bottom=0)
 
@@ -217,6 +251,13 @@ def _set_plain_ticks(axis: "Axis") -> None:
     axis.set_major_locator(LogLocator(subs=STEPS_OF_DECADE))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
+
+
+def _widen(axes: "Axes") -> None:
+    """Make the range of a logarithmic axis so large that several ticks are in it."""
+    low, high = axes.get_ylim()
+    if (factor := (WIDE * low / high) ** 0.5) > 1:
+        axes.set_ylim(low / factor, high * factor)
 
 
 def _add_legend(figure: "Figure", note: str) -> None:

@@ -13,7 +13,8 @@ Our own keys, where nothing else is said of the median run:
     bandwidth_gbs                       ...what this machine reads, measured
     gflops, peak_share                  10**9 operations a second; share of what our tiles could do in the caches
     block_peak_gflops, head_peak_gflops what they could do, measured, for the dtype of the blocks and of the head
-    sampling_share                      of the whole time of generate
+    outside_share                       of the whole time of generate, what is not in forward passes
+    sampling_share                      of the whole time, the part of that which chooses tokens
     peak_memory                         bytes of the process; null where the system does not say
 """
 
@@ -25,6 +26,7 @@ from tinygpt.bench.build import Build
 from tinygpt.bench.formats import Record
 from tinygpt.bench.limits import Limits
 from tinygpt.bench.measure import Measurement
+from tinygpt.bench.words import parameters_text
 from tinygpt.bench.work import (
     block_operations,
     cache_bytes,
@@ -83,17 +85,14 @@ class Effort:
 
 def record_of(setup: Setup, measurement: Measurement, is_generation: bool, ended: datetime) -> Record:
     """The record of a test that ended at that time."""
-    n_prompt, n_gen, n_depth = measurement.prompt_length, 0, 0
-    if is_generation:
-        n_prompt, n_gen, n_depth = 0, measurement.new_tokens, measurement.prompt_length
+    counts = counts_of(measurement.prompt_length, measurement.new_tokens if is_generation else 0)
+    n_prompt, n_gen, n_depth = counts.values()
     effort_of = _generation if is_generation else _reading
     efforts = [effort_of(setup, measurement, i) for i in range(len(measurement.runs))]
     return {
         **_about(setup),
         **WITHOUT_MEANING,
-        "n_prompt": n_prompt,
-        "n_gen": n_gen,
-        "n_depth": n_depth,
+        **counts,
         "test_time": ended.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **_times(efforts, measurement.batch_size * (n_prompt + n_gen)),
         "test": f"tg{n_gen} @ d{n_depth}" if is_generation else f"pp{n_prompt}",
@@ -102,14 +101,21 @@ def record_of(setup: Setup, measurement: Measurement, is_generation: bool, ended
         **_shares(efforts, setup.limits),
         "ms_per_token": statistics.median(_ms_per_token(e, measurement, is_generation) for e in efforts),
         "first_token_ms": None if is_generation else _median_ms([run.first_token for run in measurement.runs]),
+        "outside_share": statistics.median(1 - (run.prompt + run.generation) / run.total for run in measurement.runs),
         "sampling_share": statistics.median(run.sampling / run.total for run in measurement.runs),
         "peak_memory": measurement.peak_memory or None,
     }
 
 
+def counts_of(prompt_length: int, new_tokens: int) -> Record:
+    """llama-bench's: a generation begins at a depth, and no prompt is counted in it; 0 new tokens are none."""
+    if new_tokens:
+        return {"n_prompt": 0, "n_gen": new_tokens, "n_depth": prompt_length}
+    return {"n_prompt": prompt_length, "n_gen": 0, "n_depth": 0}
+
+
 def _about(setup: Setup) -> Record:
     size = num_parameters(setup.config)
-    size_text = f"{size / 1e6:.0f}M" if size < 1e9 else f"{size / 1e9:.2f}B"
     return {
         "build_commit": setup.build.commit,
         "build_number": setup.build.number,
@@ -117,7 +123,7 @@ def _about(setup: Setup) -> Record:
         "gpu_info": "",
         "backends": "CPU",
         "model_filename": setup.model,
-        "model_type": f"gpt2 {size_text} {DTYPE_NAMES[setup.dtype]}",
+        "model_type": f"gpt2 {parameters_text(size)} {DTYPE_NAMES[setup.dtype]}",
         "model_size": model_bytes(setup.config, setup.dtype),
         "model_n_params": size,
         "n_batch": setup.step_tokens,

@@ -1,16 +1,19 @@
 """`python -m tinygpt bench`: how fast a model reads prompts and generates, beside what the machine could do."""
 
 import argparse
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tinygpt.bench.formats import FORMATS, Record
-from tinygpt.bench.presets import PRESETS
+from tinygpt.bench.output import check_writable, write
+from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY
 from tinygpt.commands import loading
 from tinygpt.commands.flags import reader, whole_number
 from tinygpt.commands.messages import counted, say
 from tinygpt.config import DTYPES
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, TinyGPTError
 
 SUMMARY = "measure speed: reading prompts and generating, beside what the machine could do"
 # Flags have no default of argparse's, so that one which has no meaning beside another is seen.
@@ -18,6 +21,7 @@ CASES = {"batch_sizes": (1, 8), "prompt_lengths": (128,), "new_tokens": (64,)}
 RUNS = {"dtype": ("auto",), "threads": (None,), "repetitions": 5}
 OF_PRESETS = ("small", "text")
 NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "preset", *OF_PRESETS, "plot")
+ALL_DTYPES = ("auto", *DTYPES)
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -25,10 +29,14 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
+    names = tuple(part.strip() for part in text.split(","))
+    if not set(names) <= set(ALL_DTYPES):
+        raise ValueError
+    return names
 
 
-whole_numbers = reader(_whole_numbers, "a whole number, or several separated by commas")
+whole_numbers = reader(_whole_numbers, "a whole number, or several with a comma between two")
+dtypes = reader(_dtypes, f"one of {', '.join(ALL_DTYPES)}, or several with a comma between two")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--new-tokens",
         type=whole_numbers,
         metavar="LIST",
-        help="tokens to generate after the prompt; 0 is no generation (default: 64)",
+        help="tokens to generate after the prompt, 2 or more, as the first one comes with the prompt; 0 is no "
+        "generation (default: 64)",
     )
     cases.add_argument(
-        "--repetitions", type=whole_number, metavar="N", help="runs of each case, after one to warm up (default: 5)"
+        "--repetitions",
+        type=whole_number,
+        metavar="N",
+        help="runs of each case, after one to warm up (default: 5, and a preset's own)",
     )
-    studies = parser.add_argument_group("published studies", "in place of the cases above.")
+    studies = parser.add_argument_group(
+        "published studies",
+        "in place of the cases above.\nThey take --model or --random, --dtype, one number of --threads, --repetitions\n"
+        "and the flags of output.",
+    )
     listed = "; ".join(f"{name}: {summary}" for name, summary in PRESETS.items())
     studies.add_argument(
         "--preset",
@@ -54,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"repeat a study and show its figures: {listed} (default: none)",
     )
     studies.add_argument("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
-    studies.add_argument("--text", metavar="FILE", help="UTF-8 for its perplexity, where it has that (default: none)")
+    studies.add_argument(
+        "--text", metavar="FILE", help=f"UTF-8 text, for the perplexity of {WITH_PERPLEXITY} (default: none)"
+    )
     _add_output_arguments(parser.add_argument_group("output"))
 
 
@@ -64,11 +82,11 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     source.add_argument(
         "--random",
         metavar="SHAPE",
-        help="random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B; no download (default: none)",
+        help="random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B, or tiny; no download (default: none)",
     )
     group.add_argument(
         "--dtype",
-        type=_dtypes,
+        type=dtypes,
         metavar="LIST",
         help=f"precision of the weights: {', '.join(DTYPES)}; auto is a converted checkpoint's own, and float32 for "
         "any other (default: auto)",
@@ -82,7 +100,12 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--format", choices=FORMATS, help="all but md have llama-bench's keys (default: md)")
+    group.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="md is a table; the others have llama-bench's keys and more, for the cases above, and keys of their own "
+        "for a preset and for --compare (default: what the name of --output ends in, or md)",
+    )
     group.add_argument("--json", action="store_true", help="as --format json (default: off)")
     group.add_argument("--output", type=Path, metavar="FILE", help="where to write the results (default: stdout)")
     group.add_argument(
@@ -91,41 +114,43 @@ def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--compare",
         type=Path,
-        nargs=2,
-        metavar=("OLD", "NEW"),
-        help="show what changed between two files of --format json or jsonl, and measure nothing (default: off)",
+        nargs="+",
+        metavar="FILE",
+        help="OLD NEW: show what changed between two files of cases, in --format json or jsonl, and measure nothing; "
+        "OLD NEW OLD NEW ...: files that were measured in turns, which tell a change from a machine that was busy in "
+        "between. Takes --format and --output alone (default: off)",
     )
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure, and print or write the results. RequestError, before any work, for what is impossible."""
     _check_flags(args)
-    args.model = f"random:{args.random}" if args.random is not None else args.model or "demo"
     if args.compare is not None:
         _compare(args)
-    elif args.preset is not None:
-        _run_preset(args)
     else:
-        _run_cases(args)
+        _prepare(args)
+        (_run_cases if args.preset is None else _run_preset)(args)
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """RequestError for what needs no model to be seen."""
+    """RequestError for what needs no library and no model to be seen."""
     if args.compare is not None:
         _refuse(args, NOT_OF_COMPARISONS, "--compare measures nothing")
     if args.preset is not None:
         _refuse(args, CASES, "--preset has cases of its own")
+        if args.threads is not None and len(args.threads) > 1:
+            raise RequestError(f"--threads has {len(args.threads)} numbers and a preset runs with one: give one.")
     else:
         _refuse(args, OF_PRESETS, "there is no --preset")
     if args.json and args.format not in (None, "json"):
         raise RequestError(f"--json is --format json and --format is {args.format}: give one of them.")
-    args.format = "json" if args.json else args.format or "md"
+    ending = "" if args.output is None else args.output.suffix.lower().removeprefix(".")
+    args.format = "json" if args.json else args.format or (ending if ending in FORMATS else "md")
+    if args.output is not None and args.output == args.plot:
+        raise RequestError(f"--output and --plot are both {args.plot}: name two files.")
     for flag in ("output", "plot"):
-        _check_writable(f"--{flag}", getattr(args, flag))
-    if args.plot is not None:
-        from tinygpt.bench.plot import check
-
-        check(args.plot)
+        if getattr(args, flag) is not None:
+            check_writable(f"--{flag}", getattr(args, flag))
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
@@ -134,66 +159,111 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
         raise RequestError(f"{why}: leave {', '.join(given)} away.")
 
 
-def _check_writable(flag: str, path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise RequestError(f"{flag} {path} is a folder: name a file in it.")
-    if not path.absolute().parent.is_dir():
-        raise RequestError(f"the folder of {flag} {path} does not exist: create it first.")
+def _prepare(args: argparse.Namespace) -> None:
+    """Size the thread pools, before any library is imported, and check what needs these."""
+    threads = args.threads or (None,)
+    loading.set_thread_pools(None if None in threads else max(threads))
+    args.model = args.model or "demo"
+    if args.random is not None:
+        from tinygpt.weights.random_checkpoint import PREFIX, SHAPES
+
+        if args.random not in SHAPES:
+            raise RequestError(f"--random is {args.random!r} and must be one of {', '.join(SHAPES)}.")
+        args.model = f"{PREFIX}{args.random}"
+    if args.plot is not None:
+        from tinygpt.bench.plot import check
+
+        check(args.plot)
 
 
 def _run_cases(args: argparse.Namespace) -> None:
     for name, default in {**CASES, **RUNS}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    loading.set_thread_pools(None if None in args.threads else max(args.threads))
     from tinygpt.bench.plan import make_plan, run_plan
-    from tinygpt.bench.plot import plot
+    from tinygpt.bench.plot import check_lines, plot
 
     cases = args.batch_sizes, args.prompt_lengths, args.new_tokens
     plan = make_plan(args.model, args.dtype, args.threads, *cases, args.repetitions)
-    say(
-        f"{counted(len(plan), 'case')} of {args.model} (10 to 20 s more for a dtype whose kernels are still to compile)"
-    )
-    records = list(run_plan(plan, show_progress=True))
-    _write(args, records)
     if args.plot is not None:
-        plot(records, args.plot)
-        say(f"{args.plot} is drawn")
+        check_lines(plan.outline)
+    say(f"{counted(len(plan), 'case')} of {args.model}")
+    records: list[Record] = []
+    try:
+        with _notice_of_compiling():
+            run_plan(plan, records, show_progress=True)
+    finally:  # what was measured before an interruption is not lost
+        if records:
+            _hand_over(args, records, lambda: plot(records, args.plot))
 
 
 def _run_preset(args: argparse.Namespace) -> None:
-    if args.threads is not None and len(args.threads) > 1:
-        raise RequestError(f"--threads has {len(args.threads)} numbers and a preset runs with one: give one.")
-    threads = None if args.threads is None else args.threads[0]
-    loading.set_thread_pools(threads)
     from tinygpt.bench.presets import run_preset
     from tinygpt.bench.presets.options import PresetOptions
 
-    dtypes = ("auto",) if args.dtype is None else args.dtype
-    say(f"{args.preset} with {args.model} (10 to 20 s more for a dtype whose kernels are still to compile)")
-    report = run_preset(
-        args.preset, PresetOptions(args.model, dtypes, threads, args.repetitions, args.small, args.text)
-    )
-    _write(args, report.records, report.text)
-    if args.plot is not None:
-        report.plot(args.plot)
-        say(f"{args.plot} is drawn")
+    threads = None if args.threads is None else args.threads[0]
+    options = PresetOptions(args.model, args.dtype or RUNS["dtype"], threads, args.repetitions, args.small, args.text)
+    say(f"{args.preset} with {args.model}")
+    with _notice_of_compiling():
+        report = run_preset(args.preset, options)
+    _hand_over(args, report.records, lambda: report.plot(args.plot), report.text)
 
 
 def _compare(args: argparse.Namespace) -> None:
     from tinygpt.bench.compare import compare, read_records, to_markdown
 
-    comparison = compare(*map(read_records, args.compare))
+    _check_pairs(args.compare)
+    found = [read_records(path) for path in args.compare]
+    old, new = ([record for records in side for record in records] for side in (found[::2], found[1::2]))
+    comparison = compare(old, new)
     _write(args, comparison.records, to_markdown(comparison))
+    if not comparison.changes:
+        raise TinyGPTError(
+            "no test is on both sides of --compare: measure both with the same model, --dtype, --threads, "
+            "--batch-sizes, --prompt-lengths and --new-tokens."
+        )
+
+
+def _check_pairs(paths: list[Path]) -> None:
+    if len(paths) % 2:
+        raise RequestError(f"--compare has {counted(len(paths), 'file')}: give pairs, OLD NEW or OLD NEW OLD NEW ...")
+    for side in (paths[::2], paths[1::2]):
+        for path in side:
+            if side.count(path) > 1:
+                raise RequestError(f"--compare has {path} more than once on one side: give another measurement.")
+
+
+@contextmanager
+def _notice_of_compiling() -> Iterator[None]:
+    """Said in the block when the first kernel compiles, between two states of the progress bar."""
+    from tqdm import tqdm
+
+    from tinygpt.kernels.cpu.jit import on_compilation
+
+    notices = ["tinygpt: compiling kernels for this machine, once (10 to 20 s for a dtype)"]
+
+    def show() -> None:
+        while notices:
+            tqdm.write(notices.pop(), file=sys.stderr)
+
+    with on_compilation(show):
+        yield
+
+
+def _hand_over(
+    args: argparse.Namespace, records: list[Record], draw: Callable[[], None], markdown: str | None = None
+) -> None:
+    """Results to --output or stdout; and to --plot, whether or not they could be written."""
+    try:
+        _write(args, records, markdown)
+    finally:
+        if args.plot is not None:
+            draw()
+            say(f"{args.plot} is drawn")
 
 
 def _write(args: argparse.Namespace, records: list[Record], markdown: str | None = None) -> None:
-    """To --output or stdout. `markdown` is what --format md shows of records that have a table of their own."""
-    text = markdown if args.format == "md" and markdown is not None else FORMATS[args.format](records)
-    if args.output is None:
-        print(text)
-    else:
-        args.output.write_text(f"{text}\n", encoding="utf-8")
+    """`markdown` is what --format md shows of records that have a table of their own."""
+    write(markdown if args.format == "md" and markdown is not None else FORMATS[args.format](records), args.output)
+    if args.output is not None:
         say(f"the results are in {args.output}")

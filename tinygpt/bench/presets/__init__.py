@@ -21,9 +21,16 @@ PRESETS = {
 }
 
 
+WITH_PERPLEXITY = "onnx-study"  # the one that --text is for
+
+
 def run_preset(name: str, options: PresetOptions) -> "PresetReport":
     """Repeat a study, one of PRESETS. Raises RequestError, before any work, for what is impossible."""
     if name not in PRESETS:
         raise RequestError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}.")
     check_options(options)
+    if options.text is not None and name != WITH_PERPLEXITY:
+        raise RequestError(
+            f"--text is for a perplexity and {name} has none: leave it away, or give --preset {WITH_PERPLEXITY}."
+        )
     return import_module(f"{__name__}.{name.replace('-', '_')}").run(options)

@@ -7,7 +7,7 @@ of its documentation: on an RTX 2080 Ti in the version of commit ca20ab04, on a 
 from dataclasses import dataclass, replace
 
 from tinygpt.bench.measure import measure
-from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
 from tinygpt.bench.presets.running import (
@@ -15,6 +15,7 @@ from tinygpt.bench.presets.running import (
     Result,
     fitting,
     here,
+    of_model,
     opened,
     prepared,
     progress,
@@ -22,13 +23,14 @@ from tinygpt.bench.presets.running import (
     record,
     repetitions_of,
 )
+from tinygpt.bench.words import points_text, runs_text
 from tinygpt.sampling_params import SamplingParams
 
 STUDY = Study(
     "batch-inference",
     "queries of 64 new tokens, batch 8 against batch 1",
     'microsoft/batch-inference, docs/examples/gpt_completion.rst, "GPT Completion"',
-    "Hugging Face's gpt2 in PyTorch on the GPU that is named",
+    "by Hugging Face in PyTorch on the GPU that is named",
 )
 COLUMNS = (
     "Method",
@@ -94,12 +96,12 @@ def run(options: PresetOptions) -> PresetReport:
     notes = [
         RANDOM_PROMPTS,
         "Avg Batch Size: generated tokens / forward passes, as sequences join and leave between any two passes.",
-        f"Execution Time of ours: the median of {count}; the study does not say how often it ran.",
+        f"Execution Time of ours: {runs_text(count)}; the study does not say how often it ran.",
     ]
     table = markdown(COLUMNS, [*_our_rows(protocol, results), *map(_published_row, PUBLISHED)])
-    text = page(STUDY, here(options, config), [table], notes)
+    text = page(STUDY, here(STUDY, options, config), [table], notes)
     records = [record(STUDY, options, result) for result in results]
-    return PresetReport(text, records, _picture(options, protocol, results))
+    return PresetReport(text, records, _picture(of_model(options, config), protocol, results))
 
 
 def _measure(options: PresetOptions, protocol: Protocol, dtype: str, batch_size: int) -> Result:
@@ -128,7 +130,7 @@ def _published_row(row: Published) -> list[str]:
     return [f"{row.method}, {row.hardware}", "100", f"{row.seconds}s", row.throughput, *counts]
 
 
-def _picture(options: PresetOptions, protocol: Protocol, results: list[Result]) -> Picture:
+def _picture(model: str, protocol: Protocol, results: list[Result]) -> Picture:
     tokens = protocol.num_queries * protocol.new_tokens
     lines: dict[str, list[Point]] = {}
     for result in results:
@@ -138,7 +140,7 @@ def _picture(options: PresetOptions, protocol: Protocol, results: list[Result]) 
     for hardware in dict.fromkeys(row.hardware for row in PUBLISHED):
         rows = [row for row in PUBLISHED if row.hardware == hardware]
         points = tuple(Point.exact(row.max_batch_size, 6400 / row.seconds) for row in rows)
-        drawn.append(Line(f"published, {hardware}", points, is_published=True))
+        drawn.append(Line(f"published: {STUDY.model}, {hardware}", points, is_published=True))
     panel = Panel("", "largest batch (sequences)", "generated tokens/s", tuple(drawn))
-    title = f"{protocol.num_queries} queries of {protocol.new_tokens} new tokens, {model_name(options.model)}"
-    return Picture(title, (panel,), "Points are medians, error bars reach from the slowest run to the fastest.")
+    title = f"{protocol.num_queries} queries of {protocol.new_tokens} new tokens, {model}"
+    return Picture(title, (panel,), f"{points_text(len(results[0].seconds))}\nPublished: {STUDY.source}.")

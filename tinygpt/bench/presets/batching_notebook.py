@@ -7,7 +7,7 @@ the figures are its output, of commit b767e768.
 from dataclasses import dataclass, replace
 
 from tinygpt.bench.measure import measure
-from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
 from tinygpt.bench.presets.running import (
@@ -15,6 +15,7 @@ from tinygpt.bench.presets.running import (
     Result,
     fitting,
     here,
+    of_model,
     opened,
     prepared,
     progress,
@@ -22,12 +23,13 @@ from tinygpt.bench.presets.running import (
     record,
     repetitions_of,
 )
+from tinygpt.bench.words import points_text, runs_text
 
 STUDY = Study(
     "batching-notebook",
     "10 new tokens at batch 1 to 128",
     'pkuwangh/mlsys, p02-batching.ipynb, "Throughput vs Latency"',
-    "Hugging Face's gpt2 in PyTorch on a GPU that is not named",
+    "by Hugging Face in PyTorch on a GPU that is not named",
 )
 COLUMNS = ("bs", "duration (ms)", "throughput (tokens/ms)", "avg latency (ms)")
 
@@ -77,11 +79,13 @@ def run(options: PresetOptions) -> PresetReport:
     tables = [_table(protocol, dtype, [r for r in results if r.dtype == dtype]) for dtype in options.dtypes]
     notes = [
         RANDOM_PROMPTS + " The notebook's single run times tokenisation too, and at bs 1 the warm-up.",
-        f"Ours: medians of {len(results[0].seconds)}. avg latency is duration / {protocol.new_tokens} new tokens.",
+        f"Ours: {runs_text(len(results[0].seconds))}. avg latency is duration / {protocol.new_tokens} new tokens.",
     ]
     records = [record(STUDY, options, result) for result in results]
     return PresetReport(
-        page(STUDY, here(options, config), tables, notes), records, _picture(options, protocol, results)
+        page(STUDY, here(STUDY, options, config), tables, notes),
+        records,
+        _picture(of_model(options, config), protocol, results),
     )
 
 
@@ -110,12 +114,11 @@ def _table(protocol: Protocol, dtype: str, results: list[Result]) -> str:
     return markdown(header, rows)
 
 
-def _picture(options: PresetOptions, protocol: Protocol, results: list[Result]) -> Picture:
-    panels = [
-        _panel(protocol, dtype, [result for result in results if result.dtype == dtype]) for dtype in options.dtypes
-    ]
-    title = f"Throughput against latency by batch size, {model_name(options.model)}"
-    note = "Numbers are batch sizes, points medians; error bars reach from the slowest run to the fastest."
+def _picture(model: str, protocol: Protocol, results: list[Result]) -> Picture:
+    dtypes = dict.fromkeys(result.dtype for result in results)
+    panels = [_panel(protocol, dtype, [result for result in results if result.dtype == dtype]) for dtype in dtypes]
+    title = f"Throughput against latency by batch size, {model}"
+    note = f"{points_text(len(results[0].seconds))} Numbers are batch sizes.\nPublished: {STUDY.source}."
     return Picture(title, tuple(panels), note, has_shared_y=True)
 
 
@@ -128,7 +131,7 @@ def _panel(protocol: Protocol, dtype: str, results: list[Result]) -> Panel:
         rate = row.batch_size * protocol.new_tokens / row.duration_ms
         name = str(row.batch_size) if row in (PUBLISHED[0], PUBLISHED[-1]) else ""  # the others would be in the way
         theirs.append(Point.exact(row.latency_ms, rate, name))
-    published = Line("published, a GPU that is not named", tuple(theirs), is_published=True)
+    published = Line(f"published: {STUDY.model}, a GPU that is not named", tuple(theirs), is_published=True)
     lines = Line("tinygpt", tuple(ours)), published
     title, x_label = f"tinygpt, {dtype}", "latency (ms/token)"
     return Panel(title, x_label, "throughput (tokens/ms)", lines, has_free_x=True)

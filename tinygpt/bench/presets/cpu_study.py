@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from tinygpt.bench.measure import Run, measure
-from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import NOT_PUBLISHED, PresetReport, Study, markdown, page
 from tinygpt.bench.presets.running import (
@@ -17,6 +17,7 @@ from tinygpt.bench.presets.running import (
     Result,
     fitting,
     here,
+    of_model,
     opened,
     prepared,
     progress,
@@ -24,13 +25,14 @@ from tinygpt.bench.presets.running import (
     record,
     repetitions_of,
 )
+from tinygpt.bench.words import runs_text
 from tinygpt.sampling_params import SamplingParams
 
 STUDY = Study(
     "cpu-study",
     "a 13-token prompt, 100 new tokens, top-k 40",
     'bloomen/gpt-2-hf, README.md, "GPT-2 Performance Considerations"',
-    "gpt2 (124M) on the CPU, not named, of a Linux workstation",
+    "on the CPU, not named, of a Linux workstation",
 )
 COLUMNS = (
     "implementation",
@@ -80,15 +82,17 @@ def run(options: PresetOptions) -> PresetReport:
     results = [_measure(options, protocol, dtype) for dtype in progress(options.dtypes)]
     notes = [
         RANDOM_PROMPTS,
-        f"Ours: {len(results[0].seconds)} runs, medians but for the minimum. Time per output token: of those after the "
-        "first.",
+        f"Ours: {runs_text(len(results[0].seconds))}, and the minimum of them. Time per output token: of those after "
+        "the first.",
         "The study's two rows of Hugging Face's have max_length=100, which counts the prompt: at most 87 tokens are "
         "new, and fewer where the text ends. Its times include turning tokens into text.",
     ]
     table = markdown(COLUMNS, [*(_row(result) for result in results), *map(_published_row, PUBLISHED)])
     records = [record(STUDY, options, result) for result in results]
     return PresetReport(
-        page(STUDY, here(options, config), [table], notes), records, _picture(options, protocol, results)
+        page(STUDY, here(STUDY, options, config), [table], notes),
+        records,
+        _picture(of_model(options, config), protocol, results),
     )
 
 
@@ -118,15 +122,19 @@ def _published_row(row: Published) -> list[str]:
     return [row.implementation, row.new_tokens, str(row.seconds), *[NOT_PUBLISHED] * 4]
 
 
-def _picture(options: PresetOptions, protocol: Protocol, results: list[Result]) -> Picture:
+def _picture(model: str, protocol: Protocol, results: list[Result]) -> Picture:
+    count = len(results[0].seconds)
     names = [f"tinygpt,\n{result.dtype}" for result in results]
     points = tuple(Point.of(i, result.seconds, f"{result.median:.3g} s") for i, result in enumerate(results))
     theirs = tuple(
         Point.exact(i, row.seconds, f"{row.seconds} s") for i, row in enumerate(PUBLISHED, start=len(results))
     )
     names += ["OpenAI,\nTensorFlow", "Hugging Face", "Hugging Face,\nfloat16"]
-    lines = Line("ours: median of all runs", points), Line("published: minimum of 10", theirs, is_published=True)
+    lines = (
+        Line(f"ours: {runs_text(count)}", points),
+        Line(f"published: {STUDY.model}, minimum of 10", theirs, is_published=True),
+    )
     sizes = f"{protocol.new_tokens} new tokens after {protocol.prompt_length}, top-k {protocol.top_k}"
     panel = Panel("", "implementation", "inference time (s)", lines, tuple(names))
-    title = f"{sizes}, {model_name(options.model)}"
-    return Picture(title, (panel,), "Error bars reach from the fastest run to the slowest.")
+    title = f"{sizes}, {model}"
+    return Picture(title, (panel,), f"Error bars reach over all runs.\nPublished: {STUDY.source}.")

@@ -7,14 +7,15 @@ table for the model that is nearest to GPT-2 355M.
 from dataclasses import dataclass, replace
 
 from tinygpt.bench.measure import measure
-from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
+from tinygpt.bench.presets.report import ABSENT, PresetReport, Study, markdown, page
 from tinygpt.bench.presets.running import (
     RANDOM_PROMPTS,
     Result,
     fitting,
     here,
+    of_model,
     opened,
     prepared,
     progress,
@@ -22,6 +23,7 @@ from tinygpt.bench.presets.running import (
     record,
     repetitions_of,
 )
+from tinygpt.bench.words import points_text, runs_text
 from tinygpt.sampling_params import SamplingParams
 
 STUDY = Study(
@@ -29,6 +31,8 @@ STUDY = Study(
     "batch size x input length x output length",
     'NVIDIA/FasterTransformer, docs/gpt_guide.md, "Performance of GPT-350M"',
     "24 layers, 1024 wide, FP16, on one A100-80GB",
+    "GPT-350M",
+    355e6,
 )
 COLUMNS = ("Batch_size", "Input Seqlen", "Output Seqlen")
 
@@ -94,13 +98,13 @@ def run(options: PresetOptions) -> PresetReport:
     notes = [
         RANDOM_PROMPTS,
         *left_out,
-        f"Latency of ours: median of {len(results[0].seconds)} whole requests.",
+        f"Latency of ours, of a whole request: {runs_text(len(results[0].seconds))}.",
         "Memory of ours: all that the process holds at most while it runs the case, Python and compiled kernels "
         "included; the published one is the GPU's.",
     ]
     records = [record(STUDY, options, result) for result in results]
-    text = page(STUDY, here(options, config), [_table(protocol, options.dtypes, results)], notes)
-    return PresetReport(text, records, _picture(options, protocol, results))
+    text = page(STUDY, here(STUDY, options, config), [_table(protocol, options.dtypes, results)], notes)
+    return PresetReport(text, records, _picture(of_model(options, config), protocol, results))
 
 
 def _measure(
@@ -137,18 +141,18 @@ def _key(result: Result) -> tuple[str, int, int, int]:
 
 def _cells(result: Result | None) -> tuple[str, str]:
     if result is None:
-        return "-", "-"
+        return ABSENT, ABSENT
     peak = result.measurement.peak_memory
     return f"{1e3 * result.median:.2f}", f"{peak / 1e9:.2f}" if peak else "unknown"
 
 
-def _picture(options: PresetOptions, protocol: Protocol, results: list[Result]) -> Picture:
+def _picture(model: str, protocol: Protocol, results: list[Result]) -> Picture:
     panels = (
         Panel("Latency", "batch size (sequences)", "latency (ms)", _lines(protocol, results, is_memory=False)),
         Panel("Memory", "batch size (sequences)", "memory (GB)", _lines(protocol, results, is_memory=True)),
     )
-    title = f"Latency and memory by input + output length, {model_name(options.model)}"
-    note = "Points are medians, error bars reach from the fastest run to the slowest. Published: GPT-350M, one A100."
+    title = f"Latency and memory by input + output length, {model}"
+    note = f"{points_text(len(results[0].seconds))}\nPublished: {STUDY.source}."
     return Picture(title, panels, note)
 
 
@@ -162,6 +166,6 @@ def _lines(protocol: Protocol, results: list[Result], is_memory: bool) -> tuple[
     lines = [Line(f"tinygpt, {dtype}, {a} + {b}", tuple(of), group=dtype) for (dtype, a, b), of in points.items()]
     for row in PUBLISHED:
         theirs = tuple(Point.exact(size, row.figures[size][is_memory]) for size in protocol.batch_sizes)
-        label = f"published, {row.input_length} + {row.output_length}"
+        label = f"published: {STUDY.model}, A100, {row.input_length} + {row.output_length}"
         lines.append(Line(label, theirs, is_published=True))
     return tuple(lines)

@@ -6,18 +6,20 @@ error of the mean as error bars; numbers stand in README.md's log alone, for Hug
 """
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinygpt.bench.measure import measure
-from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
+from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
+from tinygpt.bench.presets.report import ABSENT, PresetReport, Study, markdown, page
 from tinygpt.bench.presets.running import (
     RANDOM_PROMPTS,
     Result,
     fitting,
     here,
+    of_model,
     opened,
     prepared,
     progress,
@@ -28,14 +30,16 @@ from tinygpt.bench.presets.running import (
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation import NUM_TOGETHER, perplexity
 from tinygpt.llm import LLM
+from tinygpt.tokenizer import Tokenizer
+from tinygpt.weights.packed import open_checkpoint
 
+SOURCE = "jdvin/whistle-stop"
 STUDY = Study(
     "onnx-study",
     "prompt length x generation length",
-    "jdvin/whistle-stop, README.md and test_lab.ipynb",
-    "gpt2 on the CPU, not named, of a Mac",
+    f"{SOURCE}, README.md and test_lab.ipynb",
+    "on the CPU, not named, of a Mac",
 )
-ABSENT = "-"
 NO_TEXT, NO_TOKENIZER = "no text given", "no tokenizer"
 
 
@@ -91,9 +95,11 @@ class OfDtype:
 
 def run(options: PresetOptions) -> PresetReport:
     """Measure, and make the graph's table, and the log's with the published seconds."""
-    options, config = prepared(options)
     protocol = SMALL if options.small else FULL
     text = None if options.text is None else _read_text(options.text)[: protocol.num_characters]
+    options, config = prepared(options)
+    if text is not None:
+        _check_tokenizer(options.model)
     cases, left_out = fitting(options, config, [*protocol.grid, *protocol.log])
     found = [_measure(options, protocol, dtype, cases, text) for dtype in options.dtypes]
     tables = [_grid_table(protocol, found), _log_table(protocol, found)]
@@ -103,7 +109,11 @@ def run(options: PresetOptions) -> PresetReport:
         for of_dtype in found
         for result in of_dtype.results.values()
     ]
-    return PresetReport(page(STUDY, here(options, config), tables, notes), records, _picture(options, protocol, found))
+    return PresetReport(
+        page(STUDY, here(STUDY, options, config), tables, notes),
+        records,
+        _picture(of_model(options, config), protocol, found),
+    )
 
 
 def _measure(
@@ -136,12 +146,21 @@ def _read_text(path: str | Path) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"the text {path} is no UTF-8, at byte {error.start}: give a file of plain text.") from None
+        raise RequestError(f"--text {path} is no UTF-8, at byte {error.start}: give a file of plain text.") from None
     except OSError as error:
-        raise RequestError(f"the text {path} cannot be read: {error.strerror}.") from None
+        raise RequestError(f"--text {path} cannot be read: {error.strerror}.") from None
     if not text.strip():
-        raise RequestError(f"the text {path} is empty: give one to measure perplexity on.")
+        raise RequestError(f"--text {path} is empty: give one to measure perplexity on.")
     return text
+
+
+def _check_tokenizer(model: str) -> None:
+    try:
+        Tokenizer.from_folder(open_checkpoint(model).path)
+    except CheckpointError:
+        raise RequestError(
+            f"--text needs a tokenizer and {model} has none that can be used: leave it away, or give a model with one."
+        ) from None
 
 
 def _grid_table(protocol: Protocol, found: list[OfDtype]) -> str:
@@ -168,7 +187,8 @@ def _log_table(protocol: Protocol, found: list[OfDtype]) -> str:
 def _mean_and_error(result: Result | None) -> str:
     if result is None:
         return ABSENT
-    return f"{statistics.mean(result.seconds):.4f} ± {_standard_error(result.seconds):.4f}"
+    error = f" ± {_standard_error(result.seconds):.4f}" if len(result.seconds) > 1 else ""
+    return f"{statistics.mean(result.seconds):.4f}{error}"
 
 
 def _standard_error(samples: list[float]) -> float:
@@ -176,8 +196,11 @@ def _standard_error(samples: list[float]) -> float:
 
 
 def _notes(options: PresetOptions, protocol: Protocol) -> list[str]:
-    where = "there was none: give a text file of your own" if options.text is None else str(options.text)
+    where = "there was none: give --text FILE" if options.text is None else str(options.text)
+    missing = [str(row.new_tokens) for row in PUBLISHED if row.new_tokens not in protocol.log_lengths]
+    left_out = f"Left out ({ABSENT}) by --small: {', '.join(missing)} generated tokens of the log."
     return [
+        *[left_out] * bool(missing),
         "Ours: mean ± standard error of the mean, as the study's error bars.",
         "Published for the grid: a graph without numbers, of Hugging Face's model and of ONNX, optimised and "
         "quantised. For a 50-token prompt and 100 generated tokens, the latter is more than 4 times faster.",
@@ -187,26 +210,43 @@ def _notes(options: PresetOptions, protocol: Protocol) -> list[str]:
     ]
 
 
-def _picture(options: PresetOptions, protocol: Protocol, found: list[OfDtype]) -> Picture:
-    panels = tuple(_panel(protocol, of_dtype) for of_dtype in found)
-    note = "Points are means, error bars standard errors of the mean. Published: README.md's log."
-    return Picture(
-        f"Inference time by prompt and generation length, {model_name(options.model)}", panels, note, has_shared_y=True
+def _picture(model: str, protocol: Protocol, found: list[OfDtype]) -> Picture:
+    """The grid, which was published without numbers; and the log's lengths, ours beside the published."""
+    of_grid = [line for of_dtype in found for line in _lines(of_dtype, protocol.prompt_lengths)]
+    of_log = _lines_of_log(protocol, found)
+    label, unit = "generation length (tokens)", "inference time (s)"
+    panels = [Panel("Ours, by prompt length", label, unit, tuple(of_grid), has_free_x=True)] if of_grid else []
+    if of_log:
+        panels.append(Panel(f"A prompt of {protocol.log_prompt_length} tokens", label, unit, of_log))
+    note = (
+        "Points are means, error bars standard errors of the mean.\n"
+        f"Published: the log in README.md of {SOURCE}, which does not state its prompt."
     )
+    return Picture(f"Inference time by generation length, {model}", tuple(panels), note, has_shared_y=True)
 
 
-def _panel(protocol: Protocol, found: OfDtype) -> Panel:
+def _lines(found: OfDtype, prompt_lengths: Iterable[int]) -> list[Line]:
+    """A line for each prompt length that was measured."""
     lines = []
-    for length in protocol.prompt_lengths:
-        results = {new: result for (prompt, new), result in found.results.items() if prompt == length}
-        if results:
-            points = tuple(_point(new, result.seconds) for new, result in results.items())
-            lines.append(Line(f"prompt of {length} tokens", points))
-    longest = max(protocol.generation_lengths)
-    theirs = [Point.exact(row.new_tokens, row.hf_base) for row in PUBLISHED if row.new_tokens <= longest]
-    lines.append(Line("published: hf base", tuple(theirs), is_published=True))
-    label = "generation length (tokens)"
-    return Panel(f"tinygpt, {found.dtype}", label, "inference time (s)", tuple(lines), has_free_x=True)
+    for length in prompt_lengths:
+        points = [_point(new, of.seconds) for (prompt, new), of in found.results.items() if prompt == length]
+        if points:
+            lines.append(Line(f"tinygpt, {found.dtype}, prompt of {length}", tuple(points), found.dtype))
+    return lines
+
+
+def _lines_of_log(protocol: Protocol, found: list[OfDtype]) -> tuple[Line, ...]:
+    """Ours, and the published ones as far as ours go; none if there is no place for any of ours."""
+    ours = [line for of_dtype in found for line in _lines(of_dtype, [protocol.log_prompt_length])]
+    rows = [row for row in PUBLISHED if any(row.new_tokens == point.x for line in ours for point in line.points)]
+    theirs = {
+        "hf base": [Point.exact(row.new_tokens, row.hf_base) for row in rows],
+        "nanoGPT": [Point.exact(row.new_tokens, row.nano_gpt) for row in rows],
+    }
+    published = [
+        Line(f"published: {name}, {STUDY.model}", tuple(points), is_published=True) for name, points in theirs.items()
+    ]
+    return (*ours, *published) if ours else ()
 
 
 def _point(new_tokens: int, samples: list[float]) -> Point:

@@ -8,16 +8,19 @@ from typing import Any
 from tinygpt.bench.picture import Picture
 
 NOT_PUBLISHED = "not published"
+ABSENT = "-"  # what a note below the table gives the reason for
 
 
 @dataclass(frozen=True)
 class Study:
-    """A published study: where it is to be read, and what its figures were measured on."""
+    """A published study: where it is to be read, and what its figures are of and were measured on."""
 
     name: str
     title: str
     source: str
     hardware: str
+    model: str = "GPT-2 124M"
+    num_parameters: float = 124e6
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class PresetReport:
 
 def page(study: Study, here: str, tables: Sequence[str], notes: Iterable[str]) -> str:
     """The markdown of a report. `here` says what ours was measured on."""
-    head = [f"## {study.name}: {study.title}", f"Published: {study.source}; {study.hardware}.\n\nHere: {here}."]
+    head = [
+        f"## {study.name}: {study.title}",
+        f"Published: {study.source}; {study.model}, {study.hardware}.\n\nHere: {here}.",
+    ]
     return "\n\n".join([*head, *tables, "\n".join(f"- {note}" for note in notes)])
 
 

@@ -10,9 +10,12 @@ import numpy as np
 from tqdm import tqdm
 
 from tinygpt.backend import load_backend, resolve_dtype
+from tinygpt.bench.cores import crowd_note
 from tinygpt.bench.measure import Measurement
+from tinygpt.bench.picture import model_name
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import Study
+from tinygpt.bench.presets.report import ABSENT, Study
+from tinygpt.bench.words import parameters_text, threads_text
 from tinygpt.bench.work import num_parameters
 from tinygpt.config import GPT2Config
 from tinygpt.errors import RequestError
@@ -25,6 +28,7 @@ RANDOM_PROMPTS = (
     "Ours: prompts of the study's lengths, of random tokens that begin differently, so that nothing is known before "
     "it is read; tokenisation and warm-up are not timed."
 )
+SAME_SIZE = 0.1  # by how much two numbers of parameters may differ, of one size
 Case = TypeVar("Case")
 
 
@@ -95,7 +99,7 @@ def fitting(
     left_out = f"prompt + new tokens of {named} do not fit the {n_positions} positions of {options.model}"
     if not fits:
         raise RequestError(f"{left_out}: give a model with more positions.")
-    return fits, [f"Left out: {left_out}."] if others else []
+    return fits, [f"Left out ({ABSENT}): {left_out}."] if others else []
 
 
 def progress(cases: Sequence[Case]) -> Iterable[Case]:
@@ -103,12 +107,19 @@ def progress(cases: Sequence[Case]) -> Iterable[Case]:
     return tqdm(cases, unit="case", disable=None)
 
 
-def here(options: PresetOptions, config: GPT2Config) -> str:
-    """What ours is measured on."""
-    size, threads = num_parameters(config) / 1e6, thread_count(options.threads)
-    machine = f"{threads} thread{'s' * (threads > 1)} of {cpu_name()}"
-    small = ", with fewer sizes and runs than the study has" * options.small
-    return f"{options.model} ({size:.0f} million parameters), {machine}{small}"
+def here(study: Study, options: PresetOptions, config: GPT2Config) -> str:
+    """What ours is measured on, and how that differs from the study's. Without a stop at its end."""
+    threads, small = thread_count(options.threads), ", with fewer sizes and runs than the study has" * options.small
+    parts = [f"{of_model(options, config)}, {threads_text(threads)} of {cpu_name()}{small}"]
+    if crowd_note(threads):
+        parts.append(f"{crowd_note(threads)}, and wait for one another")
+    if abs(num_parameters(config) / study.num_parameters - 1) > SAME_SIZE:
+        parts.append(f"This is another size than the study's {study.model}, so the figures are not of the same work")
+    return ". ".join(parts)
+
+
+def of_model(options: PresetOptions, config: GPT2Config) -> str:
+    return f"{model_name(options.model)}, {parameters_text(num_parameters(config))} parameters"
 
 
 def repetitions_of(options: PresetOptions, own: int) -> int:

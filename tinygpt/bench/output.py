@@ -1,0 +1,37 @@
+"""Where results go: stdout, or a file that is known to take them before anything is measured."""
+
+import os
+from pathlib import Path
+
+from tinygpt.errors import RequestError, TinyGPTError
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """RequestError, before any work, if `path` cannot be written. What is there stays as it is."""
+    if path.is_dir():
+        raise RequestError(f"{flag} {path} is a folder: name a file in it.")
+    if not path.absolute().parent.is_dir():
+        raise RequestError(f"the folder of {flag} {path} does not exist: create it first.")
+    was_there = os.path.lexists(path)
+    if was_there and not path.is_file():  # a device, or a pipe, which might wait for its reader
+        return
+    try:
+        path.open("ab").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise RequestError(
+            f"{flag} {path} cannot be written ({error.strerror}): name a file in a folder where you may write."
+        ) from None
+
+
+def write(text: str, path: Path | None) -> None:
+    """To the file, or to stdout without one. TinyGPTError if the file fails all the same: then it is on stdout."""
+    if path is None:
+        print(text)
+        return
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        print(text)
+        raise TinyGPTError(f"{path} could not be written ({error.strerror}): the results are on stdout.") from None
