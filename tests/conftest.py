@@ -1,7 +1,15 @@
 """Settings for every test."""
 
+import pytest
+from cuda_compile import need_toolchain
 from hypothesis import settings
 
 # A first example may wait for a kernel to compile, so no deadline.
 settings.register_profile("tinygpt", deadline=None, print_blob=True)
 settings.load_profile("tinygpt")
+
+
+@pytest.fixture(autouse=True)
+def _toolchain(request):
+    if request.node.get_closest_marker("toolchain"):
+        need_toolchain()

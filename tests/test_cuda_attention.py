@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from cuda_compile import compile_kernel, need_toolchain
+from cuda_compile import compile_kernel
 from cuda_simulator import simulate
 from kernel_tools import bfloat16_bits, from_bits, unwritten
 
@@ -315,8 +315,8 @@ TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64):
 
 @DTYPES
 @pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.toolchain
 def test_all_fits_in_registers(size, dtype):
-    need_toolchain()
     kernels = {"chunks": attend_chunks_kernel, "combine": combine_chunks_kernel, "tiles": attend_tiles_kernel}
     for name, kernel_of in kernels.items():
         compiled = compile_kernel(kernel_of(size, dtype), *arguments(name, dtype))

@@ -1,7 +1,8 @@
 """The toolchain that the compile checks of the other files rely on: what it reports is what the kernel needs."""
 
 import numpy as np
-from cuda_compile import compile_kernel, need_toolchain
+import pytest
+from cuda_compile import compile_kernel
 from numba import cuda, float32, int32
 
 from tinygpt.kernels.cuda.jit import kernel
@@ -27,14 +28,14 @@ def indexed_registers(out, index):
     out[0] = values[index % 64]
 
 
+@pytest.mark.toolchain
 def test_a_small_kernel_needs_little():
-    need_toolchain()
     compiled = compile_kernel(copy_words, np.zeros(4, np.uint32), np.zeros(4, np.uint32))
     assert "ld.global.nc.L1::no_allocate.v4" in compiled.ptx
     assert compiled.registers <= 32
     assert compiled.spilled == compiled.stack == 0
 
 
+@pytest.mark.toolchain
 def test_an_array_that_cannot_stay_in_registers_shows():
-    need_toolchain()
     assert compile_kernel(indexed_registers, np.zeros(64, np.float32), 3).stack >= 256

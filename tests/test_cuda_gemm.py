@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from cuda_compile import compile_kernel, need_toolchain
+from cuda_compile import compile_kernel
 from cuda_simulator import simulate
 from test_cuda_linear import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 
@@ -146,8 +146,8 @@ MOST_REGISTERS = dict(zip(TILES, (80, 80, 100, 128, 200, 248), strict=True))
 @pytest.mark.parametrize(
     ("tile", "purpose"), [*((tile, QKV) for tile in TILES), (TILES[3], ADD), (TILES[5], "gelu_tanh")]
 )
+@pytest.mark.toolchain
 def test_everything_stays_in_registers(dtype, tile, purpose):
-    need_toolchain()
     target, inputs, weights = sample_arguments(dtype, purpose)
     compiled = compile_kernel(gemm_kernel(dtype, tile, purpose), target, inputs, weights, 1, 1, INTS, 1)
     assert compiled.spilled == compiled.stack == 0
@@ -157,9 +157,9 @@ def test_everything_stays_in_registers(dtype, tile, purpose):
 
 
 @pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, *ACTIVATIONS])
+@pytest.mark.toolchain
 def test_products_and_sums_are_fused_alike(purpose):
     """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
-    need_toolchain()
     target, inputs, weights = sample_arguments("int8", purpose)
     kernels = linear_kernel("int8", 1, purpose), gemm_kernel("int8", TILES[0], purpose)
     few, many = (compile_kernel(kernel, target, inputs, weights, 1, 1, INTS, 1).ptx for kernel in kernels)

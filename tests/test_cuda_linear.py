@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cuda_compile import compile_kernel, need_toolchain
+from cuda_compile import compile_kernel
 from cuda_simulator import simulate
 
 from tinygpt.kernels.cuda.embedding import EMBED_THREADS, embed_kernel
@@ -230,8 +230,8 @@ def loads_at_once(ptx: str) -> int:
 
 @pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.toolchain
 def test_everything_stays_in_registers(dtype, purpose):
-    need_toolchain()
     target, inputs, weights = sample_arguments(dtype, purpose)
     for tiles in (1, 2) if dtype == "float32" else (1, 2, 4):
         compiled = compile_kernel(linear_kernel(dtype, tiles, purpose), target, inputs, weights, 1, 1, INTS, 1)
@@ -250,8 +250,8 @@ def test_everything_stays_in_registers(dtype, purpose):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.toolchain
 def test_layer_norm_and_embedding_compile(dtype):
-    need_toolchain()
     target, inputs, weights = sample_arguments(dtype, ADD)
     norm = inputs, FLOATS, INTS, FLOATS, FLOATS, 1, 1, np.float32(1), INTS, 1
     embed = target, INTS, INTS, FLOATS, weights.panels, FLOATS, FLOATS, 1, 1, INTS

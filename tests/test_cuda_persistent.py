@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import cuda_simulator
 import numpy as np
 import pytest
-from cuda_compile import compile_kernel, is_cooperative, need_toolchain
+from cuda_compile import compile_kernel, is_cooperative
 from cuda_device import SimulatedDevice, on_a_card
 from cuda_simulator import simulate
 from numba import cuda as numba_cuda
@@ -246,8 +246,8 @@ def sample_arguments(dtype: str) -> tuple:
 
 @pytest.mark.parametrize("columns", [768, 1600])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.toolchain
 def test_everything_stays_in_registers(dtype, columns):
-    need_toolchain()
     compiled = compile_kernel(persistent_kernel(dtype, 64, columns, "gelu_tanh"), *sample_arguments(dtype))
     assert compiled.spilled == compiled.stack == 0
     assert compiled.registers <= 168
@@ -258,7 +258,7 @@ def test_everything_stays_in_registers(dtype, columns):
         assert compiled.ptx.count(instruction) >= 7
 
 
+@pytest.mark.toolchain
 def test_it_is_launched_cooperatively():
-    need_toolchain()
     assert is_cooperative(persistent_kernel("bfloat16", 64, 64, "relu"), *sample_arguments("bfloat16"))
     assert not is_cooperative(meet, INTS, INTS, INTS, 1, 1)

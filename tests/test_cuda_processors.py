@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cuda_compile import compile_kernel, need_toolchain
+from cuda_compile import compile_kernel
 from cuda_simulator import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,8 +142,8 @@ def test_any_controls_equal_the_reference(rows, seed):
     assert_as_the_reference(random_logits(len(rows), seed), controls)
 
 
+@pytest.mark.toolchain
 def test_what_the_kernel_needs():
-    need_toolchain()
     floats, ints = np.zeros(1, np.float32), np.zeros(1, np.int32)
     compiled = compile_kernel(process_rows, floats, V, ints, ints, ints, ints)
     assert compiled.registers <= 64

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cuda_compile import compile_kernel, need_toolchain
+from cuda_compile import compile_kernel
 from cuda_simulator import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,15 +294,15 @@ FLOATS, DOUBLES, INTS = np.zeros(1, np.float32), np.zeros(1), np.zeros(1, np.int
 LONGS, WORDS, SEEDS = np.zeros(1, np.int64), np.zeros(1, np.uint32), np.zeros(1, np.uint64)
 
 
+@pytest.mark.toolchain
 def test_what_taking_the_greatest_needs():
-    need_toolchain()
     compiled = compile_kernel(take_greatest, FLOATS, 5, INTS, LONGS, WORDS, INTS)
     assert compiled.registers <= 40
     assert compiled.spilled == compiled.stack == 0
 
 
+@pytest.mark.toolchain
 def test_what_a_draw_needs():
-    need_toolchain()
     compiled = compile_kernel(draw_tokens, FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS)
     assert compiled.registers * DRAW_THREADS <= 1 << 16
     assert compiled.spilled == compiled.stack == 0
