@@ -19,7 +19,7 @@ from tinygpt import LLM, SamplingParams, cli
 from tinygpt.bench import limits, measure, memory, plan, work
 from tinygpt.bench.build import Build
 from tinygpt.bench.formats import COLUMNS, FORMATS, to_markdown
-from tinygpt.bench.limits import Limits
+from tinygpt.bench.limits import MachineLimits
 from tinygpt.bench.measure import Measurement, Run
 from tinygpt.bench.output import check_writable
 from tinygpt.bench.plan import make_plan
@@ -42,7 +42,7 @@ COMPARE_KEYS = """
     tensor_buft_overrides use_mmap embeddings
 """
 ROOT = Path(__file__).parents[1]
-LIMITS = Limits(bandwidth=40e9, block_rate=200e9, head_rate=100e9)
+LIMITS = MachineLimits(bandwidth=40e9, block_rate=200e9, head_rate=100e9)
 
 
 @pytest.fixture(scope="module")
@@ -79,22 +79,32 @@ def batch(num_tokens: int) -> SimpleNamespace:
 def test_passes_and_choices_are_told_apart(monkeypatch):
     decoding, reading = (SimpleNamespace(num_cached=n, prompt_token_ids=[0] * 4) for n in (4, 3))
     scheduler = SimpleNamespace(running=[decoding, reading])
-    timed = measure.TimedBackend(FakeBackend(monkeypatch), scheduler)
-    assert timed.forward(None, batch(5), None, None) == "forward"
+    timed = measure.TimedBackend(FakeBackend(monkeypatch), scheduler, batch_size=2)
+    assert timed.forward(None, batch(2), None, None) == "forward"
     scheduler.running = [decoding, decoding]
     for _ in range(2):
         timed.forward(None, batch(2), None, None)
+    scheduler.running = [decoding]
+    timed.forward(None, batch(1), None, None)
     assert timed.sample(1, 2) == "sample"
     assert [timed.process_logits(), timed.filter_logits(), timed.top_logprobs()] == list(SECONDS)[2:5]
     timed.trace()
-    assert (timed.prompt, timed.generation, timed.sampling) == (10, 20, 1 + 2 + 3 + 4)
-    assert (timed.num_steps, timed.num_prompt_steps, timed.num_decoded) == (3, 1, 4)
+    assert (timed.prompt, timed.generation, timed.together, timed.sampling) == (10, 30, 20, 1 + 2 + 3 + 4)
+    assert (timed.num_steps, timed.num_prompt_steps, timed.num_together) == (4, 1, 2)
+
+
+def test_no_step_is_taken_unseen(monkeypatch):
+    """A backend that runs ahead takes several steps at once."""
+    monkeypatch.setitem(SECONDS, "run_ahead", 5)
+    backend = FakeBackend(monkeypatch)
+    assert hasattr(backend, "run_ahead")
+    assert not hasattr(measure.TimedBackend(backend, SimpleNamespace(running=[]), 1), "run_ahead")
 
 
 def test_counts_of_one_prompt(llm):
     measurement = measure.measure(llm, [[1, 2, 3]], 6, repetitions=3)
     assert (measurement.batch_size, measurement.prompt_length, measurement.new_tokens) == (1, 3, 6)
-    assert [(run.num_steps, run.num_prompt_steps, run.num_decoded) for run in measurement.runs] == [(6, 1, 5)] * 3
+    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [(6, 1, 5)] * 3
     for run in measurement.runs:
         assert 0 < run.prompt < run.first_token < run.total
         assert run.prompt + run.generation + run.sampling < run.total
@@ -113,15 +123,41 @@ def test_every_repetition_and_warmup_is_a_generate(llm, monkeypatch):
 def test_prompts_longer_than_a_step_are_read_in_several(llm):
     measurement = run_case(llm, Case(batch_size=4, prompt_length=300), 1)
     assert measurement.new_tokens == 1
-    assert [(run.num_steps, run.num_prompt_steps, run.num_decoded) for run in measurement.runs] == [(3, 3, 0)]
+    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [(3, 3, 0)]
 
 
-@pytest.mark.parametrize("prompt_length", [1, 10, 300])
-def test_a_batch_decodes_together(llm, prompt_length):
-    """At most one token is decoded beside prompts: the first prompt is read first where the others wait for it."""
-    (run,) = run_case(llm, Case(8, prompt_length, 6), 1).runs
-    assert run.num_prompt_steps == (2 if prompt_length > 16 else 1)
-    assert run.num_decoded == 8 * (6 - 1) - (prompt_length > 16)
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("new_tokens", [2, 6])
+@pytest.mark.parametrize("prompt_length", [1, 10, 16, 17, 300])
+def test_a_batch_decodes_together(llm, batch_size, new_tokens, prompt_length):
+    """The first prompt is read first where the others wait for it, and no pass is counted before they are read."""
+    measurement = run_case(llm, Case(batch_size, prompt_length, new_tokens), 1)
+    (run,) = measurement.runs
+    assert run.num_prompt_steps == (2 if prompt_length > 16 and batch_size > 1 else 1)
+    assert run.num_together == new_tokens - 1
+    assert 0 < run.together <= run.generation
+    assert (measurement.prompt_length, measurement.new_tokens) == (prompt_length, new_tokens)
+
+
+def test_a_pass_beside_a_prompt_is_no_time_between_tokens(llm):
+    """2 x 32 + 2: the first sequence gets a token while the second reads its prompt; both get the next in one pass."""
+    measurement = run_case(llm, Case(2, 32, 2), 1)
+    (run,) = measurement.runs
+    record = record_of(setup(), measurement, True, ENDED)
+    assert (run.num_steps, run.num_prompt_steps, run.num_together) == (3, 2, 1)
+    assert record["ms_per_token"] == pytest.approx(1e3 * run.together)
+    assert record["samples_ts"] == pytest.approx([2 / run.together])
+
+
+def test_short_prompts_of_a_batch_are_read_in_one_step():
+    """They do not wait for one another: read in several, the first would have ended before the last began."""
+    found = planned(batch_sizes=[64], prompt_lengths=[16], new_tokens=[2])
+    assert found.step_tokens == 64 * 16
+    assert planned(batch_sizes=[64], prompt_lengths=[16], new_tokens=[0]).step_tokens == 512
+    sizes = {"max_num_seqs": 64, "max_model_len": 18, "max_num_batched_tokens": found.step_tokens}
+    with LLM("random:tiny", threads=1, prefix_cache_seqs=0, **sizes) as llm:
+        (run,) = run_case(llm, found.cases[1], 1).runs
+    assert (run.num_prompt_steps, run.num_together) == (1, 1)
 
 
 def test_the_engine_gets_its_backend_back(llm):
@@ -165,8 +201,11 @@ def test_prompts_to_read_have_nothing_in_common():
 def test_prompts_to_continue_are_distinct():
     prompts = prompts_to_continue(50257, Case(40, 7, 5))
     assert len(set(map(tuple, prompts))) == 40
-    assert len({tuple(prompt[:-1]) for prompt in prompts}) == 1
-    assert {len(prompt) for prompt in prompts} == {7}
+    first, *others = prompts
+    assert len(first) == 6
+    assert {tuple(prompt[:-1]) for prompt in others} == {tuple(first)}
+    assert {len(prompt) for prompt in others} == {7}
+    assert [len(prompt) for prompt in prompts_to_continue(50257, Case(1, 7, 5))] == [7]
 
 
 # The work of a pass, counted by hand for GPT-2 124M and a tiny model.
@@ -205,8 +244,15 @@ def test_limits_are_of_the_dtypes_tiles(monkeypatch):
     rates = {"int4": 3.0, "int8": 5.0}
     monkeypatch.setattr(limits, "tile_rate", lambda kind, threads: rates[kind] * threads)
     monkeypatch.setattr(limits, "read_bandwidth", lambda threads: 7.0)
-    assert limits.measure_limits("int4", 2) == Limits(7.0, 6.0, 10.0)
-    assert Limits(1, 5, 3).best(Limits(2, 4, 3)) == Limits(2, 5, 3)
+    assert limits.measure_limits("int4", 2) == MachineLimits(7.0, 6.0, 10.0)
+    assert MachineLimits(1, 5, 3).best(MachineLimits(2, 4, 3)) == MachineLimits(2, 5, 3)
+
+
+def test_dtypes_with_a_tile_in_common_have_one_limit_of_it():
+    found = {"int4": MachineLimits(9, 2, 5), "int8": MachineLimits(7, 4, 3), "float32": MachineLimits(8, 1, 1)}
+    assert limits.best_of(found, "int4") == MachineLimits(9, 2, 5)
+    assert limits.best_of(found, "int8") == MachineLimits(9, 5, 5)
+    assert limits.best_of(found, "float32") == MachineLimits(9, 1, 1)
 
 
 def test_the_tile_loop_multiplies():
@@ -278,8 +324,9 @@ def prompt_record(dtype: str = "float32") -> dict:
 
 
 def generation_record() -> dict:
-    """4 sequences after 3 tokens: 6 new ones each, of which a pass of all decodes 5."""
-    run = run_of(generation=10e-6, num_steps=6, num_prompt_steps=1, num_decoded=20, sampling=1, total=4)
+    """4 sequences after 3 tokens: 6 new ones each, of which a pass of all decodes 5; and a pass of fewer."""
+    times = {"generation": 12e-6, "together": 10e-6, "sampling": 1, "total": 4}
+    run = run_of(**times, num_steps=7, num_prompt_steps=1, num_together=5)
     return record_of(setup("int4"), Measurement((run,), 4, 3, 6, 0), True, ENDED)
 
 
@@ -332,7 +379,7 @@ def test_record_of_generation():
     assert record["first_token_ms"] is None
     assert record["peak_memory"] is None
     assert record["sampling_share"] == 0.25
-    assert record["outside_share"] == pytest.approx(1 - (1 + 10e-6) / 4)  # prompts took 1 of 4 seconds
+    assert record["outside_share"] == pytest.approx(1 - (1 + 12e-6) / 4)  # prompts took 1 of 4 seconds
     assert (record["model_type"], record["type_v"]) == ("gpt2 0M Q4", "bf16")
     # Five passes; 20 tokens, each of which attends to 4 to 8 positions.
     read = 5 * (0.625 * 224 + 40) + 20 * 6 * 2 * 2 * 4 * 2
@@ -391,7 +438,16 @@ def test_markdown_names_the_machine_and_its_limits(records):
     text = to_markdown(records)
     assert "A CPU, build abcdef01; medians of 3 runs" in text
     assert "40.0 GB/s with 2 threads." in text
-    assert "200 in float32 with 2 threads, 200 in int4 with 2 threads." in text
+    both = "200 in the blocks and 100 in the head"
+    assert f"{both} in float32 with 2 threads, {both} in int4 with 2 threads." in text
+    alike = [record | {"head_peak_gflops": 200} for record in records]
+    assert "200 in float32 with 2 threads, 200 in int4 with 2 threads." in to_markdown(alike)
+
+
+def test_a_share_above_all_is_shown_as_it_is(records):
+    text = to_markdown([record | {"bandwidth_share": 1.234} for record in records])
+    assert "(123%)" in text
+    assert "the limit is itself a measurement, of a plain loop" in text
 
 
 # The plan.
@@ -408,6 +464,28 @@ def test_a_plan_is_every_combination():
     assert found.threads == (1, 2)
     assert len(found) == 2 * 2 * 4
     assert (found.max_batch_size, found.max_length, found.step_tokens) == (40, 12, 512)
+
+
+def test_shares_are_of_the_best_limits_of_the_whole_run(monkeypatch):
+    """One bandwidth for a number of threads, though it is measured before and after each dtype."""
+    bandwidths, rates = iter([3e9, 9e9, 5e9, 4e9]), iter([1e9, 2e9, 8e9, 7e9])
+    monkeypatch.setattr(
+        plan, "measure_limits", lambda dtype, threads: MachineLimits(next(bandwidths), next(rates), 1e9)
+    )
+    records = []
+    plan.run_plan(planned(dtypes=["float32", "int8"], new_tokens=[0]), records)
+    assert [(r["bandwidth_gbs"], r["block_peak_gflops"]) for r in records] == [(9, 2), (9, 8)]
+    for record in records:
+        assert record["bandwidth_share"] == pytest.approx(record["read_gbs"] / 9)
+    text = to_markdown(records)
+    assert "9.0 GB/s with 1 thread." in text
+
+
+def test_a_bandwidth_is_that_of_its_number_of_threads(monkeypatch):
+    monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: MachineLimits(threads * 1e9, 1e9, 1e9))
+    records = []
+    plan.run_plan(planned(threads=[2, 1], new_tokens=[0]), records)
+    assert [(r["n_threads"], r["bandwidth_gbs"]) for r in records] == [(2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -500,12 +578,16 @@ def test_the_commands_other_formats(no_limits, capsys, form):
         ("--small", "there is no --preset: leave --small away"),
         ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: leave --batch-sizes away"),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
+        ("--compare a b --output b", "--output b is one of the files of --compare: name another"),
+        ("--preset onnx-study --text a --output a", "--text a would be written over: name another file"),
+        ("--compare a b --output ./tests/../a", "is one of the files of --compare: name another"),
+        ("--compare a b --plot b.png", "measures nothing: leave --plot away"),
         ("--compare a b --repetitions 2 --model x", "measures nothing: leave --model, --repetitions away"),
         ("--json --format csv", "--json is --format json and --format is csv"),
         ("--output no/such/file", "the folder of --output no/such/file does not exist"),
         ("--output .", "--output . is a folder"),
         ("--plot no/such/file.png", "the folder of --plot"),
-        ("--plot picture.gif", "gif"),
+        ("--plot picture.gif", "picture.gif: its name must end in .png or .svg"),
         ("--compare no-such-file no-such-file", "no-such-file cannot be read"),
     ],
 )
@@ -590,6 +672,34 @@ def test_an_interruption_leaves_what_was_measured(no_limits, capsys, monkeypatch
     assert "interrupted" in err
 
 
+@pytest.mark.parametrize(("form", "begins"), [("md", "| dtype | batch |"), ("jsonl", '{"preset": "cpu-study"')])
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, 130), (RequestError("No more."), 2)])
+def test_a_preset_that_stops_midway_leaves_what_was_measured(capsys, monkeypatch, form, begins, stop, code):
+    def measure_once(llm, *arguments, **names):
+        if llm.dtype == "float32":
+            raise stop
+        return measure.measure(llm, *arguments, **names)
+
+    monkeypatch.setattr("tinygpt.bench.presets.cpu_study.measure", measure_once)
+    command = "bench --preset cpu-study --small --random tiny --dtype int8,float32 --threads 1 --repetitions 1 --format"
+    assert cli.main([*command.split(), form]) == code
+    out = capsys.readouterr().out
+    assert out.startswith(begins)
+    assert len(out.splitlines()) == (3 if form == "md" else 1)
+    assert "int8" in out
+
+
+def test_too_little_memory_for_a_preset_names_its_flags(monkeypatch, capsys):
+    def refuse(*arguments, **names):
+        raise RequestError("lower max_num_seqs.")
+
+    monkeypatch.setattr(running, "LLM", refuse)
+    assert cli.main(["bench", "--preset", "cpu-study", "--random", "tiny", "--threads", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "lower max_num_seqs. Of a preset, max_num_seqs and the positions are its own: give another --dtype" in err
+
+
 def test_too_little_memory_names_the_flags(no_limits, monkeypatch, capsys):
     def refuse(*arguments, **names):
         raise RequestError("lower max_num_seqs.")
@@ -629,6 +739,12 @@ def test_compiling_is_said_once_and_only_where_a_kernel_compiles(no_limits, caps
         assert capsys.readouterr().err.count("compiling kernels") == (num_kernels > 0)
 
 
+def test_kernels_that_cannot_be_kept_are_said_to(no_limits, capsys, monkeypatch):
+    monkeypatch.setattr("tinygpt.kernels.cpu.jit.cache_folder", lambda: SimpleNamespace(note="kept nowhere"))
+    assert cli.main(QUICK.split()) == 0
+    assert "tinygpt: kept nowhere" in capsys.readouterr().err
+
+
 def test_more_threads_than_cores_are_noted(records, monkeypatch):
     monkeypatch.setattr("tinygpt.bench.cores.logical_cores", lambda: 1)
     assert "- 2 threads share 1 logical core, and wait for one another." in to_markdown(records)
@@ -648,6 +764,7 @@ def test_help_says_what_goes_with_what(capsys):
         "keys of their own for a preset and for --compare",
         "2 or more, as the first one comes with the prompt",
         "OLD NEW OLD NEW",
+        "One that is interrupted leaves what it has measured",
     ):
         assert part in text
 

@@ -39,7 +39,6 @@ LEVELS = (
 INTO_KERNELS = {
     "tinygpt.backend": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cuda.device", "tinygpt.kernels.cuda.memory"},
     "tinygpt.bench.limits": {"tinygpt.kernels.cpu.peak"},
-    "tinygpt.commands.bench": {"tinygpt.kernels.cpu.jit"},
     "tinygpt.commands.convert": {"tinygpt.kernels.cpu.packed"},
     "tinygpt.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cpu.tiles", "tinygpt.kernels.cuda.jit"},
     "tinygpt.commands.loading": {"tinygpt.kernels.cpu.jit"},

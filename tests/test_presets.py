@@ -211,6 +211,25 @@ def test_a_text_without_a_tokenizer_is_refused(text_file, monkeypatch):
         run_preset("onnx-study", PresetOptions("random:tiny", text=text_file))
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_stops_a_preset_leaves_the_records_of_what_was_measured(name, monkeypatch):
+    module = next(module for module in MODULES if name == module.STUDY.name)
+    real, calls = module.measure, []
+
+    def measure_once(*arguments, **names):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return real(*arguments, **names)
+
+    monkeypatch.setattr(module, "measure", measure_once)
+    records = []
+    with pytest.raises(KeyboardInterrupt):
+        run_preset(name, PresetOptions("demo", ("int8", "float32"), 2, repetitions=1, small=True), records)
+    (record,) = records
+    assert (record["preset"], record["dtype"]) == (name, "int8")
+
+
 # batch-inference.
 
 
@@ -262,6 +281,7 @@ def test_batching_notebook_has_ours_beside_published(report_of):
         assert float(row["tinygpt, int8: duration (ms)"]) == pytest.approx(ms, abs=0.051)
         assert float(row["tinygpt, int8: throughput (tokens/ms)"]) == pytest.approx(size * 10 / ms, abs=0.0051)
         assert float(row["tinygpt, int8: avg latency (ms)"]) == pytest.approx(ms / 10, abs=0.0051)
+    assert "The notebook's single run times tokenisation and making text too." in report.text
     published = [row["published: duration (ms)"] for row in rows]
     assert published == ["59.8", "59.9", "59.3", "61.6"]
 
@@ -304,6 +324,7 @@ def test_cpu_study_published_rows(report_of):
     assert [row["minimum inference time (s)"] for row in published] == ["3.4", "1.7", "1.5"]
     assert [row["new tokens"] for row in published] == ["100", "up to 87", "up to 87"]
     assert {row["tokens/s"] for row in published} == {"not published"}
+    assert "that of the row of TensorFlow is of the model's inference step." in report_of("cpu-study").text
 
 
 def test_cpu_study_samples_as_the_study(monkeypatch):
@@ -354,6 +375,7 @@ def test_onnx_study_perplexity_is_that_of_eval(report_of):
         expected = perplexity(llm, TEXT[: onnx_study.SMALL.num_characters]).token_perplexity
     assert grid[0]["perplexity"] == grid[1]["perplexity"] == f"{expected:.4f}"
     assert grid[0]["perplexity"] != grid[2]["perplexity"]
+    assert report_of("onnx-study").records[0]["perplexity"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("model", "cell"), [("random:tiny", "no tokenizer"), ("demo", "no text given")])
@@ -362,6 +384,7 @@ def test_onnx_study_says_why_there_is_no_perplexity(model, cell, monkeypatch):
     report = run_preset("onnx-study", PresetOptions(model, ("int8",), 2, small=True))
     grid, log = tables(report.text)
     assert [row["perplexity"] for row in grid] == [cell]
+    assert {record["perplexity"] for record in report.records} == {None}
     assert [row["tinygpt, int8 (s)"] == "-" for row in log] == [False, True, True, True]
 
 
@@ -462,3 +485,13 @@ def test_fastertransformer_draws_latency_and_memory(report_of):
     assert (latency.y_label, memory.y_label) == ("latency (ms)", "memory (GB)")
     published = [line.points[0].y for line in memory.lines if line.is_published]
     assert published == [3.43, 3.57]
+
+
+def test_fastertransformer_draws_no_memory_that_is_not_known(monkeypatch):
+    monkeypatch.setattr("tinygpt.bench.measure.peak_memory", lambda: 0)
+    monkeypatch.setattr(fastertransformer, "SMALL", fastertransformer.Protocol(((128, 8),), (1,), repetitions=1))
+    report = run_preset("fastertransformer", PresetOptions("demo", ("int8",), 2, small=True))
+    latency, memory = report.picture.panels
+    assert len(latency.lines) == 3
+    assert all(line.is_published for line in memory.lines)
+    assert "| unknown |" in report.text

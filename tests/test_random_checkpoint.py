@@ -45,7 +45,7 @@ def test_tensors_of_one_shape_differ(checkpoint):
         assert not any(np.array_equal(tensor, other) for other in tensors[:i])
 
 
-def test_the_distribution_is_gpt2s(checkpoint):
+def test_the_distribution_has_std_002(checkpoint):
     for name in checkpoint.names:
         tensor = checkpoint.tensor(name)
         is_gain = "ln_" in name and name.endswith(".weight")

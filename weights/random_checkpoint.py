@@ -25,8 +25,9 @@ STD = np.float32(0.02)
 class RandomCheckpoint:
     """A checkpoint whose tensors are drawn when they are asked for, each from its name: the same bits every time.
 
-    GPT-2's initial distribution, but for biases and gains, which are random as well: one that is forgotten shows in
-    the logits. `path` names the checkpoint in messages: there is no such folder, and so no tokenizer.
+    All have std 0.02, around 1 for gains and 0 for the others. So biases and gains are random as well: one that is
+    forgotten shows in the logits. `path` names the checkpoint in messages: there is no such folder, and so no
+    tokenizer.
     """
 
     path: Path

@@ -17,7 +17,8 @@ VERDICTS = {
     "faster, slower": "in files taken in turns, every median of one side is above every one of the other",
     "beyond both spreads": "of two files, every run of one is faster than every run of the other",
     "machine changed": "so it is, but what the machine can do, measured with both, differs by as much",
-    "not in turns": "all files of one side are older than those of the other",
+    "not in turns": "by the times of the tests, not each pair of neighbours has one of either side",
+    "other machine": "cpu_info differs, and with it more than the code",
     "too few": "mere chance would look like this in more than 5 % of all cases",
 }
 GIVE = "give what bench has written, without --preset, with --format json or jsonl"
@@ -52,6 +53,7 @@ class Change:
     new: Samples
     has_several: bool = False  # samples are medians of records
     is_in_turns: bool = False
+    is_one_machine: bool = True  # all records have one cpu_info
     machine_ratio: float = 1.0  # by which factor the machine's measured limits differ, at most; never below 1
 
     @property
@@ -75,6 +77,8 @@ class Change:
     @property
     def verdict(self) -> str:
         """In words, which VERDICTS explains."""
+        if not self.is_one_machine:
+            return "other machine"
         if self.chance > LEVEL:
             return "too few files" if self.has_several else "too few runs"
         if min(self.new) <= max(self.old) and max(self.new) >= min(self.old):
@@ -113,7 +117,7 @@ def compare(old: list[Record], new: list[Record]) -> Comparison:
         tuple(_change(key, before[key], after[key]) for key in before if key in after),
         {key: _samples(records) for key, records in before.items() if key not in after},
         {key: _samples(records) for key, records in after.items() if key not in before},
-        tuple(dict.fromkeys(str(record.get("cpu_info")) for record in [*old, *new])),
+        tuple(_machines([*old, *new])),
     )
 
 
@@ -164,7 +168,8 @@ def _by_test(records: list[Record]) -> dict[Key, list[Record]]:
 def _change(key: Key, old: list[Record], new: list[Record]) -> Change:
     has_several = len(old) > 1 or len(new) > 1
     samples = _samples(old, has_several), _samples(new, has_several)
-    return Change(key, *samples, has_several, _is_in_turns(old, new), _machine_ratio(old, new))
+    is_one_machine = len(_machines([*old, *new])) == 1
+    return Change(key, *samples, has_several, _is_in_turns(old, new), is_one_machine, _machine_ratio(old, new))
 
 
 def _samples(records: list[Record], has_several: bool | None = None) -> Samples:
@@ -175,9 +180,20 @@ def _samples(records: list[Record], has_several: bool | None = None) -> Samples:
 
 
 def _is_in_turns(old: list[Record], new: list[Record]) -> bool:
-    """Whether neither side was over before the other began. ISO times have the order of their text."""
-    before, after = ([str(record.get("test_time", "")) for record in records] for records in (old, new))
-    return min(after) < max(before) and min(before) < max(after)
+    """Whether the 1st and the 2nd test in time are one of each side, and so the 3rd and the 4th, and all after them.
+
+    ISO times have the order of their text. Times that are equal say nothing of an order.
+    """
+    sides = [(str(record.get("test_time", "")), side) for side, records in enumerate((old, new)) for record in records]
+    times = sorted(sides)
+    pairs = zip(times[::2], times[1::2], strict=False)  # where one is left over, the sides have not as many
+    is_ordered = len({time for time, _ in times}) == len(times)
+    return len(old) == len(new) and is_ordered and all(first[1] != second[1] for first, second in pairs)
+
+
+def _machines(records: list[Record]) -> dict[str, None]:
+    """Each once, in their order."""
+    return dict.fromkeys(str(record.get("cpu_info")) for record in records)
 
 
 def _machine_ratio(old: list[Record], new: list[Record]) -> float:
@@ -234,6 +250,10 @@ def _side(name: str, samples: Samples | None) -> Record:
 def _is_record(record: Any) -> bool:
     try:
         is_measured = all(sample > 0 for sample in record["samples_ts"]) and record["samples_ts"]
-        return bool(is_measured) and "n_prompt" in record and "n_gen" in record
+        is_named = isinstance(record["model_filename"], str)
+        has_sizes = all(isinstance(record[name], int) for name in ("n_threads", "n_prompt", "n_gen"))
+        has_key = all(isinstance(record.get(name), (str, int, type(None))) for name in SAME)
+        has_limits = all(record.get(name) is None or record[name] > 0 for name in LIMITS)
     except (TypeError, KeyError):
         return False
+    return bool(is_measured) and is_named and has_sizes and has_key and has_limits

@@ -33,8 +33,9 @@ NOTES = (
     "tokens. tg generates, with so many in the cache: ms/token is from one token of a sequence to its next.",
     "first token: from the call to the first token of the last prompt; of pp alone.",
     "GB/s read: of weights, and for tg of the KV cache; the share is of what the machine reads, {bandwidths}. A model "
-    "that fits into the caches can be faster than that.",
-    "GFLOP/s: the share is of what the kernels' tiles do with all data in the caches, {peaks}.",
+    "that fits into the caches can be faster than that, and the limit is itself a measurement, of a plain loop.",
+    "GFLOP/s: the share is of what the kernels' tiles do with all data in the caches, {peaks}. The limit is itself a "
+    "measurement, of a plain loop.",
     "outside the model: the share of the whole time that is not in forward passes: choosing tokens, scheduling and "
     "bookkeeping. peak MB: of the process, with what earlier rows made it touch.",
 )
@@ -89,14 +90,20 @@ def _notes(records: Sequence[Record]) -> str:
     bandwidths, peaks = {}, {}
     for record in records:
         where = f"with {threads_text(record['n_threads'])}"
-        bandwidths[where] = max(record["bandwidth_gbs"], bandwidths.get(where, 0.0))
-        peaks[f"in {record['dtype']} {where}"] = record["block_peak_gflops"]
+        bandwidths[where] = record["bandwidth_gbs"]
+        peaks[f"in {record['dtype']} {where}"] = _peak_text(record["block_peak_gflops"], record["head_peak_gflops"])
     values = {
         **records[0],
         "runs": runs_text(len(records[0]["samples_ns"]), ", and in brackets the slowest and the fastest"),
         "bandwidths": ", ".join(f"{rate:.1f} GB/s {where}" for where, rate in bandwidths.items()),
-        "peaks": ", ".join(f"{rate:.0f} {where}" for where, rate in peaks.items()),
+        "peaks": ", ".join(f"{rates} {where}" for where, rates in peaks.items()),
     }
     crowded = filter(None, (crowd_note(threads) for threads in dict.fromkeys(r["n_threads"] for r in records)))
     notes = [*(note.format(**values) for note in NOTES), *(f"{note}, and wait for one another." for note in crowded)]
     return "\n".join(f"- {note}" for note in notes)
+
+
+def _peak_text(in_blocks: float, in_head: float) -> str:
+    """Both where their tiles differ, as those of int4 do from the int8 head's."""
+    blocks, head = f"{in_blocks:.0f}", f"{in_head:.0f}"
+    return blocks if blocks == head else f"{blocks} in the blocks and {head} in the head"

@@ -20,7 +20,8 @@ class Run:
     """One repetition. Times are in seconds.
 
     A pass in which any sequence is still in its prompt reads prompts, and others may decode beside it; all the other
-    passes decode. What is left of `total` goes to scheduling, to bookkeeping and to making text.
+    passes decode. In some of these, sequences are missing: those that wait, or have ended. What is left of `total`
+    goes to scheduling, to bookkeeping and to making text.
     """
 
     prompt: float  # forward passes that read prompts
@@ -30,7 +31,8 @@ class Run:
     total: float  # the whole LLM.generate
     num_steps: int  # forward passes in all
     num_prompt_steps: int = 0  # those that read prompts
-    num_decoded: int = 0  # tokens that went through the passes that decode
+    together: float = 0.0  # passes in which all sequences decode, and each of them one token
+    num_together: int = 0  # how many these are
 
 
 @dataclass(frozen=True)
@@ -63,24 +65,26 @@ def measure(
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: Any) -> Run:
-    with _timed(llm) as backend:
+    with _timed(llm, len(prompts)) as backend:
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
         total = time.perf_counter() - start
     first_tokens = [output.metrics.first_token - start for output in outputs if output.metrics.first_token is not None]
     times = backend.prompt, backend.generation, backend.sampling, max(first_tokens, default=0.0), total
-    return Run(*times, backend.num_steps, backend.num_prompt_steps, backend.num_decoded)
+    return Run(*times, backend.num_steps, backend.num_prompt_steps, backend.together, backend.num_together)
 
 
 class TimedBackend:
-    """A backend that is another one, with a stopwatch: so the engine needs none."""
+    """A backend that is another one, with a stopwatch for a batch of `batch_size`: so the engine needs none."""
 
-    def __init__(self, backend: Any, scheduler: Scheduler):
-        self._backend, self._scheduler = backend, scheduler
-        self.prompt = self.generation = self.sampling = 0.0  # seconds
-        self.num_steps = self.num_prompt_steps = self.num_decoded = 0
+    def __init__(self, backend: Any, scheduler: Scheduler, batch_size: int):
+        self._backend, self._scheduler, self._batch_size = backend, scheduler, batch_size
+        self.prompt = self.generation = self.sampling = self.together = 0.0  # seconds
+        self.num_steps = self.num_prompt_steps = self.num_together = 0
 
     def __getattr__(self, name: str) -> Any:
+        if name == "run_ahead":  # it would take several steps with no pass to be seen
+            raise AttributeError(name)
         function = getattr(self._backend, name)
         return self._timed_choice(function) if name in CHOOSING else function
 
@@ -95,7 +99,9 @@ class TimedBackend:
             self.num_prompt_steps += 1
         else:
             self.generation += seconds
-            self.num_decoded += batch.token_ids.size
+            if batch.token_ids.size == self._batch_size:
+                self.together += seconds
+                self.num_together += 1
         return logits
 
     def _timed_choice(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,9 +116,9 @@ class TimedBackend:
 
 
 @contextmanager
-def _timed(llm: LLM) -> Iterator[TimedBackend]:
+def _timed(llm: LLM, batch_size: int) -> Iterator[TimedBackend]:
     engine = llm._engine
-    backend, engine._backend = engine._backend, TimedBackend(engine._backend, engine.scheduler)
+    backend, engine._backend = engine._backend, TimedBackend(engine._backend, engine.scheduler, batch_size)
     try:
         yield engine._backend
     finally:

@@ -1,14 +1,15 @@
 """A whole bench: what it will measure, checked before any work, and the work."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from tqdm import tqdm
 
 from tinygpt.backend import MAX_STEP_TOKENS, load_backend, resolve_dtype
 from tinygpt.bench.build import Build
-from tinygpt.bench.limits import measure_limits
+from tinygpt.bench.limits import MachineLimits, best_of, measure_limits
+from tinygpt.bench.measure import Measurement
 from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
 from tinygpt.bench.words import threads_text
@@ -16,6 +17,7 @@ from tinygpt.config import GPT2Config
 from tinygpt.errors import RequestError
 from tinygpt.llm import LLM
 from tinygpt.machine import cpu_name
+from tinygpt.scheduler import WORTH_WAITING
 from tinygpt.threads import thread_count
 from tinygpt.weights.packed import open_checkpoint
 
@@ -56,12 +58,42 @@ class Plan:
 
     @property
     def step_tokens(self) -> int:
-        """New tokens in a step, at most: LLM's own choice."""
-        return max(MAX_STEP_TOKENS["cpu"], self.max_batch_size)
+        """New tokens in a step, at most: LLM's own choice, or more, for short prompts that do not wait for one another:
+        those of a batch are read in one step, as otherwise the first would end before the last begins to decode."""
+        short = [case for case in self.cases if case.new_tokens and case.prompt_length <= WORTH_WAITING]
+        at_once = max((case.batch_size * case.prompt_length for case in short), default=0)
+        return max(MAX_STEP_TOKENS["cpu"], self.max_batch_size, at_once)
 
     @property
     def max_length(self) -> int:
         return max(case.length for case in self.cases)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case that was measured; `ended` is when."""
+
+    dtype: str
+    threads: int
+    case: Case
+    measurement: Measurement
+    ended: datetime
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a run has measured so far. `limits` are by dtype and threads, the best seen with them."""
+
+    tests: list[Measured] = field(default_factory=list)
+    limits: dict[tuple[str, int], MachineLimits] = field(default_factory=dict)
+
+    def add_limits(self, dtype: str, threads: int) -> None:
+        """Measure them once more: the machine has better moments."""
+        now = measure_limits(dtype, threads)
+        self.limits[dtype, threads] = now.best(self.limits.get((dtype, threads), now))
+
+    def limits_of(self, dtype: str, threads: int) -> MachineLimits:
+        return best_of({name: limits for (name, count), limits in self.limits.items() if count == threads}, dtype)
 
 
 def make_plan(
@@ -89,29 +121,40 @@ def make_plan(
 
 
 def run_plan(plan: Plan, records: list[Record], show_progress: bool = False) -> None:
-    """Append a record of each case to `records`. What stops it midway leaves those that have been measured there."""
-    # disable=None: no bar where stderr is no terminal.
-    with tqdm(total=len(plan), unit="case", disable=None if show_progress else True) as bar:
-        for dtype in plan.dtypes:
-            for threads in plan.threads:
-                _run_together(plan, dtype, threads, bar, records)
+    """Append a record of each case to `records`. What stops it midway leaves those that have been measured there.
 
-
-def _run_together(plan: Plan, dtype: str, threads: int, bar: tqdm, records: list[Record]) -> None:
-    """The cases of one loaded model. The machine's limits are measured before and after: it has better moments."""
-    results, name = [], f"{dtype}, {threads_text(threads)}"
-    bar.set_description_str(f"loading {name}")
-    limits = measure_limits(dtype, threads)
+    Records are made at the end: their shares are of the best limits that were seen before, between and after.
+    """
+    found = Findings()
     try:
-        with _opened(plan, dtype, threads) as llm:
-            for case in plan.cases:
-                bar.set_description_str(f"{name}, {case}")
-                results.append((run_case(llm, case, plan.repetitions), case.new_tokens > 0, datetime.now(timezone.utc)))
-                bar.update()
-        limits = limits.best(measure_limits(dtype, threads))
+        # disable=None: no bar where stderr is no terminal.
+        with tqdm(total=len(plan), unit="case", disable=None if show_progress else True) as bar:
+            for dtype in plan.dtypes:
+                for threads in plan.threads:
+                    _run_together(plan, dtype, threads, bar, found)
     finally:
-        setup = Setup(Build.find(), cpu_name(), plan.model, plan.config, dtype, threads, plan.step_tokens, limits)
-        records.extend(record_of(setup, *result) for result in results)
+        build, cpu = Build.find(), cpu_name()
+        records.extend(_record(plan, build, cpu, test, found) for test in found.tests)
+
+
+def _run_together(plan: Plan, dtype: str, threads: int, bar: tqdm, found: Findings) -> None:
+    """The cases of one loaded model."""
+    name = f"{dtype}, {threads_text(threads)}"
+    bar.set_description_str(f"loading {name}")
+    found.add_limits(dtype, threads)
+    with _opened(plan, dtype, threads) as llm:
+        for case in plan.cases:
+            bar.set_description_str(f"{name}, {case}")
+            measurement = run_case(llm, case, plan.repetitions)
+            found.tests.append(Measured(dtype, threads, case, measurement, datetime.now(timezone.utc)))
+            bar.update()
+    found.add_limits(dtype, threads)
+
+
+def _record(plan: Plan, build: Build, cpu: str, test: Measured, found: Findings) -> Record:
+    limits = found.limits_of(test.dtype, test.threads)
+    setup = Setup(build, cpu, plan.model, plan.config, test.dtype, test.threads, plan.step_tokens, limits)
+    return record_of(setup, test.measurement, test.case.new_tokens > 0, test.ended)
 
 
 def _opened(plan: Plan, dtype: str, threads: int) -> LLM:

@@ -7,7 +7,8 @@ them: n_prompt, n_gen and n_depth are of each, and tokens a second of all togeth
 Our own keys, where nothing else is said of the median run:
     test, dtype, batch_size
     median_ts, low_ts, high_ts          tokens a second: the median, the slowest and the fastest run
-    ms_per_token                        pp: of all tokens; tg: from one token of a sequence to its next
+    ms_per_token                        pp: of all tokens; tg: from one token of a sequence to its next: the time of the
+                                        passes in which the whole batch decodes / their number
     first_token_ms                      pp: from the call of generate to the first token of the last prompt; tg: null
     read_gbs, bandwidth_share           what a pass reads (weights, for tg the KV cache too) a second; share of...
     bandwidth_gbs                       ...what this machine reads, measured
@@ -24,7 +25,7 @@ from datetime import datetime, timezone
 
 from tinygpt.bench.build import Build
 from tinygpt.bench.formats import Record
-from tinygpt.bench.limits import Limits
+from tinygpt.bench.limits import MachineLimits
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.words import parameters_text
 from tinygpt.bench.work import (
@@ -69,7 +70,7 @@ class Setup:
     dtype: str
     threads: int
     step_tokens: int  # new tokens in a step, at most
-    limits: Limits
+    limits: MachineLimits
 
 
 @dataclass(frozen=True)
@@ -148,14 +149,14 @@ def _reading(setup: Setup, measurement: Measurement, i: int) -> Effort:
 
 
 def _generation(setup: Setup, measurement: Measurement, i: int) -> Effort:
-    """Of the passes that decode: each new token but the first of a sequence goes through one."""
-    run, config, tokens = measurement.runs[i], setup.config, measurement.runs[i].num_decoded
-    num_passes = run.num_steps - run.num_prompt_steps
+    """Of the passes in which the whole batch decodes: each new token but the first of a sequence goes through one."""
+    run, config = measurement.runs[i], setup.config
+    tokens = run.num_together * measurement.batch_size
     attended = measurement.prompt_length + measurement.new_tokens / 2  # by a token, on average
     return Effort(
-        run.generation,
+        run.together,
         tokens,
-        weight_bytes(config, setup.dtype, num_passes) + cache_bytes(config, setup.dtype, tokens * attended),
+        weight_bytes(config, setup.dtype, run.num_together) + cache_bytes(config, setup.dtype, tokens * attended),
         block_operations(config, tokens, attended),
         head_operations(config, tokens),
     )
@@ -179,7 +180,7 @@ def _times(efforts: list[Effort], num_tokens: int) -> Record:
     }
 
 
-def _shares(efforts: list[Effort], limits: Limits) -> Record:
+def _shares(efforts: list[Effort], limits: MachineLimits) -> Record:
     read = statistics.median(e.bytes_read / e.seconds for e in efforts)
     done = statistics.median((e.block_operations + e.head_operations) / e.seconds for e in efforts)
     peak_share = statistics.median(

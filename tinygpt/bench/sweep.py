@@ -7,6 +7,7 @@ import numpy as np
 
 from tinygpt.bench.measure import Measurement, measure
 from tinygpt.llm import LLM
+from tinygpt.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ def cases_of(batch_sizes: Sequence[int], prompt_lengths: Sequence[int], new_toke
 def run_case(llm: LLM, case: Case, repetitions: int) -> Measurement:
     """Measure a case with an LLM that has prefix_cache_seqs=0, and rows for the whole batch."""
     if case.new_tokens:
-        return measure(llm, prompts_to_continue(llm.config.vocab_size, case), case.new_tokens, repetitions)
+        prompts = prompts_to_continue(llm.config.vocab_size, case)
+        params = [_params(case.length - len(prompt)) for prompt in prompts]
+        return measure(llm, prompts, case.new_tokens, repetitions, params=params)
     return measure(llm, prompts_to_read(llm.config.vocab_size, case), 1, repetitions)
 
 
@@ -51,7 +54,16 @@ def prompts_to_read(vocab_size: int, case: Case) -> list[list[int]]:
 
 
 def prompts_to_continue(vocab_size: int, case: Case) -> list[list[int]]:
-    """Prompts that differ in their last token alone: what they begin with is computed once, and copied. So all begin
-    to generate at the same time; each has its own keys and values, as with any other prompts."""
+    """Prompts that differ in their last token alone: what they begin with is computed once, and copied. Each has its
+    own keys and values all the same, as with any other prompts.
+
+    The first of several is without its last token. It is the one that is read first, and it decodes while the others
+    read their last token: so from then on all are equally long, and decode together up to the end.
+    """
     beginning = np.random.default_rng(0).integers(vocab_size, size=case.prompt_length - 1).tolist()
-    return [[*beginning, i % vocab_size] for i in range(case.batch_size)]
+    prompts = [[*beginning, i % vocab_size] for i in range(case.batch_size)]
+    return [beginning, *prompts[1:]] if beginning and len(prompts) > 1 else prompts
+
+
+def _params(new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

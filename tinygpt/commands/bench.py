@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tinygpt.bench.formats import FORMATS, Record
@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     studies = parser.add_argument_group(
         "published studies",
         "in place of the cases above.\nThey take --model or --random, --dtype, one number of --threads, --repetitions\n"
-        "and the flags of output.",
+        "and the flags of output. One that is interrupted leaves what it has measured,\n"
+        "without the study's table and without a picture.",
     )
     listed = "; ".join(f"{name}: {summary}" for name, summary in PRESETS.items())
     studies.add_argument(
@@ -148,6 +149,12 @@ def _check_flags(args: argparse.Namespace) -> None:
     args.format = "json" if args.json else args.format or (ending if ending in FORMATS else "md")
     if args.output is not None and args.output == args.plot:
         raise RequestError(f"--output and --plot are both {args.plot}: name two files.")
+    if args.output is not None and args.output.resolve() in [path.resolve() for path in args.compare or ()]:
+        raise RequestError(
+            f"--output {args.output} is one of the files of --compare: name another, so that it is kept."
+        )
+    if args.text is not None and Path(args.text) in (args.output, args.plot):
+        raise RequestError(f"--text {args.text} would be written over: name another file for the results.")
     for flag in ("output", "plot"):
         if getattr(args, flag) is not None:
             check_writable(f"--{flag}", getattr(args, flag))
@@ -200,12 +207,19 @@ def _run_cases(args: argparse.Namespace) -> None:
 def _run_preset(args: argparse.Namespace) -> None:
     from tinygpt.bench.presets import run_preset
     from tinygpt.bench.presets.options import PresetOptions
+    from tinygpt.bench.presets.report import measured_table
 
     threads = None if args.threads is None else args.threads[0]
     options = PresetOptions(args.model, args.dtype or RUNS["dtype"], threads, args.repetitions, args.small, args.text)
     say(f"{args.preset} with {args.model}")
-    with _notice_of_compiling():
-        report = run_preset(args.preset, options)
+    records: list[Record] = []
+    try:
+        with _notice_of_compiling():
+            report = run_preset(args.preset, options, records)
+    except BaseException:  # what was measured before an interruption is not lost
+        if records:
+            _write(args, records, measured_table(records))
+        raise
     _hand_over(args, report.records, lambda: report.plot(args.plot), report.text)
 
 
@@ -233,21 +247,12 @@ def _check_pairs(paths: list[Path]) -> None:
                 raise RequestError(f"--compare has {path} more than once on one side: give another measurement.")
 
 
-@contextmanager
-def _notice_of_compiling() -> Iterator[None]:
+def _notice_of_compiling() -> AbstractContextManager[None]:
     """Said in the block when the first kernel compiles, between two states of the progress bar."""
     from tqdm import tqdm
 
-    from tinygpt.kernels.cpu.jit import on_compilation
-
-    notices = ["tinygpt: compiling kernels for this machine, once (10 to 20 s for a dtype)"]
-
-    def show() -> None:
-        while notices:
-            tqdm.write(notices.pop(), file=sys.stderr)
-
-    with on_compilation(show):
-        yield
+    message = "tinygpt: compiling kernels for this machine, once (10 to 20 s for a dtype)"
+    return loading.at_first_compilation(lambda: tqdm.write(message, file=sys.stderr))
 
 
 def _hand_over(

@@ -172,20 +172,27 @@ def kernels_of(llm: "LLM", kv_cache_dtype: str) -> str:
 @contextmanager
 def _notice_of_compiling(dtype: str) -> Iterator[None]:
     """From the first kernel that compiles in the block until its end, say so."""
+    kernels = "kernels" if dtype == "auto" else f"{dtype} kernels"
+    message = f"compiling {kernels} for this machine, once (10 to 20 s)"
+    with ExitStack() as shown, at_first_compilation(lambda: shown.enter_context(elapsed(message))):
+        yield
+
+
+@contextmanager
+def at_first_compilation(show: Callable[[], object]) -> Iterator[None]:
+    """Call `show` when the first kernel compiles in the block. Says, before it, if compiled kernels cannot be kept."""
     from tinygpt.kernels.cpu.jit import cache_folder, on_compilation
 
     if cache_folder().note:
         say(cache_folder().note)
-    kernels = "kernels" if dtype == "auto" else f"{dtype} kernels"
-    notices = [elapsed(f"compiling {kernels} for this machine, once (10 to 20 s)")]
-    with ExitStack() as shown:
+    waiting = [show]
 
-        def show() -> None:
-            while notices:
-                shown.enter_context(notices.pop())
+    def show_once() -> None:
+        while waiting:
+            waiting.pop()()
 
-        with on_compilation(show):
-            yield
+    with on_compilation(show_once):
+        yield
 
 
 def _compile_kernels(llm: "LLM", kv_cache_dtype: str) -> None:

@@ -4,7 +4,7 @@ A module for each: its protocol, its published figures with their source, and it
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.presets.options import PresetOptions, check_options
 from tinygpt.errors import RequestError
@@ -24,8 +24,12 @@ PRESETS = {
 WITH_PERPLEXITY = "onnx-study"  # the one that --text is for
 
 
-def run_preset(name: str, options: PresetOptions) -> "PresetReport":
-    """Repeat a study, one of PRESETS. Raises RequestError, before any work, for what is impossible."""
+def run_preset(name: str, options: PresetOptions, records: list[dict[str, Any]] | None = None) -> "PresetReport":
+    """Repeat a study, one of PRESETS. Raises RequestError, before any work, for what is impossible.
+
+    records: a list of the caller's, to which a record of each case is appended as soon as it is measured: what stops
+    the preset midway leaves those there.
+    """
     if name not in PRESETS:
         raise RequestError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}.")
     check_options(options)
@@ -33,4 +37,4 @@ def run_preset(name: str, options: PresetOptions) -> "PresetReport":
         raise RequestError(
             f"--text is for a perplexity and {name} has none: leave it away, or give --preset {WITH_PERPLEXITY}."
         )
-    return import_module(f"{__name__}.{name.replace('-', '_')}").run(options)
+    return import_module(f"{__name__}.{name.replace('-', '_')}").run(options, [] if records is None else records)

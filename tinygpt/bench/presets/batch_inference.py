@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from tinygpt.bench.measure import measure
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
+from tinygpt.bench.presets.report import PresetReport, Record, Study, markdown, page
 from tinygpt.bench.presets.running import (
     RANDOM_PROMPTS,
     Result,
     fitting,
     here,
+    keep,
     of_model,
     opened,
     prepared,
     progress,
     random_prompts,
-    record,
     repetitions_of,
 )
 from tinygpt.bench.words import points_text, runs_text
@@ -85,13 +85,13 @@ PUBLISHED = (
 )
 
 
-def run(options: PresetOptions) -> PresetReport:
+def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and put our rows before the study's."""
     options, config = prepared(options)
     protocol = SMALL if options.small else FULL
     fitting(options, config, [(max(protocol.prompt_lengths), protocol.new_tokens)])
     cases = [(dtype, size) for dtype in options.dtypes for size in protocol.batch_sizes]
-    results = [_measure(options, protocol, dtype, size) for dtype, size in progress(cases)]
+    results = [keep(STUDY, options, _measure(options, protocol, *case), records) for case in progress(cases)]
     count = len(results[0].seconds)
     notes = [
         RANDOM_PROMPTS,
@@ -100,7 +100,6 @@ def run(options: PresetOptions) -> PresetReport:
     ]
     table = markdown(COLUMNS, [*_our_rows(protocol, results), *map(_published_row, PUBLISHED)])
     text = page(STUDY, here(STUDY, options, config), [table], notes)
-    records = [record(STUDY, options, result) for result in results]
     return PresetReport(text, records, _picture(of_model(options, config), protocol, results))
 
 

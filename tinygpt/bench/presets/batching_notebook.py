@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from tinygpt.bench.measure import measure
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import PresetReport, Study, markdown, page
+from tinygpt.bench.presets.report import PresetReport, Record, Study, markdown, page
 from tinygpt.bench.presets.running import (
     RANDOM_PROMPTS,
     Result,
     fitting,
     here,
+    keep,
     of_model,
     opened,
     prepared,
     progress,
     random_prompts,
-    record,
     repetitions_of,
 )
 from tinygpt.bench.words import points_text, runs_text
@@ -70,18 +70,17 @@ PUBLISHED = (
 )
 
 
-def run(options: PresetOptions) -> PresetReport:
+def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and make a table for each dtype, with the notebook's columns twice: ours and published."""
     options, config = prepared(options)
     protocol = SMALL if options.small else FULL
     fitting(options, config, [(max(protocol.prompt_lengths), protocol.new_tokens)])
-    results = [result for dtype in options.dtypes for result in _measure(options, protocol, dtype)]
+    results = [result for dtype in options.dtypes for result in _measure(options, protocol, dtype, records)]
     tables = [_table(protocol, dtype, [r for r in results if r.dtype == dtype]) for dtype in options.dtypes]
     notes = [
-        RANDOM_PROMPTS + " The notebook's single run times tokenisation too, and at bs 1 the warm-up.",
+        RANDOM_PROMPTS + " The notebook's single run times tokenisation and making text too.",
         f"Ours: {runs_text(len(results[0].seconds))}. avg latency is duration / {protocol.new_tokens} new tokens.",
     ]
-    records = [record(STUDY, options, result) for result in results]
     return PresetReport(
         page(STUDY, here(STUDY, options, config), tables, notes),
         records,
@@ -89,14 +88,15 @@ def run(options: PresetOptions) -> PresetReport:
     )
 
 
-def _measure(options: PresetOptions, protocol: Protocol, dtype: str) -> list[Result]:
+def _measure(options: PresetOptions, protocol: Protocol, dtype: str, records: list[Record]) -> list[Result]:
     longest = max(protocol.prompt_lengths) + protocol.new_tokens
     repetitions, found = repetitions_of(options, protocol.repetitions), []
     with opened(options, dtype, max(protocol.batch_sizes), longest) as llm:
         for size in progress(protocol.batch_sizes):
             lengths = [protocol.prompt_lengths[i % len(protocol.prompt_lengths)] for i in range(size)]
             prompts = random_prompts(lengths, llm.config.vocab_size)
-            found.append(Result(dtype, size, measure(llm, prompts, protocol.new_tokens, repetitions)))
+            result = Result(dtype, size, measure(llm, prompts, protocol.new_tokens, repetitions))
+            found.append(keep(STUDY, options, result, records))
     return found
 
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from tinygpt.bench.measure import Run, measure
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import NOT_PUBLISHED, PresetReport, Study, markdown, page
+from tinygpt.bench.presets.report import NOT_PUBLISHED, PresetReport, Record, Study, markdown, page
 from tinygpt.bench.presets.running import (
     RANDOM_PROMPTS,
     Result,
     fitting,
     here,
+    keep,
     of_model,
     opened,
     prepared,
     progress,
     random_prompts,
-    record,
     repetitions_of,
 )
 from tinygpt.bench.words import runs_text
@@ -74,21 +74,21 @@ PUBLISHED = (
 )
 
 
-def run(options: PresetOptions) -> PresetReport:
+def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure each dtype, and put our rows before the study's."""
     options, config = prepared(options)
     protocol = SMALL if options.small else FULL
     fitting(options, config, [(protocol.prompt_length, protocol.new_tokens)])
-    results = [_measure(options, protocol, dtype) for dtype in progress(options.dtypes)]
+    results = [keep(STUDY, options, _measure(options, protocol, dtype), records) for dtype in progress(options.dtypes)]
     notes = [
         RANDOM_PROMPTS,
         f"Ours: {runs_text(len(results[0].seconds))}, and the minimum of them. Time per output token: of those after "
         "the first.",
         "The study's two rows of Hugging Face's have max_length=100, which counts the prompt: at most 87 tokens are "
-        "new, and fewer where the text ends. Its times include turning tokens into text.",
+        "new, and fewer where the text ends. The times of these two include turning tokens into text; that of the row "
+        "of TensorFlow is of the model's inference step.",
     ]
     table = markdown(COLUMNS, [*(_row(result) for result in results), *map(_published_row, PUBLISHED)])
-    records = [record(STUDY, options, result) for result in results]
     return PresetReport(
         page(STUDY, here(STUDY, options, config), [table], notes),
         records,

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from tinygpt.bench.measure import measure
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import ABSENT, PresetReport, Study, markdown, page
+from tinygpt.bench.presets.report import ABSENT, PresetReport, Record, Study, markdown, page
 from tinygpt.bench.presets.running import (
     RANDOM_PROMPTS,
     Result,
     fitting,
     here,
+    keep,
     of_model,
     opened,
     prepared,
     progress,
     random_prompts,
-    record,
     repetitions_of,
 )
 from tinygpt.bench.words import points_text, runs_text
@@ -88,13 +88,13 @@ PUBLISHED = (
 )
 
 
-def run(options: PresetOptions) -> PresetReport:
+def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and make the study's table with two more columns for each dtype."""
     options, config = prepared(options)
     protocol = SMALL if options.small else FULL
     lengths, left_out = fitting(options, config, protocol.lengths)
     cases = [(dtype, size, pair) for dtype in options.dtypes for pair in lengths for size in protocol.batch_sizes]
-    results = [_measure(options, protocol, *case) for case in progress(cases)]
+    results = [keep(STUDY, options, _measure(options, protocol, *case), records) for case in progress(cases)]
     notes = [
         RANDOM_PROMPTS,
         *left_out,
@@ -102,7 +102,6 @@ def run(options: PresetOptions) -> PresetReport:
         "Memory of ours: all that the process holds at most while it runs the case, Python and compiled kernels "
         "included; the published one is the GPU's.",
     ]
-    records = [record(STUDY, options, result) for result in results]
     text = page(STUDY, here(STUDY, options, config), [_table(protocol, options.dtypes, results)], notes)
     return PresetReport(text, records, _picture(of_model(options, config), protocol, results))
 
@@ -160,6 +159,8 @@ def _lines(protocol: Protocol, results: list[Result], is_memory: bool) -> tuple[
     points: dict[tuple[str, int, int], list[Point]] = {}
     for result in results:
         dtype, size, *lengths = _key(result)
+        if is_memory and not result.measurement.peak_memory:  # unknown, and not 0
+            continue
         memory = [result.measurement.peak_memory / 1e9]
         samples = memory if is_memory else [1e3 * seconds for seconds in result.seconds]
         points.setdefault((dtype, *lengths), []).append(Point.of(size, samples))

@@ -13,18 +13,18 @@ from pathlib import Path
 from tinygpt.bench.measure import measure
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import ABSENT, PresetReport, Study, markdown, page
+from tinygpt.bench.presets.report import ABSENT, PresetReport, Record, Study, markdown, page
 from tinygpt.bench.presets.running import (
     RANDOM_PROMPTS,
     Result,
     fitting,
     here,
+    keep,
     of_model,
     opened,
     prepared,
     progress,
     random_prompts,
-    record,
     repetitions_of,
 )
 from tinygpt.errors import CheckpointError, RequestError
@@ -90,10 +90,17 @@ class OfDtype:
 
     dtype: str
     results: dict[tuple[int, int], Result]
-    perplexity: str
+    perplexity: float | None
+    has_tokenizer: bool
+
+    @property
+    def perplexity_cell(self) -> str:
+        if self.perplexity is not None:
+            return f"{self.perplexity:.4f}"
+        return NO_TEXT if self.has_tokenizer else NO_TOKENIZER
 
 
-def run(options: PresetOptions) -> PresetReport:
+def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and make the graph's table, and the log's with the published seconds."""
     protocol = SMALL if options.small else FULL
     text = None if options.text is None else _read_text(options.text)[: protocol.num_characters]
@@ -101,14 +108,9 @@ def run(options: PresetOptions) -> PresetReport:
     if text is not None:
         _check_tokenizer(options.model)
     cases, left_out = fitting(options, config, [*protocol.grid, *protocol.log])
-    found = [_measure(options, protocol, dtype, cases, text) for dtype in options.dtypes]
+    found = [_measure(options, protocol, dtype, cases, text, records) for dtype in options.dtypes]
     tables = [_grid_table(protocol, found), _log_table(protocol, found)]
     notes = [RANDOM_PROMPTS, *left_out, *_notes(options, protocol)]
-    records = [
-        record(STUDY, options, result) | {"perplexity": of_dtype.perplexity}
-        for of_dtype in found
-        for result in of_dtype.results.values()
-    ]
     return PresetReport(
         page(STUDY, here(STUDY, options, config), tables, notes),
         records,
@@ -117,22 +119,24 @@ def run(options: PresetOptions) -> PresetReport:
 
 
 def _measure(
-    options: PresetOptions, protocol: Protocol, dtype: str, cases: list[tuple[int, int]], text: str | None
+    options: PresetOptions,
+    protocol: Protocol,
+    dtype: str,
+    cases: list[tuple[int, int]],
+    text: str | None,
+    records: list[Record],
 ) -> OfDtype:
     repetitions, results = repetitions_of(options, protocol.repetitions), {}
     with opened(options, dtype, NUM_TOGETHER) as llm:
-        quality = _perplexity(llm, text)  # first: it may refuse the text
+        has_tokenizer = _has_tokenizer(llm)
+        # First: it may refuse the text.
+        quality = None if text is None else perplexity(llm, text, show_progress=True).token_perplexity
         for prompt, new in progress(cases):
             prompts = random_prompts([prompt], llm.config.vocab_size)
             warmups = int(not results)  # what is warm stays warm
-            results[prompt, new] = Result(dtype, 1, measure(llm, prompts, new, repetitions, warmups))
-        return OfDtype(dtype, results, quality)
-
-
-def _perplexity(llm: LLM, text: str | None) -> str:
-    if not _has_tokenizer(llm):
-        return NO_TOKENIZER
-    return NO_TEXT if text is None else f"{perplexity(llm, text, show_progress=True).token_perplexity:.4f}"
+            result = Result(dtype, 1, measure(llm, prompts, new, repetitions, warmups))
+            results[prompt, new] = keep(STUDY, options, result, records, perplexity=quality)
+        return OfDtype(dtype, results, quality, has_tokenizer)
 
 
 def _has_tokenizer(llm: LLM) -> bool:
@@ -170,7 +174,7 @@ def _grid_table(protocol: Protocol, found: list[OfDtype]) -> str:
     for of_dtype in found:
         for prompt in protocol.prompt_lengths:
             cells = [_mean_and_error(of_dtype.results.get((prompt, new))) for new in lengths]
-            rows.append([f"tinygpt, {of_dtype.dtype} - {prompt}", *cells, of_dtype.perplexity])
+            rows.append([f"tinygpt, {of_dtype.dtype} - {prompt}", *cells, of_dtype.perplexity_cell])
     return markdown(header, rows)
 
 

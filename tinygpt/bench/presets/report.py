@@ -9,6 +9,16 @@ from tinygpt.bench.picture import Picture
 
 NOT_PUBLISHED = "not published"
 ABSENT = "-"  # what a note below the table gives the reason for
+Record = dict[str, Any]
+# A column of the table of an unfinished preset -> how a record fills it.
+MEASURED = {
+    "dtype": "{dtype}",
+    "batch": "{batch_size}",
+    "prompts": "{num_prompts}",
+    "prompt tokens": "{n_prompt}",
+    "new tokens": "{n_gen}",
+    "mean (ms)": "{mean_ms:.1f}",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class PresetReport:
     """text: markdown. records: JSON's object for each measured case, with llama-bench's keys as far as they go."""
 
     text: str
-    records: list[dict[str, Any]]
+    records: list[Record]
     picture: Picture
 
     def plot(self, path: str | Path) -> None:
@@ -51,3 +61,9 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table whose columns, but for the first, are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def measured_table(records: Sequence[Record]) -> str:
+    """What an unfinished preset has measured, of which its study's own table cannot be made."""
+    rows = [[form.format(**r, mean_ms=r["avg_ns"] / 1e6) for form in MEASURED.values()] for r in records]
+    return markdown(list(MEASURED), rows)

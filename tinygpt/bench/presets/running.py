@@ -14,7 +14,7 @@ from tinygpt.bench.cores import crowd_note
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.picture import model_name
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import ABSENT, Study
+from tinygpt.bench.presets.report import ABSENT, Record, Study
 from tinygpt.bench.words import parameters_text, threads_text
 from tinygpt.bench.work import num_parameters
 from tinygpt.config import GPT2Config
@@ -59,7 +59,14 @@ class Result:
 def opened(options: PresetOptions, dtype: str, max_num_seqs: int, max_model_len: int | None = None) -> Iterator[LLM]:
     """The model, without a prefix cache: a repetition reads its prompts again."""
     sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "prefix_cache_seqs": 0}
-    with LLM(options.model, dtype, threads=options.threads, **sizes) as llm:
+    try:
+        llm = LLM(options.model, dtype, threads=options.threads, **sizes)
+    except RequestError as error:
+        raise RequestError(
+            f"{error} Of a preset, max_num_seqs and the positions are its own: give another --dtype or model, or "
+            "--small, which has fewer sizes."
+        ) from None
+    with llm:
         yield llm
 
 
@@ -126,7 +133,13 @@ def repetitions_of(options: PresetOptions, own: int) -> int:
     return own if options.repetitions is None else options.repetitions
 
 
-def record(study: Study, options: PresetOptions, result: Result) -> dict[str, Any]:
+def keep(study: Study, options: PresetOptions, result: Result, records: list[Record], **more: Any) -> Result:
+    """Append the record of a result that was measured, with `more` in it, so that it outlasts an interruption."""
+    records.append(record(study, options, result) | more)
+    return result
+
+
+def record(study: Study, options: PresetOptions, result: Result) -> Record:
     """A measured case. Times are of the whole generate, peak_memory is in bytes, null where the system does not say."""
     found, samples = result.measurement, [round(1e9 * seconds) for seconds in result.seconds]
     return {
