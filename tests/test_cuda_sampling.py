@@ -6,6 +6,8 @@ from cuda_compile import compile_kernel
 from cuda_simulator import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logit_rows import ROWS as FINITE_ROWS
+from logit_rows import masked_row, random_row, tied_row
 
 from tinygpt.controls import TOP_P_RULES, Warpers
 from tinygpt.kernels import reference
@@ -19,35 +21,6 @@ from tinygpt.kernels.cuda.search import UNITS, least_mass_above
 THREADS = 64
 
 
-def random_row(vocab, seed):
-    return (np.random.default_rng(seed).standard_normal(vocab) * 3).astype(np.float32)
-
-
-def tied_row(vocab, seed):
-    return np.random.default_rng(seed).integers(-3, 4, vocab).astype(np.float32)
-
-
-def masked_row(vocab, seed):
-    row = random_row(vocab, seed)
-    row[np.random.default_rng(seed).random(vocab) < 0.7] = -np.inf
-    row[seed % vocab] = 1.0
-    return row
-
-
-def one_hot_row(vocab, seed):
-    row = np.full(vocab, -np.inf, np.float32)
-    row[seed % vocab] = -3.0
-    return row
-
-
-def extreme_row(vocab, seed):
-    return np.random.default_rng(seed).choice(np.float32([-1e4, 1e4, 0, -0.0, 9999.5]), vocab)
-
-
-def uniform_row(vocab, seed):
-    return np.full(vocab, seed - 2.5, np.float32)
-
-
 def spoilt_row(vocab, seed):
     row = random_row(vocab, seed)
     row[seed % vocab] = np.float32([np.nan, -np.nan, np.inf, 3e38, -3e38])[seed % 5]
@@ -58,7 +31,7 @@ def nothing_row(vocab, seed):
     return np.full(vocab, -np.inf, np.float32)
 
 
-ROWS = [random_row, tied_row, masked_row, one_hot_row, extreme_row, uniform_row, spoilt_row, nothing_row]
+ROWS = [*FINITE_ROWS, spoilt_row, nothing_row]
 
 
 def warpers_of(rows, **given):

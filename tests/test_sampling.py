@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from logit_rows import ROWS, extreme_row, masked_row, random_row
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -55,38 +56,6 @@ def draw(backend, logits, *setting, seeds=0, sample_indices=0, positions=0, **ot
     """`sample` with single settings spread over the rows."""
     numbers = [np.broadcast_to(number, len(logits)) for number in (seeds, sample_indices, positions)]
     return backend.sample(logits, warpers_of(len(logits), *setting, **others), *numbers)
-
-
-def random_row(vocab, seed, spread=3.0):
-    return (np.random.default_rng(seed).standard_normal(vocab) * spread).astype(np.float32)
-
-
-def tied_row(vocab, seed):
-    return np.random.default_rng(seed).integers(-3, 4, vocab).astype(np.float32)
-
-
-def masked_row(vocab, seed):
-    row = random_row(vocab, seed)
-    row[np.random.default_rng(seed).random(vocab) < 0.7] = -np.inf
-    row[seed % vocab] = 1.0
-    return row
-
-
-def one_hot_row(vocab, seed):
-    row = np.full(vocab, -np.inf, np.float32)
-    row[seed % vocab] = -3.0
-    return row
-
-
-def extreme_row(vocab, seed):
-    return np.random.default_rng(seed).choice(np.float32([-1e4, 1e4, 0, -0.0, 9999.5]), vocab)
-
-
-def uniform_row(vocab, seed):
-    return np.full(vocab, seed - 2.5, np.float32)
-
-
-ROWS = [random_row, tied_row, masked_row, one_hot_row, extreme_row, uniform_row]
 
 
 # The filters, against Hugging Face.
