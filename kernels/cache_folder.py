@@ -1,10 +1,12 @@
 """Where compiled kernels are kept: in this user's cache folder, a folder for each build."""
 
+import hashlib
 import os
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,15 @@ class CacheFolder:
 
     path: Path
     note: str = ""
+
+
+def fingerprint_of(sources: Path, build: Any) -> str:
+    """16 hex digits over all Python files under the folder `sources`, and what else decides the machine code."""
+    digest = hashlib.sha256()
+    for file in sorted(sources.rglob("*.py")):
+        digest.update(f"{file.relative_to(sources).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    digest.update(repr(build).encode())
+    return digest.hexdigest()[:16]
 
 
 def find_folder(name: str) -> CacheFolder:

@@ -24,7 +24,7 @@ on_a_card = pytest.mark.skipif(bool(why_no_card()), reason=why_no_card())
 class SimulatedDevice:
     """As tinygpt.kernels.cuda.device.Device, and as strict: no empty arrays, and a graph is what was captured."""
 
-    name, multiprocessors = "simulated", 2
+    multiprocessors = 2
 
     def __init__(self, free: int = 1 << 30):
         self._free = free

@@ -381,14 +381,6 @@ def pack_bfloat16(low, high):
     return np.uint32(int(_rounded(low)) | int(_rounded(high)) << 16)
 
 
-def low_bfloat16(pair):
-    return _pair(pair)[0]
-
-
-def high_bfloat16(pair):
-    return _pair(pair)[1]
-
-
 def bits_to_float32(bits):
     return np.uint32(bits).view(np.float32)
 
@@ -460,8 +452,6 @@ INTRINSICS = {
         store_bfloat16,
         to_bfloat16,
         pack_bfloat16,
-        low_bfloat16,
-        high_bfloat16,
         bits_to_float32,
         float32_to_bits,
         rounded_product,

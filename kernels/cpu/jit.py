@@ -7,7 +7,6 @@ included, so kernels may be split over files freely and an upgrade can never mee
 
 import contextlib
 import functools
-import hashlib
 import os
 import platform
 import sys
@@ -19,7 +18,7 @@ import numba
 from llvmlite import binding
 from numba.core import config, event
 
-from tinygpt.kernels.cache_folder import CacheFolder, find_folder
+from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 
 _SOURCES = Path(__file__).resolve().parent
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
@@ -112,9 +111,6 @@ def _mark_of(name: str) -> Path:
 
 def fingerprint(sources: Path) -> str:
     """16 hex digits over all that decides the machine code of the kernels under the folder `sources`."""
-    digest = hashlib.sha256()
-    for file in sorted(sources.rglob("*.py")):
-        digest.update(f"{file.relative_to(sources).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     build = (
         str(sources),  # Numba files its entries by the source's folder, so another copy starts cold
         numba.__version__,
@@ -126,8 +122,7 @@ def fingerprint(sources: Path) -> str:
         config.USING_SVML,
         sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _HARMLESS),
     )
-    digest.update(repr(build).encode())
-    return digest.hexdigest()[:16]
+    return fingerprint_of(sources, build)
 
 
 def has_feature(name: str) -> bool:

@@ -41,7 +41,6 @@ class Device:
         self._stream = cuda.stream()
         self._granted: dict[Any, int] = {}  # bytes of shared memory, by kernel
         self.multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT
-        self.name = str(cuda.get_current_device().name)
 
     def free_bytes(self) -> int:
         return self._cuda.current_context().get_memory_info().free

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tinygpt.kernels.cache_folder import find_folder
+from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
 
 SOURCES = Path(__file__).resolve().parent
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
@@ -73,9 +73,5 @@ def _describe_value(value: Any) -> str:
 @functools.cache
 def folder() -> Path:
     """The folder of this build: its name stands for all sources and the compilers."""
-    digest = hashlib.sha256()
-    for file in sorted(SOURCES.rglob("*.py")):
-        digest.update(f"{file.relative_to(SOURCES).as_posix()}\0".encode() + file.read_bytes() + b"\0")
-    versions = [metadata.version(name) for name in COMPILERS]
-    digest.update(repr((versions, sys.version)).encode())
-    return find_folder(f"cuda-{digest.hexdigest()[:16]}").path
+    build = [metadata.version(name) for name in COMPILERS], sys.version
+    return find_folder(f"cuda-{fingerprint_of(SOURCES, build)}").path

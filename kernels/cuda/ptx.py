@@ -87,28 +87,6 @@ def pack_bfloat16(typing_context, low, high):
 
 
 @intrinsic
-def low_bfloat16(typing_context, pair):
-    """The first of two bfloat16, as float32."""
-    signature = types.float32(types.uint32)
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(builder.shl(arguments[0], INT32(16)), FLOAT)
-
-    return signature, generate
-
-
-@intrinsic
-def high_bfloat16(typing_context, pair):
-    """The second of two bfloat16, as float32."""
-    signature = types.float32(types.uint32)
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(builder.and_(arguments[0], INT32(0xFFFF0000)), FLOAT)
-
-    return signature, generate
-
-
-@intrinsic
 def bits_to_float32(typing_context, bits):
     """The float32 of these 32 bits."""
     signature = types.float32(types.uint32)
