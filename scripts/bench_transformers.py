@@ -21,7 +21,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.threads import thread_count
+from tinygpt.hardware.threads import thread_count
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.config import GPT2Config
+from tinygpt.weights.containers.weight_files import read_weights
 from tinygpt.weights.json_file import read_json_object
-from tinygpt.weights.weight_files import read_weights
 
 DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
 CARD = """\

@@ -22,12 +22,12 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from tinygpt import LLM
-from tinygpt.batch import Batch
 from tinygpt.config import DTYPES, GPT2Config
+from tinygpt.execution.batch import Batch
 from tinygpt.kernels import reference
 from tinygpt.kernels.reference.model import attention_block, mlp_block
+from tinygpt.weights.architectures.gpt2 import stored_shapes
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.names import stored_shapes
 
 SHAPES = {"124M": (12, 768, 12), "355M": (24, 1024, 16)}  # layers, width, heads
 RANDOM_WINDOWS = 2

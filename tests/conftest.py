@@ -1,8 +1,9 @@
 """Settings for every test."""
 
 import pytest
-from cuda_compile import need_toolchain
 from hypothesis import settings
+
+from support.cuda_compile import need_toolchain
 
 # A first example may wait for a kernel to compile, so no deadline.
 settings.register_profile("tinygpt", deadline=None, print_blob=True)

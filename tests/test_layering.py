@@ -3,6 +3,7 @@
 import ast
 import configparser
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,39 +11,28 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+
 PACKAGES = {"tinygpt": ROOT / "tinygpt", "tinygpt.kernels": ROOT / "kernels", "tinygpt.weights": ROOT / "weights"}
 BACKENDS = ("reference", "cpu", "cuda")
-# Arrows point from an earlier line to a later one. PARTS are the engine's parts: every module not named here.
-PARTS = "the engine's parts"
-LEVELS = (
-    "tinygpt.__main__",
-    "tinygpt.cli",
-    "tinygpt.commands",
-    "tinygpt.lm_eval_adapter",
-    "tinygpt.bench",
-    "tinygpt.evaluation",
-    "tinygpt",
-    "tinygpt.async_llm",
-    "tinygpt.llm",
-    "tinygpt.session",
-    "tinygpt.service",
-    "tinygpt.engine",
-    PARTS,
-    "tinygpt.kernels",
-    "tinygpt.weights",
-    "tinygpt.config",
-    "tinygpt.errors",
-)
+# Whose README lists its parts, each of which may import those on later lines.
 # Converting and compiling are for the CPU's kernels alone, and only a card may be absent and has memory of its own: who
 # reaches past a kernel package, and for what.
 INTO_KERNELS = {
-    "tinygpt.backend": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cuda.device", "tinygpt.kernels.cuda.memory"},
-    "tinygpt.bench.limits": {"tinygpt.kernels.cpu.peak"},
-    "tinygpt.commands.convert": {"tinygpt.kernels.cpu.packed"},
-    "tinygpt.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cpu.tiles", "tinygpt.kernels.cuda.jit"},
-    "tinygpt.commands.loading": {"tinygpt.kernels.cpu.jit"},
-    "tinygpt.commands.warmup": {"tinygpt.kernels.cpu.jit"},
+    "tinygpt.execution.backend": {
+        "tinygpt.kernels.cpu.packed",
+        "tinygpt.kernels.cuda.runtime.device",
+        "tinygpt.kernels.cuda.memory",
+    },
+    "tinygpt.bench.machine_limits": {"tinygpt.kernels.cpu.simd.peak"},
+    "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed"},
+    "tinygpt.cli.commands.doctor": {
+        "tinygpt.kernels.cpu.jit",
+        "tinygpt.kernels.cpu.simd.tiles",
+        "tinygpt.kernels.cuda.runtime.jit",
+    },
+    "tinygpt.cli.loading": {"tinygpt.kernels.cpu.jit"},
+    "tinygpt.cli.commands.warmup": {"tinygpt.kernels.cpu.jit"},
 }
 # What each package imports from outside the standard library.
 LIBRARIES = {
@@ -53,10 +43,10 @@ LIBRARIES = {
 # What single modules import beside that: doctor asks LLVM for the CPU's name, parity is with transformers, matplotlib
 # draws bench's pictures, and CUDA's driver is asked by two modules alone.
 FOREIGN = {
-    "tinygpt.kernels.cuda.device": {"cuda"},
-    "tinygpt.kernels.cuda.jit": {"cuda", "numba_cuda"},
-    "tinygpt.commands.doctor": {"llvmlite"},
-    "tinygpt.golden": {"torch", "transformers"},
+    "tinygpt.kernels.cuda.runtime.device": {"cuda"},
+    "tinygpt.kernels.cuda.runtime.jit": {"cuda", "numba_cuda"},
+    "tinygpt.cli.commands.doctor": {"llvmlite"},
+    "tinygpt.evaluation.golden": {"torch", "transformers"},
     "tinygpt.bench.plot": {"matplotlib"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
@@ -91,17 +81,42 @@ def is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def level_of(module: str) -> str:
-    exact_or_inside = (name for name in LEVELS if name == module or (name != "tinygpt" and is_in(module, name)))
-    return next(exact_or_inside, PARTS)
+def part_of(package: str, module: str) -> str:
+    """The folder or file of `package` that a module belongs to."""
+    return module.removeprefix(package).strip(".").partition(".")[0] or "__init__"
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_arrows_point_one_way(module):
-    level = level_of(module)
-    for imported in ours(module):
-        towards = level_of(imported)
-        assert LEVELS.index(towards) >= LEVELS.index(level), f"{module} imports {imported}, which lies above it"
+def lists_of(readme: Path) -> Iterator[tuple[str, list[str]]]:
+    """The package and the parts of each list of import arrows in a README, from above to below."""
+    package = next(name for name, folder in PACKAGES.items() if folder == readme.parent)
+    arrows = readme.read_text(encoding="utf-8").partition("## Import arrows")[2].partition("\n## ")[0]
+    for title, block in re.findall(r"(?:`(\w+)`:\n\n)?```\n(.*?)```", arrows, re.DOTALL):
+        yield f"{package}.{title}".strip("."), [line.split()[0] for line in block.splitlines()]
+
+
+LEVELS = dict(found for folder in PACKAGES.values() for found in lists_of(folder / "README.md"))
+
+
+@pytest.mark.parametrize("package", LEVELS)
+def test_arrows_point_one_way(package):
+    """As drawn in the README: all parts are there, and none imports one above it."""
+    modules = [module for module in SOURCES if is_in(module, package)]
+    levels = LEVELS[package]
+    assert sorted(levels) == sorted(
+        {part_of(package, module) for module in modules} - {"__init__"} | ({"__init__"} & {*levels})
+    )
+    for module in modules:
+        part = part_of(package, module)
+        for imported in ours(module):
+            if is_in(imported, package) and part in levels:
+                towards = part_of(package, imported)
+                assert levels.index(towards) >= levels.index(part), f"{module} imports {imported}, which lies above it"
+
+
+def test_every_folder_says_what_belongs_there():
+    for module, file in FILES.items():
+        if file.name == "__init__.py":
+            assert len(ast.get_docstring(SOURCES[module]) or "") > 40, f"{module} has no paragraph on what it is for"
 
 
 @pytest.mark.parametrize("module", SOURCES)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import tinygpt
-from tinygpt import cli
+from support.paths import ROOT
+from tinygpt.cli import main as cli
 
-ROOT = Path(__file__).parents[1]
 SUFFIXES_OF_CODE = {".py", ".pyc"}
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tinygpt.cli import main
+from tinygpt.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,7 @@
 """Errors that a user can act on. Each message says what was given, what is allowed and what to do."""
 
+import threading
+
 
 class TinyGPTError(ValueError):
     """Base of every error that tinygpt raises on purpose; the command line prints it without a traceback."""
@@ -15,3 +17,8 @@ class RequestError(TinyGPTError):
 
 class QueueFullError(TinyGPTError):
     """As many samples as max_queue allows are waiting: submit again later."""
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an exception out of a user's function may be Ctrl-C, which Python raises in the main thread alone."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.backend import (
+from tinygpt.engine.beams import Beams, beam_rules
+from tinygpt.engine.draft_model import load_draft_model
+from tinygpt.engine.engine import Engine
+from tinygpt.engine.probe import attention_maps, check_pooling, pool
+from tinygpt.engine.scoring import read_continuations, score_of, scoring_request
+from tinygpt.engine.service import Service
+from tinygpt.engine_config import Limits
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.execution.backend import (
     MAX_STEP_TOKENS,
     AnyCheckpoint,
     check_memory,
@@ -20,28 +28,20 @@ from tinygpt.backend import (
     resolve_dtype,
     resolve_kv_cache_dtype,
 )
-from tinygpt.beams import Beams, beam_rules
-from tinygpt.draft_model import load_draft_model
-from tinygpt.engine import Engine
-from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.inspection import attention_maps, check_pooling, pool
-from tinygpt.limits import Limits
+from tinygpt.hardware.threads import thread_count
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk
-from tinygpt.overflow import Fitted, fit
-from tinygpt.prompt_logprobs import PromptLogprobs
-from tinygpt.prompts import params_list, prompt_list, read_ids, read_prompt
-from tinygpt.request import Request
+from tinygpt.request.prompts import params_list, prompt_list, read_ids, read_prompt
+from tinygpt.request.request import Request
+from tinygpt.request.sequence import Sequence
+from tinygpt.request.soft_prompts import SoftPrompts
+from tinygpt.request.truncation import Fitted, fit
+from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
-from tinygpt.scoring import read_continuations, score_of, scoring_request
-from tinygpt.sequence import Sequence
-from tinygpt.service import Service
 from tinygpt.session import Session, load_session
-from tinygpt.soft_prompts import SoftPrompts
-from tinygpt.text_stream import TextStream
-from tinygpt.threads import thread_count
-from tinygpt.tokenizer import Tokenizer
-from tinygpt.weights.lora import LoraCheckpoint
-from tinygpt.weights.packed import open_checkpoint
+from tinygpt.tokenizer.text_stream import TextStream
+from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.adapters.lora import LoraCheckpoint
+from tinygpt.weights.stored.packed import open_checkpoint
 
 
 class LLM:

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f'tinygpt: error: {error}; install the harness: pip install "tinygpt[eval]"') from None
 
 from tinygpt.errors import RequestError
-from tinygpt.evaluation import NUM_TOGETHER, map_together
+from tinygpt.evaluation.perplexity import NUM_TOGETHER, map_together
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
-from tinygpt import field_rules as read
+from tinygpt import validation as read
 from tinygpt.errors import RequestError
 
 MAX_SEED = 2**64 - 1

@@ -4,13 +4,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from tinygpt.engine import Engine
+from tinygpt.engine.engine import Engine
 from tinygpt.errors import RequestError
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.overflow import Window, window_of
-from tinygpt.prompts import checked_ids, read_prompt
+from tinygpt.request.prompts import checked_ids, read_prompt
+from tinygpt.request.truncation import Window, window_of
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.session_file import SavedSession, checked_file, read_session, write_session
+from tinygpt.weights.stored.session_file import SavedSession, checked_file, read_session, write_session
 
 
 class Session:

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.config import GPT2Config
+from tinygpt.weights.architectures.gpt2 import is_transposed
+from tinygpt.weights.containers.mapped_file import StoredTensor
+from tinygpt.weights.containers.weight_files import read_weights
 from tinygpt.weights.inventory import take_inventory
 from tinygpt.weights.json_file import read_json_object
-from tinygpt.weights.mapped_file import StoredTensor
-from tinygpt.weights.names import is_transposed
-from tinygpt.weights.resolve import resolve
-from tinygpt.weights.weight_files import read_weights
+from tinygpt.weights.open import resolve
 
 
 @dataclass(frozen=True)

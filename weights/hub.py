@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.weight_files import FORMATS, shard_of_each_tensor
+from tinygpt.weights.containers.weight_files import FORMATS, shard_of_each_tensor
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (

@@ -8,8 +8,8 @@ import numpy as np
 
 from tinygpt.config import GPT2Config
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.mapped_file import STORED_AS, StoredTensor
-from tinygpt.weights.names import canonical_name, is_ignored, stored_shapes
+from tinygpt.weights.architectures.gpt2 import canonical_name, is_ignored, stored_shapes
+from tinygpt.weights.containers.mapped_file import STORED_AS, StoredTensor
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tinygpt.config import GPT2Config
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.names import is_transposed, stored_shapes
+from tinygpt.weights.architectures.gpt2 import is_transposed, stored_shapes
 
 PREFIX = "random:"
 SHAPES = {

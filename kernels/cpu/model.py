@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.cpu.activations import NONE
-from tinygpt.kernels.cpu.attention import attend, write_kv
-from tinygpt.kernels.cpu.crew import Crew
-from tinygpt.kernels.cpu.embedding import embed
 from tinygpt.kernels.cpu.jit import inline, kernel
-from tinygpt.kernels.cpu.layer_norm import layer_norm
-from tinygpt.kernels.cpu.linear import ADD, REPLACE, linear, linear_to_operand
-from tinygpt.kernels.cpu.operands import convert
-from tinygpt.kernels.cpu.team import begin_step, join_step
-from tinygpt.kernels.cpu.tiles import TILE_ROWS
-from tinygpt.kernels.cpu.trace import final_norm, keep_rows
+from tinygpt.kernels.cpu.layers.activations import NONE
+from tinygpt.kernels.cpu.layers.attention import attend, write_kv
+from tinygpt.kernels.cpu.layers.embedding import embed
+from tinygpt.kernels.cpu.layers.layer_norm import layer_norm
+from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, linear, linear_to_operand
+from tinygpt.kernels.cpu.layers.operands import convert
+from tinygpt.kernels.cpu.layers.trace import final_norm, keep_rows
+from tinygpt.kernels.cpu.runtime.team import begin_step, join_step
+from tinygpt.kernels.cpu.runtime.team_threads import Crew
+from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
 
 FIRST = np.int64(0)  # wte and the head have one layer
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tinygpt.kernels.cpu.load import FORMATS, KINDS, LAYER_NORMS, LINEARS, head_dtype_of, new_params, weight_layout
 from tinygpt.kernels.cpu.model import Params
-from tinygpt.kernels.cpu.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.params import FORMATS, KINDS, LAYER_NORMS, LINEARS, head_dtype_of, new_params, weight_layout
+from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
 
 # What a reader must share with the writer. Count `packing` up when the same layout comes to mean other numbers.
 PACKING = {"packing": 2, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_GROUP}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinygpt.kernels.cuda import load
+from tinygpt.kernels.cuda import params as load
 from tinygpt.kernels.cuda.sizes import sizes_of
 from tinygpt.kernels.cuda.workspace import workspace_bytes
 

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinygpt.kernels.cuda.attention import (
+from tinygpt.kernels.cuda.layers.attention import (
     CHUNK,
     QUERY_TILE,
     attend_chunks_kernel,
     attend_tiles_kernel,
     combine_chunks_kernel,
 )
-from tinygpt.kernels.cuda.embedding import EMBED_THREADS, embed_kernel
-from tinygpt.kernels.cuda.gemm import gemm_kernel
-from tinygpt.kernels.cuda.gemm_tiles import pick_tile
-from tinygpt.kernels.cuda.layer_norm import NORM_WARPS, layer_norm_kernel
-from tinygpt.kernels.cuda.layout import STEP, from_bfloat16
-from tinygpt.kernels.cuda.linear import (
+from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
+from tinygpt.kernels.cuda.layers.gemm_tiles import pick_tile
+from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
+from tinygpt.kernels.cuda.layers.linear import (
     ADD,
     FUSED_TOKENS,
     LINEAR_THREADS,
@@ -33,10 +32,11 @@ from tinygpt.kernels.cuda.linear import (
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.load import KVCache, Params, family_of
-from tinygpt.kernels.cuda.logits import DeviceLogits
-from tinygpt.kernels.cuda.product import TOKENS as TILE_TOKENS
-from tinygpt.kernels.cuda.warp import WARP
+from tinygpt.kernels.cuda.layers.product import TOKENS as TILE_TOKENS
+from tinygpt.kernels.cuda.packing.layout import STEP, from_bfloat16
+from tinygpt.kernels.cuda.params import KVCache, Params, family_of
+from tinygpt.kernels.cuda.runtime.warp import WARP
+from tinygpt.kernels.cuda.sampling.logits import DeviceLogits
 from tinygpt.kernels.cuda.workspace import LOGIT_ROWS, TOKENS, Workspace
 
 ATTENTION_WARPS = 4

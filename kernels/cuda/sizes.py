@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.kernels.cuda.attention import CHUNK
+from tinygpt.kernels.cuda.layers.attention import CHUNK
 
 
 @dataclass(frozen=True)

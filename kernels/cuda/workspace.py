@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.cuda import device as devices
-from tinygpt.kernels.cuda.contest import Contest
-from tinygpt.kernels.cuda.draws import Draws, draws_bytes, new_draws
-from tinygpt.kernels.cuda.load import array_type, family_of, padded_columns, padded_head
+from tinygpt.kernels.cuda.params import array_type, family_of, padded_columns, padded_head
+from tinygpt.kernels.cuda.persistent.contest import Contest
+from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda.sampling.state import Draws, draws_bytes, new_draws
 from tinygpt.kernels.cuda.sizes import Sizes, sizes_of
 
 # Indices of Inputs.sizes: the tokens of a step, the rows whose logits are wanted, the steps that were run ahead.

@@ -1,6 +1,6 @@
 """The NumPy backend: the readable specification of every kernel, and the oracle of the others."""
 
-from tinygpt.kernels.reference.cache import copy_positions, read_positions, write_positions
+from tinygpt.kernels.reference.kv_cache import copy_positions, read_positions, write_positions
 from tinygpt.kernels.reference.model import (
     cache_bytes,
     forward,

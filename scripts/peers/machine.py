@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tinygpt.bandwidth import read_bandwidth
 from tinygpt.bench.work import TILES
-from tinygpt.kernels.cpu.peak import tile_rate
+from tinygpt.hardware.bandwidth import read_bandwidth
+from tinygpt.kernels.cpu.simd.peak import tile_rate
 
 
 class Engine:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.tokenizer import Tokenizer
+from tinygpt.tokenizer.tokenizer import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 TRAIN, VALIDATION = "train.txt.xz", "val.txt"

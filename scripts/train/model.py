@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tinygpt.config import GPT2Config
-from tinygpt.weights.names import is_transposed
+from tinygpt.weights.architectures.gpt2 import is_transposed
 
 STD = 0.02
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tinygpt.config import GPT2Config
-from tinygpt.tokenizer import Tokenizer
+from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.json_file import read_json_object
 
 from .card import Training, write_card

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.batch import Batch
 from tinygpt.bench.memory import forget_peak, peak_memory
+from tinygpt.engine.scheduler import Scheduler
+from tinygpt.execution.batch import Batch
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.scheduler import Scheduler
 
 CHOOSING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
 

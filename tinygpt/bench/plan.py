@@ -6,20 +6,20 @@ from datetime import datetime, timezone
 
 from tqdm import tqdm
 
-from tinygpt.backend import MAX_STEP_TOKENS, load_backend, resolve_dtype
 from tinygpt.bench.build import Build
-from tinygpt.bench.limits import MachineLimits, best_of, measure_limits
+from tinygpt.bench.machine_limits import MachineLimits, best_of, measure_limits
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
 from tinygpt.bench.words import threads_text
 from tinygpt.config import GPT2Config
+from tinygpt.engine.scheduler import WORTH_WAITING
 from tinygpt.errors import RequestError
+from tinygpt.execution.backend import MAX_STEP_TOKENS, load_backend, resolve_dtype
+from tinygpt.hardware.machine import cpu_name
+from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.machine import cpu_name
-from tinygpt.scheduler import WORTH_WAITING
-from tinygpt.threads import thread_count
-from tinygpt.weights.packed import open_checkpoint
+from tinygpt.weights.stored.packed import open_checkpoint
 
 NOT_ONE = (
     ", or 0, which is no generation: the first new token comes with the reading of the prompt, so that one alone "

@@ -25,7 +25,7 @@ from datetime import datetime, timezone
 
 from tinygpt.bench.build import Build
 from tinygpt.bench.formats import Record
-from tinygpt.bench.limits import MachineLimits
+from tinygpt.bench.machine_limits import MachineLimits
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.words import parameters_text
 from tinygpt.bench.work import (

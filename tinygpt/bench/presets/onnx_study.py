@@ -28,10 +28,10 @@ from tinygpt.bench.presets.running import (
     repetitions_of,
 )
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.evaluation import NUM_TOGETHER, perplexity
+from tinygpt.evaluation.perplexity import NUM_TOGETHER, perplexity
 from tinygpt.llm import LLM
-from tinygpt.tokenizer import Tokenizer
-from tinygpt.weights.packed import open_checkpoint
+from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.stored.packed import open_checkpoint
 
 SOURCE = "jdvin/whistle-stop"
 STUDY = Study(

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from tinygpt.backend import load_backend, resolve_dtype
 from tinygpt.bench.cores import crowd_note
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.picture import model_name
@@ -19,10 +18,11 @@ from tinygpt.bench.words import parameters_text, threads_text
 from tinygpt.bench.work import num_parameters
 from tinygpt.config import GPT2Config
 from tinygpt.errors import RequestError
+from tinygpt.execution.backend import load_backend, resolve_dtype
+from tinygpt.hardware.machine import cpu_name
+from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.machine import cpu_name
-from tinygpt.threads import thread_count
-from tinygpt.weights.packed import open_checkpoint
+from tinygpt.weights.stored.packed import open_checkpoint
 
 RANDOM_PROMPTS = (
     "Ours: prompts of the study's lengths, of random tokens that begin differently, so that nothing is known before "

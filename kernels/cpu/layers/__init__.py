@@ -1,0 +1,1 @@
+"""The kernels of a step, one module for each kind of layer. May import packing's records, simd and runtime."""

@@ -1,0 +1,109 @@
+"""Activations on a run of float32 values, in place: plain loops that LLVM vectorises.
+
+exp is a polynomial of our own, since a call to libm keeps a loop scalar. Every step is one IEEE operation (or an
+explicit fma), so a value's bits do not depend on where it stands in a vector, nor on the CPU.
+"""
+
+import numpy as np
+
+from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING, fma
+
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits
+# Below, flushed to 0; above, held: there it is a denominator, and its inverse is to stay clear of slow denormals.
+EXP_MIN, EXP_MAX = np.float32(-87.0), np.float32(80.0)
+ONE, HALF, TWO, ZERO = np.float32(1), np.float32(0.5), np.float32(2), np.float32(0)
+
+TWICE_SQRT_2_OVER_PI = np.float32(1.5957691216057308)  # (1 + tanh(y)) / 2 is sigmoid(2y)
+CUBIC = np.float32(0.044715)
+SQRT_HALF = np.float32(0.7071067811865476)
+QUICK = np.float32(1.702)
+
+# Numbers for the names in tinygpt.config.GPT2Config.activation; NONE for a linear layer without one. NumPy
+# scalars, since Numba would compile a kernel anew for each Python constant that it is called with.
+NONE, GELU_TANH, GELU, QUICK_GELU, RELU, SILU, TANH = np.arange(7)
+ACTIVATIONS = {
+    "gelu_tanh": GELU_TANH,
+    "gelu": GELU,
+    "quick_gelu": QUICK_GELU,
+    "relu": RELU,
+    "silu": SILU,
+    "tanh": TANH,
+}
+
+
+@kernel
+def exp(x):
+    """e**x within 2 units in the last place: 2**n * e**r with |r| <= ln(2)/2, e**r by its Taylor-like minimax
+    polynomial (the coefficients of Cephes' expf). NaN stays NaN."""
+    held = EXP_MIN if x < EXP_MIN else x  # NaN compares false
+    held = EXP_MAX if held > EXP_MAX else held
+    n = fma(held, LOG2_E, ROUNDING) - ROUNDING
+    r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, held))
+    p = fma(np.float32(1.9875691500e-4), r, np.float32(1.3981999507e-3))
+    p = fma(p, r, np.float32(8.3334519073e-3))
+    p = fma(p, r, np.float32(4.1665795894e-2))
+    p = fma(p, r, np.float32(1.6666665459e-1))
+    p = fma(p, r, HALF)
+    p = fma(p * r, r, r) + ONE
+    scale = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return ZERO if x < EXP_MIN else p * scale
+
+
+@kernel
+def tanh(x):
+    """1 - 2 / (e**2x + 1), on |x| for symmetry; below 0.625 a polynomial, where that form would lose digits."""
+    size = abs(x)
+    large = ONE - TWO / (exp(size + size) + ONE)
+    s = x * x
+    p = fma(np.float32(-5.70498872745e-3), s, np.float32(2.06390887954e-2))
+    p = fma(p, s, np.float32(-5.37397155531e-2))
+    p = fma(p, s, np.float32(1.33314422036e-1))
+    p = fma(p, s, np.float32(-3.33332819422e-1))
+    small = fma(p * s, size, size)
+    result = small if size < np.float32(0.625) else large
+    return -result if x < ZERO else result
+
+
+@kernel
+def sigmoid(x):
+    return ONE / (ONE + exp(-x))
+
+
+@kernel
+def erf(x):
+    """Within 5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
+    size = abs(x)
+    t = ONE / fma(np.float32(0.3275911), size, ONE)
+    p = fma(np.float32(1.061405429), t, np.float32(-1.453152027))
+    p = fma(p, t, np.float32(1.421413741))
+    p = fma(p, t, np.float32(-0.284496736))
+    p = fma(p, t, np.float32(0.254829592))
+    result = ONE - p * t * exp(-size * size)
+    return -result if x < ZERO else result
+
+
+@kernel
+def activate(x, kind):
+    """Apply the activation `kind` to every value of x (n,) in place."""
+    n = x.size
+    if kind == GELU_TANH:
+        for i in range(n):
+            inner = fma(CUBIC * x[i] * x[i], x[i], x[i])
+            x[i] = x[i] * sigmoid(TWICE_SQRT_2_OVER_PI * inner)
+    elif kind == GELU:
+        for i in range(n):
+            x[i] = HALF * x[i] * (ONE + erf(x[i] * SQRT_HALF))
+    elif kind == QUICK_GELU:
+        for i in range(n):
+            x[i] = x[i] * sigmoid(QUICK * x[i])
+    elif kind == RELU:
+        for i in range(n):
+            x[i] = max(x[i], ZERO) if x[i] == x[i] else x[i]
+    elif kind == SILU:
+        for i in range(n):
+            x[i] = x[i] * sigmoid(x[i])
+    elif kind == TANH:
+        for i in range(n):
+            x[i] = tanh(x[i])

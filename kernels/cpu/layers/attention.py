@@ -1,0 +1,307 @@
+"""Causal attention over the KV cache, the same code for prefill and decode.
+
+Keys lie in blocks of KEY_BLOCK absolute positions. A query meets the blocks in order and keeps a running maximum,
+sum and weighted value (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). What a
+query computes therefore depends on its position alone: not on which queries share its tile, nor on how the prompt
+was cut into steps.
+
+The cache is laid out as the tiles read it, in steps of P values: 1 float32, or 2 bfloat16 (as uint16), multiplied
+and added in float32. Keys are transposed in a block, (..., T / KEY_BLOCK, D / P, KEY_BLOCK, P), and a step is P
+dimensions; values are (..., T / P, D rounded up to LANES, P), and a step is P positions. Queries and softmax weights
+are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
+"""
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
+from tinygpt.kernels.cpu.layers.operands import to_bfloat16
+from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.simd.tiles import (
+    PANEL,
+    TILE_ROWS,
+    panel_add,
+    panel_add_bf16,
+    panel_tile,
+    panel_tile_bf16,
+    strip_add,
+    strip_add_bf16,
+)
+from tinygpt.kernels.cpu.simd.vector_ir import (
+    LANES,
+    address,
+    expect_write,
+    float32_at,
+    max_lanes,
+    sum_lanes,
+    uint16_at,
+    uint32_at,
+)
+
+KEY_BLOCK = PANEL  # a block of keys is a tile's panel
+STEP_BYTES = 4
+# With one query a head's tile takes less than a microsecond, and claiming one 0.2: items of several heads, as long as
+# there are this many items to share out.
+ENOUGH_ITEMS = 32
+
+
+def padded_head(head_size: int) -> int:
+    return -(-head_size // LANES) * LANES
+
+
+def scratch_size(head_size: int) -> int:
+    """float32 values that one thread needs: queries, scores, weights, the running weighted sum, its maximum and sum."""
+    return TILE_ROWS * (head_size + 2 * KEY_BLOCK + padded_head(head_size) + 2)
+
+
+@kernel
+def write_kv(team, k_cache, v_cache, qkv, positions, token_rows):
+    """Put the new tokens' keys and values in their place. A phase; an item is a head.
+
+    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v_cache (S, H, T / P, padded D, P), qkv (N, 3C), positions and
+    token_rows (N,).
+    """
+    heads = k_cache.shape[1]
+    size = qkv.shape[1] // (3 * heads)
+    head = claim(team, heads)
+    while head >= 0:
+        for n in range(positions.size):
+            row, position = token_rows[n], positions[n]
+            if n + 1 < positions.size:  # a key is a line for each step: have the next one's fetched meanwhile
+                column = _column(k_cache, token_rows[n + 1], head, positions[n + 1])
+                for step in range(k_cache.shape[3]):
+                    expect_write(column + step * KEY_BLOCK * STEP_BYTES)
+            key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
+            put_key(k_cache, _column(k_cache, row, head, position), float32_at(key, size))
+            value = float32_at(key + heads * size * 4, size)
+            put_value(v_cache, address(v_cache) + row * v_cache.strides[0] + head * v_cache.strides[1], position, value)
+        complete(team, heads)
+        head = claim(team, heads)
+    finish_phase(team)
+
+
+@kernel
+def _column(k_cache, row, head, position):
+    """Where a position's key begins: its column of a block."""
+    block = row * k_cache.strides[0] + head * k_cache.strides[1] + position // KEY_BLOCK * k_cache.strides[2]
+    return address(k_cache) + block + position % KEY_BLOCK * STEP_BYTES
+
+
+@kernel
+def attend(team, out, qkv, k_cache, v_cache, positions, token_rows, tiles, scale):
+    """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
+
+    A phase; an item is a tile of queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one
+    sequence, the last bound being N. Needs scratch_size values of the thread's scratch.
+    """
+    heads, count = k_cache.shape[1], tiles.size - 1
+    share = max(min(TILE_ROWS * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)
+    items = max((heads + share - 1) // share * count, 1)
+    item = claim(team, items)
+    while item >= 0:
+        head, tile = item // count * share, item % count
+        first, last = tiles[tile], tiles[tile + 1]
+        for h in range(head, min(head + share, heads)):
+            _attend_tile(first, last, token_rows[first], h, out, qkv, k_cache, v_cache, positions, scale, team.scratch)
+        complete(team, items)
+        item = claim(team, items)
+    finish_phase(team)
+
+
+@kernel
+def _attend_tile(first, last, row, head, out, qkv, k_cache, v_cache, positions, scale, scratch):
+    """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
+    rows, steps, columns = last - first, k_cache.shape[3], v_cache.shape[3]
+    size = qkv.shape[1] // (3 * k_cache.shape[1])
+    q = address(scratch)  # (TILE_ROWS, steps) of STEP_BYTES
+    scores = q + TILE_ROWS * steps * STEP_BYTES  # (TILE_ROWS, KEY_BLOCK)
+    weights = scores + TILE_ROWS * KEY_BLOCK * 4  # (TILE_ROWS, KEY_BLOCK)
+    totals = weights + TILE_ROWS * KEY_BLOCK * 4  # (TILE_ROWS, columns)
+    highest = float32_at(totals + TILE_ROWS * columns * 4, TILE_ROWS)
+    weight_sum = float32_at(totals + TILE_ROWS * columns * 4 + TILE_ROWS * 4, TILE_ROWS)
+    for r in range(rows):
+        query = float32_at(address(qkv) + ((first + r) * qkv.shape[1] + head * size) * 4, size)
+        put_steps(k_cache, q + r * steps * STEP_BYTES, query, scale)
+        float32_at(totals + r * columns * 4, columns)[:] = ZERO
+        highest[r], weight_sum[r] = -np.inf, ZERO
+
+    k = address(k_cache) + row * k_cache.strides[0] + head * k_cache.strides[1]
+    v = address(v_cache) + row * v_cache.strides[0] + head * v_cache.strides[1]
+    newest = positions[last - 1]
+    for block in range(newest // KEY_BLOCK + 1):
+        first_key = block * KEY_BLOCK
+        score_tile(k_cache, rows, q, steps, k + block * k_cache.strides[2], scores)
+        for r in range(rows):
+            row_scores = float32_at(scores + r * KEY_BLOCK * 4, KEY_BLOCK)
+            total = float32_at(totals + r * columns * 4, columns)
+            _softmax_step(row_scores, positions[first + r] + 1 - first_key, r, highest, weight_sum, total)
+            put_steps(v_cache, weights + r * KEY_BLOCK * 4, row_scores, ONE)
+        # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
+        keys = min(KEY_BLOCK, newest + 1 - first_key)
+        _add_values(v_cache, rows, weights, v, first_key, keys, totals)
+
+    for r in range(rows):
+        share = ONE / weight_sum[r]
+        total = float32_at(totals + r * columns * 4, size)
+        target = float32_at(address(out) + ((first + r) * out.shape[1] + head * size) * 4, size)
+        for d in range(size):
+            target[d] = total[d] * share
+
+
+@kernel
+def _softmax_step(scores, visible, r, highest, weight_sum, total):
+    """Turn a block's scores (KEY_BLOCK,) into weights relative to the maximum so far, and rescale what came before."""
+    for j in range(max(visible, 0), KEY_BLOCK):
+        scores[j] = -np.inf
+    new = max(highest[r], max_lanes(address(scores), KEY_BLOCK // LANES))
+    for j in range(KEY_BLOCK):
+        scores[j] = exp(scores[j] - new)
+    if new > highest[r]:
+        shrink = exp(highest[r] - new)
+        weight_sum[r] *= shrink
+        for d in range(total.size):
+            total[d] *= shrink
+        highest[r] = new
+    weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)
+
+
+@kernel
+def _add_values(cache, rows, weights, start, first_key, keys, totals):
+    """totals (rows, padded D) += weights (rows, keys) times the values from first_key on; `start`: the head's first."""
+    columns, per_step = cache.shape[3], cache.shape[4]
+    row_bytes, steps, done = columns * STEP_BYTES, (keys + per_step - 1) // per_step, 0
+    v = start + first_key // per_step * row_bytes
+    while columns - done >= PANEL:
+        add_panel(cache, rows, weights, KEY_BLOCK * 4, v + done * 4, row_bytes, steps, totals + done * 4)
+        done += PANEL
+    while done < columns:
+        add_strip(cache, rows, weights, KEY_BLOCK * 4, v + done * 4, row_bytes, steps, totals + done * 4)
+        done += LANES
+
+
+# What differs between the two types of cache.
+
+
+def put_key(cache, at, x):
+    """Put a key (D,) into its column of a block, which begins at `at`."""
+    raise NotImplementedError
+
+
+@overload(put_key)
+def _put_key(cache, at, x):
+    return _put_key_float32 if cache.dtype == types.float32 else _put_key_bfloat16
+
+
+def _put_key_float32(cache, at, x):
+    column = float32_at(at, x.size * KEY_BLOCK)
+    for d in range(x.size):
+        column[d * KEY_BLOCK] = x[d]
+
+
+def _put_key_bfloat16(cache, at, x):
+    pairs = (x.size + 1) // 2
+    column = uint32_at(at, pairs * KEY_BLOCK)
+    for i in range(x.size // 2):
+        column[i * KEY_BLOCK] = _pair(to_bfloat16(x[2 * i]), to_bfloat16(x[2 * i + 1]))
+    if x.size % 2:
+        column[(pairs - 1) * KEY_BLOCK] = np.uint32(to_bfloat16(x[x.size - 1]))
+
+
+def put_value(cache, start, position, x):
+    """Put a value (D,) where its position lies after `start`, the head's first."""
+    raise NotImplementedError
+
+
+@overload(put_value)
+def _put_value(cache, start, position, x):
+    return _put_value_float32 if cache.dtype == types.float32 else _put_value_bfloat16
+
+
+def _put_value_float32(cache, start, position, x):
+    target = float32_at(start + position * cache.strides[2], x.size)
+    for d in range(x.size):
+        target[d] = x[d]
+
+
+def _put_value_bfloat16(cache, start, position, x):
+    # An even position clears the odd one after it, which comes later: its weight is 0, and 0 * NaN would be NaN.
+    target = uint32_at(start + position // 2 * cache.strides[2], x.size)
+    if position % 2:
+        for d in range(x.size):
+            target[d] = _pair(target[d], to_bfloat16(x[d]))
+    else:
+        for d in range(x.size):
+            target[d] = np.uint32(to_bfloat16(x[d]))
+
+
+@kernel
+def _pair(low, high):
+    """Two 16-bit numbers in one of 32 bits."""
+    return np.uint32(np.uint32(low) & np.uint32(0xFFFF)) | np.uint32(np.uint32(high) << np.uint32(16))
+
+
+def put_steps(cache, target, x, scale):
+    """Put scale * x as the tile's left side multiplies it, rounded as the cache is."""
+    raise NotImplementedError
+
+
+@overload(put_steps)
+def _put_steps(cache, target, x, scale):
+    return _put_steps_float32 if cache.dtype == types.float32 else _put_steps_bfloat16
+
+
+def _put_steps_float32(cache, target, x, scale):
+    values = float32_at(target, x.size)
+    for i in range(x.size):
+        values[i] = x[i] * scale
+
+
+def _put_steps_bfloat16(cache, target, x, scale):
+    values = uint16_at(target, x.size + x.size % 2)
+    values[values.size - 1] = np.uint16(0)
+    for i in range(x.size):
+        values[i] = to_bfloat16(x[i] * scale)
+
+
+def score_tile(cache, rows, q, steps, block, scores):
+    """scores (rows, KEY_BLOCK) = q (rows, steps) times a block of keys."""
+    raise NotImplementedError
+
+
+@overload(score_tile)
+def _score_tile(cache, rows, q, steps, block, scores):
+    return _score_tile_float32 if cache.dtype == types.float32 else _score_tile_bfloat16
+
+
+def _score_tile_float32(cache, rows, q, steps, block, scores):
+    panel_tile(rows, q, steps * STEP_BYTES, block, KEY_BLOCK * STEP_BYTES, steps, scores, KEY_BLOCK * 4)
+
+
+def _score_tile_bfloat16(cache, rows, q, steps, block, scores):
+    panel_tile_bf16(rows, q, steps * STEP_BYTES, block, KEY_BLOCK * STEP_BYTES, steps, scores, KEY_BLOCK * 4)
+
+
+def add_panel(cache, rows, a, lda, b, ldb, steps, c):
+    """c (rows, PANEL) += a (rows, steps) times b (steps, PANEL), b being of the cache; C is as wide as B in bytes."""
+    raise NotImplementedError
+
+
+@overload(add_panel)
+def _add_panel(cache, rows, a, lda, b, ldb, steps, c):
+    if cache.dtype == types.float32:
+        return lambda cache, rows, a, lda, b, ldb, steps, c: panel_add(rows, a, lda, b, ldb, steps, c, ldb)
+    return lambda cache, rows, a, lda, b, ldb, steps, c: panel_add_bf16(rows, a, lda, b, ldb, steps, c, ldb)
+
+
+def add_strip(cache, rows, a, lda, b, ldb, steps, c):
+    """As add_panel, for LANES columns."""
+    raise NotImplementedError
+
+
+@overload(add_strip)
+def _add_strip(cache, rows, a, lda, b, ldb, steps, c):
+    if cache.dtype == types.float32:
+        return lambda cache, rows, a, lda, b, ldb, steps, c: strip_add(rows, a, lda, b, ldb, steps, c, ldb)
+    return lambda cache, rows, a, lda, b, ldb, steps, c: strip_add_bf16(rows, a, lda, b, ldb, steps, c, ldb)

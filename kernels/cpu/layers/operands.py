@@ -1,0 +1,183 @@
+"""From float32 rows to what the tiles multiply: the activations of the next product, quantised per token."""
+
+import functools
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand, is_a
+from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.simd.tiles import GROUP
+from tinygpt.kernels.cpu.simd.vector_ir import (
+    F32,
+    FLOATS,
+    I8,
+    I32,
+    INTS,
+    LANES,
+    ROUNDING,
+    VECTOR_BYTES,
+    add,
+    add_int,
+    address,
+    broadcast,
+    declare,
+    float32_at,
+    fold,
+    load,
+    maximum,
+    multiply_add,
+    store,
+    uint16_at,
+)
+
+HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
+ROWS_PER_ITEM = 4
+NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
+
+
+@kernel
+def to_bfloat16(x):
+    """The nearest bfloat16's bits, ties to even; NaN stays NaN."""
+    bits = np.float32(x).view(np.uint32)
+    rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) >> SIXTEEN
+    return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
+
+
+@kernel
+def from_bfloat16(bits):
+    return np.uint32(np.uint32(bits) << SIXTEEN).view(np.float32)
+
+
+def put(operand, row, first, values):
+    """Put float32 values (n,) into columns first to first + n of a row; `first` is a multiple of GROUP."""
+    raise NotImplementedError
+
+
+@overload(put)
+def _put(operand, row, first, values):
+    if is_a(operand, Float32Operand):
+        return _put_float32
+    if is_a(operand, BFloat16Operand):
+        return _put_bfloat16
+    if is_a(operand, Int8Operand):
+        return _put_int8
+    return None
+
+
+def _put_float32(operand, row, first, values):
+    target = float32_at(address(operand.values) + (row * operand.values.shape[1] + first) * 4, values.size)
+    for i in range(values.size):
+        target[i] = values[i]
+
+
+def _put_bfloat16(operand, row, first, values):
+    target = uint16_at(address(operand.values) + (row * operand.values.shape[1] + first) * 2, values.size)
+    for i in range(values.size):
+        target[i] = to_bfloat16(values[i])
+
+
+def _put_int8(operand, row, first, values):
+    target = address(operand.values) + row * operand.values.shape[1] + first
+    scales = address(operand.scales) + (row * operand.scales.shape[1] + first // GROUP) * 16
+    if values.size == GROUP:  # the usual panel of a product, without a loop's preparations
+        quantise_group(address(values), target, scales)
+        return
+    whole = values.size // GROUP
+    for g in range(whole):
+        quantise_group(address(values) + g * GROUP * 4, target + g * GROUP, scales + g * 16)
+    rest = values.size - whole * GROUP
+    if rest:  # the operand's own row ends in zeros up to a whole group: quantised on the way
+        quantise_part(address(values) + whole * GROUP * 4, rest, target + whole * GROUP, scales + whole * 16)
+
+
+@intrinsic
+def quantise_group(typingctx, x, target, scales):
+    """GROUP float32 values to int8 with one scale: the largest size becomes 127, and zeros have scale 0.
+
+    All three are addresses; `scales` is that of the group's four entries, see Int8Operand.
+    """
+
+    def codegen(context, builder, signature, args):
+        x, target, scales = args
+        _quantise(builder, [load(builder, at, FLOATS, 4) for at in _vectors_at(builder, x)], target, scales)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
+def quantise_part(typingctx, x, count, target, scales):
+    """As quantise_group, for `count` values that zeros follow."""
+
+    def codegen(context, builder, signature, args):
+        x, count, target, scales = args
+        kinds = [FLOATS.as_pointer(), I32, ir.VectorType(ir.IntType(1), LANES), FLOATS]
+        load_some = declare(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, kinds)
+        counts, values = broadcast(builder, builder.trunc(count, I32)), []
+        for i, at in enumerate(_vectors_at(builder, x)):
+            is_given = builder.icmp_signed("<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts)
+            at = builder.inttoptr(at, FLOATS.as_pointer())
+            values.append(builder.call(load_some, [at, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)]))
+        _quantise(builder, values, target, scales)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.intp), codegen
+
+
+def _vectors_at(builder, start):
+    return [builder.add(start, ir.Constant(start.type, i * VECTOR_BYTES)) for i in range(GROUP // LANES)]
+
+
+def _quantise(builder, values, target, scales) -> None:
+    def at(start, offset: int):
+        return builder.add(start, ir.Constant(start.type, offset))
+
+    sizes = [builder.call(declare(builder, f"llvm.fabs.v{LANES}f32", FLOATS, [FLOATS]), [v]) for v in values]
+    largest = fold(builder, functools.reduce(functools.partial(maximum, builder), sizes), maximum)
+    zero, limit = ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)
+    is_zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, NOTHING))
+    inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
+    rounding = ir.Constant(FLOATS, [ROUNDING] * LANES)
+    sums = []
+    for i, value in enumerate(values):
+        nearest = builder.fsub(multiply_add(builder, value, inverse, rounding), rounding)
+        whole = builder.fptosi(nearest, INTS)
+        store(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), at(target, i * LANES), 1)
+        sums.append(whole)
+    half = len(sums) // 2
+    low, high = (fold(builder, builder.add(*part), add_int) for part in (sums[:half], sums[half:]))
+    # A maximum passes over NaN: 0 * x is NaN wherever x is not finite, and so is the scale then.
+    nothing = [builder.fmul(value, ir.Constant(FLOATS, [0.0] * LANES)) for value in values]
+    unfinite = fold(builder, functools.reduce(builder.fadd, nothing), add)
+    scale = builder.fadd(builder.select(is_zero, zero, builder.fdiv(largest, limit)), unfinite)
+    store(builder, scale, scales, 4)
+    store(builder, builder.mul(builder.add(low, high), ir.Constant(I32, -128)), at(scales, 4), 4)
+    store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(scales, 8), 4)
+    store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(scales, 12), 4)
+
+
+def convert(team, operand, x):
+    """Put the rows of x (N, K) into the operand. A phase, unless the operand is made of x itself."""
+    raise NotImplementedError
+
+
+@overload(convert)
+def _convert(team, operand, x):
+    if is_a(operand, Float32Operand):
+        return lambda team, operand, x: None
+    return _convert_rows
+
+
+def _convert_rows(team, operand, x):
+    items = max((x.shape[0] + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
+    item = claim(team, items)
+    while item >= 0:
+        for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, x.shape[0])):
+            put(operand, n, 0, float32_at(address(x) + n * x.shape[1] * 4, x.shape[1]))
+        complete(team, items)
+        item = claim(team, items)
+    finish_phase(team)

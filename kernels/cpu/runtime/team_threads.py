@@ -1,0 +1,99 @@
+"""The Python side of a team: the threads that wait for steps, and sleep when none come."""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from tinygpt.kernels.cpu.runtime.team import JOINED, PUBLISHED, Team, new_board
+
+
+class Crew:
+    """`threads` members: the calling thread leads, the others follow in threads of their own.
+
+    A step is right with any number of followers present, so none is ever waited for.
+    """
+
+    def __init__(self, threads: int, scratch: np.ndarray):
+        """scratch (threads, ...) float32: each member's own."""
+        self._threads, self._scratch = threads, scratch
+        self._start()
+
+    def _start(self) -> None:
+        board = new_board()
+        teams = [Team(board, np.zeros(8, np.int64), self._scratch[i]) for i in range(self._threads)]
+        self._leader, self._process = teams[0], os.getpid()
+        self._shared = _Shared([_Follower(team) for team in teams[1:]])
+        for follower in self._shared.followers:
+            threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
+        self._finalizer = weakref.finalize(self, self._shared.close)
+
+    def run(self, take_steps: Callable, *arguments) -> None:
+        """Take a step: take_steps(team, True, *arguments) here, while followers run it with False.
+
+        It is compiled and holds no GIL. Steps with the same arguments find the followers awake.
+        """
+        if self._process != os.getpid():  # a fork takes the calling thread along, and none of the followers
+            self._finalizer.detach()
+            self._start()
+        self._shared.set_task((take_steps, *arguments))
+        for follower in self._shared.followers:
+            if follower.is_asleep:
+                follower.wake.set()
+        take_steps(self._leader, True, *arguments)
+
+    def close(self) -> None:
+        """End the threads, and let go of the last step's arguments."""
+        self._finalizer()
+
+
+class _Follower:
+    """One thread: asleep until woken, then following step after step until none comes for a while."""
+
+    def __init__(self, team: Team):
+        self.team = team
+        self.wake = threading.Event()
+        self.is_asleep = True
+
+    def run(self, shared: "_Shared") -> None:
+        while True:
+            self.wake.wait()
+            self.wake.clear()
+            with shared.changed:
+                if shared.is_closed:
+                    return
+                self.is_asleep = False
+                take_steps, *arguments = shared.task
+            take_steps(self.team, False, *arguments)
+            del take_steps, arguments
+            with shared.changed:
+                self.is_asleep = True
+                shared.changed.notify_all()
+
+
+class _Shared:
+    """What the followers read. Does not know the crew, so that a forgotten crew is collected and its threads end."""
+
+    def __init__(self, followers: list[_Follower]):
+        self.followers = followers
+        self.changed = threading.Condition()
+        self.task: tuple | None = None
+        self.is_closed = False
+
+    def set_task(self, task: tuple) -> None:
+        if self.task is not None and all(a is b for a, b in zip(self.task, task, strict=True)):
+            return
+        with self.changed:
+            # One that is awake would take the next step with the old arguments.
+            self.changed.wait_for(lambda: all(follower.is_asleep for follower in self.followers))
+            for follower in self.followers:
+                follower.team.phase[JOINED] = follower.team.board[PUBLISHED]
+            self.task = task
+
+    def close(self) -> None:
+        with self.changed:
+            self.is_closed, self.task = True, None
+        for follower in self.followers:
+            follower.wake.set()

@@ -1,0 +1,241 @@
+"""Causal attention over the KV cache: decode in two kernels, prefill in one, with the same results to the bit.
+
+Keys and values are taken in chunks of CHUNK absolute positions. In every kernel a warp weighs a chunk for a query by
+the same device functions, and chunks are merged in ascending order by the same operations: what a query gets depends
+on its position and the cache up to it alone. A key that it may not see has weight 0, and what the cache holds after
+the last position that the warp's queries see counts as 0, whatever its bits. (Between the queries of one warp it is 0
+times a later value of their own sequence, as on the CPU: that value must be finite.)
+
+The limit of decode is the bytes of keys and values over the bandwidth. A warp has all that it will read of a chunk,
+16 KiB where Dp is 64 in bfloat16, brought to the L2 cache by two instructions, and reads half of the keys itself
+meanwhile: whatever registers the compiler grants, an SM has under way more than the 25 KiB or so that the bandwidth of
+an H200 takes, as soon as it holds 2 warps, and it holds up to 20. In prefill the warps of a block read the same chunk
+at about the same time, so that three of four find it in the L1 cache.
+
+dtype is "float32" or "bfloat16", and size is Dp, the head size rounded up to a multiple of 32. The flat arrays:
+    q            (N, H, Dp), unscaled; bfloat16 as uint16, here and below
+    k_cache      (L, num_rows, H, padded_len, Dp); padded_len is a multiple of CHUNK
+    v_cache      the same in float32; (L, num_rows, H, padded_len / 2, Dp, 2) in bfloat16
+    attended     (N, width), head by head; columns from H * head_size on are left alone
+    partials     (N, H, max_chunks, 2 + Dp) float32: a chunk's highest score, sum of weights, weighted values
+    positions, token_rows  (N,) int32: of each token, its position and its row of the cache
+    sizes        sizes[0], int32: how many tokens there are; what is launched for others returns at once
+    tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence, positions ascending
+"""
+
+import functools
+import math
+
+from tinygpt.kernels.cuda.layers.attention_products import BLOCK, CHUNK, Products, attention_products
+from tinygpt.kernels.cuda.layers.attention_softmax import blend, chunk_weights, merge
+from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
+from tinygpt.kernels.cuda.runtime.ptx import load_fresh, prefetch_run
+
+from numba import cuda, float32, int32, int64, uint32  # isort: skip
+
+QUERY_TILE = 64  # tokens
+TILE_WARPS = 4  # of a block of attend_tiles
+AT_ONCE = 8  # partials that a lane of combine_chunks asks for together
+
+
+@functools.cache
+def attend_chunks_kernel(size: int, dtype: str):
+    """Decode, first half: the partials of tokens that are each the newest of their sequence.
+
+    A warp takes a chunk of a token and head: grid (max_chunks / warps rounded up, H, N), threads 32 * warps. One warp
+    a block spreads a small batch over the most SMs; with 4, more of a large one fits on each.
+    """
+    attend_chunk, prefetch_chunk = chunk_function(attention_products(size, dtype), size), prefetch_function(size, dtype)
+
+    def attend_chunks(
+        partials, q, k_cache, v_cache, layer, num_rows, padded_len,
+        positions, token_rows, sizes, num_heads, scale, max_chunks,
+    ):  # fmt: skip
+        n, head, lane = int32(cuda.blockIdx.z), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x & 31)
+        chunk = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
+        if n >= sizes[0]:
+            return
+        last = int32(positions[n] - chunk * CHUNK)  # of the chunk's keys
+        if last < 0:
+            return
+        start = cache_start(layer, num_rows, token_rows[n], num_heads, head, padded_len * size) + chunk * CHUNK * size
+        if lane == 0:
+            prefetch_chunk(k_cache, v_cache, start, last)
+        attend_chunk(partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks, scale)
+
+    return kernel(attend_chunks)
+
+
+def prefetch_function(size: int, dtype: str):
+    """prefetch_chunk(k_cache, v_cache, start, last): a chunk's keys and values up to `last` on their way to L2."""
+    ITEM = 4 if dtype == "float32" else 2
+
+    @device_function
+    def prefetch_chunk(k_cache, v_cache, start, last):
+        wanted = int32(min(last + 2, CHUNK) * size * ITEM)  # an even number of positions
+        prefetch_run(k_cache, start, wanted)
+        prefetch_run(v_cache, start, wanted)
+
+    return prefetch_chunk
+
+
+def chunk_function(products: Products, size: int):
+    """The device function of a warp that takes a chunk of a token and head, which begins at `start` in the caches.
+
+    attend_chunk(partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks, scale)
+    """
+    load_queries, weigh_keys, weigh_values = products.load_queries, chunk_weights(products), products.weigh_values
+    QUERY_WORDS, PACKED_WORDS = products.query_words, products.packed_words
+    ROWS, ROW_LANES, DIMS, BLOCKS = products.rows, products.row_lanes, products.dims, size // BLOCK
+    HELD = ROWS * DIMS
+
+    @device_function
+    def attend_chunk(partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks, scale):
+        lane = int32(cuda.threadIdx.x & 31)
+        words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)
+        load_queries(words, q, n, 1, head, num_heads, lane)
+        for r in range(ROWS):
+            newest[r] = last if lane < ROW_LANES and r == 0 else -1
+        highest, total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
+        packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
+        weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane)
+
+        out = ((n * num_heads + head) * max_chunks + chunk) * (2 + size)
+        if lane == 0:
+            partials[out], partials[out + 1] = highest[0], total[0]
+        for block in range(BLOCKS):
+            weigh_values(sums, packed, v_cache, start, block, last, lane)
+            if lane < ROW_LANES:
+                for i in range(DIMS):
+                    partials[out + 2 + block * BLOCK + lane * DIMS + i] = sums[i]
+
+    return attend_chunk
+
+
+@functools.cache
+def combine_chunks_kernel(size: int, dtype: str):
+    """Decode, second half: merges a token's partials. A warp takes a token and head: grid (H / warps rounded up, N)."""
+    combine = combine_function(attention_products(size, dtype), size)
+
+    def combine_chunks(attended, partials, positions, sizes, num_heads, head_size, width, max_chunks):
+        n, head = int32(cuda.blockIdx.y), int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
+        if n >= sizes[0] or head >= num_heads:
+            return
+        chunks = int32(positions[n] // CHUNK + 1)
+        combine(attended, partials, n, num_heads, head, chunks, max_chunks, head_size, width)
+
+    return kernel(combine_chunks)
+
+
+def combine_function(products: Products, size: int):
+    """The device function of a warp that merges the partials of a token and head, which any warps have written.
+
+    combine(attended, partials, n, num_heads, head, chunks, max_chunks, head_size, width)
+    """
+    store, BLOCKS = products.store, size // BLOCK
+    READ = AT_ONCE * BLOCKS
+
+    @device_function
+    def combine(attended, partials, n, num_heads, head, chunks, max_chunks, head_size, width):
+        lane = int32(cuda.threadIdx.x & 31)
+        start = (n * num_heads + head) * max_chunks * (2 + size)
+
+        highest, total = float32(-math.inf), float32(0)
+        values, chunk_values = cuda.local.array(BLOCKS, float32), cuda.local.array(READ, float32)
+        chunk_highest, chunk_total = cuda.local.array(AT_ONCE, float32), cuda.local.array(AT_ONCE, float32)
+        for block in range(BLOCKS):
+            values[block] = float32(0)
+        for first in range(int32(0), chunks, int32(AT_ONCE)):
+            for i in range(AT_ONCE):
+                at = start + min(first + i, chunks - 1) * (2 + size)
+                chunk_highest[i], chunk_total[i] = load_fresh(partials, at), load_fresh(partials, at + 1)
+                for block in range(BLOCKS):
+                    chunk_values[i * BLOCKS + block] = load_fresh(partials, at + 2 + block * BLOCK + lane)
+            for i in range(AT_ONCE):
+                if first + i < chunks:
+                    highest, total, kept, added = merge(highest, total, chunk_highest[i], chunk_total[i])
+                    for block in range(BLOCKS):
+                        values[block] = blend(values[block], kept, chunk_values[i * BLOCKS + block], added)
+
+        share, out = float32(1) / total, n * width + head * head_size
+        for block in range(BLOCKS):
+            dim = block * BLOCK + lane
+            if dim < head_size:
+                store(attended, out + dim, values[block] * share)
+
+    return combine
+
+
+@functools.cache
+def attend_tiles_kernel(size: int, dtype: str):
+    """Prefill and mixed steps: grid (tiles, H), threads 32 * TILE_WARPS.
+
+    A warp takes some queries of a tile and a head. A tile may be empty. The last tiles begin first: in a long prompt
+    they have the most keys.
+    """
+    products = attention_products(size, dtype)
+    load_queries, weigh_keys, weigh_values = products.load_queries, chunk_weights(products), products.weigh_values
+    store, QUERIES, QUERY_WORDS = products.store, products.queries, products.query_words
+    ROWS, ROW_LANES, DIMS, PACKED_WORDS = products.rows, products.row_lanes, products.dims, products.packed_words
+    BLOCKS, HELD = size // BLOCK, ROWS * DIMS
+    VALUES, TURNS = BLOCKS * HELD, QUERY_TILE // (TILE_WARPS * QUERIES)
+
+    def attend_tiles(
+        attended, q, k_cache, v_cache, layer, num_rows, padded_len,
+        positions, token_rows, tiles, num_heads, head_size, width, scale,
+    ):  # fmt: skip
+        tile, head = int32(cuda.gridDim.x - 1 - cuda.blockIdx.x), int32(cuda.blockIdx.y)
+        warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
+        words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)
+        highest, total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
+        values = cuda.local.array(VALUES, float32)
+        chunk_highest, chunk_total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
+        kept, added = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
+        packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
+        for turn in range(TURNS):
+            first = int32(tiles[tile] + (turn * TILE_WARPS + warp) * QUERIES)
+            count = int32(min(tiles[tile + 1] - first, QUERIES))
+            if count <= 0:
+                return
+            load_queries(words, q, first, count, head, num_heads, lane)
+            for r in range(ROWS):
+                row = int32(lane // ROW_LANES + 8 * r)
+                newest[r] = positions[first + row] if row < count else -1
+                highest[r], total[r] = float32(-math.inf), float32(0)
+            for i in range(VALUES):
+                values[i] = float32(0)
+
+            start = cache_start(layer, num_rows, token_rows[first], num_heads, head, padded_len * size)
+            last = positions[first + count - 1]
+            while last >= 0:
+                weigh_keys(chunk_highest, chunk_total, packed, words, newest, k_cache, start, scale, lane)
+                for r in range(ROWS):
+                    new = merge(highest[r], total[r], chunk_highest[r], chunk_total[r])
+                    highest[r], total[r], kept[r], added[r] = new
+                for block in range(BLOCKS):
+                    weigh_values(sums, packed, v_cache, start, block, last, lane)
+                    for i in range(HELD):
+                        if newest[i // DIMS] >= 0:  # otherwise sums may be 0 times NaN, and -0 would become 0
+                            value = values[block * HELD + i]
+                            values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
+                start, last = start + CHUNK * size, int32(last - CHUNK)
+                for r in range(ROWS):
+                    newest[r] -= CHUNK
+
+            for r in range(ROWS):
+                row = int32(lane // ROW_LANES + 8 * r)
+                if row < count:
+                    share, out = float32(1) / total[r], (first + row) * width + head * head_size
+                    for block in range(BLOCKS):
+                        for i in range(DIMS):
+                            dim = int32(block * BLOCK + lane % ROW_LANES * DIMS + i)
+                            if dim < head_size:
+                                store(attended, out + dim, values[block * HELD + r * DIMS + i] * share)
+
+    return kernel(attend_tiles)
+
+
+@device_function
+def cache_start(layer, num_rows, row, num_heads, head, head_elements):
+    """The element of a cache where a head of a row begins."""
+    return int64((layer * num_rows + row) * num_heads + head) * head_elements

@@ -1,0 +1,182 @@
+"""The two products of attention for one warp, a chunk's scores and its weighted values, in each family's way.
+
+A warp takes `queries` queries of a head over a chunk of keys. A query is a row, of which `row_lanes` lanes share the
+results: a lane has the rows lane // row_lanes + 8 r, r in range(rows); of each row the scores of the keys
+2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, i in range(CHUNK / row_lanes); and of each block of BLOCK dims
+those from dims * (lane % row_lanes) on.
+
+    bfloat16   16 queries, 4 lanes to a row, 2 rows to a lane: where mma_bfloat16 leaves its results
+    float32    1 query, all lanes to its row: products in order, nothing clever
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygpt.kernels.cuda.runtime.jit import device_function
+from tinygpt.kernels.cuda.runtime.ptx import (
+    bits_to_float32,
+    float32_to_bits,
+    load_read_only,
+    mma_bfloat16,
+    pack_bfloat16,
+    store_bfloat16,
+)
+from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
+
+from numba import cuda, float32, int32, uint32  # isort: skip
+
+CHUNK = 64  # positions
+BLOCK = 32  # dims
+
+
+@dataclass(frozen=True)
+class Products:
+    """A family's device functions, and how many of everything a lane holds. Dp is the padded head size.
+
+    load_queries(words, q, first, count, head, num_heads, lane): the warp's queries, of the `count` tokens from `first`
+        on; the last stands in for more. q (N, H, Dp).
+    multiply_keys(scores, words, k_cache, start, lane): scores (rows, CHUNK / row_lanes), of the keys (CHUNK, Dp) that
+        begin at element `start`.
+    pack_weights(packed, weights): scores that have become weights, as weigh_values takes them.
+    weigh_values(sums, packed, v_cache, start, block, newest, lane): sums (rows, dims), the weighted values of a block
+        of dims; value `newest` of the chunk is the last that is read for what it is, later ones count as 0.
+    store(attended, index, value)
+    """
+
+    rows: int
+    row_lanes: int
+    query_words: int  # uint32
+    packed_words: int  # uint32
+    load_queries: Callable
+    multiply_keys: Callable
+    pack_weights: Callable
+    weigh_values: Callable
+    store: Callable
+
+    @property
+    def queries(self) -> int:
+        return self.rows * WARP // self.row_lanes
+
+    @property
+    def dims(self) -> int:
+        return BLOCK // self.row_lanes
+
+
+def attention_products(size: int, dtype: str) -> Products:
+    """size: the padded head size. dtype: "float32" or "bfloat16"."""
+    return float32_products(size) if dtype == "float32" else bfloat16_products(size)
+
+
+def bfloat16_products(size: int, load_128=load_read_only) -> Products:
+    """By mma_bfloat16. load_128: `load_read_only`, or another of its kind.
+
+    A product may take its dims in any order. So a lane reads 16 bytes of a query or key, 8 (lane % 4) on in each
+    block, and they serve two products, the first two words and the last two.
+    """
+    BLOCKS, TILES, STEPS = size // BLOCK, CHUNK // 8, CHUNK // 16
+
+    @device_function
+    def load_queries(words, q, first, count, head, num_heads, lane):
+        for r in range(2):
+            row = min(int32((lane >> 2) + 8 * r), count - 1)
+            at = ((first + row) * num_heads + head) * size + (lane & 3) * 8
+            for block in range(BLOCKS):
+                loaded = load_128(q, at + block * BLOCK)
+                for k in range(4):
+                    words[8 * block + 2 * k + r] = loaded[k]
+
+    @device_function
+    def multiply_keys(scores, words, k_cache, start, lane):
+        at = start + int32((lane >> 2) * size + (lane & 3) * 8)
+        for tile in range(TILES):  # of 8 keys
+            sums = (float32(0), float32(0), float32(0), float32(0))
+            for block in range(BLOCKS):
+                keys, w = load_128(k_cache, at + (tile * 8 * size + block * BLOCK)), 8 * block
+                sums = mma_bfloat16((words[w], words[w + 1], words[w + 2], words[w + 3]), (keys[0], keys[1]), sums)
+                sums = mma_bfloat16((words[w + 4], words[w + 5], words[w + 6], words[w + 7]), (keys[2], keys[3]), sums)
+            for i in range(4):
+                scores[i // 2 * 2 * TILES + 2 * tile + i % 2] = sums[i]
+
+    @device_function
+    def pack_weights(packed, weights):
+        for step in range(STEPS):  # of 16 keys
+            for i in range(4):  # row i % 2, keys 8 (i // 2) on
+                k = i % 2 * 2 * TILES + 4 * step + i // 2 * 2
+                packed[4 * step + i] = pack_bfloat16(weights[k], weights[k + 1])
+
+    @device_function
+    def weigh_values(sums, packed, v_cache, start, block, newest, lane):
+        """The cache has pairs of positions, (CHUNK / 2, Dp, 2), each a word of an operand. A lane reads 4 dims of two
+        pairs, one for each of 4 products, whose columns are therefore 4 dims apart."""
+        for i in range(16):
+            sums[i] = float32(0)
+        at, left = start + int32((lane & 3) * 2 * size + (lane >> 2) * 8), int32(newest - (lane & 3) * 2)
+        for step in range(STEPS):
+            if step == STEPS // 2 and newest < CHUNK // 2:
+                return
+            offset, w = step * 16 * size + block * 2 * BLOCK, 4 * step
+            low, high = load_128(v_cache, at + offset), load_128(v_cache, at + (offset + 8 * size))
+            kept_low, kept_high = _kept(int32(left - 16 * step)), _kept(int32(left - 16 * step - 8))
+            weights = (packed[w], packed[w + 1], packed[w + 2], packed[w + 3])
+            for j in range(4):
+                values = (uint32(low[j] & kept_low), uint32(high[j] & kept_high))
+                new = mma_bfloat16(weights, values, (sums[j], sums[4 + j], sums[8 + j], sums[12 + j]))
+                sums[j], sums[4 + j], sums[8 + j], sums[12 + j] = new
+
+    @device_function
+    def store(attended, index, value):
+        store_bfloat16(attended, index, value)
+
+    return Products(2, 4, 8 * BLOCKS, 4 * STEPS, load_queries, multiply_keys, pack_weights, weigh_values, store)
+
+
+@device_function
+def _kept(distance):
+    """A mask for two neighbouring values, the first of them `distance` before the last that counts."""
+    if distance > 0:
+        return uint32(0xFFFFFFFF)
+    return uint32(0xFFFF) if distance == 0 else uint32(0)
+
+
+def float32_products(size: int) -> Products:
+    """On the ordinary units. The lanes share out a query's dims and a chunk's weights, and pass them round."""
+    BLOCKS = size // BLOCK
+
+    @device_function
+    def load_queries(words, q, first, count, head, num_heads, lane):
+        at = (first * num_heads + head) * size + lane
+        for block in range(BLOCKS):
+            words[block] = float32_to_bits(q[at + block * BLOCK])
+
+    @device_function
+    def multiply_keys(scores, words, k_cache, start, lane):
+        scores[0] = scores[1] = float32(0)
+        at = start + int32(lane * 2 * size)
+        for block in range(BLOCKS):
+            for word in range(BLOCK // 4):
+                offset = block * BLOCK + word * 4
+                even, odd = load_read_only(k_cache, at + offset), load_read_only(k_cache, at + (offset + size))
+                for k in range(4):
+                    query = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(words[block]), word * 4 + k)
+                    scores[0] = cuda.fma(query, bits_to_float32(even[k]), scores[0])
+                    scores[1] = cuda.fma(query, bits_to_float32(odd[k]), scores[1])
+
+    @device_function
+    def pack_weights(packed, weights):
+        for i in range(2):
+            packed[i] = float32_to_bits(weights[i])
+
+    @device_function
+    def weigh_values(sums, packed, v_cache, start, block, newest, lane):
+        total, at = float32(0), start + int32(block * BLOCK + lane)
+        for key in range(CHUNK):
+            weight = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(packed[key % 2]), key // 2)
+            value = v_cache[at + key * size]
+            total = cuda.fma(weight, value if key <= newest else float32(0), total)
+        sums[0] = total
+
+    @device_function
+    def store(attended, index, value):
+        attended[index] = value
+
+    return Products(1, 32, BLOCKS, 2, load_queries, multiply_keys, pack_weights, weigh_values, store)

@@ -1,0 +1,55 @@
+"""x = wte[token] + wpe[position]. wte lies in panels, as the head that may share it needs it."""
+
+import functools
+
+from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
+from tinygpt.kernels.cuda.runtime.ptx import bits_to_float32, rounded_product
+
+from numba import cuda, float32, int32, int64, uint32  # isort: skip
+
+EMBED_THREADS = 256
+
+
+@functools.cache
+def embed_kernel(dtype: str):
+    """embed(x, token_ids, positions, embeds, wte, scales, wpe, columns, num_steps, sizes): a block for each token.
+
+    x (N, C) float32. wte: panels of (V, C), and a scale for each token. wpe (n_positions, C) float32. Token id -1 - j
+    stands for row j of embeds (E, C) in place of wte's.
+    """
+    embed_row = embed_row_function(dtype)
+
+    def embed(x, token_ids, positions, embeds, wte, scales, wpe, columns, num_steps, sizes):
+        n = int32(cuda.blockIdx.x)
+        if n >= sizes[0]:
+            return
+        embed_row(x, n, token_ids[n], positions[n], embeds, wte, scales, wpe, columns, num_steps)
+
+    return kernel(embed)
+
+
+@functools.cache
+def embed_row_function(dtype: str):
+    """embed_row(x, n, token, position, embeds, wte, scales, wpe, columns, num_steps), by EMBED_THREADS threads."""
+    is_float32, is_int8 = dtype == "float32", dtype == "int8"
+
+    @device_function
+    def embed_row(x, n, token, position, embeds, wte, scales, wpe, columns, num_steps):
+        at = position * columns
+        g, base = token % int32(PANEL), int64(token // int32(PANEL)) * num_steps * int32(STEP_SIZE)
+        for c in range(int32(cuda.threadIdx.x), columns, int32(EMBED_THREADS)):
+            if token < 0:
+                value = embeds[(-1 - token) * columns + c]
+            else:
+                start, k = base + (c // int32(STEP)) * int32(STEP_SIZE), c % int32(STEP)
+                if is_float32:
+                    value = wte[start + k // 16 * 128 + g * 16 + k % 16]
+                elif is_int8:
+                    weight = float32(wte[start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + k % 8])
+                    value = rounded_product(weight, scales[token])  # the same in each kernel
+                else:
+                    value = bits_to_float32(uint32(wte[start + k // 32 * 256 + g * 32 + k % 32]) << uint32(16))
+            x[n * columns + c] = value + wpe[at + c]
+
+    return embed_row

@@ -1,0 +1,262 @@
+"""inputs @ weights.T + bias for many tokens: a block for each tile of tokens and features, on the tensor cores.
+
+A tile's inputs and weights pass through shared memory, several steps of K ahead, and its warps multiply from there.
+Each sum is made as linear.py makes it: for each segment of K a chain of products from zero, and the segments' sums in
+ascending order. So a token has the same bits from either, and a lane has two registers for each sum.
+
+By arithmetic, and not yet measured, the L2 cache is the limit. A step of 128 tokens by 128 features is 1.05 million
+products, 826 clocks of mma.sync at best; 131 KB to and from shared memory, 1024 clocks; 32 KB from the L2 cache, 1214
+clocks where all multiprocessors read. That is 400 TFLOP/s, half of what the card reaches with wgmma, whose sums might
+have other bits. For 1024 tokens of GPT-2 124M (174 GFLOP in these layers) gemm_tiles.clocks adds up to 51 us a layer,
+0.61 ms in all at 1.76 GHz: c_attn 12, c_proj 5, c_fc 14 and c_proj 20, of which the narrow ones have few and small
+tiles. Beginnings and ends, some 2 us each, make it 0.7 ms: 250 TFLOP/s, 32 % of 790. With int8 the weights' bytes are
+half as many, and to unpack them takes up to six instructions for each mma, besides the four to six of any weights.
+"""
+
+import functools
+import math
+
+from tinygpt.kernels.cuda.layers.gemm_tiles import STAGES, SUM_PAD, WEIGHT_BYTES, Tile
+from tinygpt.kernels.cuda.layers.linear import ending_of, first_weight
+from tinygpt.kernels.cuda.layers.product import TOKENS, segment_start
+from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
+from tinygpt.kernels.cuda.runtime.ptx import (
+    commit_copies,
+    copy_async,
+    int8_to_bfloat16,
+    load_shared,
+    mma_bfloat16,
+    shared_address,
+    wait_for_copies,
+)
+from tinygpt.kernels.cuda.runtime.warp import WARP
+
+from numba import cuda, float32, int32, uint32  # isort: skip
+
+COPY = 16  # bytes of one asynchronous copy
+ROW_BYTES = STEP * 2  # of a token's step in shared memory
+ROW_COPIES = ROW_BYTES // COPY
+ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together: of what they wait for, they wait together
+PENDING = STAGES - 2  # groups of copies that may be under way when a step is multiplied
+
+
+@functools.cache
+def gemm_kernel(dtype: str, tile: Tile, purpose: str):
+    """gemm(target, inputs, weights, layer, width, sizes, which): what linear_kernel computes, to the bit.
+
+    dtype: of the weights, "bfloat16" or "int8". Grid tile.grid(n, features), tile.threads threads,
+    tile.shared_bytes(dtype).
+    """
+    start_copies, multiply = _start_copies_function(dtype, tile), _multiply_function(dtype, tile)
+    write_sums, store = _write_sums_function(tile), _store_function(dtype, tile, purpose)
+    tile_tokens, tile_features, stage_bytes = tile.tokens, tile.features, tile.stage_bytes(dtype)
+    sums_size = tile.token_tiles * tile.panels * 4
+
+    @device_function
+    def stage_of(stages, step):
+        return uint32(stages + uint32(uint32(step) % uint32(STAGES)) * uint32(stage_bytes))
+
+    def gemm(target, inputs, weights, layer, width, sizes, which):
+        shared = cuda.shared.array(0, float32)
+        sums, totals = cuda.local.array(sums_size, float32), cuda.local.array(sums_size, float32)
+        first, count = int32(cuda.blockIdx.y) * int32(tile_tokens), sizes[which]
+        first_feature = int32(cuda.blockIdx.x) * int32(tile_features)
+        if first >= count:
+            return
+        stages = shared_address(shared)
+        for ahead in range(int32(0), int32(STAGES - 1)):
+            stage = stage_of(stages, ahead)
+            start_copies(stage, inputs, weights, layer, first, count, first_feature, ahead)
+            commit_copies()
+        for i in range(sums_size):
+            totals[i] = float32(-0.0)  # unlike 0, it leaves whatever is added to it as it is
+        step = int32(0)
+        for segment in range(int32(0), int32(SEGMENTS)):
+            for i in range(sums_size):
+                sums[i] = float32(0)
+            while step < segment_start(segment + int32(1), weights.num_steps):
+                wait_for_copies(PENDING)
+                cuda.syncthreads()  # all copies of this step are there, and nobody reads the step before
+                ahead = int32(step + int32(STAGES - 1))
+                start_copies(stage_of(stages, ahead), inputs, weights, layer, first, count, first_feature, ahead)
+                commit_copies()
+                multiply(sums, stage_of(stages, step))
+                step = int32(step + int32(1))
+            for i in range(sums_size):
+                totals[i] += sums[i]
+        cuda.syncthreads()  # nobody reads the stages, in whose place the sums go
+        write_sums(shared, totals)
+        cuda.syncthreads()
+        store(target, shared, weights, layer, width, first, count, first_feature)
+
+    return kernel(gemm)
+
+
+@functools.cache
+def _start_copies_function(dtype: str, tile: Tile):
+    """start_copies(stage, inputs, weights, layer, first, count, first_feature, step): a step's, if there is one.
+
+    Of a token past the last, or a panel, there is no copy: what lies in its place makes sums that nobody stores.
+    Chunks 0 to 3 and 4 to 7 of a token's 8 are exchanged in each odd token: see _multiply_function.
+    """
+    input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // PANEL
+    panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY, COPY // WEIGHT_BYTES[dtype]
+    tokens_at_once, panels_at_once = threads // ROW_COPIES, threads // panel_copies
+    input_rounds, weight_rounds = tile.tokens // tokens_at_once, math.ceil(tile_panels / panels_at_once)
+
+    def start_copies(stage, inputs, weights, layer, first, count, first_feature, step):
+        thread, num_steps = int32(cuda.threadIdx.x), weights.num_steps
+        if step >= num_steps:
+            return
+        token, chunk = thread // int32(ROW_COPIES), thread % int32(ROW_COPIES)
+        to = stage + uint32(token * int32(ROW_BYTES) + (chunk ^ (token % int32(2) * int32(4))) * int32(COPY))
+        start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(8))
+        for i in range(input_rounds):
+            if first + token + int32(i * tokens_at_once) < count:
+                further = int32(i * tokens_at_once * STEP) * num_steps
+                copy_async(to + uint32(i * (tokens_at_once * ROW_BYTES)), inputs, int32(start + further))
+        panel, part = thread // int32(panel_copies), thread % int32(panel_copies)
+        to = stage + uint32(input_bytes + thread * int32(COPY))
+        first_panel = first_feature // int32(PANEL)
+        start = first_weight(weights, layer, first_panel + panel) + step * int32(STEP_SIZE) + part * int32(copy_size)
+        for i in range(weight_rounds):
+            further = int32(i * panels_at_once)
+            if panel + further < tile_panels and first_panel + panel + further < weights.num_panels:
+                further *= num_steps * int32(STEP_SIZE)
+                copy_async(to + uint32(i * (threads * COPY)), weights.panels, start + further)
+
+    return device_function(start_copies)
+
+
+@functools.cache
+def _multiply_function(dtype: str, tile: Tile):
+    """multiply(sums, stage): add the products of a step to a warp's sums.
+
+    Eight lanes at a time are served by shared memory's 32 banks. Of the weights they read 128 bytes in a row. Of the
+    inputs they read 64 bytes of one token and 64 of the next: at the same place in both rows, of 128 bytes each, those
+    would be in the same banks, hence the exchange of halves.
+    """
+    load_panels = _load_panels_function(dtype, tile.panels)
+    token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
+    input_bytes, panel_bytes, words_size = tile.input_bytes(), STEP_SIZE * WEIGHT_BYTES[dtype], tile.panels * 4
+
+    @device_function
+    def multiply_half(sums, words, inputs_at):
+        # A load gives four words of a token, an operand is two words of each of two tokens. Because of a 0 that ptxas
+        # cannot know, it computes each word into its place, once; else it copies words around, thrice for every mma.
+        zero = uint32(cuda.blockIdx.z)
+        for t in range(token_tiles):
+            a = load_shared(inputs_at + uint32(t * (TOKENS * ROW_BYTES)))
+            b = load_shared(inputs_at + uint32(t * (TOKENS * ROW_BYTES) + 8 * ROW_BYTES))
+            low = uint32(a[0] | zero), uint32(b[0] | zero), uint32(a[1] | zero), uint32(b[1] | zero)
+            high = uint32(a[2] | zero), uint32(b[2] | zero), uint32(a[3] | zero), uint32(b[3] | zero)
+            for p in range(panels):
+                i = (t * panels + p) * 4
+                c = (sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
+                c = mma_bfloat16(low, (words[p * 4], words[p * 4 + 1]), c)
+                sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
+            for p in range(panels):
+                i = (t * panels + p) * 4
+                c = (sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
+                c = mma_bfloat16(high, (words[p * 4 + 2], words[p * 4 + 3]), c)
+                sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
+
+    def multiply(sums, stage):
+        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        g, q = lane // int32(4), lane % int32(4)
+        token = warp // int32(feature_warps) * int32(token_tiles * TOKENS) + g
+        panel = warp % int32(feature_warps) * int32(panels)
+        chunk = q ^ (g % int32(2) * int32(4))
+        row, weights_at = stage + uint32(token * int32(ROW_BYTES)), stage + uint32(input_bytes + panel * panel_bytes)
+        packed, words = cuda.local.array(words_size, uint32), cuda.local.array(words_size, uint32)
+        load_panels(words, packed, weights_at, lane, 0)
+        multiply_half(sums, words, row + uint32(chunk * int32(COPY)))
+        load_panels(words, packed, weights_at, lane, 1)
+        multiply_half(sums, words, row + uint32((chunk ^ int32(4)) * int32(COPY)))
+
+    return device_function(multiply)
+
+
+@functools.cache
+def _load_panels_function(dtype: str, panels: int):
+    """load_panels(words, packed, address, lane, half): a lane's weights of half a step, as bfloat16.
+
+    packed: those of the whole step as int8, which the first half loads.
+    """
+    half_bytes = STEP_SIZE
+
+    def load_bfloat16(words, packed, address, lane, half):
+        for p in range(panels):
+            loaded = load_shared(address + uint32((p * 2 + half) * half_bytes + lane * int32(COPY)))
+            for i in range(4):
+                words[p * 4 + i] = loaded[i]
+
+    def load_int8(words, packed, address, lane, half):
+        for p in range(panels):
+            if half == 0:
+                loaded = load_shared(address + uint32(p * half_bytes + lane * int32(COPY)))
+                for i in range(4):
+                    packed[p * 4 + i] = loaded[i]
+            first = int8_to_bfloat16(packed[p * 4 + half * 2])
+            second = int8_to_bfloat16(packed[p * 4 + half * 2 + 1])
+            words[p * 4], words[p * 4 + 1] = first
+            words[p * 4 + 2], words[p * 4 + 3] = second
+
+    return device_function(load_int8 if dtype == "int8" else load_bfloat16)
+
+
+@functools.cache
+def _write_sums_function(tile: Tile):
+    """write_sums(shared, totals): a warp's sums, from the lanes that have them to rows (tokens, features + SUM_PAD)."""
+    token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
+    row_size = tile.features + SUM_PAD
+
+    def write_sums(shared, totals):
+        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        g, q = lane // int32(4), lane % int32(4)
+        token = warp // int32(feature_warps) * int32(token_tiles * TOKENS) + g
+        start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * PANEL) + q * int32(2)
+        for t in range(token_tiles):
+            for p in range(panels):
+                i, at = (t * panels + p) * 4, start + int32(t * (TOKENS * row_size) + p * PANEL)
+                shared[at], shared[at + 1] = totals[i], totals[i + 1]
+                at += int32(8 * row_size)
+                shared[at], shared[at + 1] = totals[i + 2], totals[i + 3]
+
+    return device_function(write_sums)
+
+
+@functools.cache
+def _store_function(dtype: str, tile: Tile, purpose: str):
+    """store(target, sums, weights, layer, width, first, count, first_feature): finish a block's sums.
+
+    A warp takes every so many tokens, and its lanes neighbouring features, which are neighbours in memory too.
+    """
+    ending, tile_tokens, tile_features = ending_of(dtype, purpose), tile.tokens, tile.features
+    locate, finish, read, put = ending.locate, ending.finish, ending.read, ending.put
+    warps, row_size = tile.warps, tile.features + SUM_PAD
+
+    def store(target, sums, weights, layer, width, first, count, first_feature):
+        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        values, before = cuda.local.array(ROWS_AT_ONCE, float32), cuda.local.array(ROWS_AT_ONCE, float32)
+        stop = min(int32(count), int32(first + int32(tile_tokens)))
+        for column in range(lane, int32(tile_features), int32(WARP)):
+            feature = int32(first_feature + column)
+            if feature < weights.features:
+                place = locate(target, weights, layer, feature)
+                token, at = int32(first + warp), uint32(warp * int32(row_size) + column)
+                while token < stop:
+                    for i in range(ROWS_AT_ONCE):  # of tokens past the last, the last's, in place of a branch
+                        before[i] = read(target, width, min(int32(token + int32(i * warps)), int32(stop - 1)), place)
+                    for i in range(ROWS_AT_ONCE):
+                        values[i] = sums[uint32(at + uint32(i * warps * row_size))]
+                    for i in range(ROWS_AT_ONCE):
+                        values[i] = before[i] + finish(values[i], place)
+                    for i in range(ROWS_AT_ONCE):
+                        if int32(token + int32(i * warps)) < stop:
+                            put(target, values[i], layer, width, int32(token + int32(i * warps)), place)
+                    token = int32(token + int32(ROWS_AT_ONCE * warps))
+                    at = uint32(at + uint32(ROWS_AT_ONCE * warps * row_size))
+
+    return device_function(store)

@@ -1,0 +1,297 @@
+"""inputs @ weights.T + bias for a few tokens at a time: a block for each panel of 8 features, a warp for each segment.
+
+The kernels differ in what becomes of a sum: it is a part of q, k and v, added to the residual stream, activated, or a
+logit. For batches of up to FUSED_TOKENS the layer norm in front is part of the kernel: each block normalises the rows
+for itself, while its weights are on their way.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
+from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions
+from tinygpt.kernels.cuda.layers.product import (
+    GROUP,
+    SHARED_PAD,
+    TILE_SIZE,
+    TOKENS,
+    WORDS,
+    load_group_function,
+    product_function,
+    total,
+)
+from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
+from tinygpt.kernels.cuda.runtime.ptx import load_fresh, shared_address, store_bfloat16, to_bfloat16
+from tinygpt.kernels.cuda.runtime.warp import WARP
+
+from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
+
+LINEAR_THREADS = SEGMENTS * WARP
+FUSED_TOKENS = SEGMENTS  # each of a block's warps normalises one row
+# What becomes of a sum, beside the names of activations.
+ADD, LOGITS, QKV = "add", "logits", "qkv"
+
+
+class Weights(NamedTuple):
+    """A linear layer of every layer of the model."""
+
+    panels: Any  # layout.py: (L, features, K)
+    scales: Any  # (L, num_panels * PANEL) float32
+    bias: Any  # (L, features) float32
+    num_panels: int
+    num_steps: int
+    features: int
+
+
+class Heads(NamedTuple):
+    """Where c_attn's features go; attention.py has the layouts."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    positions: Any  # (N,) int32
+    token_rows: Any  # (N,) int32, the cache row of each token
+    num_rows: int
+    padded_len: int
+    num_heads: int
+    head_size: int
+    padded_head: int
+
+
+class Norm(NamedTuple):
+    """A layer norm of every layer of the model, and the rows that it is for."""
+
+    x: Any  # (N, C) float32
+    rows: Any  # (n,) int32, indices of x's rows
+    gain: Any  # (L, C) float32
+    bias: Any  # (L, C) float32
+    epsilon: Any  # float32
+
+
+def fused_shared_bytes(num_steps: int) -> int:
+    """Shared memory of a launch of a kernel with its layer norm: the rows that it makes, in bfloat16."""
+    return FUSED_TOKENS * (num_steps * STEP + SHARED_PAD) * 2
+
+
+@functools.cache
+def linear_kernel(dtype: str, tiles: int, purpose: str):
+    """linear(target, inputs, weights, layer, width, sizes, which): a Weights applied to rows of inputs.
+
+    dtype: of the weights. tiles: of 16 tokens, that a block multiplies. inputs (n, num_steps * STEP), of the family's
+    type; n is sizes[which]. purpose: ADD to target (n, width) float32; LOGITS: write target (n, width) float32, without
+    a bias; QKV: target is Heads; an activation's name: write what it makes of the sum to target (n, width), of the
+    family's type. Grid (num_panels, ceil(n / (tiles * TOKENS))), LINEAR_THREADS threads.
+    """
+    load_group, product = load_group_function(dtype), product_function(dtype, tiles)
+    store = _store_function(dtype, tiles, purpose)
+    words_size, partials_size = max(GROUP * WORDS[dtype], 1), tiles * SEGMENTS * TILE_SIZE
+
+    def linear(target, inputs, weights, layer, width, sizes, which):
+        partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
+        panel, first, count = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y) * int32(tiles * TOKENS), sizes[which]
+        if first >= count:
+            return
+        base = first_weight(weights, layer, panel)
+        load_group(words, weights.panels, base, weights.num_steps)
+        product(partials, words, inputs, first, count, weights.panels, base, weights.num_steps)
+        cuda.syncthreads()
+        store(target, partials, weights, layer, panel, width, first, count)
+
+    return kernel(linear)
+
+
+@functools.cache
+def normed_linear_kernel(dtype: str, columns: int, purpose: str):
+    """linear(target, norm, weights, layer, width, sizes, which): as above, of a layer norm of up to FUSED_TOKENS rows.
+
+    Not for float32. Grid num_panels, LINEAR_THREADS threads, fused_shared_bytes. It pays where blocks are few, as each
+    makes the norm for itself.
+    """
+    load_group, product = load_group_function(dtype), product_function(dtype, 1, in_shared=True)
+    store, normalise_rows = _store_function(dtype, 1, purpose), _normalise_rows_function(columns)
+    words_size, partials_size = GROUP * WORDS[dtype], SEGMENTS * TILE_SIZE
+    gains_size = -(-columns // 4) * 4  # so that the rows behind them begin on a boundary of 16 bytes
+
+    def normed_linear(target, norm, weights, layer, width, sizes, which):
+        partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
+        gains, biases = cuda.shared.array(gains_size, float32), cuda.shared.array(gains_size, float32)
+        rows = cuda.shared.array(0, uint16)
+        panel, count = int32(cuda.blockIdx.x), sizes[which]
+        base = first_weight(weights, layer, panel)
+        load_group(words, weights.panels, base, weights.num_steps)
+        normalise_rows(rows, gains, biases, norm, layer, count, weights.num_steps * int32(STEP) + int32(SHARED_PAD))
+        product(partials, words, shared_address(rows), int32(0), count, weights.panels, base, weights.num_steps)
+        cuda.syncthreads()
+        store(target, partials, weights, layer, panel, width, int32(0), count)
+
+    return kernel(normed_linear)
+
+
+@device_function
+def first_weight(weights, layer, panel):
+    """Where a panel begins."""
+    return (int64(layer) * weights.num_panels + panel) * weights.num_steps * int32(STEP_SIZE)
+
+
+def _normalise_rows_function(columns: int):
+    """normalise_rows(rows, gains, biases, norm, layer, count, row_size): rows (count, row_size) bfloat16 in shared
+    memory = layer norm of each, a warp for a row; the rest of it is 0. The block's threads may read them."""
+    held = held_numbers(columns)
+    load_row, normalise_row = row_functions(columns)
+
+    def normalise_rows(rows, gains, biases, norm, layer, count, row_size):
+        thread, offset = int32(cuda.threadIdx.x), layer * columns
+        lane, row = thread % int32(WARP), thread // int32(WARP)
+        values = cuda.local.array(held, float32)
+        if row < count:
+            load_row(values, norm.x, norm.rows[row] * columns, lane)
+        for c in range(thread, columns, int32(LINEAR_THREADS)):
+            gains[c], biases[c] = norm.gain[offset + c], norm.bias[offset + c]
+        if row < count:
+            normalise_row(values, norm.epsilon, lane)
+        cuda.syncthreads()
+        if row < count:
+            for i in range(held):
+                c = int32(lane + i * WARP)
+                if c < columns:
+                    rows[row * row_size + c] = to_bfloat16(cuda.fma(values[i], gains[c], biases[c]))
+            for c in range(columns + lane, row_size, int32(WARP)):
+                rows[row * row_size + c] = uint16(0)
+        cuda.syncthreads()
+
+    return device_function(normalise_rows)
+
+
+@functools.cache
+def _store_function(dtype: str, tiles: int, purpose: str):
+    """store(target, partials, weights, layer, panel, width, first, count): finish each sum of a block's tiles."""
+    ending = ending_of(dtype, purpose)
+    locate, finish, read, put = ending.locate, ending.finish, ending.read, ending.put
+
+    def store(target, partials, weights, layer, panel, width, first, count):
+        for index in range(int32(cuda.threadIdx.x), int32(tiles * TILE_SIZE), int32(LINEAR_THREADS)):
+            token, feature = first + index // int32(PANEL), panel * int32(PANEL) + index % int32(PANEL)
+            if token < count and feature < weights.features:
+                place = locate(target, weights, layer, feature)
+                value = finish(total(partials, index // int32(TILE_SIZE), index % int32(TILE_SIZE)), place)
+                put(target, read(target, width, token, place) + value, layer, width, token, place)
+
+    return device_function(store)
+
+
+class Ending(NamedTuple):
+    """What becomes of a sum, in steps; put(..., read(...) + finish(...), ...) is all of them."""
+
+    locate: Any  # locate(target, weights, layer, feature): place, whatever depends on the feature alone
+    finish: Any  # finish(value, place): the sum, scaled, biased and activated
+    read: Any  # read(target, width, token, place): what it is added to
+    put: Any  # put(target, value, layer, width, token, place)
+
+
+@functools.cache
+def ending_of(dtype: str, purpose: str) -> Ending:
+    is_float32 = dtype == "float32"
+    if purpose == QKV:
+        return Ending(_locate_in_heads(is_float32), _biased, _nothing, _put_in_heads(is_float32))
+    if purpose == LOGITS:
+        return Ending(_locate_logit, _biased, _nothing, _put_float32)
+    if purpose == ADD:
+        return Ending(_locate, _biased, _read, _put_float32)
+    activation = ACTIVATIONS[purpose]
+
+    @device_function
+    def activated(value, place):
+        return activation(_biased(value, place))
+
+    return Ending(_locate, activated, _nothing, _put_float32 if is_float32 else _put_bfloat16)
+
+
+@device_function
+def _locate(target, weights, layer, feature):
+    """(scale, bias, part, offset); part and offset tell where a token has this feature."""
+    return _scale(weights, layer, feature), weights.bias[layer * weights.features + feature], 0, feature
+
+
+@device_function
+def _locate_logit(target, weights, layer, feature):
+    return _scale(weights, layer, feature), float32(0), 0, feature
+
+
+@device_function
+def _scale(weights, layer, feature):
+    return weights.scales[layer * weights.num_panels * int32(PANEL) + feature]
+
+
+@device_function
+def _biased(value, place):
+    return cuda.fma(value, place[0], place[1])  # rounded once in each kernel, not where the compiler likes to
+
+
+@device_function
+def _nothing(target, width, token, place):
+    return float32(-0.0)  # unlike 0, it leaves whatever is added to it as it is
+
+
+@device_function
+def _read(target, width, token, place):
+    return load_fresh(target, int64(token) * width + place[3])
+
+
+@device_function
+def _put_float32(target, value, layer, width, token, place):
+    target[int64(token) * width + place[3]] = value
+
+
+@device_function
+def _put_bfloat16(target, value, layer, width, token, place):
+    store_bfloat16(target, int64(token) * width + place[3], value)
+
+
+def _locate_in_heads(is_float32: bool):
+    def locate(heads, weights, layer, feature):
+        """Part 0, 1 or 2 of q, k and v, and the offset from the first number of a token there."""
+        scale, bias, _, _ = _locate(heads, weights, layer, feature)
+        columns = uint32(heads.num_heads * heads.head_size)
+        part = int32(uint32(feature) // columns)
+        c = uint32(uint32(feature) - uint32(part) * columns)
+        head = int32(c // uint32(heads.head_size))
+        d = int32(c) - head * heads.head_size
+        if part == 0:
+            return scale, bias, part, head * heads.padded_head + d
+        if part == 2 and not is_float32:  # values of two positions lie side by side
+            d *= 2
+        return scale, bias, part, head * heads.padded_len * heads.padded_head + d
+
+    return device_function(locate)
+
+
+def _put_in_heads(is_float32: bool):
+    def put(heads, value, layer, width, token, place):
+        part, offset = place[2], place[3]
+        if part == 0:
+            store_head(heads.q, int64(token) * (heads.num_heads * heads.padded_head) + offset, value)
+            return
+        position = heads.positions[token]
+        row = int64(layer * heads.num_rows + heads.token_rows[token])
+        at = row * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
+        if part == 1:
+            store_head(heads.k_cache, at, value)
+        else:
+            if not is_float32:
+                at += position % 2 * (1 - heads.padded_head)
+            store_head(heads.v_cache, at, value)
+
+    if is_float32:
+
+        @device_function
+        def store_head(target, index, value):
+            target[index] = value
+
+    else:
+
+        @device_function
+        def store_head(target, index, value):
+            store_bfloat16(target, index, value)
+
+    return device_function(put)

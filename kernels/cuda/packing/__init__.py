@@ -1,0 +1,1 @@
+"""The order in which weights lie on the device. May import runtime."""

@@ -1,0 +1,59 @@
+"""What all threads of a block, 1024 at most and whole warps, compute together.
+
+Kernels reserve the shared memory and hand it down: a device function that reserved its own could not be called by two
+others, whose modules numba-cuda then links twice.
+"""
+
+from tinygpt.kernels.cuda.runtime.jit import device_function
+from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP, warp_sum
+
+from numba import cuda, int32, int64, uint32  # isort: skip
+
+MAX_WARPS = 32
+LANE_BITS = 5
+
+
+@device_function
+def block_sum(value, partial):
+    """The sum of all threads' values, in each thread, added up in one order; `partial`: shared, MAX_WARPS like them."""
+    value = warp_sum(value)
+    if int32(cuda.threadIdx.x) % WARP == 0:
+        partial[int32(cuda.threadIdx.x) // WARP] = value
+    cuda.syncthreads()
+    total = partial[0]
+    for warp in range(1, int32(cuda.blockDim.x) // WARP):
+        total += partial[warp]
+    cuda.syncthreads()
+    return total
+
+
+@device_function
+def block_greatest(value, partial):
+    """The greatest of all threads' int64, in each thread; `partial`: shared, MAX_WARPS int64."""
+    value = warp_greatest(value)
+    if int32(cuda.threadIdx.x) % WARP == 0:
+        partial[int32(cuda.threadIdx.x) // WARP] = value
+    cuda.syncthreads()
+    greatest = partial[0]
+    for warp in range(1, int32(cuda.blockDim.x) // WARP):
+        greatest = max(greatest, partial[warp])
+    cuda.syncthreads()
+    return greatest
+
+
+@device_function
+def warp_greatest(value):
+    """The greatest of all lanes' int64, in each lane."""
+    for i in range(LANE_BITS):
+        value = max(value, cuda.shfl_xor_sync(uint32(ALL_LANES), value, int32(1 << i)))
+    return value
+
+
+@device_function
+def warp_cumulated(value):
+    """The sum of this lane's int64 and of those of the lanes before it."""
+    lane = int32(cuda.threadIdx.x) % WARP
+    for i in range(LANE_BITS):
+        before = cuda.shfl_up_sync(uint32(ALL_LANES), value, int32(1 << i))
+        value += before if lane >= 1 << i else int64(0)
+    return value

@@ -1,0 +1,163 @@
+"""Device: one NVIDIA card, a stream of work on it, and its memory. Everything that CUDA's driver is asked goes through.
+
+Arrays on the device are flat. Work is queued and done in order; `read` waits for it.
+"""
+
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
+
+__all__ = ["Device", "DeviceError", "card"]
+
+# What a block may have without being granted more.
+USUAL_SHARED_BYTES = 48 << 10
+
+
+@functools.cache
+def card() -> "Device":
+    """The card that all models of this process share. DeviceError if there is none that will do."""
+    return Device()
+
+
+class Device:
+    """The first card that the driver shows. DeviceError if there is none, or no driver, or no numba-cuda."""
+
+    def __init__(self):
+        need_driver()
+        from numba import cuda
+        from numba.cuda.core import config
+
+        config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids, as it should
+
+        self._cuda = cuda
+        self._lock = threading.RLock()  # what one thread captures, another must not add to
+        self._stream = cuda.stream()
+        self._granted: dict[Any, int] = {}  # bytes of shared memory, by kernel
+        self.multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT
+
+    def free_bytes(self) -> int:
+        return self._cuda.current_context().get_memory_info().free
+
+    def array(self, values: np.ndarray) -> Any:
+        """A flat copy on the device. An empty one has an element, as there are no pointers to nothing."""
+        array = self.zeros((max(values.size, 1),), values.dtype)
+        self.write(array, values)
+        return array
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Zeros, flat. MemoryError if the card has no room for them."""
+        from numba.cuda.cudadrv.driver import CudaAPIError, device_memset
+
+        size = math.prod(shape)
+        with self._lock:
+            try:
+                array = self._cuda.device_array(size, dtype, stream=self._stream)
+            except CudaAPIError as error:
+                raise MemoryError(f"the card cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
+            device_memset(array, 0, array.nbytes, self._stream)
+        return array
+
+    def write(self, target: Any, values: np.ndarray) -> None:
+        """Copy values to the front of an array; they may change as soon as this returns."""
+        if values.size:
+            with self._lock:
+                target[: values.size].copy_to_device(np.ascontiguousarray(values).ravel(), self._stream)
+
+    def read(self, source: Any) -> np.ndarray:
+        with self._lock:
+            values = source.copy_to_host(stream=self._stream)
+            self._stream.synchronize()
+        return values
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int | Sequence[int],
+        threads: int,
+        *arguments: Any,
+        shared_bytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        """Queue a kernel. Python's numbers arrive as int32 and float32.
+
+        cooperative: its blocks wait for one another. Numba sees that by itself, by `run_all_blocks_at_once`.
+        """
+        arguments = tuple(map(_narrowed, arguments))
+        grid = (grid,) if isinstance(grid, int) else tuple(grid)
+        with self._lock:
+            if shared_bytes > self._granted.get(kernel, USUAL_SHARED_BYTES):
+                self._grant(kernel, arguments, shared_bytes)
+            kernel[grid, threads, self._stream, shared_bytes](*arguments)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What `run` would queue, as a CUDA graph: a function that queues all of it at once.
+
+        `run` launches kernels that have run before, and does nothing else.
+        """
+        from cuda.bindings import driver
+
+        stream = driver.CUstream(int(self._stream))
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        # Numba may give memory back at any time, which a capture does not bear.
+        with self._lock, self._cuda.defer_cleanup():
+            _checked(driver.cuStreamBeginCapture(stream, mode))
+            try:
+                run()
+            finally:
+                graph = _checked(driver.cuStreamEndCapture(stream))
+            executable = _checked(driver.cuGraphInstantiate(graph, 0))
+            _checked(driver.cuGraphDestroy(graph))
+        return CapturedWork(executable, stream, self._lock)
+
+    def synchronize(self) -> None:
+        with self._lock:
+            self._stream.synchronize()
+
+    def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+        from numba import typeof
+
+        function = kernel.compile(tuple(map(typeof, arguments)))._codelibrary.get_cufunc()
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        device = _checked(driver.cuCtxGetDevice())
+        _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, device))
+        self._granted[kernel] = shared_bytes
+
+
+class CapturedWork:
+    """A CUDA graph; called, it is queued. It is given back with the last reference."""
+
+    def __init__(self, executable: Any, stream: Any, lock: threading.RLock):
+        from cuda.bindings import driver
+
+        self._launch, self._executable, self._stream, self._lock = driver.cuGraphLaunch, executable, stream, lock
+        weakref.finalize(self, driver.cuGraphExecDestroy, executable)
+
+    def __call__(self) -> None:
+        with self._lock:
+            _checked(self._launch(self._executable, self._stream))
+
+
+def _narrowed(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return type(argument)(*map(_narrowed, argument))
+    if isinstance(argument, bool | np.generic):
+        return argument
+    if isinstance(argument, int):
+        return np.int32(argument)
+    return np.float32(argument) if isinstance(argument, float) else argument
+
+
+def _checked(answer: tuple) -> Any:
+    """The driver's answer; its first part says whether it worked."""
+    error, *values = answer
+    if error.value:
+        raise RuntimeError(f"CUDA's driver says {error.name}.")
+    return values[0] if values else None

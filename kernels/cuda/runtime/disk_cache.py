@@ -1,0 +1,77 @@
+"""Compiled kernels on disk, so that only the first process on a machine compiles.
+
+numba-cuda's own cache looks at a kernel's file alone and would keep stale callees; and what closes over another
+function misses it in every process. Here a kernel is known by its name and all that its factory made it of, in a folder
+that is named by all sources.
+"""
+
+import functools
+import hashlib
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
+
+SOURCES = Path(__file__).resolve().parents[1]
+COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
+
+
+class DiskCache:
+    """What numba-cuda asks before it compiles a kernel, and tells when it has."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """The compiled kernel for arguments of these types, or None."""
+        from numba.cuda.dispatcher import _Kernel
+
+        try:
+            return _Kernel._rebuild(**pickle.loads(self._path(signature).read_bytes()))
+        except Exception:  # absent, or of no use for whatever reason: it is compiled, and written again
+            return None
+
+    def save_overload(self, signature: Any, kernel: Any) -> None:
+        from numba.cuda.serialize import dumps
+
+        try:
+            path = self._path(signature)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(dumps(kernel._reduce_states()))
+            part.replace(path)
+        except Exception:  # a full disk, say: the next process compiles again
+            return
+
+    def flush(self) -> None:
+        """There is nothing to forget: a file that is there is right."""
+
+    def _path(self, signature: Any) -> Path:
+        from numba import cuda
+
+        capability = cuda.get_current_device().compute_capability
+        known = f"{describe(self._function)} {signature} {tuple(capability)}"
+        name = hashlib.sha256(known.encode()).hexdigest()[:24]
+        return folder() / f"{self._function.__name__}-{name}.kernel"
+
+
+def describe(function: Callable) -> str:
+    """A function's name and place, and in brackets the constants and functions that it closes over."""
+    held = [_describe_value(cell.cell_contents) for cell in function.__closure__ or ()]
+    place = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+    return f"{place}({', '.join(held)})"
+
+
+def _describe_value(value: Any) -> str:
+    return describe(value.py_func) if hasattr(value, "py_func") else repr(value)
+
+
+@functools.cache
+def folder() -> Path:
+    """The folder of this build: its name stands for all sources and the compilers."""
+    build = [metadata.version(name) for name in COMPILERS], sys.version
+    return find_folder(f"cuda-{fingerprint_of(SOURCES, build)}").path

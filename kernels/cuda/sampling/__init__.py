@@ -1,0 +1,1 @@
+"""From rows of logits to tokens on the device. May import runtime."""

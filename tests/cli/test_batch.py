@@ -1,0 +1,407 @@
+"""`python -m tinygpt generate --input`: every line checked first, records as they finish, runs continued."""
+
+import io
+import json
+import os
+import re
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from support.paths import DEMO
+from tinygpt import LLM, SamplingParams
+from tinygpt.cli import batch
+from tinygpt.cli import main as cli
+
+LINES = [
+    {"id": "fox", "prompt": "The fox", "max_tokens": 12},
+    {"prompt": "It was", "seed": 3, "n": 2},
+    {"id": 17, "prompt": [11, 275, 590], "temperature": 0.0, "logprobs": 2},
+    {"id": "é", "prompt_token_ids": [], "stop": ["the", "."]},
+]
+IDS = ["fox", 2, 17, "é"]
+FLAGS = ["--max-tokens", "6", "--seed", "5"]
+
+
+class Batch:
+    """A folder with prompts.jsonl and, once it has run, out.jsonl."""
+
+    def __init__(self, folder, capsys):
+        self.input, self.output, self.capsys = folder / "prompts.jsonl", folder / "out.jsonl", capsys
+        self.write(LINES)
+
+    def write(self, lines):
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        self.input.write_text("\n".join(texts) + "\n", encoding="utf-8")
+
+    def run(self, *flags, output=True):
+        target = ["--output", str(self.output)] if output else []
+        code = cli.main(["generate", "--input", str(self.input), *target, *FLAGS, *flags])
+        self.out, self.err = self.capsys.readouterr()
+        return code
+
+    def records(self):
+        return read_records(self.output.read_text(encoding="utf-8"))
+
+
+def read_records(text):
+    """The records by their ids, without their times."""
+    records = [json.loads(line) for line in text.splitlines()]
+    by_id = {record["id"]: {k: v for k, v in record.items() if k != "metrics"} for record in records}
+    assert len(by_id) == len(records)
+    return by_id
+
+
+def record(record_id, prompt, model="demo", dtype="float32") -> bytes:
+    """A line of an earlier run's output."""
+    fields = {"id": record_id, "model": model, "dtype": dtype, "prompt": prompt, "prompt_token_ids": [1]}
+    return json.dumps(fields).encode() + b"\n"
+
+
+@pytest.fixture
+def jobs(tmp_path, capsys):
+    return Batch(tmp_path, capsys)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fail as soon as a model is loaded."""
+
+    def load(*arguments):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(batch.loading, "load_llm", load)
+
+
+def test_records_are_what_generate_returns(jobs):
+    assert jobs.run() == 0
+    records = jobs.records()
+    assert sorted(records, key=str) == sorted(IDS, key=str)
+    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
+    with LLM("demo") as llm:
+        for record_id, line in zip(IDS, LINES, strict=True):
+            prompt = line.get("prompt", line.get("prompt_token_ids"))
+            fields = {name: value for name, value in line.items() if name not in ("id", "prompt", "prompt_token_ids")}
+            output = llm.generate([prompt], SamplingParams(**{**base, **fields}))[0]
+            samples = json.loads(json.dumps([vars(sample) for sample in output.outputs]))
+            assert records[record_id]["outputs"] == samples
+            assert records[record_id]["prompt_token_ids"] == output.prompt_token_ids
+            assert records[record_id]["prompt"] == output.prompt
+            assert (records[record_id]["model"], records[record_id]["dtype"]) == ("demo", "float32")
+    assert jobs.out == ""
+    assert re.fullmatch(r"tinygpt: 4 prompts, \d+ tokens in [\d.]+ s, [\d.]+ tokens/s, seeds .*\n", jobs.err)
+
+
+def test_without_output_records_go_to_stdout(jobs):
+    jobs.run()
+    assert jobs.run(output=False) == 0
+    assert read_records(jobs.out) == jobs.records()
+
+
+def test_drawn_seeds_are_in_the_records_and_repeat_them(jobs):
+    jobs.write([{"prompt": "The fox"}, {"prompt": "The fox"}])
+    cli.main(["generate", "--input", str(jobs.input), "--output", str(jobs.output), "--max-tokens", "8"])
+    first, second = (record["outputs"] for record in jobs.records().values())
+    assert first[0]["seed"] != second[0]["seed"]
+    assert max(first[0]["seed"], second[0]["seed"]) < 2**53  # exact in any JSON reader
+    jobs.write([{"prompt": "The fox", "seed": first[0]["seed"], "max_tokens": 8}])
+    jobs.run(output=False)
+    assert read_records(jobs.out[jobs.out.index('{"id"') :])[1]["outputs"] == first
+
+
+def test_blank_lines_hold_no_prompt_but_count(jobs):
+    jobs.write(["", json.dumps({"prompt": "a"}), "  ", json.dumps({"prompt": "b"}), "\r"])
+    assert jobs.run() == 0
+    assert set(jobs.records()) == {2, 4}
+
+
+def test_an_empty_file_gives_no_records(jobs, no_model):
+    jobs.write([])
+    assert jobs.run() == 0
+    assert jobs.output.read_bytes() == b""
+
+
+# --- continued
+
+
+def test_a_second_run_does_nothing(jobs, monkeypatch):
+    jobs.run()
+    before = jobs.output.read_bytes()
+    monkeypatch.setattr(batch.loading, "load_llm", None)
+    assert jobs.run() == 0
+    assert "4 of 4 prompts skipped" in jobs.err
+    assert jobs.output.read_bytes() == before
+
+
+def test_an_interrupted_run_is_continued(jobs, monkeypatch):
+    jobs.run("--max-num-seqs", "2")
+    whole = jobs.records()
+    jobs.output.unlink()
+    written = []
+
+    def record_line(*arguments):
+        assert jobs.output.read_bytes().count(b"\n") == len(written)  # each is in the file at once
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(arguments[0])
+        return batch_line(*arguments)
+
+    batch_line = batch.record_line
+    with monkeypatch.context() as patched:
+        patched.setattr(batch, "record_line", record_line)
+        assert jobs.run("--max-num-seqs", "2") == 130
+    assert list(jobs.records()) == written
+    assert jobs.run("--max-num-seqs", "2") == 0
+    assert "2 of 4 prompts skipped" in jobs.err
+    assert jobs.records() == whole
+
+
+def test_a_record_half_written_is_made_again(jobs):
+    jobs.run()
+    whole, data = jobs.records(), jobs.output.read_bytes()
+    second = data.index(b"\n") + 1
+    third = data.index(b"\n", second) + 1
+    for cut in (1, second - 1, second, second + 1, second + 9, second + 40, third - 1):
+        jobs.output.write_bytes(data[:cut])
+        assert jobs.run() == 0
+        assert f"{4 - (cut >= second)} prompts, " in jobs.err
+        assert jobs.records() == whole
+
+
+def test_an_added_prompt_is_answered(jobs):
+    jobs.run()
+    before = jobs.output.read_bytes()
+    jobs.write([*LINES, {"prompt": "One more"}])
+    assert jobs.run() == 0
+    assert jobs.output.read_bytes().startswith(before)
+    assert set(jobs.records()) == {*IDS, 5}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"my only copy", "line 1 of --output"),
+        (b"some notes\n", "line 1 of --output"),
+        (b'{"id": "fox"}\n', "line 1 of --output"),
+        (b'[{"id": "fox"}]\n', "line 1 of --output"),
+        (b'{"id": [], "prompt": "", "prompt_token_ids": []}\n', "line 1 of --output"),
+        (b'{"id": ' + b"[" * 100_000 + b"\n", "line 1 of --output"),
+        (b'{"id": "fox", "prompt": "The fox", "prompt_token_ids": [1]}\n', "no record of an earlier run"),
+        (record("fox", "The cat"), "another prompt"),
+        (record("cat", "The cat"), "line 1 of --output {} answers id 'cat', which --input does not have"),
+        (record("fox", "The fox", model="gpt2"), "was made by model gpt2 and --model is demo"),
+        (
+            record(2, "It was") + record("fox", "The fox", dtype="int8"),
+            "line 2 of --output {} was made with dtype int8",
+        ),
+    ],
+)
+def test_a_file_with_anything_else_is_left_alone(jobs, no_model, content, says):
+    jobs.output.write_bytes(content)
+    assert jobs.run() == 2
+    assert says.format(jobs.output) in jobs.err
+    assert jobs.output.read_bytes() == content
+
+
+def test_a_folder_may_be_spelled_in_several_ways(jobs, monkeypatch):
+    assert jobs.run("--model", str(DEMO)) == 0
+    monkeypatch.chdir(DEMO.parent)
+    assert jobs.run("--model", "./demo/") == 0
+    assert f"{len(LINES)} of {len(LINES)} prompts skipped" in jobs.err
+    assert jobs.run("--model", str(DEMO.parent)) == 2
+
+
+def test_records_of_another_dtype_are_left_alone(jobs, no_model):
+    content = b"".join(record(line.get("id", 2), line.get("prompt", ""), dtype="int8") for line in LINES[:3])
+    jobs.output.write_bytes(content)
+    assert jobs.run("--dtype", "bfloat16") == 2
+    assert "was made with dtype int8 and not bfloat16: give --dtype int8, or" in jobs.err
+    assert jobs.output.read_bytes() == content
+
+
+def test_auto_must_come_to_the_dtype_of_the_records(jobs):
+    content = record("fox", "The fox", dtype="int8")
+    jobs.output.write_bytes(content)
+    assert jobs.run() == 2
+    assert "were made with dtype int8 and this run has float32: give --dtype int8, or" in jobs.err
+    assert jobs.output.read_bytes() == content
+
+
+# --- refused
+
+
+BAD = [
+    ("not json", "not JSON"),
+    ('{"prompt": "unfinished', "not JSON"),
+    ('{"prompt": "a", "top_k": ' + "[" * 100_000, "not JSON"),
+    ('["a"]', "a JSON object"),
+    ({"id": "x"}, "one field prompt"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, "one field prompt"),
+    ({"prompt": 5}, "prompt is 5"),
+    ({"prompt": "a", "topk": 5}, "did you mean 'top_k'"),
+    ({"prompt": "a", "self": 5}, "unknown sampling field 'self'"),
+    ({"prompt": "a", "temperature": -1}, "temperature=-1"),
+    ('{"prompt": "a", "top_p": NaN}', "top_p=nan"),
+    ({"prompt": "a", "id": 1.5}, "id is 1.5"),
+    ({"prompt": "a", "id": True}, "id is true"),
+    ({"prompt": "a", "id": "\ud800"}, "id is"),
+    ({"prompt": "a", "id": "fox"}, "id 'fox' is already that of line 1"),
+    ({"prompt": "a", "id": 2}, "id 2 is already that of line 2"),
+]
+
+
+def test_every_bad_line_is_listed_before_any_work(jobs, no_model):
+    jobs.write([*LINES[:2], *(line for line, _ in BAD)])
+    assert jobs.run() == 2
+    problems = jobs.err.splitlines()
+    assert problems[0].startswith(f"tinygpt: error: {len(BAD)} lines of ")
+    assert len(problems) == len(BAD) + 1
+    for number, (problem, (_, says)) in enumerate(zip(problems[1:], BAD, strict=True), 3):
+        assert problem.startswith(f"  line {number}: ")
+        assert says in problem
+    assert not jobs.output.exists()
+
+
+def test_a_line_that_is_not_utf8(jobs, no_model):
+    jobs.input.write_bytes(b'{"prompt": "caf\xe9"}\n')
+    assert jobs.run() == 2
+    assert "line 1: not JSON" in jobs.err
+
+
+def test_a_long_list_of_bad_lines_is_cut(jobs, no_model):
+    jobs.write(["x"] * 50)
+    assert jobs.run() == 2
+    assert "50 lines" in jobs.err
+    assert jobs.err.endswith("and 30 more\n")
+    assert len(jobs.err.splitlines()) == 22
+
+
+def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):
+    jobs.write(
+        [
+            {"prompt": "fine"},
+            {"prompt": "long", "max_tokens": 600},
+            {"prompt": [8193]},
+            {"prompt": ["a"]},
+            {"prompt": "half \ud800"},
+        ]
+    )
+    assert jobs.run() == 2
+    says = ["512 positions", "token id 8193", "'a' where a token id", "lone surrogate"]
+    problems = jobs.err.splitlines()[1:]
+    assert len(problems) == len(says)
+    for number, (problem, text) in enumerate(zip(problems, says, strict=True), 2):
+        assert problem.startswith(f"  line {number}: ")
+        assert text in problem
+    assert jobs.output.read_bytes() == b""
+
+
+def test_flags_are_checked_once_for_all(jobs, no_model):
+    assert jobs.run("--top-k", "-1") == 2
+    assert jobs.err.startswith("tinygpt: error: top_k=-1")
+
+
+def test_output_must_not_be_the_input(jobs, no_model):
+    jobs.output = jobs.input.parent / "." / "prompts.jsonl"
+    before = jobs.input.read_bytes()
+    assert jobs.run() == 2
+    assert "the file of --input" in jobs.err
+    assert jobs.input.read_bytes() == before
+
+
+def test_the_output_folder_must_exist(jobs, no_model):
+    jobs.output = jobs.input.parent / "absent" / "out.jsonl"
+    assert jobs.run() == 2
+    assert "does not exist" in jobs.err
+
+
+def test_an_output_that_cannot_be_written_to(jobs, no_model):
+    jobs.output = jobs.input.parent
+    assert jobs.run() == 1
+    assert jobs.err.startswith("tinygpt: error: ")
+    assert str(jobs.output) in jobs.err
+
+
+def test_an_input_that_is_not_there(jobs, no_model):
+    jobs.input.unlink()
+    assert jobs.run() == 2
+    assert "prompts.jsonl cannot be read" in jobs.err
+    assert not jobs.output.exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_reported(jobs):
+    jobs.output = jobs.input.parent.__class__("/dev/full")
+    assert jobs.run() == 1
+    assert "No space left" in jobs.err
+
+
+# --- progress
+
+
+def test_a_terminal_shows_a_progress_bar(jobs, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert jobs.run() == 0
+    assert "4/4" in terminal.getvalue()
+
+
+def test_lines_take_every_field(jobs):
+    """As JSON spells them: token ids of logit_bias are texts there."""
+    lines = [
+        {"prompt": "The fox", "logit_bias": {"11": -5, "13": 2.5}, "repetition_penalty": 1.2, "min_p": 0.1},
+        {"prompt": "The fox", "temperature": 0, "num_beams": 3, "n": 2, "early_stopping": "never"},
+        {"prompt": "The fox", "repetition_detection": {"max_pattern_size": 2, "min_count": 3}, "bad_words": ["the"]},
+        {"prompt": "The fox", "prompt_logprobs": 1, "logprobs_mode": "processed", "logprobs": 0},
+        {"prompt": "The fox", "prompt_embeds": [[0.5] * 256] * 3, "top_p_rule": "openai", "typical_p": 0.9},
+    ]
+    jobs.write(lines)
+    assert jobs.run() == 0
+    records = jobs.records()
+    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
+    lines[0]["logit_bias"] = {11: -5, 13: 2.5}
+    with LLM("demo") as llm:
+        for number, line in enumerate(lines, 1):
+            params = SamplingParams(**{**base, **{name: line[name] for name in line if name != "prompt"}})
+            (output,) = llm.generate("The fox", params)
+            expected = json.loads(json.dumps([vars(sample) for sample in output.outputs]))
+            assert records[number]["outputs"] == expected
+            assert records[number]["prompt_logprobs"] == json.loads(json.dumps(output.prompt_logprobs))
+
+
+def test_a_bias_for_what_is_no_token_id_is_refused(jobs, no_model):
+    jobs.write([{"prompt": "The fox", "logit_bias": {"eleven": 1}}])
+    assert jobs.run() == 2
+    assert "line 1: logit_bias=" in jobs.err
+
+
+def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):
+    ids = [11] * 40
+    jobs.write([{"prompt": ids}, {"prompt": [5]}, {"prompt": ids, "overflow": "slide"}])
+    flags = ["--max-model-len", "32", "--overflow", "truncate"]
+    assert jobs.run(*flags) == 0
+    assert "tinygpt: 2 prompts not read from the beginning" in jobs.err
+    records = jobs.records()
+    assert [records[i]["num_truncated_tokens"] for i in (1, 2, 3)] == [14, 0, 16]
+    monkeypatch.setattr(batch.loading, "load_llm", None)  # all are answered: the whole prompts are in the records
+    assert jobs.run(*flags) == 0
+
+
+def test_soft_prompts_are_for_all_lines_or_chosen_by_name(jobs, tmp_path):
+    paths = {}
+    for name in ("one", "two"):
+        embeds = np.random.default_rng(len(paths)).normal(size=(4, 256)).astype(np.float32)
+        paths[name] = tmp_path / f"{name}.safetensors"
+        save_file({"prompt_embeddings": embeds}, paths[name])
+    jobs.write([{"prompt": "The"}, {"prompt": "The", "soft_prompt": "two"}, {"prompt": "The", "soft_prompt": None}])
+    flags = [flag for name, path in paths.items() for flag in ("--soft-prompt", f"{name}={path}")]
+    assert jobs.run("--logprobs", "0", *flags) == 0
+    records = jobs.records()
+    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5, "logprobs": 0}
+    with LLM("demo", soft_prompts=paths) as llm:
+        for number, name in enumerate(("one", "two", None), 1):
+            (sample,) = llm.generate("The", SamplingParams(**base, soft_prompt=name))[0].outputs
+            assert records[number]["outputs"] == json.loads(json.dumps([vars(sample)]))

@@ -1,0 +1,396 @@
+"""Converted checkpoints: the same bits as packing at load, written whole or not at all, refused where damaged."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import tiny_checkpoint
+from support.paths import ROOT
+from tinygpt import LLM, SamplingParams
+from tinygpt.cli import main as cli
+from tinygpt.config import DTYPES
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.kernels.cpu import packed
+from tinygpt.kernels.cpu import params as load
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, open_checkpoint, write_packed
+
+IDS = [3, 1, 4, 1, 5, 9]
+SHAPES = {  # of models; the first is smaller than one panel, and no size of it is a whole number of anything
+    "tiny": {},
+    "untied": {"tie_word_embeddings": False},
+}
+
+
+def tiny_source(folder: Path, shape: str = "tiny") -> Path:
+    tensors = tiny_checkpoint.random_tensors()
+    if shape == "untied":
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"][::-1].copy()
+    return tiny_checkpoint.write_checkpoint(folder, tensors, **SHAPES[shape])
+
+
+def converted(source, target: Path, dtype: str) -> Path:
+    assert cli.main(["convert", str(source), str(target), "--dtype", dtype]) == 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny_source(tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def demo_int8(tmp_path_factory):
+    return converted("demo", tmp_path_factory.mktemp("demo") / "int8", "int8")
+
+
+@pytest.fixture
+def tiny_int8(source, tmp_path):
+    return converted(source, tmp_path / "int8", "int8")
+
+
+def header_of(file: Path) -> tuple[dict, int]:
+    """A safetensors file's header, and where its data starts."""
+    data = file.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    return json.loads(data[8 : 8 + size]), 8 + size
+
+
+def rewrite(file: Path, change) -> None:
+    """Put `change(header)` in front of the file's data."""
+    header, start = header_of(file)
+    data = file.read_bytes()[start:]
+    text = json.dumps(change(header) or header).encode()
+    text += b" " * (-(8 + len(text)) % BOUNDARY)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+# The same bits.
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, shape):
+    source = tiny_source(tmp_path / "source", shape)
+    expected = packed.arrays_of(load.load_params(Checkpoint.open(source), dtype))
+    checkpoint = open_checkpoint(converted(source, tmp_path / "converted", dtype))
+    layout = packed.layout_of(checkpoint.config, dtype, checkpoint.tied)
+    found = checkpoint.arrays(layout, packed.PACKING)
+    assert (checkpoint.dtype, checkpoint.tied) == (dtype, shape == "tiny")
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert (array.dtype, array.shape) == (expected[name].dtype, expected[name].shape), name
+        assert array.tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_params_come_back_whole(tmp_path, shape):
+    """Every field, those that are computed included: nothing depends on where the weights came from."""
+    source = tiny_source(tmp_path / "source", shape)
+    params = load.load_params(Checkpoint.open(source), "int8")
+    back = packed.params_of(packed.arrays_of(params), Checkpoint.open(source).config, "int8")
+    assert (back.wte is back.lm_head) == (params.wte is params.lm_head) == (shape == "tiny")
+    for name, value in params._asdict().items():
+        found = getattr(back, name)
+        assert type(found) is type(value), name
+        pairs = zip(found, value, strict=True) if isinstance(value, tuple) else [(found, value)]
+        assert all(np.array_equal(a, b) for a, b in pairs), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_and_tokens_are_those_of_quantising_at_load(tmp_path, dtype):
+    target = converted("demo", tmp_path / "demo", dtype)
+    params = SamplingParams(max_tokens=8, temperature=0.8, top_k=40, seed=1)
+    with LLM("demo", dtype, max_num_seqs=1) as at_load, LLM(str(target), max_num_seqs=1) as mapped:
+        assert np.array_equal(at_load.logits(IDS), mapped.logits(IDS))
+        outputs = [llm.generate("Once upon a time", params)[0].outputs[0] for llm in (at_load, mapped)]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].text == outputs[1].text
+
+
+# What is written.
+
+
+def test_folder_holds_the_small_files_as_they_were(demo_int8):
+    source = Checkpoint.open("demo").path
+    copied = {"config.json", "vocab.json", "merges.txt"}
+    assert {path.name for path in demo_int8.iterdir()} == copied | {PACKED_FILE}
+    for name in copied:
+        assert (demo_int8 / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_generation_config_goes_along(source, tmp_path):
+    folder = shutil.copytree(source, tmp_path / "source")
+    tiny_checkpoint.write_json(folder / "generation_config.json", {"eos_token_id": [7, 8]})
+    target = converted(folder, tmp_path / "int8", "int8")
+    assert open_checkpoint(target).config.eos_token_ids == (7, 8)
+
+
+def test_panels_are_mapped_on_vector_boundaries(demo_int8):
+    checkpoint = open_checkpoint(demo_int8)
+    arrays = checkpoint.arrays(packed.layout_of(checkpoint.config, "int8", True), packed.PACKING)
+    _, start = header_of(demo_int8 / PACKED_FILE)
+    assert start % BOUNDARY == 0
+    for name, array in arrays.items():
+        assert array.flags.carray, name
+        assert array.nbytes % BOUNDARY or array.ctypes.data % BOUNDARY == 0, name
+        assert array.base is not None, name
+
+
+def test_the_file_is_not_written_through_its_arrays(demo_int8):
+    before = (demo_int8 / PACKED_FILE).read_bytes()
+    checkpoint = open_checkpoint(demo_int8)
+    arrays = checkpoint.arrays(packed.layout_of(checkpoint.config, "int8", True), packed.PACKING)
+    arrays["wpe"][...] = 0
+    assert (demo_int8 / PACKED_FILE).read_bytes() == before
+
+
+def test_the_file_says_what_it_is(demo_int8):
+    metadata = header_of(demo_int8 / PACKED_FILE)[0]["__metadata__"]
+    file = demo_int8 / PACKED_FILE
+    assert metadata.pop("crc32") == f"{zlib.crc32(file.read_bytes()[header_of(file)[1] :]):08x}"
+    packing = {name: str(number) for name, number in packed.PACKING.items()}
+    about = {"format": "tinygpt packed weights", "version": "2", "dtype": "int8", "tied": "true", "source": "demo"}
+    about |= {"vocab_size": "8193"}
+    assert metadata == about | packing
+
+
+def test_any_safetensors_reader_can_read_it(demo_int8):
+    from safetensors import safe_open
+
+    with safe_open(demo_int8 / PACKED_FILE, framework="numpy") as file:
+        assert np.isfinite(file.get_tensor("wpe")).all()
+
+
+def test_a_disk_that_loses_bits_is_noticed(tmp_path, monkeypatch):
+    from tinygpt.weights.stored import packed as module
+
+    read = module.read_safetensors
+
+    def flip_then_read(path):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return read(path)
+
+    monkeypatch.setattr(module, "read_safetensors", flip_then_read)
+    with pytest.raises(CheckpointError, match="does not read as it was written"):
+        write_packed(tmp_path, {"x": np.ones(4, np.float32)}, {})
+
+
+# The command.
+
+
+def test_sizes_and_progress_are_reported(source, tmp_path, capsys):
+    converted(source, tmp_path / "int8", "int8")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "packing" in err
+    assert "writing" in err
+    assert f"--model {tmp_path / 'int8'}" in err
+
+
+@pytest.mark.parametrize("there", ["a file", "a folder", "a converted checkpoint"])
+def test_what_is_there_stays(source, tmp_path, there, capsys):
+    target = tmp_path / "target"
+    if there == "a file":
+        target.write_text("mine")
+    elif there == "a folder":
+        target.mkdir()
+        (target / "mine").write_text("mine")
+    else:
+        converted(source, target, "int8")
+    before = {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()}
+    assert cli.main(["convert", str(source), str(target)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()} == before
+
+
+def test_an_empty_folder_is_filled(source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert open_checkpoint(converted(source, tmp_path / "empty", "int8")).dtype == "int8"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["./nowhere", "{tmp}/x"], 1, "nowhere"),
+        (["demo", "{tmp}/no/such/folder"], 2, "create it first"),
+        (["{int8}", "{tmp}/x"], 2, "converted already"),
+        (["demo", "{tmp}/x", "--threads", "0"], 2, "threads is 0"),
+    ],
+)
+def test_what_cannot_be_converted(demo_int8, tmp_path, capsys, arguments, code, says):
+    arguments = [word.format(tmp=tmp_path, int8=demo_int8) for word in arguments]
+    assert cli.main(["convert", *arguments]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("tinygpt: error: ")
+    assert says in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_convert_leaves_nothing(source, tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copyfile", interrupted)
+    assert cli.main(["convert", str(source), str(tmp_path / "int8")]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_convert_leaves_no_checkpoint(source, tmp_path):
+    """Killed just before it would be done: what it leaves does not have the name of the checkpoint."""
+    script = (
+        "import os, pathlib, sys; from tinygpt import cli;"
+        "pathlib.Path.rename = lambda *_: os._exit(9); cli.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", script, "convert", str(source), str(tmp_path / "int8")]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 9
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("int8.partial-")
+    converted(source, tmp_path / "int8", "int8")
+
+
+# What an LLM takes.
+
+
+def test_auto_is_the_checkpoints_own_dtype(tiny_int8, source):
+    for model, expected in ((tiny_int8, "Int8Weight"), (source, "Float32Weight")):
+        with LLM(str(model), max_num_seqs=1) as llm:
+            assert type(llm._engine._params.c_fc).__name__ == expected
+    with LLM(str(tiny_int8), dtype="int8", max_num_seqs=1) as llm:
+        assert llm.logits([1, 2]).shape == (2, tiny_checkpoint.V)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+def test_another_dtype_is_refused_by_name(tiny_int8, dtype):
+    with pytest.raises(RequestError, match=f"dtype is '{dtype}' and .* is converted to 'int8'"):
+        LLM(str(tiny_int8), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_reference_refuses_it_by_name(tiny_int8, dtype):
+    with pytest.raises(RequestError, match="converted for device 'cpu' and device is 'reference'"):
+        LLM(str(tiny_int8), dtype=dtype, device="reference")
+
+
+# Damaged and foreign files.
+
+
+def cut(file: Path, keep: int) -> None:
+    file.write_bytes(file.read_bytes()[:keep])
+
+
+def set_metadata(**fields):
+    return lambda file: rewrite(file, lambda header: header["__metadata__"].update(fields))
+
+
+def rename_tensor(file: Path) -> None:
+    rewrite(file, lambda header: {("wpf" if name == "wpe" else name): entry for name, entry in header.items()})
+
+
+def reshape_tensor(file: Path) -> None:
+    def change(header):
+        header["wpe"]["shape"] = header["wpe"]["shape"][::-1]
+
+    rewrite(file, change)
+
+
+def retype_tensor(file: Path) -> None:
+    def change(header):
+        header["wpe"]["dtype"] = "I32"
+
+    rewrite(file, change)
+
+
+def flip_bit(position: int):
+    """Of the data, from its start or, below 0, its end."""
+
+    def change(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[(header_of(file)[1] if position >= 0 else 0) + position] ^= 1
+        file.write_bytes(data)
+
+    return change
+
+
+def shift_data(file: Path) -> None:
+    """Valid safetensors, but the data does not start where vectors can be loaded."""
+    header, start = header_of(file)
+    data = file.read_bytes()[start:]
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % BOUNDARY + 4)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def replace_by_plain(file: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"wpe": np.zeros((2, 2), np.float32)}, file)
+
+
+def other_config(file: Path) -> None:
+    tiny_checkpoint.write_config(file.parent, n_inner=280)
+
+
+def other_vocabulary(file: Path) -> None:
+    tiny_checkpoint.write_config(file.parent, vocab_size=12)
+
+
+DAMAGE = {
+    "empty": (lambda file: cut(file, 0), "is empty"),
+    "cut in the header": (lambda file: cut(file, 100), "not a whole safetensors file"),
+    "cut in the data": (lambda file: cut(file, file.stat().st_size - 1), "not a whole safetensors file"),
+    "too long": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "not a whole safetensors file"),
+    "no file of ours": (replace_by_plain, "not made by tinygpt's convert"),
+    "another format": (set_metadata(format="gguf"), "not made by tinygpt's convert"),
+    "another version": (set_metadata(version="1"), "version 1 .* reads version 2"),
+    "another panel": (set_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
+    "another group": (set_metadata(group="32"), "its group is 32"),
+    "another packing": (set_metadata(packing="0"), "its packing is 0"),
+    "another dtype": (set_metadata(dtype="int4"), "c_fc.group_scales is missing(.|\n)*c_fc.scales is unexpected"),
+    "no dtype": (set_metadata(dtype="int2"), "damaged metadata"),
+    "no tie": (set_metadata(tied="maybe"), "damaged metadata"),
+    "another tie": (set_metadata(tied="false"), "wte.panels is missing"),
+    "a tensor renamed": (rename_tensor, "wpe is missing(.|\n)*wpf is unexpected"),
+    "a tensor reshaped": (reshape_tensor, r"wpe is float32 \(8, 6\) and should be float32 \(6, 8\)"),
+    "a tensor retyped": (retype_tensor, "wpe is I32"),
+    "shifted": (shift_data, "c_attn.panels does not start on its boundary"),
+    "a bit flipped at the start": (flip_bit(0), "is damaged, its data does not have the checksum"),
+    "a bit flipped inside": (flip_bit(1000), "is damaged, its data does not have the checksum"),
+    "a bit flipped at the end": (flip_bit(-1), "is damaged, its data does not have the checksum"),
+    "another checksum": (set_metadata(crc32="00000000"), "is damaged, its data does not have the checksum"),
+    "another config": (other_config, r"c_fc_bias is float32 \(2, 20\) and should be float32 \(2, 280\)"),
+    "another vocabulary": (other_vocabulary, "vocab_size is 11 and 12 is asked for"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_refused_with_what_to_do(tiny_int8, kind):
+    damage, says = DAMAGE[kind]
+    damage(tiny_int8 / PACKED_FILE)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        LLM(str(tiny_int8))
+    assert "python -m tinygpt convert" in str(caught.value)
+
+
+def test_one_error_lists_everything(tiny_int8):
+    rename_tensor(tiny_int8 / PACKED_FILE)
+    other_config(tiny_int8 / PACKED_FILE)
+    with pytest.raises(CheckpointError) as caught:
+        LLM(str(tiny_int8))
+    for name in ("wpe is missing", "wpf is unexpected", "c_fc_bias is", "mlp_proj.panels is"):
+        assert name in str(caught.value)
+
+
+def test_two_kinds_of_weights_in_one_folder_are_refused(tiny_int8, source):
+    shutil.copy(source / "model.safetensors", tiny_int8)
+    with pytest.raises(CheckpointError, match="holds both"):
+        PackedCheckpoint.open(tiny_int8)

@@ -1,0 +1,126 @@
+"""`python -m tinygpt doctor`: what it says of the machine is what the kernels see."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from support.paths import ROOT
+from tinygpt.cli import main as cli
+from tinygpt.cli.commands import doctor
+from tinygpt.hardware import bandwidth
+from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.cpu.simd import tiles
+
+
+@pytest.fixture
+def report(capsys, monkeypatch) -> dict:
+    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
+    assert cli.main(["doctor", "--json", "--threads", "2"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_versions_and_threads(report):
+    assert report["versions"]["numpy"] == np.__version__
+    assert report["versions"]["python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert report["threads"]["used"] == report["memory"]["threads"] == 2
+    assert report["memory"]["read_bandwidth"] == 2e9
+    assert report["threads"]["logical_cores"] == os.cpu_count()
+
+
+def test_a_package_that_is_not_there():
+    assert doctor._version_of("no-such-package-of-tinygpt") is None
+
+
+def test_kernels_follow_the_features(monkeypatch):
+    for name in ("HAS_AVX512", "HAS_BF16", "HAS_VNNI"):
+        monkeypatch.setattr(tiles, name, True)
+    assert doctor._kernels() == {
+        "float32": "AVX-512",
+        "bfloat16": "AVX-512 BF16",
+        "int8": "AVX-512 VNNI",
+        "int4": "AVX-512 VNNI",
+    }
+    for name in ("HAS_AVX512", "HAS_BF16", "HAS_VNNI"):
+        monkeypatch.setattr(tiles, name, False)
+    monkeypatch.setattr(jit, "has_feature", lambda name: name == "avx2")
+    assert doctor._kernels()["float32"] == "AVX2"
+    assert doctor._kernels()["bfloat16"].startswith("AVX2, ")
+    monkeypatch.setattr(jit, "has_feature", lambda name: False)
+    assert "slow" in doctor._kernels()["int8"]
+
+
+def test_the_cache(report):
+    folder = jit.cache_folder().path
+    assert report["cache"]["folder"] == str(folder)
+    assert report["cache"]["kernels"] == len(list(folder.rglob("*.nbc")))
+
+
+def test_sizes_of_folders(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "one").write_bytes(bytes(10))
+    (tmp_path / "inner" / "two").write_bytes(bytes(32))
+    assert doctor._size_of(tmp_path) == 42
+
+
+def test_a_driver_and_its_devices(monkeypatch):
+    class Driver:
+        def __init__(self, name):
+            self.name = name
+
+        def cuInit(self, flags):
+            return 0
+
+        def cuDriverGetVersion(self, version):
+            version._obj.value = 13010
+
+        def cuDeviceGetCount(self, count):
+            count._obj.value = 2
+
+        def cuDeviceGet(self, device, index):
+            device._obj.value = index
+
+        def cuDeviceGetName(self, name, size, device):
+            name.value = f"GPU {device.value}".encode()
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(doctor.ctypes, "WinDLL", Driver, raising=False)
+    assert doctor._cuda_driver() == {"driver": "CUDA 13.1", "devices": ["GPU 0", "GPU 1"]}
+    monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)
+    assert doctor._cuda_driver() == {"driver": None, "devices": [], "error": "cuInit returned 100"}
+
+
+def test_no_driver(monkeypatch):
+    def load(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", load)
+    monkeypatch.setattr(doctor.ctypes, "WinDLL", load, raising=False)
+    assert doctor._cuda_driver() == {"driver": None, "devices": []}
+
+
+def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
+    read, seconds = [], iter([0.0, 2.0, 2.0, 2.5, 2.5, 5.0])
+    monkeypatch.setattr(bandwidth.np, "bitwise_or", type("Or", (), {"reduce": staticmethod(read.append)}))
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(seconds))
+    assert bandwidth.read_bandwidth(3, size=8000) == 8000 / 0.5
+    assert len(read) == 9
+    assert sum(share.nbytes for share in read) == 3 * 8000
+
+
+def test_the_command_as_users_run_it():
+    command = [sys.executable, "-m", "tinygpt", "doctor", "--threads", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "7"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "OMP_NUM_THREADS 7" in lines
+    assert any(line.startswith("read_bandwidth ") and line.endswith(" GB/s") for line in lines)
+    assert {"versions", "cpu", "kernels", "blas", "cache", "gpu"} <= set(lines)
+
+
+def test_impossible_threads(capsys):
+    assert cli.main(["doctor", "--threads", "0"]) == 2
+    assert "threads is 0" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""`python -m tinygpt info`: what is in a checkpoint, and all that is wrong with one."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import tiny_checkpoint
+from support.paths import DEMO
+from tinygpt.cli import main as cli
+
+
+def info(capsys, folder: Path) -> dict:
+    assert cli.main(["info", str(folder), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tiny_checkpoint.write_checkpoint(tmp_path / "tiny")
+
+
+def test_a_checkpoint(capsys, folder):
+    report = info(capsys, folder)
+    assert report["path"] == str(folder)
+    assert report["config"]["n_embd"] == tiny_checkpoint.C
+    assert report["config"]["eos_token_ids"] == [2]
+    assert report["tied"] is True
+    assert report["converted_to"] is None
+    assert report["ignored"] == report["refused"] == []
+    assert report["tensors"].keys() == tiny_checkpoint.random_tensors().keys()
+    shape = [tiny_checkpoint.C, 3 * tiny_checkpoint.C]
+    assert report["tensors"]["transformer.h.1.attn.c_attn.weight"] == {
+        "dtype": "float32",
+        "shape": shape,
+        "size": 4 * shape[0] * shape[1],
+        "file": "model.safetensors",
+    }
+
+
+def test_a_head_of_its_own_and_ignored_tensors(capsys, tmp_path):
+    tensors = tiny_checkpoint.random_tensors()
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 6, 6), np.int16)
+    report = info(capsys, tiny_checkpoint.write_checkpoint(tmp_path / "tiny", tensors))
+    assert report["tied"] is False
+    assert report["ignored"] == ["transformer.h.0.attn.bias"]
+    assert report["tensors"]["transformer.h.0.attn.bias"]["size"] == 2 * 36
+    assert report["refused"] == []
+
+
+def test_everything_that_is_wrong_is_said_at_once(capsys, tmp_path):
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", n_head=3, activation_function="selu")
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    report = info(capsys, folder)
+    config, weights = report["refused"]
+    assert "selu" in config
+    assert "model.safetensors is not a whole safetensors file" in weights
+    assert report["config"] is report["tied"] is report["ignored"] is None
+    assert report["tensors"] == {}
+    assert "model.safetensors" in report["files"]
+    assert "no tokenizer" in report["tokenizer"]["error"]
+
+
+def test_tensors_that_are_not_the_configs(capsys, tmp_path):
+    tensors = tiny_checkpoint.random_tensors()
+    del tensors["transformer.ln_f.bias"]
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", tensors, n_positions=5)
+    report = info(capsys, folder)
+    (refused,) = report["refused"]
+    assert "missing: ln_f.bias" in refused
+    assert "wpe.weight is (6, 8)" in refused
+    assert report["config"]["n_positions"] == 5
+    assert report["tied"] is None
+    assert "transformer.wpe.weight" in report["tensors"]
+
+
+def test_hashes(capsys, folder):
+    before = info(capsys, folder)
+    content = (folder / "model.safetensors").read_bytes()
+    assert before["files"]["model.safetensors"] == {
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    (folder / "notes.txt").write_text("no part of the checkpoint")
+    moved = folder.rename(folder.with_name("moved"))
+    assert info(capsys, moved)["sha256"] == before["sha256"]
+    (moved / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert info(capsys, moved)["sha256"] != before["sha256"]
+
+
+def test_the_tokenizer(capsys, folder):
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(DEMO / name, folder / name)
+    assert info(capsys, folder)["tokenizer"] == {"vocab_size": 8193, "special_ids": [8192], "error": None}
+
+
+def test_a_converted_checkpoint_and_a_damaged_one(capsys, folder, tmp_path):
+    target = tmp_path / "int8"
+    assert cli.main(["convert", str(folder), str(target), "--dtype", "int8", "--threads", "1"]) == 0
+    report = info(capsys, target)
+    assert (report["converted_to"], report["tied"], report["refused"]) == ("int8", True, [])
+    file = target / "model.tinygpt.safetensors"
+    content = file.read_bytes()
+    file.unlink()  # another file: this one is mapped into memory
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    report = info(capsys, target)
+    assert "is damaged" in report["refused"][0]
+    assert report["tensors"]
+
+
+def test_text_groups_what_layers_share(capsys, folder):
+    assert cli.main(["info", str(folder)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "transformer.h.*.mlp.c_fc.weight float32 (8, 20) 2 x 640 B" in lines
+    assert "transformer.ln_f.bias float32 (8,) 32 B" in lines
+    assert "head tied to wte" in lines
+    assert "n_embd 8" in lines
+    assert "converted_to none" in lines
+    assert lines[-2:] == ["refused", "nothing"]
+
+
+def test_text_says_what_is_refused(capsys, folder):
+    tiny_checkpoint.write_config(folder, activation_function="selu")
+    assert cli.main(["info", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "activation_function is 'selu'" in out.partition("\nrefused\n")[2]
+    assert "unknown" in out
+
+
+def test_no_checkpoint_at_all(capsys, tmp_path):
+    assert cli.main(["info", str(tmp_path)]) == 1
+    assert "is no checkpoint" in capsys.readouterr().err

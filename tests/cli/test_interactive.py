@@ -1,0 +1,267 @@
+"""`python -m tinygpt generate --interactive`: lines in turns, on a pipe and on a terminal."""
+
+import contextlib
+import io
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.paths import ROOT
+from tinygpt import LLM, SamplingParams
+from tinygpt.cli import loading
+from tinygpt.cli import main as cli
+
+BASE = {"max_tokens": 8, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "ignore_eos": True}
+FLAGS = ["--interactive", "--max-tokens", "8", "--seed", "7", "--ignore-eos"]
+POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo") as llm:
+        yield llm
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys, llm):
+    """Runs the command in this process, with these lines on stdin and `llm` for its model."""
+
+    def run(*lines, flags=(), prompt=(), model=llm):
+        data = b"".join(line if isinstance(line, bytes) else f"{line}\n".encode() for line in lines)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        monkeypatch.setattr(loading, "load_llm", lambda args, check: (check(model), model)[1])
+        code = cli.main(["generate", *prompt, *FLAGS, *flags])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def written(llm, *lines: str, **fields) -> list[str]:
+    """What follows each line, from the library."""
+    session, texts = llm.session(), []
+    for i, line in enumerate(lines):
+        session.extend("\n" + line if i and line else line)
+        texts.append(session.generate(SamplingParams(**{**BASE, **fields}, seed=7 + i)).outputs[0].text)
+    return texts
+
+
+def test_each_line_goes_on_with_one_text(talk, llm):
+    code, out, err = talk("Once upon a time", "", "And then")
+    assert (code, out) == (0, "".join(f"{text}\n" for text in written(llm, "Once upon a time", "", "And then")))
+    assert err == "tinygpt: type a text, and :help for more; seed 7\n"
+
+
+def test_a_prompt_is_the_first_line(talk):
+    assert talk("And then", prompt=["Once", "upon"])[1] == talk("Once upon", "And then")[1]
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n"], ids=["crlf", "lf"])
+def test_the_ends_of_lines_and_of_the_input(talk, llm, end):
+    (expected,) = written(llm, " été ")
+    assert talk(f" été {end}".encode())[1] == talk(" été ".encode())[1] == expected + "\n"
+    assert talk("Once", ":quit", "never read")[1] == talk("Once")[1]
+    assert talk()[1] == ""
+
+
+def test_rewind_takes_a_turn_back_and_tries_again_otherwise(talk, llm):
+    _, out, err = talk("Once", "And then", ":rewind", "And then", ":rewind", ":rewind", ":rewind")
+    session = llm.session()
+    session.extend("Once")
+    expected = [session.generate(SamplingParams(**BASE, seed=7)).outputs[0].text]
+    for seed in (8, 9):
+        again = session.fork()
+        again.extend("\nAnd then")
+        expected.append(again.generate(SamplingParams(**BASE, seed=seed)).outputs[0].text)
+    assert out == "".join(f"{text}\n" for text in expected)
+    assert expected[1] != expected[2]
+    ending = ("Once" + expected[0])[-40:]
+    assert err.splitlines()[1:] == [
+        f"tinygpt: the text ends with {ending!r}",
+        f"tinygpt: the text ends with {ending!r}",
+        "tinygpt: the text is empty",
+        "tinygpt: there is no line to take back.",
+    ]
+
+
+def test_reset_begins_a_new_text(talk, llm):
+    _, out, _ = talk("Once upon a time", ":reset", "It was", flags=["--temperature", "0"])
+    first, second = (written(llm, line, temperature=0.0)[0] for line in ("Once upon a time", "It was"))
+    assert out == f"{first}\n{second}\n"
+
+
+def test_save_and_load(talk, llm, tmp_path):
+    path = tmp_path / "a text"
+    _, out, err = talk("Once upon a time", f":save {path}", ":reset", "It was", f":load {path}", "And then")
+    first, _, third = out.splitlines()
+    assert "13 tokens saved" in err
+    assert "13 tokens loaded: the text ends with" in err
+    session = llm.load_session(path)
+    assert session.text == "Once upon a time" + first
+    session.extend("\nAnd then")
+    assert third == session.generate(SamplingParams(**BASE, seed=9)).outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (":help", "Ctrl-C ends the sample"),
+        (":nonsense", "':nonsense' is no command: :help lists them."),
+        (":save", "':save' is no command"),
+        (":rewind 3", "':rewind 3' is no command"),
+        (":load nowhere", "nowhere cannot be read"),
+        (":save nowhere/file", "nowhere/file"),
+    ],
+)
+def test_a_command_that_goes_wrong_ends_nothing(talk, line, says):
+    code, out, err = talk(line, "Once")
+    assert code == 0
+    assert says in err
+    assert out == talk("Once")[1]
+
+
+def test_what_is_refused_leaves_the_text_as_it_was(talk, llm):
+    """A surrogate that UTF-8 cannot spell cannot come from a pipe; a line that is too long can."""
+    code, out, err = talk("Once", "word " * 600, "And then")
+    assert (code, out) == (0, "".join(f"{text}\n" for text in written(llm, "Once", "And then")))
+    assert re.search(r"the prompt has \d+ tokens .* What has been written stays: use :rewind or :reset", err)
+
+
+def test_a_text_that_slides_says_what_is_no_longer_seen(talk):
+    with LLM("demo", max_model_len=24) as small:
+        code, out, err = talk(*["a b c d e"] * 6, flags=["--overflow", "slide", "--stride", "10"], model=small)
+    assert (code, len(out.splitlines()) >= 6) == (0, True)
+    left = [int(count) for count in re.findall(r"the first (\d+) tokens of the text have left", err)]
+    assert left == sorted(set(left)) != []
+
+
+def test_a_line_that_is_no_text(talk):
+    code, out, err = talk("Once", b"caf\xe9\n")
+    assert code == 2
+    assert "line 2 of stdin is not UTF-8 text" in err
+    assert out == talk("Once")[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--n", "2"], "n is 2 and a stream has one sample"),
+        (["--best-of", "2"], "best_of is 2"),
+        (["--echo"], "--echo is not possible with --interactive"),
+        (["--input", "x"], "--input is not possible with --interactive"),
+        (["--max-tokens", "600"], "together 601"),
+    ],
+    ids=str,
+)
+def test_what_no_turn_could_do_is_refused_at_once(talk, flags, says):
+    code, out, err = talk("Once", flags=flags)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_ctrl_c_ends_the_sample_and_keeps_what_was_written(talk, llm, monkeypatch):
+    steps, step = [], LLM.step
+
+    def interrupted(self):
+        steps.append(1)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    code, out, _ = talk("Once", "And then")
+    monkeypatch.setattr(LLM, "step", step)
+    session = llm.session()
+    session.extend("Once")
+    session.generate(SamplingParams(**{**BASE, "max_tokens": 3}, seed=7))
+    first = session.text.removeprefix("Once")
+    session.extend("\nAnd then")
+    assert (code, out) == (0, f"{first}\n{session.generate(SamplingParams(**BASE, seed=8)).outputs[0].text}\n")
+    assert llm._engine.scheduler.running == []
+
+
+class Terminal:
+    """A process whose stdin, stdout and stderr are a terminal."""
+
+    def __init__(self, *flags):
+        import pty
+
+        self.screen, child = pty.openpty()
+        command = [sys.executable, "-m", "tinygpt", "generate", *FLAGS, *flags]
+        environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
+        options = {"stdin": child, "stdout": child, "stderr": child, "start_new_session": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
+        os.close(child)
+        self.shown = ""
+
+    def read_until(self, text: str) -> str:
+        """What is shown up to `text`, from where this ended before."""
+        deadline = time.monotonic() + 60
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self.screen], [], [], 1)[0]:
+                self.shown += os.read(self.screen, 4096).decode(errors="replace")
+        before, _, self.shown = self.shown.partition(text)
+        return before + text
+
+    def type(self, text: str) -> None:
+        os.write(self.screen, text.encode())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.screen)
+
+
+@pytest.fixture
+def new_terminal():
+    with contextlib.ExitStack() as opened:
+
+        def new(*flags):
+            terminal = Terminal(*flags)
+            opened.callback(terminal.close)
+            return terminal
+
+        yield new
+
+
+@POSIX
+def test_a_terminal_has_a_prompt_a_history_and_editing(new_terminal):
+    terminal = new_terminal("--temperature", "0")
+    terminal.read_until("> ")
+    terminal.type("Once upom\bn a time\n")  # edited before it is sent
+    first = terminal.read_until("\r\n> ").split("\r\n")[-2]
+    terminal.type(":reset\n")
+    terminal.read_until("empty")
+    terminal.read_until("> ")
+    terminal.type("\x1b[A\x1b[A\n")  # the last line but one, from the history
+    second = terminal.read_until("\r\n> ").split("\r\n")[-2]
+    assert first == second != ""
+    terminal.type("\x04")
+    assert terminal.process.wait(60) == 0
+
+
+@POSIX
+def test_ctrl_c_on_a_terminal(new_terminal):
+    """In a line it gives up the line, in a sample it ends the sample; neither ends the program."""
+    terminal = new_terminal("--max-tokens", "100000", "--overflow", "slide")
+    terminal.read_until("> ")
+    terminal.type("Given up")
+    terminal.read_until("Given up")
+    time.sleep(0.2)  # what comes while a key is handled waits for the next key
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.read_until("> ")
+    terminal.type("Once\n")
+    terminal.read_until("Once\r\n")
+    terminal.read_until(" ")
+    time.sleep(0.2)
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.read_until("\r\n> ")
+    terminal.type(":quit\n")
+    assert terminal.process.wait(60) == 0

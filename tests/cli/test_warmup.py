@@ -1,0 +1,59 @@
+"""`python -m tinygpt warmup`: after it, no request compiles a kernel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+REQUESTS = """
+from tinygpt import LLM, SamplingParams
+with LLM({model!r}, {dtype!r}, threads=2) as llm:
+    filtered = SamplingParams(max_tokens=3, temperature=0.9, top_k=5, top_p=0.8, seed=1, n=2, logprobs=2)
+    llm.generate(["Once upon a time", "The"], [filtered, SamplingParams(max_tokens=4)])
+    llm.generate("It was", SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=2, stop=["x"]))
+    llm.generate("It was", SamplingParams(temperature=1.0, min_p=0.1, eta_cutoff=1e-3, top_p_rule="openai", top_p=0.9))
+    llm.generate("It was", SamplingParams(presence_penalty=0.5, no_repeat_ngram_size=2, bad_words_ids=[[5, 6]]))
+    llm.generate("It was", SamplingParams(num_beams=2))
+    llm.generate("It was", SamplingParams(temperature=0.9, logprobs=1, logprobs_mode="processed", prompt_logprobs=1))
+    llm.logits([1, 2, 3])
+    llm.hidden_states([1, 2, 3])
+    llm.score("It was", [" a", " the king"])
+"""
+
+
+def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+
+
+def kernels(cache: Path) -> dict[str, int]:
+    """The compiled kernels, and when each was written."""
+    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
+
+
+@pytest.mark.parametrize("dtype", ["int8"])
+def test_after_warmup_nothing_compiles(tmp_path, dtype):
+    first = python("-m", "tinygpt", "warmup", "--dtype", dtype, "--threads", "2", cache=tmp_path)
+    made = kernels(tmp_path)
+    assert f"{len(made)} kernels compiled" in first.stderr
+    assert str(tmp_path) in first.stderr
+    assert first.stdout == ""
+    python("-c", REQUESTS.format(model="demo", dtype=dtype), cache=tmp_path)
+    assert kernels(tmp_path) == made
+    second = python("-m", "tinygpt", "warmup", "--dtype", dtype, cache=tmp_path)
+    assert "nothing was left to compile" in second.stderr
+    assert kernels(tmp_path) == made
+
+
+def test_an_impossible_dtype_is_a_sentence():
+    command = [sys.executable, "-m", "tinygpt", "warmup", "--dtype", "float16"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("tinygpt: error: dtype is 'float16'")

@@ -1,0 +1,252 @@
+"""Beam search through LLM: transformers' results with processors, and no trace of the neighbours."""
+
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support.factory import Case, Recipe, make_case
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+
+VOCAB = 60
+FIELDS = {"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64}
+PROMPT = [7, 3, 9, 3, 9, 11]
+DEMO_PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Case:
+    return make_case(Recipe("beams", FIELDS, seed=3), tmp_path_factory.mktemp("beams"))
+
+
+@pytest.fixture(scope="module")
+def llm(case):
+    with LLM(str(case.folder), max_num_seqs=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM() as llm:
+        yield llm
+
+
+def plain(output) -> list[tuple]:
+    return [(o.token_ids, o.score, o.logprobs, o.cumulative_logprob, o.finish_reason) for o in output.outputs]
+
+
+PROCESSED = (
+    {},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 0.8},
+    {"suppress_tokens": [5, 9, 11, 40], "length_penalty": -1.0},
+    {"bad_words_ids": [[3], [9, 3]], "early_stopping": True},
+)
+
+
+@pytest.mark.parametrize("fields", PROCESSED, ids=str)
+@pytest.mark.parametrize("eos_token_id", [None, [4, 9]])
+def test_same_as_transformers_with_processors(llm, case, fields, eos_token_id):
+    beams = {"num_beams": 4, **fields}
+    output = llm.generate([PROMPT], SamplingParams(n=4, max_tokens=14, eos_token_id=eos_token_id, **beams))[0]
+    ids = torch.tensor([PROMPT])
+    expected = case.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_return_sequences=4,
+        max_new_tokens=14,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **beams,
+    )
+    for found, row, score in zip(output.outputs, expected.sequences, expected.sequences_scores.tolist(), strict=True):
+        assert found.token_ids == row[len(PROMPT) :][: len(found.token_ids)].tolist()
+        assert found.score == pytest.approx(score, abs=1e-4)
+        assert found.finish_reason == ("stop" if found.token_ids[-1] in (eos_token_id or ()) else "length")
+
+
+def test_min_tokens_hold_back_the_end(llm):
+    params = SamplingParams(num_beams=3, max_tokens=12, eos_token_id=list(range(0, VOCAB, 2)))
+    assert len(llm.generate([PROMPT], params)[0].outputs[0].token_ids) < 8
+    held_back = llm.generate([PROMPT], replace(params, min_tokens=8))[0].outputs[0].token_ids
+    assert len(held_back) >= 8
+    assert all(token_id % 2 for token_id in held_back[:8])
+
+
+def test_a_logits_processor_sees_each_beam(llm):
+    seen = []
+
+    def note(prompt_token_ids, new_token_ids, scores):
+        seen.append(tuple(new_token_ids))
+        return scores
+
+    params = SamplingParams(num_beams=3, n=3, max_tokens=4)
+    output = llm.generate([PROMPT], replace(params, logits_processors=[note]))[0]
+    assert plain(output) == plain(llm.generate([PROMPT], params)[0])
+    assert {tuple(o.token_ids[:3]) for o in output.outputs} <= set(seen)
+
+
+def test_logprobs_are_those_of_the_tokens(llm):
+    params = SamplingParams(num_beams=4, n=4, max_tokens=9, logprobs=2, length_penalty=0.0)
+    for completion in llm.generate([PROMPT], params)[0].outputs:
+        logits = torch.from_numpy(llm.logits(PROMPT + completion.token_ids)[len(PROMPT) - 1 : -1])
+        expected = logits.log_softmax(-1)
+        for row, reported, token_id in zip(expected, completion.logprobs, completion.token_ids, strict=True):
+            best = row.topk(2).indices.tolist()
+            assert set(reported) == {*best, token_id}
+            assert list(reported.values()) == pytest.approx([row[i].item() for i in reported], abs=1e-4)
+        assert completion.cumulative_logprob == pytest.approx(completion.score, abs=1e-4)  # no length penalty
+
+
+def test_processed_logprobs_are_normalised_scores(llm):
+    allowed = [1, 2, 3, 4]
+    params = SamplingParams(num_beams=2, max_tokens=5, logprobs=4, logprobs_mode="processed", allowed_token_ids=allowed)
+    for reported in llm.generate([PROMPT], params)[0].outputs[0].logprobs:
+        assert sorted(reported) == allowed
+        assert sum(2.718281828**value for value in reported.values()) == pytest.approx(1, abs=1e-5)
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    if chance.random() < 0.5:
+        return SamplingParams(max_tokens=chance.randint(1, 12), temperature=chance.choice((0, 1.0)), seed=1, logprobs=1)
+    groups = chance.choice((1, 1, 2))
+    return SamplingParams(
+        max_tokens=chance.randint(1, 12),
+        num_beams=2 * groups,
+        n=chance.randint(1, 2 * groups),
+        num_beam_groups=groups,
+        diversity_penalty=0.5 * (groups - 1),
+        logprobs=chance.choice((None, 1)),
+        eos_token_id=chance.choice((None, chance.sample(range(VOCAB), 8))),
+        repetition_penalty=chance.choice((1.0, 1.2)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_neighbours_chunks_and_cached_prefixes_change_nothing(case, llm, seed):
+    chance = random.Random(seed)
+    prompts = [PROMPT[: chance.randint(1, 6)] + case.random_ids(chance.randint(0, 20), i) for i in range(12)]
+    params = [random_params(chance) for _ in prompts]
+    alone = [plain(llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
+    sizes = {"max_num_seqs": chance.choice((4, 5, 9)), "prefix_cache_seqs": chance.choice((0, 3))}
+    with LLM(str(case.folder), max_num_batched_tokens=chance.choice((9, 17)), **sizes) as other:
+        dropped = other.generate_as_finished([PROMPT], SamplingParams(num_beams=3, max_tokens=40))
+        together = other.generate_as_finished(prompts, params)
+        outputs = dict([next(together)])
+        dropped.close()
+        outputs |= dict(together)
+        assert [plain(outputs[i]) for i in range(len(prompts))] == alone
+
+
+def test_what_a_search_leaves_in_the_cache_is_what_it_says(case):
+    """Prompts that go on from a finished search find its rows; their results are those without a cache."""
+    with LLM(str(case.folder), prefix_cache_seqs=8) as cached, LLM(str(case.folder), prefix_cache_seqs=0) as fresh:
+        found = cached.generate([PROMPT], SamplingParams(num_beams=6, n=6, max_tokens=10))[0].outputs
+        prompts = [PROMPT + completion.token_ids[: 2 + i] for i, completion in enumerate(found)]
+        again, expected = (llm.generate(prompts, SamplingParams(max_tokens=8, logprobs=1)) for llm in (cached, fresh))
+        assert [plain(output) for output in again] == [plain(output) for output in expected]
+        assert sum(output.num_cached_tokens for output in again) > 6 * len(PROMPT)
+
+
+def test_searches_that_fill_all_rows_do_not_block_each_other(case):
+    params = SamplingParams(num_beams=4, n=4, max_tokens=10)
+    with LLM(str(case.folder), max_num_seqs=4) as small:
+        expected = plain(small.generate([PROMPT], params)[0])
+        outputs = []
+        threads = [
+            threading.Thread(target=lambda: outputs.append(small.submit(PROMPT, params).result(timeout=60)))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [plain(output) for output in outputs] == [expected] * 8
+
+
+def test_a_stop_string_ends_a_beam_and_is_cut_off(demo):
+    params = SamplingParams(num_beams=4, n=4, max_tokens=12, stop=" you")
+    outputs = demo.generate(DEMO_PROMPT, params)[0].outputs
+    stopped = [o for o in outputs if o.finish_reason == "stop"]
+    assert stopped
+    assert all(o.stop_reason == " you" for o in stopped)
+    for completion in outputs:
+        assert " you" not in completion.text
+        assert (" you" in demo.tokenizer.decode(completion.token_ids)) == (completion in stopped)
+
+
+def test_a_loop_ends_a_beam(demo):
+    detection = {"max_pattern_size": 3, "min_count": 2}
+    params = SamplingParams(num_beams=2, max_tokens=40, allowed_token_ids=[11, 13], repetition_detection=detection)
+    completion = demo.generate(DEMO_PROMPT, params)[0].outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "loop")
+    assert len(completion.token_ids) < 40
+
+
+def test_max_time_ends_a_search_with_what_it_has(llm):
+    params = SamplingParams(num_beams=3, n=3, max_tokens=50)
+
+    def slow(prompt_token_ids, new_token_ids, scores):
+        if len(new_token_ids) == 3:
+            time.sleep(0.6)
+        return scores
+
+    output = llm.generate([PROMPT], replace(params, max_time=0.5, logits_processors=slow))[0]
+    assert [o.stop_reason for o in output.outputs] == ["max_time"] * 3
+    expected = llm.generate([PROMPT], replace(params, max_tokens=4))[0]
+    assert [(o.token_ids, o.score) for o in output.outputs] == [(o.token_ids, o.score) for o in expected.outputs]
+
+
+def test_fewer_sequences_where_fewer_are_possible(llm):
+    output = llm.generate([PROMPT], SamplingParams(num_beams=4, n=4, max_tokens=3, allowed_token_ids=[8]))[0]
+    assert [o.token_ids for o in output.outputs] == [[8, 8, 8]]
+
+
+def test_a_failing_search_fails_alone(llm):
+    def broken(prompt_token_ids, new_token_ids, scores):
+        raise ArithmeticError("no")
+
+    bad = llm.submit(PROMPT, SamplingParams(num_beams=3, max_tokens=5, logits_processors=broken))
+    nothing = llm.submit(PROMPT, SamplingParams(num_beams=3, allowed_token_ids=[1], suppress_tokens=[1]))
+    good = llm.submit(PROMPT, SamplingParams(num_beams=2, max_tokens=5))
+    with pytest.raises(ValueError, match="broken raised"):
+        bad.result(timeout=60)
+    with pytest.raises(ValueError, match="leave no token"):
+        nothing.result(timeout=60)
+    assert plain(good.result(timeout=60)) == plain(llm.generate([PROMPT], SamplingParams(num_beams=2, max_tokens=5))[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_beams": 0}, "num_beams=0"),
+        ({"num_beams": 2, "n": 3}, "n=3"),
+        ({"num_beams": 2, "temperature": 0.7}, "temperature=0.7"),
+        ({"num_beams": 2, "best_of": 2}, "best_of=2"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups=3"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty=0"),
+        ({"num_beams": 4, "diversity_penalty": 1.0}, "num_beam_groups=1"),
+        ({"num_beam_groups": 2}, "num_beam_groups=2"),
+        ({"diversity_penalty": 1.0}, "diversity_penalty=1"),
+        ({"early_stopping": "always"}, "early_stopping='always'"),
+        ({"length_penalty": float("nan")}, "length_penalty=nan"),
+    ],
+    ids=str,
+)
+def test_impossible_parameters_are_refused(fields, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**fields)
+
+
+def test_what_cannot_run_is_refused_before_any_work(llm):
+    with pytest.raises(RequestError, match="max_num_seqs is 8"):
+        llm.generate([PROMPT], SamplingParams(num_beams=9))
+    with pytest.raises(RequestError, match="num_beams is 2"):
+        llm.stream(PROMPT, SamplingParams(num_beams=2))

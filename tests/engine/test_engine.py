@@ -1,0 +1,640 @@
+"""The LLM as its users see it, on the demo checkpoint: what comes out, what is refused, and what may be mixed."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from support import tiny_checkpoint
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+
+PROMPTS = ["Once upon a time", "The old", "", "In the morning she went to the", "It was"]
+GREEDY = SamplingParams(max_tokens=12)
+WARM = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+
+
+def sampled(**fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "temperature": 1.0, "seed": 7, **fields})
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request):
+    """After every test that used the shared engine, each row is free and nobody waits."""
+    yield
+    if "llm" in request.fixturenames:
+        gc.collect()  # streams that a failed test left open
+        scheduler = request.getfixturevalue("llm")._engine.scheduler
+        assert (scheduler.running, len(scheduler.waiting), scheduler.rows.num_free) == ([], 0, 4)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    """11 tokens, 6 positions, no tokenizer."""
+    return tiny_checkpoint.write_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint")
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def tiny(request, tiny_folder):
+    with LLM(str(tiny_folder), device=request.param, max_num_seqs=2) as llm:
+        yield llm
+
+
+def ids_of(output, sample: int = 0) -> list[int]:
+    return output.outputs[sample].token_ids
+
+
+def generate_one(llm: LLM, prompt, params=GREEDY):
+    """The first sample of one prompt."""
+    (output,) = llm.generate(prompt, params)
+    return output.outputs[0]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    scores = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+
+
+# What comes out.
+
+
+def test_output_of_a_text(llm):
+    (output,) = llm.generate(PROMPTS[0], GREEDY)
+    assert (output.prompt, output.prompt_token_ids) == (PROMPTS[0], llm.tokenizer.encode(PROMPTS[0]))
+    (sample,) = output.outputs
+    assert (sample.index, len(sample.token_ids), sample.finish_reason, sample.stop_reason) == (0, 12, "length", None)
+    assert sample.text == llm.tokenizer.decode(sample.token_ids)
+    assert (sample.logprobs, sample.cumulative_logprob) == (None, None)
+    assert output.metrics.arrival <= output.metrics.first_token <= output.metrics.finished
+
+
+def test_output_of_token_ids(llm):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    expected = generate_one(llm, PROMPTS[0]).token_ids
+    for given in (ids, [ids], np.array(ids), np.array([ids], np.int32), tuple(ids), [np.uint16(i) for i in ids]):
+        (output,) = llm.generate(given, GREEDY)
+        assert (output.prompt, output.prompt_token_ids, ids_of(output)) == (None, ids, expected)
+        assert all(type(i) is int for i in output.prompt_token_ids)
+
+
+def test_outputs_stand_in_the_prompts_order(llm):
+    """More prompts than rows, texts and ids mixed, each with its own parameters, which end them at all times."""
+    prompts = [PROMPTS[0], llm.tokenizer.encode(PROMPTS[1]), "", PROMPTS[3], [5], PROMPTS[4], np.array([6, 7])]
+    params = [SamplingParams(max_tokens=n) for n in (20, 1, 7, 2, 11, 3, 5)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt for output in outputs] == [PROMPTS[0], None, "", PROMPTS[3], None, PROMPTS[4], None]
+    for prompt, p, output in zip(prompts, params, outputs, strict=True):
+        assert len(ids_of(output)) == p.max_tokens
+        assert ids_of(output) == generate_one(llm, prompt, p).token_ids
+
+
+def test_no_params_are_the_default_ones(llm):
+    assert generate_one(llm, "Once", None).token_ids == generate_one(llm, "Once", SamplingParams()).token_ids
+
+
+@pytest.mark.parametrize("empty", [[], (), iter([])])
+def test_an_empty_batch_is_an_empty_list(llm, empty):
+    assert llm.generate(empty, GREEDY) == []
+    assert llm.generate([], []) == []
+
+
+@pytest.mark.parametrize("empty", ["", [""], [[]], [np.array([], int)]], ids=["text", "texts", "ids", "numpy"])
+def test_an_empty_prompt_starts_at_bos(llm, empty):
+    (output,) = llm.generate(empty, GREEDY)
+    assert output.prompt_token_ids == [llm.config.bos_token_id]
+    assert ids_of(output) == generate_one(llm, [llm.config.bos_token_id]).token_ids
+
+
+def test_generate_as_finished(llm):
+    params = [SamplingParams(max_tokens=n) for n in (20, 2, 9)]
+    pairs = list(llm.generate_as_finished(PROMPTS[:3], params))
+    assert [i for i, _ in pairs] == [1, 2, 0]
+    for i, output in pairs:
+        assert (output.prompt, len(ids_of(output))) == (PROMPTS[i], params[i].max_tokens)
+
+
+def test_generate_as_finished_checks_all_before_it_starts(llm):
+    with pytest.raises(RequestError, match="vocabulary"):
+        llm.generate_as_finished(["fine", [10**6]], GREEDY)
+
+
+def test_closing_generate_as_finished_frees_the_rows(llm):
+    outputs = llm.generate_as_finished(PROMPTS, [SamplingParams(max_tokens=n) for n in (1, 50, 50, 50, 50)])
+    assert next(outputs)[0] == 0
+    outputs.close()
+    assert llm._engine.scheduler.rows.num_free == 4
+
+
+# Sampling.
+
+
+@pytest.mark.parametrize("n", [2, 6])
+def test_samples_differ_and_each_is_one_of_a_larger_request(llm, n):
+    """Sample i is decided by the seed and i, not by n."""
+    (output,) = llm.generate(PROMPTS[0], sampled(n=n))
+    assert [sample.index for sample in output.outputs] == list(range(n))
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == n
+    assert {sample.seed for sample in output.outputs} == {7}
+    (more,) = llm.generate(PROMPTS[0], sampled(n=n + 3))
+    assert [sample.token_ids for sample in more.outputs[:n]] == [sample.token_ids for sample in output.outputs]
+
+
+def test_greedy_samples_are_equal(llm):
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, n=3))
+    assert ids_of(output, 0) == ids_of(output, 1) == ids_of(output, 2) == generate_one(llm, PROMPTS[0]).token_ids
+
+
+def test_seeds(llm):
+    first = generate_one(llm, PROMPTS[0], WARM)
+    assert generate_one(llm, PROMPTS[0], WARM).token_ids == first.token_ids
+    assert generate_one(llm, PROMPTS[0], sampled(seed=8)).token_ids != first.token_ids
+    assert generate_one(llm, PROMPTS[0], sampled(seed=2**64 - 1)).seed == 2**64 - 1
+
+
+def test_a_drawn_seed_is_told_and_repeats_the_request(llm):
+    drawn = [generate_one(llm, PROMPTS[0], sampled(seed=None)) for _ in range(4)]
+    assert len({sample.seed for sample in drawn}) == 4
+    for sample in drawn:
+        assert generate_one(llm, PROMPTS[0], sampled(seed=sample.seed)).token_ids == sample.token_ids
+
+
+def test_top_k_1_and_a_tiny_top_p_are_greedy(llm):
+    greedy = generate_one(llm, PROMPTS[0]).token_ids
+    assert generate_one(llm, PROMPTS[0], sampled(top_k=1)).token_ids == greedy
+    assert generate_one(llm, PROMPTS[0], sampled(top_p=1e-9)).token_ids == greedy
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_best_of_returns_the_most_probable_per_token(llm, n):
+    """Of equal ones, as greedy samples are, the first."""
+    fields = {"max_tokens": 9, "stop": "e", "logprobs": 1}
+    samples = llm.generate(PROMPTS[0], sampled(n=5, **fields))[0].outputs
+    assert len({len(sample.token_ids) for sample in samples}) > 1
+    ranked = sorted(samples, key=lambda sample: -sample.cumulative_logprob / len(sample.token_ids))
+    (output,) = llm.generate(PROMPTS[0], sampled(n=n, best_of=5, **fields))
+    expected = samples if n == 5 else ranked[:n]
+    assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in expected]
+    assert [sample.index for sample in output.outputs] == list(range(n))
+
+
+def test_best_of_needs_no_logprobs_to_be_asked_for(llm):
+    fields = {"best_of": 4, "n": 2}
+    with_logprobs, without = (llm.generate(PROMPTS[0], sampled(**fields, logprobs=k))[0].outputs for k in (0, None))
+    assert [sample.token_ids for sample in without] == [sample.token_ids for sample in with_logprobs]
+    assert (without[0].logprobs, without[0].cumulative_logprob) == (None, None)
+
+
+# Ends.
+
+
+def test_stop_string_across_tokens_is_cut_off(llm):
+    whole = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=20))
+    pieces = [llm.tokenizer.decode([i]) for i in whole.token_ids]
+    before = len("".join(pieces[:5]))
+    stop = whole.text[before - 2 : before + 2]  # two characters on each side of a border
+    assert stop not in pieces
+    at = whole.text.index(stop)
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=20, stop=["never there", stop]))
+    assert (sample.text, sample.finish_reason, sample.stop_reason) == (whole.text[:at], "stop", stop)
+    kept = len(sample.token_ids)
+    assert sample.token_ids == whole.token_ids[:kept]
+    assert stop in "".join(pieces[:kept])
+    assert stop not in "".join(pieces[: kept - 1])
+
+
+def test_stop_string_that_never_comes(llm):
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop="\x00"))
+    whole = generate_one(llm, PROMPTS[0])
+    assert (sample.text, sample.finish_reason, sample.stop_reason) == (whole.text, "length", None)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_stop_token_ids(llm, place):
+    whole = generate_one(llm, PROMPTS[0]).token_ids
+    stop = whole[place]
+    kept = whole[: whole.index(stop) + 1]
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop_token_ids=[8000, stop]))
+    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", stop)
+    assert sample.text == llm.tokenizer.decode(kept[:-1])
+
+
+def with_eos(folder, eos: int) -> LLM:
+    return LLM(str(tiny_checkpoint.write_checkpoint(folder, eos_token_id=eos)), max_num_seqs=2)
+
+
+def test_eos_ends_unless_it_is_ignored(tiny, tmp_path):
+    run = generate_one(tiny, [3], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids
+    with with_eos(tmp_path / "eos", run[0]) as llm:
+        sample = generate_one(llm, [3], SamplingParams(max_tokens=5))
+        assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run[:1], "stop", run[0])
+        sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run, "length", None)
+        sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=[run[0]]))
+        assert (sample.token_ids, sample.finish_reason) == (run[:1], "stop")
+
+
+def test_eos_of_a_request(llm):
+    whole = generate_one(llm, PROMPTS[0]).token_ids
+    end = whole[5]
+    kept = whole[: whole.index(end) + 1]
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=[end, 8000]))
+    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", end)
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=end, ignore_eos=True))
+    assert sample.token_ids == whole
+
+
+def test_a_loop_ends_a_sample(llm):
+    loops = {"logit_bias": {5: 100.0}, "max_tokens": 12}
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(**loops))
+    assert (sample.token_ids, sample.finish_reason) == ([5] * 12, "length")
+    detection = {"max_pattern_size": 2, "min_count": 3}
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(**loops, repetition_detection=detection))
+    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == ([5] * 3, "stop", "loop")
+
+
+def test_the_stop_string_may_stay(llm):
+    params = {"max_tokens": 20, "stop": "e"}
+    cut = generate_one(llm, PROMPTS[0], SamplingParams(**params))
+    kept = generate_one(llm, PROMPTS[0], SamplingParams(**params, include_stop_str_in_output=True))
+    assert (kept.text, kept.token_ids) == (cut.text + "e", cut.token_ids)
+
+
+def test_all_positions_can_be_used(tiny):
+    sample = generate_one(tiny, [3], SamplingParams(max_tokens=5, ignore_eos=True))
+    assert (len(sample.token_ids), sample.finish_reason) == (5, "length")
+
+
+# Logprobs and logits.
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs_are_the_models_own(llm, params, count):
+    params = SamplingParams(**{**vars(params), "logprobs": count, "top_k": 50})
+    (output,) = llm.generate(PROMPTS[0], params)
+    sample = output.outputs[0]
+    rows = log_softmax(llm.logits(output.prompt_token_ids + sample.token_ids)[len(output.prompt_token_ids) - 1 : -1])
+    assert len(sample.logprobs) == len(sample.token_ids) == len(rows)
+    for row, token_id, told in zip(rows, sample.token_ids, sample.logprobs, strict=True):
+        best = np.argsort(-row, kind="stable")[:count].tolist()
+        assert list(told) == best + [token_id] * (token_id not in best)  # best first
+        np.testing.assert_allclose(list(told.values()), row[list(told)], rtol=0, atol=1e-12)
+    chosen = [told[i] for told, i in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert sample.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-12)
+
+
+def test_more_logprobs_than_tokens_are_all_tokens(tiny):
+    (told,) = generate_one(tiny, [3], SamplingParams(max_tokens=1, logprobs=1000)).logprobs
+    assert sorted(told) == list(range(tiny.config.vocab_size))
+    assert sum(np.exp(list(told.values()))) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+def test_logits(llm, length):
+    ids = np.random.default_rng(length).integers(llm.config.vocab_size, size=length)
+    logits = llm.logits(ids)
+    assert (logits.shape, logits.dtype) == ((length, llm.config.vocab_size), np.float32)
+    kept = logits.copy()
+    np.testing.assert_array_equal(llm.logits(ids.tolist()), kept)
+    np.testing.assert_array_equal(llm.logits(ids[:40]), kept[:40])
+    llm.logits(ids[::-1])
+    np.testing.assert_array_equal(logits, kept)  # not a view of what the next call overwrites
+
+
+def test_logits_of_both_devices_agree(tiny_folder, tiny):
+    with LLM(str(tiny_folder), device="reference") as reference:
+        np.testing.assert_allclose(tiny.logits([3, 1, 4, 1, 5, 9]), reference.logits([3, 1, 4, 1, 5, 9]), atol=1e-4)
+
+
+def test_logits_of_a_text(llm):
+    np.testing.assert_array_equal(llm.logits("The old"), llm.logits(llm.tokenizer.encode("The old")))
+
+
+# Streams.
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, SamplingParams(max_tokens=30, stop="he")], ids=["0", "1", "stop"])
+def test_a_stream_is_the_text_of_generate_bit_by_bit(llm, params):
+    whole = generate_one(llm, PROMPTS[0], params)
+    chunks = list(llm.stream(PROMPTS[0], params))
+    assert [chunk.token_id for chunk in chunks] == whole.token_ids
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
+    so_far = ""
+    for chunk in chunks:
+        so_far += chunk.text
+        assert whole.text.startswith(so_far)
+    assert so_far == whole.text
+
+
+def test_a_stream_comes_one_token_at_a_time(llm):
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
+    assert next(stream).text
+    (sequence,) = llm._engine.scheduler.running
+    assert len(sequence.new_token_ids) == 1
+    stream.close()
+
+
+def test_a_stream_that_is_closed_early_frees_its_row(llm):
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
+    next(stream)
+    assert llm._engine.scheduler.rows.num_free == 3
+    stream.close()
+    assert llm._engine.scheduler.rows.num_free == 4
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_stream_that_is_never_read_holds_nothing(llm):
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    assert (llm._engine.scheduler.running, len(llm._engine.scheduler.waiting)) == ([], 0)
+    del stream
+
+
+def test_everything_may_run_inside_a_stream(llm):
+    """generate, other streams and logits between two tokens: each gets what it would get alone."""
+    alone = {prompt: generate_one(llm, prompt, sampled(max_tokens=25)).token_ids for prompt in PROMPTS}
+    logits = llm.logits([1, 2, 3])
+    first, second = (llm.stream(prompt, sampled(max_tokens=25)) for prompt in PROMPTS[:2])
+    tokens = [next(first).token_id, next(first).token_id]
+    others = [next(second).token_id]
+    outputs = llm.generate(PROMPTS, sampled(max_tokens=25))  # ends both streams on the way, unread
+    tokens.append(next(first).token_id)
+    np.testing.assert_array_equal(llm.logits([1, 2, 3]), logits)
+    others += [chunk.token_id for chunk in second]
+    tokens += [chunk.token_id for chunk in first]
+    assert (tokens, others) == (alone[PROMPTS[0]], alone[PROMPTS[1]])
+    assert [ids_of(output) for output in outputs] == list(alone.values())
+
+
+def test_more_streams_than_rows(llm):
+    alone = [generate_one(llm, prompt).token_ids for prompt in PROMPTS * 2]
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS * 2]
+    got = [[next(stream).token_id] for stream in reversed(streams)]
+    for tokens, stream in zip(got, reversed(streams), strict=True):
+        tokens += [chunk.token_id for chunk in stream]
+    assert got == alone[::-1]
+
+
+def test_several_threads_share_one_engine(llm):
+    """Each gets what it would get alone, whoever's step computes it."""
+    params = [sampled(seed=seed, max_tokens=20) for seed in range(6)]
+    alone = [[ids_of(output) for output in llm.generate(PROMPTS[:3], p)] for p in params]
+    logits = llm.logits([1, 2, 3])
+
+    def use(p: SamplingParams):
+        outputs = [ids_of(output) for output in llm.generate(PROMPTS[:2], p)]
+        np.testing.assert_array_equal(llm.logits([1, 2, 3]), logits)
+        return [*outputs, [chunk.token_id for chunk in llm.stream(PROMPTS[2], p)]]
+
+    with ThreadPoolExecutor(len(params)) as pool:
+        assert list(pool.map(use, params)) == alone
+
+
+def test_a_stream_has_one_prompt_and_one_sample(llm):
+    with pytest.raises(RequestError, match="n is 2"):
+        llm.stream("a", SamplingParams(n=2))
+    with pytest.raises(RequestError, match="2 prompts"):
+        llm.stream(["a", "b"])
+    assert [chunk.token_id for chunk in llm.stream([], GREEDY)] == generate_one(llm, "").token_ids
+
+
+# What is refused, before any work.
+
+
+REFUSED = {
+    "id too large": ([1, 8193], "token id 8193 is outside the vocabulary: this model knows ids 0 to 8192"),
+    "id negative": ([-1], "token id -1 is outside"),
+    "id not whole": ([[1, 2.5]], "2.5"),
+    "id a bool": ([[True]], "True"),
+    "id a text": ([[1, "a"]], "'a'"),
+    "a number": (5, "int"),
+    "numbers": ([1.5, 2.5], "1.5"),
+    "bytes": (b"abc", "bytes"),
+    "bytes in a list": ([b"abc"], "b'abc'"),
+    "None": (None, "NoneType"),
+    "None in a list": ([None], "None"),
+    "a dict": ({"prompt": "a"}, "dict"),
+    "float array": (np.array([[1.0, 2.0]]), "1.0"),
+    "too deep": ([[[1, 2]]], r"\[1, 2\]"),
+    "lone surrogate": ("a\ud800", "surrogate"),
+}
+
+
+@pytest.mark.parametrize(("prompts", "message"), REFUSED.values(), ids=REFUSED)
+def test_impossible_prompts(llm, prompts, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, GREEDY)
+    with pytest.raises(RequestError, match=message):
+        llm.generate_as_finished(prompts, GREEDY)  # when called, not when read
+
+
+@pytest.mark.parametrize("field", [{"temperature": float("nan")}, {"top_p": float("nan")}, {"max_tokens": 0}])
+def test_impossible_params(field):
+    with pytest.raises(ValueError, match=next(iter(field))):
+        SamplingParams(**field)
+
+
+def test_params_must_fit_the_prompts(llm):
+    with pytest.raises(RequestError, match="2 prompts were given with 3 SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY] * 3)
+    for wrong in ([{"max_tokens": 3}], {"max_tokens": 3}, "greedy", 5):
+        with pytest.raises(RequestError, match="SamplingParams"):
+            llm.generate(["a"], wrong)
+
+
+def test_too_many_tokens_are_refused_with_the_three_numbers(llm):
+    with pytest.raises(RequestError) as caught:
+        llm.generate([[1] * 10, [1] * 100], SamplingParams(max_tokens=450))
+    for part in ("100 tokens", "max_tokens is 450", "512 positions", "at most 412"):
+        assert part in str(caught.value)
+    with pytest.raises(RequestError, match=r"512 tokens .* at most 511"):
+        llm.stream([1] * 512, SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match=r"513 token ids .* 512 positions"):
+        llm.logits([1] * 513)
+    assert len(generate_one(llm, [1] * 511, SamplingParams(max_tokens=1)).token_ids) == 1
+    assert len(llm.logits([1] * 512)) == 512
+
+
+def test_max_model_len(tiny_folder):
+    with LLM(str(tiny_folder), max_model_len=4) as llm:
+        lowered = r"max_model_len is 4 \(the model has 6 positions, and it can be raised to that\)"
+        with pytest.raises(RequestError, match=f"{lowered}: ask for at most 2 new tokens"):
+            llm.generate([1, 2], SamplingParams(max_tokens=3))
+        with pytest.raises(RequestError, match=f"{lowered}: shorten the prompt to at most 3 tokens"):
+            llm.generate([1] * 4, SamplingParams(max_tokens=1))
+        assert len(generate_one(llm, [1, 2], SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
+        with pytest.raises(RequestError, match=f"5 token ids were given, but {lowered}: give at most 4"):
+            llm.logits([1] * 5)
+
+
+IMPOSSIBLE = {
+    "threads": [0, -1, True, "2", 1.5],
+    "max_num_seqs": [0, -1, True, "2", 1.5, None],
+    "max_model_len": [0, -1, True, "2", 1.5, 513],
+    "device": ["tpu", "", None, ["cpu"]],
+    "dtype": ["float64", "float16", "", None, ["float32"]],
+    "kv_cache_dtype": ["int8", "", None, ["float32"]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in IMPOSSIBLE for value in IMPOSSIBLE[name]])
+def test_impossible_arguments(name, value):
+    with pytest.raises(RequestError, match=name) as caught:
+        LLM("demo", **{name: value})
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [{"dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}])
+def test_the_reference_computes_in_float32_alone(field):
+    with pytest.raises(RequestError, match=next(iter(field))):
+        LLM("demo", device="reference", **field)
+
+
+@pytest.mark.parametrize("fields", [{}, {"draft_model": "demo"}], ids=str)
+def test_steps_for_which_there_is_no_memory(fields):
+    with pytest.raises(RequestError, match="steps of 1000000000000 tokens: lower max_num_batched_tokens"):
+        LLM("demo", max_num_batched_tokens=10**12, **fields)
+
+
+@pytest.mark.parametrize("prompt", [[], "", [11], [-1], [1.5], 5, None])
+def test_impossible_logits(tiny, prompt):
+    with pytest.raises(RequestError):
+        tiny.logits(prompt)
+
+
+# A checkpoint without a tokenizer.
+
+
+def test_without_a_tokenizer_token_ids_work(tiny):
+    (output,) = tiny.generate([3, 4], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert (output.outputs[0].text, len(ids_of(output))) == (None, 3)
+    assert [c.token_id for c in tiny.stream([3, 4], SamplingParams(max_tokens=3, ignore_eos=True))] == ids_of(output)
+    assert tiny.logits([1, 2]).shape == (2, 11)
+    assert tiny.generate("", SamplingParams(max_tokens=1))[0].prompt_token_ids == [1]  # BOS needs no tokenizer
+
+
+def test_without_a_tokenizer_texts_are_refused(tiny):
+    for call in (
+        lambda: tiny.generate("a"),
+        lambda: tiny.stream("a"),
+        lambda: tiny.logits("a"),
+        lambda: tiny.tokenizer,
+    ):
+        with pytest.raises(CheckpointError, match="no tokenizer that can be used"):
+            call()
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        tiny.generate([3], SamplingParams(max_tokens=1, stop="a"))
+
+
+@pytest.mark.parametrize("bos_token_id", [None, -1, 11])
+def test_a_model_without_bos_refuses_an_empty_prompt(tmp_path, bos_token_id):
+    with LLM(str(tiny_checkpoint.write_checkpoint(tmp_path / "no bos", bos_token_id=bos_token_id))) as llm:
+        with pytest.raises(RequestError, match="no BOS"):
+            llm.generate("")
+        assert generate_one(llm, [3], SamplingParams(max_tokens=1)).token_ids
+
+
+# Weights that are not numbers.
+
+
+@pytest.fixture(
+    params=[("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "int8"), ("reference", "float32")], ids="-".join
+)
+def damaged(request, tmp_path):
+    """Only positions 3 and later are not numbers: short requests are served."""
+    tensors = tiny_checkpoint.random_tensors()
+    tensors["transformer.wpe.weight"][3:] = np.nan
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
+    device, dtype = request.param
+    with LLM(str(folder), device=device, dtype=dtype, max_num_seqs=2) as llm:
+        yield llm
+
+
+LONG = SamplingParams(max_tokens=4, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+@pytest.mark.parametrize("params", [LONG, sampled(max_tokens=4, ignore_eos=True)], ids=["greedy", "sampled"])
+def test_logits_that_are_not_numbers_are_an_error_and_the_engine_goes_on(damaged, params):
+    good = generate_one(damaged, [3, 4], SHORT).token_ids
+    for _ in range(3):
+        with pytest.raises(TinyGPTError, match="position 3 are not finite"):
+            damaged.generate([3, 4], params)
+        assert generate_one(damaged, [3, 4], SHORT).token_ids == good
+    with pytest.raises(TinyGPTError, match="not finite"):
+        list(damaged.stream([3, 4], params))
+    assert damaged._engine.scheduler.rows.num_free == 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["h.1.mlp.c_proj.weight", "h.0.attn.c_proj.weight", "wte.weight"])
+def test_one_weight_that_is_not_a_number_is_not_lost_in_quantising(tmp_path, name, dtype):
+    tensors = tiny_checkpoint.random_tensors()
+    tensors[f"transformer.{name}"][3, 5] = np.nan
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
+    with LLM(str(folder), dtype=dtype, max_num_seqs=1) as llm, pytest.raises(TinyGPTError, match="not finite"):
+        llm.generate([3, 4], SHORT)
+
+
+def test_a_request_that_fails_does_not_touch_a_stream_beside_it(damaged):
+    """Even though the stream's last token was drawn in the very step that failed, and other steps follow."""
+    good = generate_one(damaged, [3], SHORT).token_ids
+    stream = damaged.stream([3], SHORT)
+    tokens = [next(stream).token_id]
+    with pytest.raises(TinyGPTError, match="not finite"):
+        damaged.generate([3, 4, 5, 6], SHORT)
+    assert generate_one(damaged, [3], SHORT).token_ids == good
+    assert tokens + [chunk.token_id for chunk in stream] == good
+
+
+def test_a_stream_that_fails_does_not_fail_the_request_beside_it(damaged):
+    good = generate_one(damaged, [3], SHORT).token_ids
+    stream = damaged.stream([3, 4], LONG)
+    next(stream)
+    assert generate_one(damaged, [3], SHORT).token_ids == good
+    with pytest.raises(TinyGPTError, match="not finite"):
+        list(stream)
+
+
+# Closing.
+
+
+def closed_llm(folder) -> LLM:
+    llm = LLM(str(folder))
+    llm.close()
+    llm.close()
+    return llm
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda llm: llm.generate([1]),
+        lambda llm: llm.generate([]),
+        lambda llm: llm.generate_as_finished([[1]]),
+        lambda llm: llm.stream([1]),
+        lambda llm: llm.logits([1]),
+        lambda llm: llm.tokenizer,
+    ],
+    ids=["generate", "generate nothing", "generate_as_finished", "stream", "logits", "tokenizer"],
+)
+def test_a_closed_llm_refuses_everything(tiny_folder, use):
+    with pytest.raises(RequestError, match="closed"):
+        use(closed_llm(tiny_folder))
+
+
+def test_context_manager_closes(tiny_folder):
+    with LLM(str(tiny_folder)) as llm:
+        stream = llm.stream([3], LONG)
+        next(stream)
+    with pytest.raises(RequestError, match="closed"):
+        next(stream)
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate([3])

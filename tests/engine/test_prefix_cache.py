@@ -1,0 +1,178 @@
+"""Requests that come, go and share what their prompts begin with: each gets the bits that it gets alone."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support import tiny_checkpoint
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+from tinygpt.outputs import CompletionOutput
+
+# max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
+SIZES = [(1, 1, 0), (1, 64, 2), (3, 3, 1), (4, 7, 0), (4, 64, 3), (6, 17, 2)]
+BASES = np.random.default_rng(0).integers(8192, size=(2, 60)).tolist()
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Runs one request at a time and keeps nothing in between."""
+    with LLM("demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def busy(request):
+    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
+    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
+    with LLM("demo", max_num_seqs=max_num_seqs, **sizes) as llm:
+        yield llm
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request, the step before which it comes, and how many steps later it is given up, if it is."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrival: int
+    patience: int | None
+
+
+prompts = st.builds(
+    lambda base, count, tail: BASES[base][:count] + tail,
+    st.integers(0, 1),
+    st.sampled_from([1, 2, 17, 40, 60]),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 10),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    seed=st.integers(0, 3),
+    n=st.sampled_from([1, 1, 3]),
+    best_of=st.sampled_from([None, None, 4]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    stop=st.sampled_from([None, "e", ["the ", "\x00"]]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    no_repeat_ngram_size=st.sampled_from([0, 2]),
+    min_tokens=st.sampled_from([0, 1]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    logit_bias=st.sampled_from([None, {11: 4.0}]),
+    ignore_eos=st.booleans(),
+)
+visits = st.builds(Visit, prompts, params, st.integers(0, 12), st.sampled_from([None, None, 0, 1, 3]))
+
+
+def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
+    """Each visit's samples, None for one that was given up before its end."""
+    requests = [llm._request(visit.prompt, visit.params) for visit in visits]
+    finished = set()
+    for i, request in enumerate(requests):
+        request.when_finished(lambda i=i: finished.add(i))
+    step, gone = 0, set()
+    while len(finished | gone) < len(visits):
+        for i, visit in enumerate(visits):
+            if visit.arrival == step:
+                llm._engine.add(requests[i].sequences)
+            if visit.patience is not None and visit.arrival + visit.patience == step and i not in finished:
+                llm._engine.remove(requests[i].sequences)
+                gone.add(i)
+        llm.step()
+        step += 1
+    return [request.output().outputs if i in finished else None for i, request in enumerate(requests)]
+
+
+@given(visits=st.lists(visits, min_size=1, max_size=8))
+@settings(max_examples=12)
+def test_whoever_else_comes_and_goes(alone, busy, visits):
+    """Tokens, texts, logprobs: equal, not close."""
+    got = run(busy, visits)
+    scheduler = busy._engine.scheduler
+    assert (scheduler.running, len(scheduler.waiting)) == ([], 0)
+    assert scheduler.rows.num_free == busy._engine.limits.max_num_seqs
+    for visit, outputs in zip(visits, got, strict=True):
+        if outputs is not None:
+            assert outputs == alone.generate([visit.prompt], visit.params)[0].outputs
+
+
+def computed(llm: LLM, monkeypatch) -> list[int]:
+    """Will hold the number of tokens of each step that `llm` takes."""
+    counts, forward = [], llm._engine._forward
+    monkeypatch.setattr(llm._engine, "_forward", lambda batch: counts.append(batch.token_ids.size) or forward(batch))
+    return counts
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("params", [{"n": 4}, {"n": 2, "best_of": 4, "temperature": 1.0, "seed": 5}], ids=str)
+def test_one_prompt_pass_for_all_samples(monkeypatch, kept, params):
+    with LLM("demo", max_num_seqs=8, prefix_cache_seqs=kept) as llm:
+        counts = computed(llm, monkeypatch)
+        (output,) = llm.generate([BASES[0]], SamplingParams(max_tokens=5, ignore_eos=True, **params))
+    assert sum(counts) == 60 + 3 + 4 * 4
+    assert (len(output.outputs), output.num_cached_tokens) == (params["n"], 0)
+
+
+def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone):
+    batch = [BASES[0], BASES[0], BASES[0][:50], BASES[0] + [5, 6]]
+    with LLM("demo", max_num_seqs=8, prefix_cache_seqs=0) as llm:
+        counts = computed(llm, monkeypatch)
+        outputs = llm.generate(batch, GREEDY)
+    assert sum(counts) == 60 + 1 + 1 + 2 + 4 * 5
+    assert [output.num_cached_tokens for output in outputs] == [0, 59, 49, 60]
+    assert outputs[3].outputs == alone.generate([batch[3]], GREEDY)[0].outputs
+
+
+def test_a_later_request_computes_what_is_new(monkeypatch, alone):
+    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=1) as llm:
+        (first,) = llm.generate([BASES[0]], GREEDY)
+        counts = computed(llm, monkeypatch)
+        longer = BASES[0] + first.outputs[0].token_ids + [7, 8, 9]
+        (second,) = llm.generate([longer], GREEDY)
+        assert (second.num_cached_tokens, sum(counts)) == (65, 4 + 5)  # the last new token was never computed
+        assert second.outputs == alone.generate([longer], GREEDY)[0].outputs
+        (third,) = llm.generate([BASES[0][:30]], GREEDY)
+        assert third.num_cached_tokens == 29
+
+
+def test_only_so_many_are_kept(monkeypatch):
+    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=2) as llm:
+        heads = [[head] * 30 for head in (1, 2, 3)]
+        for head in heads:
+            llm.generate([head], GREEDY)
+        reused = [llm.generate([head], GREEDY)[0].num_cached_tokens for head in (heads[0], heads[2])]
+    assert reused == [0, 29]
+
+
+def test_what_failed_is_not_kept(tmp_path):
+    """Its numbers that are not finite would spread to one that fails neither alone nor beside it."""
+    tensors = tiny_checkpoint.random_tensors()
+    tensors["transformer.wpe.weight"][3:] = np.nan
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
+    params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=3, seed=0)
+    with LLM(str(folder), prefix_cache_seqs=0) as llm:
+        expected = llm.generate([[3, 4, 5]], params)[0].outputs
+    with LLM(str(folder), prefix_cache_seqs=4) as llm:
+        with pytest.raises(ValueError, match="not finite"):
+            llm.generate([[3, 4, 6, 7]], params)
+        (output,) = llm.generate([[3, 4, 5]], params)
+    assert (output.outputs, output.num_cached_tokens) == (expected, 0)
+
+
+def test_impossible_sizes():
+    for sizes, message in (
+        ({"max_num_seqs": 4, "max_num_batched_tokens": 3}, "max_num_batched_tokens is 3 and max_num_seqs is 4"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"prefix_cache_seqs": -1}, "prefix_cache_seqs is -1"),
+        ({"prefix_cache_seqs": None}, "prefix_cache_seqs is None"),
+        ({"max_queue": -1}, "max_queue is -1"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            LLM("demo", **sizes)

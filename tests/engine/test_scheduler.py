@@ -1,0 +1,339 @@
+"""The scheduler without a model: who runs in a step, with how many tokens, in which row, and what is copied there."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinygpt.engine.kv_slots import RowTable
+from tinygpt.engine.scheduler import WORTH_WAITING, Scheduler
+from tinygpt.request.sequence import Sequence
+from tinygpt.sampling_params import SamplingParams
+
+EOS = 0
+FRESH = itertools.count(1000)
+
+
+def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None) -> Sequence:
+    """One whose prompt begins like no other, or like those with the same `begin`."""
+    prompt = [next(FRESH) if begin is None else begin] + [1] * (prompt_len - 1)
+    return Sequence(prompt, SamplingParams(max_tokens=max_tokens), 0, 0, frozenset({EOS}), text=None)
+
+
+class Cache:
+    """A KV cache that holds the token of each position, and the copies that were made in it."""
+
+    def __init__(self, rows: int):
+        self.rows = [{} for _ in range(rows)]
+        self.copies = []
+
+    def copy_positions(self, source: int, target: int, start: int, stop: int) -> None:
+        assert 0 <= start < stop
+        self.copies.append((source, target, start, stop))
+        for position in range(start, stop):
+            self.rows[target][position] = self.rows[source][position]
+
+    def write(self, sequence: Sequence, count: int) -> None:
+        """What a step does; the positions before the new ones must be the sequence's own by then."""
+        ids, start = sequence.token_ids, sequence.num_cached
+        row = self.rows[sequence.row]
+        assert [row[position] for position in range(start)] == ids[:start]
+        row.update({start + i: token_id for i, token_id in enumerate(sequence.next_token_ids(count))})
+
+
+def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, int]]:
+    """What the engine does, with `token_id` for every token drawn; each sequence of the step and its tokens."""
+    chunks = scheduler.schedule()
+    for chunk in chunks:
+        is_sampled = chunk.is_sampled
+        cache_of(scheduler).write(chunk.sequence, chunk.count)
+        chunk.sequence.num_cached += chunk.count
+        if is_sampled:
+            chunk.sequence.append(token_id)
+    for sequence in scheduler.finished:
+        scheduler.remove(sequence)
+    return [(chunk.sequence, chunk.count) for chunk in chunks]
+
+
+def cache_of(scheduler: Scheduler) -> Cache:
+    return scheduler._copy_positions.__self__
+
+
+def scheduler_of(*sequences: Sequence, rows: int = 4, tokens: int = 100, kept: int = 0) -> Scheduler:
+    scheduler = Scheduler(RowTable(rows, kept), tokens, Cache(rows + kept).copy_positions)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    return scheduler
+
+
+def test_nothing_to_do():
+    assert scheduler_of(rows=2, tokens=8).schedule() == []
+
+
+def test_first_come_first_served_and_each_row_is_used_again():
+    a, b, c, d = (new_sequence(2, max_tokens) for max_tokens in (2, 1, 3, 1))
+    scheduler = scheduler_of(a, b, c, d, rows=2)
+    assert run_step(scheduler) == [(a, 2), (b, 2)]
+    assert (a.row, b.row, c.row, b.finish_reason) == (0, None, None, "length")
+    assert run_step(scheduler) == [(a, 1), (c, 2)]
+    assert (a.row, c.row) == (None, 1)
+    assert run_step(scheduler) == [(c, 1), (d, 2)]
+    assert run_step(scheduler) == [(c, 1)]
+    assert (scheduler.running, list(scheduler.waiting), scheduler.schedule()) == ([], [], [])
+
+
+def test_a_long_prompt_is_cut_and_is_sampled_once_at_its_end():
+    a = new_sequence(25, 2)
+    scheduler = scheduler_of(a, tokens=10)
+    sampled = []
+    while scheduler.waiting or scheduler.running:
+        chunk = scheduler.schedule()[0]
+        sampled.append((chunk.count, chunk.is_sampled))
+        run_step(scheduler)
+    assert sampled == [(10, False), (10, False), (5, True), (1, True)]
+
+
+def test_chunks_carry_the_tokens_in_order():
+    a = Sequence(list(range(10, 17)), SamplingParams(max_tokens=3), 0, 0, frozenset(), text=None)
+    scheduler, seen = scheduler_of(a, tokens=3), []
+    while scheduler.waiting or scheduler.running:
+        chunk = scheduler.schedule()[0]
+        seen.append(a.next_token_ids(chunk.count))
+        run_step(scheduler, token_id=90 + len(seen))
+    assert seen == [[10, 11, 12], [13, 14, 15], [16], [93], [94]]
+
+
+def test_decoding_comes_before_prompts_however_old():
+    long, short = new_sequence(30, 5), new_sequence(2, 5)
+    scheduler = scheduler_of(short, rows=3, tokens=10)
+    run_step(scheduler)
+    scheduler.add(long)
+    late = new_sequence(3, 5)
+    scheduler.add(late)
+    assert run_step(scheduler) == [(short, 1), (long, 9)]
+    assert run_step(scheduler) == [(short, 1), (long, 9)]
+    assert run_step(scheduler) == [(short, 1), (long, 9)]
+    assert run_step(scheduler) == [(short, 1), (long, 3), (late, 3)]  # the prompts in their order, as far as it goes
+    assert run_step(scheduler) == [(long, 1), (late, 1)]
+
+
+def test_a_prompt_of_one_token_is_as_short_as_decoding_and_overtakes_long_ones():
+    long, short = new_sequence(30, 5), new_sequence(1, 3)
+    scheduler = scheduler_of(long, short, tokens=10)
+    assert [run_step(scheduler) for _ in range(4)] == [[(short, 1), (long, 9)]] * 3 + [[(long, 3)]]
+
+
+def test_one_that_ends_early_leaves_its_row():
+    a, b = new_sequence(2, 10), new_sequence(2, 10)
+    scheduler = scheduler_of(a, b, rows=1)
+    run_step(scheduler, EOS)
+    assert (a.finish_reason, a.row) == ("stop", None)
+    assert run_step(scheduler) == [(b, 2)]
+    assert b.row == 0
+
+
+@pytest.mark.parametrize("removed", [0, 1, 2, 3])
+def test_remove_wherever_it_is(removed):
+    sequences = [new_sequence(2, 4) for _ in range(4)]
+    scheduler = scheduler_of(*sequences, rows=2)
+    run_step(scheduler)
+    scheduler.remove(sequences[removed])
+    scheduler.remove(sequences[removed])  # a second time does nothing
+    assert sequences[removed].row is None
+    others = [s for i, s in enumerate(sequences) if i != removed]
+    assert [s for s, _ in run_step(scheduler)] == others[:2]
+    assert {s.row for s in others[:2]} == {0, 1}
+    while scheduler.waiting or scheduler.running:
+        run_step(scheduler)
+    assert all(s.finish_reason == "length" for s in others)
+    assert sequences[removed].finish_reason is None
+
+
+def test_remove_of_one_never_added():
+    scheduler = scheduler_of(new_sequence(1), rows=1)
+    scheduler.remove(new_sequence(1))
+    assert len(scheduler.schedule()) == 1
+
+
+# What prompts have in common.
+
+
+def finish(scheduler: Scheduler) -> int:
+    """Run all that is there; the tokens that were computed for it."""
+    total = 0
+    while scheduler.waiting or scheduler.running:
+        total += sum(count for _, count in run_step(scheduler))
+    return total
+
+
+@pytest.mark.parametrize("tokens", [8, 30, 100])
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_one_prompt_pass_for_equal_prompts(tokens, max_tokens):
+    sequences = [new_sequence(40, max_tokens, begin=7) for _ in range(4)]
+    scheduler = scheduler_of(*sequences, tokens=tokens)
+    assert finish(scheduler) == 40 + 3 + 4 * (max_tokens - 1)  # the last token of each is computed for its logits
+    assert [s.num_reused for s in sequences] == [0, 39, 39, 39]
+
+
+def test_a_short_prompt_is_not_worth_waiting_for():
+    a, b = (new_sequence(WORTH_WAITING, begin=7) for _ in range(2))
+    assert run_step(scheduler_of(a, b)) == [(a, WORTH_WAITING), (b, WORTH_WAITING)]
+    a, b = (new_sequence(WORTH_WAITING + 1, begin=7) for _ in range(2))
+    scheduler = scheduler_of(a, b)
+    assert run_step(scheduler) == [(a, WORTH_WAITING + 1)]
+    assert run_step(scheduler) == [(a, 1), (b, 1)]
+
+
+def test_others_pass_one_that_waits():
+    a, b, c = new_sequence(40, begin=7), new_sequence(50, begin=7), new_sequence(5)
+    scheduler = scheduler_of(a, b, c, tokens=25)
+    assert run_step(scheduler) == [(a, 25)]
+    assert run_step(scheduler) == [(a, 15), (c, 5)]
+    assert run_step(scheduler) == [(a, 1), (c, 1), (b, 10)]
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_one_that_waits_goes_on_when_the_other_is_removed(after):
+    """With what the other got done; and a third waits for the second from then on."""
+    a, b, c = (new_sequence(40, begin=7) for _ in range(3))
+    scheduler = scheduler_of(a, b, c, tokens=10)
+    for _ in range(after):
+        run_step(scheduler)
+    scheduler.remove(a)
+    assert finish(scheduler) == 40 - 10 * after + 1 + 4
+    assert (b.finish_reason, c.finish_reason) == ("length", "length")
+    assert (b.num_reused, c.num_reused) == (10 * after, 39)
+
+
+def test_removing_the_one_that_waits_leaves_the_other_alone():
+    a, b = (new_sequence(40, begin=7) for _ in range(2))
+    scheduler = scheduler_of(a, b, tokens=10)
+    run_step(scheduler)
+    scheduler.remove(b)
+    assert finish(scheduler) == 30 + 2
+
+
+def test_an_ended_sequence_is_kept_for_the_next():
+    scheduler = scheduler_of(new_sequence(40, begin=7), kept=1)
+    finish(scheduler)
+    again, longer = new_sequence(40, begin=7), new_sequence(45, begin=7)
+    scheduler.add(again)
+    assert finish(scheduler) == 1 + 2
+    scheduler.add(longer)
+    assert finish(scheduler) == 45 - 42 + 2  # the 40, and two new tokens that were like the prompt's next
+    assert (again.num_reused, longer.num_reused) == (39, 42)
+
+
+def test_a_kept_row_that_was_copied_from_is_not_the_next_to_go():
+    scheduler = scheduler_of(*(new_sequence(30, begin=begin) for begin in (7, 8)), kept=2)
+    finish(scheduler)
+    branch = new_sequence(20, begin=7)
+    branch.prompt_token_ids[10:] = [2] * 10
+    scheduler.add(branch)
+    finish(scheduler)
+    assert branch.num_reused == 10
+    assert [token_ids[0] for _, token_ids in scheduler.rows.kept] == [7, 7]
+
+
+@pytest.mark.parametrize(("num_steps", "num_kept"), [(1, 0), (3, 1)])
+def test_a_prompt_that_was_not_read_to_its_end_is_not_kept(num_steps, num_kept):
+    """Nobody has seen whether its numbers are finite."""
+    a = new_sequence(20)
+    scheduler = scheduler_of(a, tokens=10, kept=1)
+    for _ in range(num_steps):
+        run_step(scheduler)
+    scheduler.remove(a)
+    assert len(list(scheduler.rows.kept)) == num_kept
+    assert scheduler.rows.num_free == 4
+
+
+def test_a_prefix_that_could_not_be_written_is_written_again():
+    calls = []
+
+    def write_prefix(sequence):
+        calls.append(sequence.row)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    a, b = new_sequence(3, begin=7), new_sequence(3)
+    a.soft_prompt = object()
+    scheduler = Scheduler(RowTable(1, 0), 10, Cache(1).copy_positions, write_prefix)
+    scheduler.add(a, b)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.schedule()
+    assert (a.row, list(scheduler.waiting), scheduler.rows.num_free) == (None, [a, b], 1)
+    assert [chunk.sequence for chunk in scheduler.schedule()] == [a]
+    assert calls == [0, 0]
+
+
+def test_without_kept_rows_nothing_is_kept():
+    scheduler = scheduler_of(new_sequence(40, begin=7))
+    finish(scheduler)
+    scheduler.add(new_sequence(40, begin=7))
+    assert finish(scheduler) == 40 + 2
+
+
+def test_a_conversation_goes_on_in_its_row_without_a_copy():
+    scheduler = scheduler_of(new_sequence(20, begin=7), kept=2)
+    finish(scheduler)
+    cache = cache_of(scheduler)
+    scheduler.add(new_sequence(60, begin=7))
+    run_step(scheduler)
+    assert (scheduler.running[0].num_reused, cache.copies) == (22, [])
+
+
+@given(
+    rows=st.integers(1, 4),
+    kept=st.integers(0, 3),
+    spare=st.integers(0, 20),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 6), st.sampled_from([None, 7, 8])), min_size=1, max_size=12
+    ),
+    arrivals=st.lists(st.integers(0, 10), min_size=12, max_size=12),
+    removals=st.dictionaries(st.integers(0, 20), st.integers(0, 11)),
+)
+def test_any_load(rows, kept, spare, shapes, arrivals, removals):
+    """Whatever arrives and whatever is removed: budget, rows, order and contents hold, and all is served."""
+    budget = rows + spare
+    sequences = [new_sequence(*shape) for shape in shapes]
+    coming = sorted(zip(arrivals, range(len(sequences)), sequences, strict=False))
+    sequences = [sequence for _, _, sequence in coming]
+    scheduler, started = scheduler_of(rows=rows, tokens=budget, kept=kept), []
+    removed, step = set(), 0
+    while coming or scheduler.waiting or scheduler.running:
+        while coming and coming[0][0] <= step:
+            scheduler.add(coming.pop(0)[-1])
+        chunks = scheduler.schedule()
+        running = list(scheduler.running)
+        check_rows(scheduler, rows, kept)
+        assert len(running) == min(rows, len(running) + len(scheduler.waiting))  # no row idle while one waits
+        assert bool(running) <= sum(chunk.count for chunk in chunks) <= budget  # something goes on
+        assert all(1 <= chunk.count <= chunk.sequence.num_uncached for chunk in chunks)
+        decoding = {id(s) for s in running if s.num_uncached == 1}
+        assert decoding <= {id(chunk.sequence) for chunk in chunks}  # none that decodes is ever left out
+        started += [s for s in running if s not in started]
+        run_step(scheduler)
+        step += 1
+        if step in removals:
+            gone = sequences[removals[step] % len(sequences)]
+            removed.add(id(gone))
+            scheduler.remove(gone)
+    assert started == [s for s in sequences if s in started]  # in the order in which they came
+    for s in sequences:
+        assert s.row is None
+        assert s.finish_reason == "length" or id(s) in removed
+        if s.finish_reason:
+            assert (len(s.new_token_ids), s.num_cached) == (s.params.max_tokens, len(s) - 1)
+
+
+def check_rows(scheduler: Scheduler, rows: int, kept: int) -> None:
+    """Each row is a running sequence's, or kept, or empty."""
+    used = [s.row for s in scheduler.running]
+    held = dict(scheduler.rows.kept)
+    assert sorted([*used, *held, *scheduler.rows._empty]) == list(range(rows + kept))
+    assert len(held) <= kept
+    assert scheduler.rows.num_free == rows - len(used)
+    for row, token_ids in held.items():
+        content = cache_of(scheduler).rows[row]
+        assert [content[position] for position in range(len(token_ids))] == token_ids

@@ -1,0 +1,183 @@
+"""Speculation: guesses as transformers makes them, fewer steps, and the same tokens as without it, to the bit."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from support.factory import Case, Recipe, make_case
+from tinygpt import LLM, SamplingParams
+from tinygpt.engine.spec_decode import propose_by_lookup
+from tinygpt.errors import RequestError
+
+VOCAB = 40
+FIELDS = {"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64}
+PROMPT = [7, 3, 9, 3, 9, 11]
+
+few_tokens = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+
+
+@given(few_tokens, st.integers(1, 6), st.integers(1, 4))
+def test_the_guess_is_that_of_transformers(token_ids, count, max_ngram):
+    generator = PromptLookupCandidateGenerator(
+        num_output_tokens=count, max_matching_ngram_size=max_ngram, max_length=10**6
+    )
+    with_guess, _ = generator.get_candidates(torch.tensor([token_ids]))
+    assert propose_by_lookup(token_ids, count, max_ngram) == with_guess[0, len(token_ids) :].tolist()
+
+
+def test_a_longer_match_goes_before_an_earlier_one():
+    assert propose_by_lookup([2, 8, 1, 2, 9, 1, 2], 1, max_ngram=1) == [8]
+    assert propose_by_lookup([2, 8, 1, 2, 9, 1, 2], 1, max_ngram=2) == [9]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Case:
+    return make_case(Recipe("target", FIELDS, seed=3), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory) -> Case:
+    """Another model of the same vocabulary, with fewer positions."""
+    fields = {**FIELDS, "n_layer": 1, "n_positions": 30}
+    return make_case(Recipe("draft", fields, seed=4), tmp_path_factory.mktemp("draft"))
+
+
+@pytest.fixture(scope="module")
+def llm(case):
+    with LLM(str(case.folder)) as llm:
+        yield llm
+
+
+def plain(output) -> list[tuple]:
+    return [(o.token_ids, o.logprobs, o.cumulative_logprob, o.finish_reason, o.stop_reason) for o in output.outputs]
+
+
+def count_steps(llm: LLM, monkeypatch) -> list:
+    """A list that grows by one with each pass through the model."""
+    passes, forward = [], llm._engine._forward
+    monkeypatch.setattr(llm._engine, "_forward", lambda batch: passes.append(batch) or forward(batch))
+    return passes
+
+
+def random_params(chance: random.Random, **fields) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=chance.randint(1, 25),
+        temperature=chance.choice((0, 0, 0.5, 1.0)),
+        seed=chance.randint(0, 99),
+        n=chance.choice((1, 1, 2)),
+        logprobs=chance.choice((None, 2)),
+        top_k=chance.choice((0, 3)),
+        top_p=chance.choice((1.0, 0.8)),
+        top_p_decay=chance.choice((1.0, 0.9)),
+        repetition_penalty=chance.choice((1.0, 0.7, 1.5)),
+        no_repeat_ngram_size=chance.choice((0, 0, 3)),
+        presence_penalty=chance.choice((0.0, -1.0)),
+        min_tokens=chance.choice((0, 1)),
+        eos_token_id=chance.choice((None, chance.sample(range(VOCAB), 3))),
+        allowed_token_ids=chance.choice((None, [3, 7, 9, 11, 13, 17, 21, 25])),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("with_draft_model", [False, True])
+def test_nothing_changes_but_the_number_of_steps(case, smaller, llm, seed, with_draft_model):
+    chance = random.Random(seed)
+    prompts = [PROMPT[: chance.randint(1, 6)] + case.random_ids(chance.randint(0, 20), i) for i in range(10)]
+    params = [random_params(chance) for _ in prompts]
+    expected = [plain(llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
+    lookup = [
+        replace(p, prompt_lookup_num_tokens=chance.choice((0, 1, 4, 10)), max_matching_ngram_size=chance.choice((1, 3)))
+        for p in params
+    ]
+    draft = {"draft_model": str(smaller.folder), "num_speculative_tokens": 3} if with_draft_model else {}
+    sizes = {"max_num_seqs": chance.choice((3, 5, 8)), "max_num_batched_tokens": chance.choice((8, 13, 100))}
+    with LLM(str(case.folder), prefix_cache_seqs=chance.choice((0, 3)), **sizes, **draft) as other:
+        assert [plain(output) for output in other.generate(prompts, lookup)] == expected
+
+
+def test_lookup_saves_steps(llm, monkeypatch):
+    passes = count_steps(llm, monkeypatch)
+    params = SamplingParams(max_tokens=24, allowed_token_ids=[3, 9])
+    llm.generate([PROMPT], params)
+    without = len(passes)
+    llm.generate([PROMPT], replace(params, prompt_lookup_num_tokens=6))
+    assert len(passes) - without < without / 2
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_draft_model_that_is_always_right_saves_all_it_can(case, monkeypatch, temperature):
+    params = SamplingParams(max_tokens=25, temperature=temperature, seed=5, repetition_penalty=1.2)
+    with LLM(str(case.folder), max_num_seqs=1, prefix_cache_seqs=0, draft_model=str(case.folder)) as llm:
+        passes = count_steps(llm, monkeypatch)
+        for prompt in (PROMPT, PROMPT[:2], [5] * 20):  # one after another in the same row
+            passes.clear()
+            llm.generate([prompt], params)
+            assert [len(batch.token_ids) for batch in passes] == [len(prompt) + 4, 5, 5, 5, 5]
+
+
+def test_guesses_stay_within_the_positions(case, smaller):
+    """The reference notices a position that is not there."""
+    params = SamplingParams(max_tokens=58, prompt_lookup_num_tokens=20, allowed_token_ids=[3, 9])
+    for fields in ({}, {"prompt_lookup_num_tokens": 0}):
+        with LLM(str(case.folder), device="reference", draft_model=str(smaller.folder)) as llm:
+            assert len(llm.generate([PROMPT], replace(params, **fields))[0].outputs[0].token_ids) == 58
+
+
+def test_a_guess_that_cannot_go_on_ends_there(case):
+    """Behind the end of the sequence no token is left that is not a repetition."""
+    params = SamplingParams(max_tokens=20, allowed_token_ids=[3, 9], no_repeat_ngram_size=2, stop_token_ids=[3, 9])
+    with LLM(str(case.folder), draft_model=str(case.folder), num_speculative_tokens=12) as llm:
+        assert len(llm.generate([[1, 2]], params)[0].outputs[0].token_ids) == 1
+
+
+def test_a_stream_gets_every_token(case, llm):
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=2)
+    with LLM(str(case.folder), draft_model=str(case.folder)) as other:
+        assert [chunk.token_id for chunk in other.stream(PROMPT, params)] == [
+            chunk.token_id for chunk in llm.stream(PROMPT, params)
+        ]
+
+
+def test_an_end_among_confirmed_tokens_is_the_end(case, llm):
+    tokens = llm.generate([PROMPT], SamplingParams(max_tokens=12))[0].outputs[0].token_ids
+    params = SamplingParams(max_tokens=12, stop_token_ids=[tokens[7]])
+    with LLM(str(case.folder), draft_model=str(case.folder), num_speculative_tokens=12) as other:
+        output = other.generate([PROMPT], params)[0].outputs[0]
+    assert output.token_ids == tokens[: tokens.index(tokens[7]) + 1]
+    assert output.finish_reason == "stop"
+
+
+def test_users_functions_are_not_called_for_guesses(case, llm):
+    seen = []
+
+    def note(prompt_token_ids, new_token_ids, scores):
+        seen.append(list(new_token_ids))
+        return scores
+
+    params = SamplingParams(max_tokens=10, logits_processors=note)
+    with LLM(str(case.folder), draft_model=str(case.folder)) as other:
+        tokens = other.generate([PROMPT], params)[0].outputs[0].token_ids
+    assert seen == [tokens[:i] for i in range(10)]
+
+
+def test_another_vocabulary_is_refused(case, tmp_path):
+    other = make_case(Recipe("other", {**FIELDS, "vocab_size": 41}), tmp_path)
+    with pytest.raises(RequestError, match="same vocabulary"):
+        LLM(str(case.folder), draft_model=str(other.folder))
+
+
+@pytest.mark.parametrize("fields", [{"prompt_lookup_num_tokens": -1}, {"max_matching_ngram_size": 0}], ids=str)
+def test_impossible_fields_are_refused(fields):
+    with pytest.raises(RequestError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_an_impossible_number_of_guesses_is_refused(case):
+    with pytest.raises(RequestError, match="num_speculative_tokens is 0"):
+        LLM(str(case.folder), draft_model=str(case.folder), num_speculative_tokens=0)

@@ -1,0 +1,268 @@
+"""`python -m tinygpt eval` and tinygpt.evaluation.perplexity: the same figures as transformers' own methods give."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from support.paths import ROOT
+from tinygpt import LLM, SamplingParams
+from tinygpt.cli import main as cli
+from tinygpt.errors import RequestError
+from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
+
+DEMO = ROOT / "weights" / "demo"
+LAMBADA = ROOT.parent / "shared" / "data" / "lambada_test.jsonl"
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "a",
+    "to",
+    "in",
+    "he",
+    "was",
+    "it",
+    "that",
+    "with",
+    "had",
+    "as",
+    "her",
+    "not",
+    "old",
+    "king",
+]
+SIZE = 512  # the demo's positions
+
+
+def passage(num_words: int, seed: int = 0) -> str:
+    generator = random.Random(seed)
+    sentences = ([generator.choice(WORDS) for _ in range(8)] for _ in itertools.count())
+    words = itertools.chain.from_iterable([*sentence[:-1], sentence[-1] + "."] for sentence in sentences)
+    return " ".join(itertools.islice(words, num_words))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=NUM_TOGETHER) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    torch.set_num_threads(1)  # two that wait for each other are far slower where the cores are shared
+    return GPT2LMHeadModel.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@torch.no_grad()
+def strided(model: GPT2LMHeadModel, token_ids: list[int], stride: int) -> float:
+    """Perplexity as transformers' documentation defines it; the model itself shifts the labels."""
+    total, count, seen = 0.0, 0, 0
+    for begin in range(0, len(token_ids), stride):
+        stop = min(begin + SIZE, len(token_ids))
+        inputs = torch.tensor([token_ids[begin:stop]])
+        labels = inputs.clone()
+        labels[:, : seen - begin] = -100
+        weight = stop - seen - 1
+        total += model(inputs, labels=labels).loss.item() * weight
+        count, seen = count + weight, stop
+        if stop == len(token_ids):
+            return math.exp(total / count)
+    raise AssertionError("unreachable")
+
+
+def text_of_size(llm: LLM, num_tokens: int) -> str:
+    """A passage's beginning of exactly so many tokens."""
+    text = llm.tokenizer.decode(llm.tokenizer.encode(passage(num_tokens))[:num_tokens])
+    assert len(llm.tokenizer.encode(text)) == num_tokens
+    return text
+
+
+@pytest.mark.parametrize("stride", [64, 256, SIZE, None])
+@pytest.mark.parametrize("num_tokens", [1200, 300, 2])
+def test_perplexity_is_that_of_transformers(llm, theirs, their_tokenizer, stride, num_tokens):
+    text = text_of_size(llm, num_tokens)
+    expected = strided(theirs, their_tokenizer(text).input_ids, stride or SIZE)
+    assert perplexity(llm, text, stride).token_perplexity == pytest.approx(expected, rel=2e-5)
+
+
+def test_a_window_of_nothing_new_counts_nothing(llm, theirs):
+    """Where the last window has one token, Hugging Face's mean is of no tokens."""
+    more, less = (perplexity(llm, text_of_size(llm, count)) for count in (SIZE + 1, SIZE))
+    assert more.loss == less.loss
+    assert more.num_tokens == less.num_tokens + 1
+
+
+def test_words_and_bytes_share_the_loss(llm):
+    text = passage(50) + " Zoë"
+    found = perplexity(llm, text)
+    total = found.loss * len(llm.tokenizer.encode(text))
+    assert found.word_perplexity == pytest.approx(math.exp(total / 51))
+    assert found.byte_perplexity == pytest.approx(math.exp(total / len(text.encode())))
+    assert found.bits_per_byte == pytest.approx(total / len(text.encode()) / math.log(2))
+
+
+@pytest.mark.parametrize(("num_tokens", "size", "stride"), [(10, 4, 4), (10, 4, 3), (10, 4, 1), (3, 4, 2), (9, 4, 4)])
+def test_windows_see_every_token_once(num_tokens, size, stride):
+    windows = list(windows_of(num_tokens, size, stride))
+    assert [i for w in windows for i in range(w.first, w.stop)] == list(range(num_tokens))
+    assert all(w.begin % stride == 0 and w.stop - w.begin <= size for w in windows)
+    assert windows[0] == Window(0, 0, min(size, num_tokens))
+
+
+@pytest.mark.parametrize("stride", [0, -1, SIZE + 1])
+def test_an_impossible_stride_is_refused(llm, stride):
+    with pytest.raises(RequestError, match=f"stride is {stride} and a window has 512 tokens"):
+        perplexity(llm, "Once upon a time", stride)
+
+
+def test_a_text_of_one_token_is_refused(llm):
+    with pytest.raises(RequestError, match="less than two tokens"):
+        perplexity(llm, "a")
+
+
+# LAMBADA.
+
+
+@torch.no_grad()
+def foreseen(model: GPT2LMHeadModel, token_ids: list[int], counts: tuple[int, int]) -> list[tuple[bool, float]]:
+    """For each count: whether the last `count` tokens are what greedy decoding writes, and their log probability."""
+    logprobs = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+    targets = torch.tensor(token_ids[1:])
+    are_best, found = logprobs.argmax(-1) == targets, logprobs[torch.arange(len(targets)), targets].double()
+    return [(bool(are_best[-count:].all()), found[-count:].sum().item()) for count in counts]
+
+
+def check_lambada(llm: LLM, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+    rows = []
+    for text in texts:
+        token_ids = tokenizer(text).input_ids
+        num_before = len(tokenizer(text.rsplit(" ", 1)[0]).input_ids)
+        rows.append(foreseen(model, token_ids, (len(token_ids) - num_before, 1)))
+    of_word, of_token = lambada(llm, texts)
+    assert [of_word.protocol, of_token.protocol] == ["last word", "last token"]
+    for found, expected in zip((of_word, of_token), zip(*rows, strict=True), strict=True):
+        assert found.num_rows == len(texts)
+        assert found.num_correct == sum(is_greedy for is_greedy, _ in expected)
+        loss = -sum(logprob for _, logprob in expected) / len(texts)
+        assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+def test_lambada_is_that_of_transformers(llm, theirs, their_tokenizer):
+    (output,) = llm.generate("Once upon a time there", SamplingParams(max_tokens=40, ignore_eos=True))
+    words = f"Once upon a time there{output.outputs[0].text}".split(" ")
+    foreseen_texts = [" ".join(words[:count]) for count in range(8, 20)]
+    rare = [f"{passage(20, seed)} {word}" for seed, word in enumerate(("unforeseeably", "xylophone", "Zoë", "the"))]
+    texts = [*foreseen_texts, *rare, *(passage(9 + i, i) for i in range(8))]
+    check_lambada(llm, theirs, their_tokenizer, texts)
+    assert len(foreseen_texts) <= lambada(llm, texts)[0].num_correct < len(texts)
+
+
+@pytest.mark.skipif(not LAMBADA.is_file(), reason=f"LAMBADA is not in {LAMBADA}")
+def test_lambada_on_its_own_rows(llm, theirs, their_tokenizer):
+    rows = [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()[:200]]
+    check_lambada(llm, theirs, their_tokenizer, rows)
+
+
+def test_no_rows_are_refused(llm):
+    with pytest.raises(RequestError, match="no rows"):
+        lambada(llm, [])
+
+
+# The command.
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = cli.main(["eval", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(passage(100), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": passage(9, i)}) + "\n" for i in range(3)), encoding="utf-8")
+    return file
+
+
+def test_ppl_prints_a_row_for_each_dtype(run, text_file):
+    code, out, err = run("ppl", text_file, "--stride", 16, "--max-model-len", 32, "--dtype", "float32,int8")
+    assert code == 0, err
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines()]
+    assert head[:4] == ["dtype", "stride", "tokens", "token perplexity"]
+    assert [row[0] for row in rows] == ["float32", "int8"]
+    with LLM("demo", max_model_len=32) as llm:
+        expected = perplexity(llm, text_file.read_text(encoding="utf-8"), 16)
+    assert rows[0][3] == f"{expected.token_perplexity:.4f}"
+    assert rows[0][3] != rows[1][3]
+    assert float(rows[1][3]) == pytest.approx(expected.token_perplexity, rel=0.05)
+    assert (head[4], rows[0][4]) == ("change", "+0.000%")
+    change = float(rows[1][3]) / float(rows[0][3]) - 1
+    assert float(rows[1][4].rstrip("%")) == pytest.approx(100 * change, abs=1e-3)
+
+
+def test_json_holds_all_that_was_found(run, text_file):
+    code, out, _ = run("ppl", text_file, "--json")
+    assert code == 0
+    (record,) = map(json.loads, out.splitlines())
+    assert (record["task"], record["file"], record["dtype"]) == ("ppl", str(text_file), "float32")
+    assert (record["stride"], record["max_model_len"], record["num_words"]) == (SIZE, SIZE, 100)
+    assert record["token_perplexity"] == pytest.approx(math.exp(record["loss"]))
+
+
+def test_lambada_names_each_protocol(run, rows_file):
+    code, out, _ = run("lambada", rows_file, "--limit", 2)
+    assert code == 0
+    assert [line.split("|")[2:4] for line in out.splitlines()[2:]] == [
+        [" last word ", " 2 "],
+        [" last token ", " 2 "],
+    ]
+    code, out, _ = run("lambada", rows_file, "--json")
+    assert [json.loads(line)["num_rows"] for line in out.splitlines()] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["ppl", "TEXT", "--dtype", "float32,float8"], "--dtype has 'float8'"),
+        (["ppl", "TEXT", "--limit", "3"], "--limit is for eval lambada"),
+        (["lambada", "ROWS", "--stride", "3"], "--stride is for eval ppl"),
+        (["lambada", "ROWS", "--limit", "0"], "--limit is 0"),
+        (["lambada", "TEXT"], "is no row of LAMBADA"),
+        (["ppl", "MISSING"], "cannot be read"),
+        (["ppl", "EMPTY"], "has no text"),
+        (["ppl", "BYTES"], "is no UTF-8, at byte 1"),
+        (["ppl", "TEXT", "--stride", "0"], "stride is 0"),
+        (["ppl", "TEXT", "--stride", "9999"], "stride is 9999"),
+    ],
+)
+def test_the_impossible_is_a_sentence(run, tmp_path, text_file, rows_file, arguments, expected):
+    (tmp_path / "empty").write_bytes(b" \n")
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    files = {"TEXT": text_file, "ROWS": rows_file, "MISSING": tmp_path / "missing"}
+    files |= {"EMPTY": tmp_path / "empty", "BYTES": tmp_path / "bytes"}
+    code, out, err = run(*(files.get(argument, argument) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1  # nothing before it
+    assert expected in err

@@ -1,0 +1,145 @@
+"""tinygpt as a model of lm-evaluation-harness: the same figures as the harness's own `hf` model."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from support.paths import DEMO
+
+pytest.importorskip("lm_eval", reason="lm-eval, the extra `eval`, is not installed")
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+import lm_eval
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from tinygpt.errors import RequestError
+from tinygpt.lm_eval_adapter import TinyGPTLM
+
+ENDINGS = ["sea", "castle", "forest", "king's house"]
+ROWS = [
+    {
+        "context": f"Once upon a time there was {who} who lived by himself in the",
+        "endings": ENDINGS,
+        "label": i % 4,
+        "text": f"{who} went down to the shore, and waited there for a ship. " * (1 + 15 * (i % 3)),
+    }
+    for i, who in enumerate(["a king", "an old man", "a fisherman", "the fox", "a poor widow", "a wolf"])
+]
+COMMON = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+"""
+TASKS = {
+    "endings": """
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: "{{endings}}"
+doc_to_target: label
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "last_words": """
+output_type: loglikelihood
+doc_to_text: "{{text.rstrip().rsplit(' ', 1)[0]}}"
+doc_to_target: "{{' ' + text.rstrip().rsplit(' ', 1)[1]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "texts": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "tales": """
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{endings[label]}}"
+generation_kwargs: {until: [".", "\\n"], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def ours():
+    model = TinyGPTLM("demo")
+    yield model
+    model.llm.close()
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    torch.set_num_threads(1)  # two that wait for each other are far slower where the cores are shared
+    return HFLM(str(DEMO), dtype="float32", device="cpu", batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def task_manager(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    for name, body in TASKS.items():
+        (folder / f"{name}.yaml").write_text(COMMON.format(name=name, file=file) + body, encoding="utf-8")
+    os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_results_are_those_of_the_hf_model(ours, theirs, task_manager, task):
+    results, expected = (
+        lm_eval.simple_evaluate(model, tasks=[task], task_manager=task_manager, bootstrap_iters=0, log_samples=True)
+        for model in (ours, theirs)
+    )
+    assert results["samples"][task], "no samples"
+    for metric, value in expected["results"][task].items():
+        wanted = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+        assert results["results"][task][metric] == wanted, metric
+    for mine, other in zip(results["samples"][task], expected["samples"][task], strict=True):
+        assert_alike(mine["filtered_resps"], other["filtered_resps"])
+
+
+def assert_alike(mine: list, other: list) -> None:
+    """Texts, log probabilities, or pairs of one and a bool."""
+    for one, wanted in zip(mine, other, strict=True):
+        assert one == (wanted if isinstance(wanted, str) else pytest.approx(wanted, rel=1e-4))
+
+
+def requests(*arguments: tuple) -> list[SimpleNamespace]:
+    return [SimpleNamespace(args=args) for args in arguments]
+
+
+def test_a_long_context_loses_its_beginning(ours, theirs):
+    long = "the king and " * 300
+    asked = requests((long, {"until": ["."], "max_gen_toks": 8}))
+    assert ours.generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
+    pairs = requests((long, "the queen"), ("", "Once upon a time"), ("The sea ", "was still"))
+    assert_alike(ours.loglikelihood(pairs, disable_tqdm=True), theirs.loglikelihood(pairs, disable_tqdm=True))
+
+
+def test_what_greedy_decoding_writes_is_greedy(ours, theirs):
+    context = "Once upon a time there"
+    (written,) = ours.generate_until(requests((context, {"until": [], "max_gen_toks": 8})), disable_tqdm=True)
+    pairs = requests((context, written), (context, "after"))
+    mine, other = (model.loglikelihood(pairs, disable_tqdm=True) for model in (ours, theirs))
+    assert_alike(mine, other)
+    assert [is_greedy for _, is_greedy in mine] == [True, False]
+
+
+def test_no_room_for_a_context_is_refused(ours):
+    with pytest.raises(RequestError, match="512 tokens are to be generated"):
+        ours.generate_until(requests(("a", {"until": [], "max_gen_toks": 512})), disable_tqdm=True)
+
+
+def test_the_harness_finds_the_model_by_its_name():
+    from lm_eval.api.registry import get_model
+
+    model = get_model("tinygpt").create_from_arg_string(
+        "pretrained=demo,max_length=64,dtype=int8", {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
+    )
+    assert (model.max_length, model.llm.dtype) == (64, "int8")
+    model.llm.close()

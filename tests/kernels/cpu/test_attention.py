@@ -1,0 +1,174 @@
+"""Attention over the cache, each kernel alone, against the reference's, around the borders of blocks and tiles."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from support.kernel_tools import bfloat16_bits, check, from_bits, random_values, same_bits, solo_team, unwritten
+from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv
+from tinygpt.kernels.cpu.model import query_tiles
+from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
+from tinygpt.kernels.reference import model as reference
+
+CACHES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+class Cache(NamedTuple):
+    """One layer's: k (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v (S, H, T / P, padded D, P); bfloat16 as uint16."""
+
+    k: np.ndarray
+    v: np.ndarray
+
+
+def new_cache(sequences: int, heads: int, size: int, length: int, dtype: str) -> Cache:
+    blocks, kind, p = -(-length // KEY_BLOCK), *((np.float32, 1) if dtype == "float32" else (np.uint16, 2))
+    k = unwritten(sequences, heads, blocks, -(-size // p), KEY_BLOCK, p, dtype=kind)
+    return Cache(k, unwritten(sequences, heads, blocks * KEY_BLOCK // p, padded_head(size), p, dtype=kind))
+
+
+def write(cache: Cache, qkv, positions, token_rows) -> None:
+    write_kv(solo_team(), *cache, qkv, np.asarray(positions, np.int32), np.asarray(token_rows, np.int32))
+
+
+def as_float32(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype == np.float32 else from_bits(array)
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """What a cache of this dtype keeps of them."""
+    return values if dtype == "float32" else from_bits(bfloat16_bits(values))
+
+
+def plain(cache: Cache, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values, (S, H, T, D) float32."""
+    k = as_float32(cache.k).transpose(0, 1, 2, 4, 3, 5)  # (S, H, T / KEY_BLOCK, KEY_BLOCK, D / P, P)
+    v = as_float32(cache.v).swapaxes(-1, -2)  # (S, H, T / P, P, padded D)
+    sequences, heads, blocks = k.shape[:3]
+    return tuple(x.reshape(sequences, heads, blocks * KEY_BLOCK, -1)[..., :size] for x in (k, v))
+
+
+class Run(NamedTuple):
+    """Some sequences of given lengths; the first `cached` positions of each are already in the cache."""
+
+    qkv: np.ndarray  # (N, 3C), all positions of all sequences, end to end
+    lengths: list[int]
+    cached: list[int]
+    heads: int
+
+    @property
+    def size(self) -> int:
+        return self.qkv.shape[1] // (3 * self.heads)
+
+
+def run_attend(run: Run, dtype: str = "float32", tiles_of=query_tiles) -> np.ndarray:
+    """The new tokens' attention, (new tokens, C), after everything was written in two steps."""
+    bounds = np.concatenate([[0], np.cumsum(run.lengths)])
+    rows = np.arange(len(run.lengths))[::-1] + 1  # no sequence lies in the row of its number
+    token_rows = np.repeat(rows, run.lengths).astype(np.int32)
+    positions = np.concatenate([np.arange(length) for length in run.lengths]).astype(np.int32)
+    is_new = positions >= np.repeat(run.cached, run.lengths)
+    cache = new_cache(len(rows) + 1, run.heads, run.size, max(run.lengths), dtype)
+    for part in (~is_new, is_new):
+        write(cache, run.qkv[part], positions[part], token_rows[part])
+    starts = np.concatenate([[0], np.cumsum(np.diff(bounds) - run.cached)]).astype(np.int32)
+    qkv, out = run.qkv[is_new], unwritten(is_new.sum(), run.heads * run.size)
+    scale, where = np.float32(run.size**-0.5), (positions[is_new], token_rows[is_new])
+    attend(solo_team(run.size), out, qkv, *cache, *where, tiles_of(starts).astype(np.int32), scale)
+    return out
+
+
+def exact_attention(run: Run, dtype: str = "float32") -> np.ndarray:
+    outs, start = [], 0
+    for length, cached in zip(run.lengths, run.cached, strict=True):
+        qkv = run.qkv[start : start + length].astype(np.float64).reshape(length, 3, run.heads, run.size)
+        q, k, v = qkv.transpose(1, 0, 2, 3)  # (T, H, D)
+        q = q.astype(np.float32) * np.float32(run.size**-0.5)
+        q, k, v = (rounded(x.astype(np.float32), dtype).astype(np.float64) for x in (q, k, v))
+        out = reference.attend(
+            q[cached:], k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length), 1.0
+        )  # (N, H, D)
+        outs.append(out.reshape(len(out), -1))
+        start += length
+    return np.concatenate(outs)
+
+
+def random_run(lengths, cached, heads: int, size: int, spread: float = 1.0) -> Run:
+    qkv = np.random.default_rng(size).standard_normal((sum(lengths), 3 * heads * size), np.float32)
+    qkv[:, : 2 * heads * size] *= spread
+    qkv[:, 2 * heads * size + size // 3] *= 20  # a value channel that stands out
+    return Run(qkv, list(lengths), list(cached), heads)
+
+
+@CACHES
+@pytest.mark.parametrize("size", [1, 5, 16, 20])
+def test_write_kv_writes_its_places_and_nothing_else(size, dtype):
+    heads, random = 3, np.random.default_rng(size)
+    cache, qkv = new_cache(4, heads, size, 130, dtype), random_values(40, 3 * heads * size)
+    flat = np.sort(random.choice(4 * 130, size=40, replace=False))
+    token_rows, positions = flat // 130, flat % 130
+    write(cache, qkv, positions, token_rows)
+    _, keys, values = rounded(qkv, dtype).reshape(40, 3, heads, size).transpose(1, 0, 2, 3)  # (N, H, D)
+    k, v = plain(cache, size)
+    same_bits(k[token_rows, :, positions], keys)
+    same_bits(v[token_rows, :, positions], values)
+    cleared = set() if dtype == "float32" else {at + 1 for at in flat if at % 130 % 2 == 0} - set(flat)
+    assert (~np.isnan(k)).sum() == values.size
+    assert (~np.isnan(v)).sum() == values.size + len(cleared) * heads * size
+    assert all((v[at // 130, :, at % 130] == 0).all() for at in cleared)
+
+
+@CACHES
+@pytest.mark.parametrize("size", [1, 5, 16, 20, 64, 80, 128])
+@pytest.mark.parametrize("length", [1, 6, 63, 64, 65, 128, 129])
+def test_attend(length, size, dtype):
+    """A whole prompt, the last tokens of one, and a decode step, beside each other."""
+    run = random_run([length, length, length, 7], [0, max(length - 7, 0), length - 1, 3], 2, size, spread=1.3)
+    kind = "attention" if dtype == "float32" else "bfloat16 attention"
+    check(kind, run_attend(run, dtype), exact_attention(run, dtype), np.abs(run.qkv[:, -2 * size :]).max())
+
+
+@CACHES
+@pytest.mark.parametrize("size", [5, 64])
+def test_a_query_has_the_same_bits_in_any_tile(size, dtype):
+    whole_prompt = random_run([131], [0], 2, size)
+    together = run_attend(whole_prompt, dtype)
+    for bounds in (np.arange(132), np.array([0, 1, 3, *range(8, 131, 4), 131])):
+        same_bits(run_attend(whole_prompt, dtype, lambda starts, bounds=bounds: bounds), together)
+    for length, cached in ((1, 0), (64, 63), (65, 63), (70, 60), (129, 127)):
+        part = Run(whole_prompt.qkv[:length], [length], [cached], 2)
+        same_bits(run_attend(part, dtype), together[cached:length])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("length", [5, 64, 130])
+def test_attend_with_extreme_scores(length, sign):
+    """Scores of 1e4 and of -1e4: weights from 0 to 1 and nothing in between overflows."""
+    run = random_run([length], [0], 2, 16, spread=1.0)
+    run.qkv[:, :32] = 50 * sign
+    run.qkv[:, 32:64] = 50 * (1 + 1e-2 * np.arange(length)[:, None] % 0.07)
+    out, largest = run_attend(run), np.abs(run.qkv[:, 64:]).max()
+    assert np.isfinite(out).all()
+    check("extreme attention", out, exact_attention(run), largest)
+
+
+def test_attend_where_later_scores_dwarf_earlier_ones():
+    """The running maximum rises by 1e4 at a block's border: what came before has weight 0, not NaN."""
+    run = random_run([129], [0], 1, 16)
+    run.qkv[:, :16] = 50
+    run.qkv[:, 16:32] = -50
+    run.qkv[[64, 128], 16:32] = 50
+    out, values = run_attend(run), run.qkv[:, 32:]
+    same_bits(out[[0, 64]], values[[0, 64]])
+    check("attention", out[100], values[64], 20)
+    check("attention", out[128], values[[64, 128]].mean(0), 20)
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [6], [7], [13, 1, 12, 5], [1, 100, 1]])
+def test_query_tiles(lengths):
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    bounds = query_tiles(starts)
+    assert (bounds[0], bounds[-1]) == (0, starts[-1])
+    assert set(starts) <= set(bounds.tolist())  # no tile holds tokens of two sequences
+    assert 1 <= np.diff(bounds).min() <= np.diff(bounds).max() <= TILE_ROWS
+    assert len(bounds) - 1 == sum(-(-length // TILE_ROWS) for length in lengths)

@@ -1,0 +1,320 @@
+"""Quantising to the last bit against NumPy, and the tiles against sums of integers, at the ends of their ranges.
+
+test_linear.py holds products to what their quantised inputs stand for; here is what those inputs must be.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.kernel_tools import aligned, from_bits, operand_of, packed, random_values, same_bits, unpacked, unwritten
+from tinygpt.kernels.cpu import params as load
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.layers.operands import NOTHING, from_bfloat16, to_bfloat16
+from tinygpt.kernels.cpu.packing.pack import SHARES, panel_count
+from tinygpt.kernels.cpu.simd import tiles
+from tinygpt.kernels.cpu.simd.tiles import GROUP, GROUPED_ROWS, PANEL, TILE_ROWS, WEIGHT_GROUP
+
+F32 = np.float32
+SIZES = [F32(1e-30), F32(1), F32(1e30)]
+WIDTHS = [1, 31, WEIGHT_GROUP, 33, GROUP, GROUP + 1, 3 * GROUP - 5]
+
+
+# bfloat16.
+
+
+@jit
+def round_all(x, bits, back):
+    for i in range(x.size):
+        bits[i] = to_bfloat16(x[i])
+        back[i] = from_bfloat16(bits[i])
+
+
+def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    bits, back = np.zeros(x.size, np.uint16), unwritten(x.size)
+    round_all(x, bits, back)
+    return bits, back
+
+
+def test_every_bfloat16_is_kept_as_it_is():
+    every = np.arange(1 << 16, dtype=np.uint16)
+    x = from_bits(every)
+    bits, back = rounded(x)
+    numbers = ~np.isnan(x)
+    np.testing.assert_array_equal(bits[numbers], every[numbers])
+    same_bits(back[numbers], x[numbers])
+    assert np.isnan(back[~numbers]).all()
+
+
+@pytest.mark.parametrize(("low", "goes_up"), [(1, False), (0x7FFF, False), (0x8000, None), (0x8001, True)])
+def test_between_two_bfloat16_the_nearest_is_taken(low, goes_up):
+    """`None`: half-way, to the even one. Above the greatest there is infinity."""
+    below = np.arange(1 << 16, dtype=np.uint32)
+    below = below[(below & 0x7F80) != 0x7F80]  # neither infinity nor NaN
+    bits, _ = rounded((below << 16 | low).view(F32))
+    up = below & 1 == 1 if goes_up is None else goes_up
+    np.testing.assert_array_equal(bits, (below + up).astype(np.uint16))
+
+
+def test_what_is_not_finite_stays_so_in_bfloat16_weights():
+    weight = random_values(5, 35)
+    weight[1, 2], weight[2, 3], weight[3, 34] = np.nan, np.inf, -np.inf
+    values = unpacked(packed(weight, "bfloat16"), "bfloat16")[:5, :35]
+    assert np.isnan(values[1, 2])
+    assert (values[2, 3], values[3, 34]) == (np.inf, -np.inf)
+    assert np.isfinite(values).sum() == values.size - 3
+
+
+# int8.
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("k", WIDTHS)
+def test_int8_weights(k, size):
+    """The largest of a row is 127 steps of its scale; every other weight is the nearest whole number of them."""
+    weight = random_values(PANEL + 7, k, seed=k) * size
+    weight[3], weight[4], weight[5] = 0, -size, size
+    record = packed(weight, "int8")
+    largest = np.abs(weight).max(axis=1)  # (N,)
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, F32(127) / largest, F32(0))
+    codes = np.rint(weight * inverse[:, None])  # float32: the product is rounded, then its nearest whole number
+    same_bits(record.scales[0, : len(weight)].copy(), largest / F32(127))
+    np.testing.assert_array_equal(levels_of(record)[: len(weight), :k], codes)
+    assert not levels_of(record)[len(weight) :].any()
+    assert not levels_of(record)[:, k:].any()
+    assert not record.scales[0, len(weight) :].any()
+
+
+def levels_of(record) -> np.ndarray:
+    """-127 to 127, (P * PANEL, K rounded up)."""
+    panels = record.panels[0].astype(int).transpose(0, 2, 1, 3)  # (P, PANEL, K / 4, 4)
+    return panels.reshape(panels.shape[0] * PANEL, -1) - 128
+
+
+def test_int8_weights_half_way_go_to_the_even_level():
+    weight = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]], F32)
+    assert levels_of(packed(weight, "int8"))[0, :8].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+@given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=2 * GROUP), st.sampled_from(SIZES))
+def test_int8_activations(values, size):
+    x = np.array([values, values[::-1]], F32) * size
+    check_activations(x)
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+def test_int8_activations_at_the_ends_of_their_range(n):
+    rows = [
+        np.zeros(n),
+        np.full(n, 3.4e38),
+        np.full(n, -1e-30),
+        np.arange(n) - n / 2,
+        np.r_[127, np.arange(n - 1) + 0.5],
+    ]
+    check_activations(np.array(rows, F32))
+
+
+def check_activations(x: np.ndarray) -> None:
+    """Each group of each row by itself; x * (127 / largest) is rounded once, the division apart."""
+    operand = operand_of(x, "int8")
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
+    largest = np.abs(padded).max(axis=2)  # (M, G)
+    largest = np.where(largest < NOTHING, F32(0), largest)  # so that 127 / largest is finite
+    inverse = np.divide(F32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(padded.astype(float) * inverse[:, :, None].astype(float))  # (M, G, GROUP)
+    np.testing.assert_array_equal(operand.values.reshape(codes.shape), codes)
+    same_bits(operand.scales[:, :, 0].copy(), largest / F32(127))
+
+
+# int4.
+
+
+@pytest.mark.parametrize("size", [F32(1e-18), F32(1), F32(1e18)])  # errors are squared, in float32
+@pytest.mark.parametrize("k", WIDTHS)
+def test_int4_weights(k, size):
+    """Nearest levels of a scale and an offset that are the best of the shares of the range that are tried."""
+    weight = random_values(PANEL + 7, k, seed=k) * size
+    weight[3], weight[4], weight[5] = 0, -size, size
+    groups = np.pad(weight, ((0, 0), (0, -k % WEIGHT_GROUP))).reshape(len(weight), -1, WEIGHT_GROUP)
+    record = packed(weight, "int4")
+    scale, offset = (part[: len(weight), : groups.shape[1], None] for part in scales_of(record))
+    levels = int4_levels_of(record)[: len(weight), : groups.shape[1]]
+    missed = np.abs(levels * scale + offset - groups)
+    nearest = np.abs(nearest_levels(groups, scale, offset) * scale + offset - groups)
+    assert (missed <= nearest + 1e-5 * scale).all()
+    error = (missed**2).sum(axis=2)
+    for share in SHARES:
+        other_scale, other_offset = plain_scales(groups, share)
+        other = np.abs(nearest_levels(groups, other_scale, other_offset) * other_scale + other_offset - groups)
+        assert (error <= (other**2).sum(axis=2) * (1 + 1e-4)).all()
+
+
+def scales_of(record) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and offsets, (P * PANEL, K / WEIGHT_GROUP) each."""
+    values = from_bits(record.group_scales[0]).astype(float).transpose(2, 0, 3, 1)  # (2, P, PANEL, groups)
+    return tuple(values.reshape(2, -1, values.shape[-1]))
+
+
+def int4_levels_of(record) -> np.ndarray:
+    """0 to 15, (P * PANEL, K / WEIGHT_GROUP, WEIGHT_GROUP)."""
+    panels = record.panels[0].astype(int)  # (P, K / 8, PANEL, 4)
+    both = np.stack([panels & 15, panels >> 4], axis=2).transpose(0, 3, 1, 2, 4)  # (P, PANEL, K / 8, 2, 4)
+    return both.reshape(len(panels) * PANEL, -1, WEIGHT_GROUP)
+
+
+def nearest_levels(groups, scale, offset) -> np.ndarray:
+    return np.clip(np.rint((groups - offset) / scale), 0, 15)
+
+
+def plain_scales(groups: np.ndarray, share: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """16 levels over the middle `share` of the range from least to largest, 0 included, kept as bfloat16."""
+    low, high = np.minimum(groups.min(axis=2), 0), np.maximum(groups.max(axis=2), 0)
+    step = (high - low) * share / F32(15)
+    middle = (high + low) * F32(0.5)
+    offset = from_bits(bits_of(middle - F32(7.5) * step))
+    scale = np.where(step > 1e-30, from_bits(bits_of(step)), F32(1))
+    return scale[:, :, None].astype(float), offset[:, :, None].astype(float)
+
+
+def bits_of(x: np.ndarray) -> np.ndarray:
+    return rounded(np.ascontiguousarray(x, F32).reshape(-1))[0].reshape(x.shape)
+
+
+# Grouped tiles.
+
+
+@jit
+def int8_tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
+    tiles.panel_tile_int8(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc)
+
+
+@jit
+def int4_tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
+    tiles.panel_tile_int4(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc)
+
+
+GROUPED = {"int8": int8_tile, "int4": int4_tile}
+
+
+class Grouped:
+    """Random inputs of a grouped tile; `ends` are drawn from the ends of their ranges only."""
+
+    def __init__(self, dtype: str, rows: int, groups: int, ends: bool):
+        random = np.random.default_rng(rows * 10 + groups)
+        self.dtype, self.rows, self.groups = dtype, rows, groups
+        draw = (lambda low, high, shape: random.choice([low, high], shape)) if ends else random.integers
+        self.a = draw(-127, 127, (rows, groups + 1, GROUP)).astype(np.int8)  # a group more than is read
+        top = 255 if dtype == "int8" else 15
+        self.levels = draw(0, top, (groups * GROUP, PANEL)).astype(np.uint8)
+        self.scales = np.exp2(random.uniform(-20, 20, (rows, groups + 1))).astype(F32)
+        shape = (groups * GROUP // WEIGHT_GROUP, 2, PANEL)
+        self.b_scales = bits_of(np.exp2(random.uniform(-10, 1, shape)) * random.choice([-1, 1], shape))
+        if rows > 1:
+            self.a[1], self.scales[1] = 0, 0  # what a row of zeros becomes
+
+    def operand(self) -> np.ndarray:
+        """(rows, groups + 1, 4): what the tile reads beside `a`."""
+        halves = self.a.reshape(self.rows, -1, 2, GROUP // 2).sum(axis=3, dtype=np.int32)
+        scales = unwritten(*self.scales.shape, 4)
+        scales[:, :, 0] = self.scales
+        scales.view(np.int32)[:, :, 1] = -128 * halves.sum(axis=2)
+        scales[:, :, 2:] = self.scales[:, :, None] * halves.astype(F32)
+        return scales
+
+    def panel(self) -> np.ndarray:
+        fours = self.levels.reshape(-1, 4, PANEL).transpose(0, 2, 1)  # (K / 4, PANEL, 4)
+        return aligned(fours if self.dtype == "int8" else fours[::2] | fours[1::2] << 4)
+
+    def run(self) -> np.ndarray:
+        scales, b, b_scales, c = self.operand(), self.panel(), aligned(self.b_scales), unwritten(self.rows + 1, PANEL)
+        a, lda, lds = self.a.ctypes.data, self.a.strides[0], scales.strides[0]
+        where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, c.strides[0])
+        GROUPED[self.dtype](self.rows, a, lda, scales.ctypes.data, lds, *where)
+        assert np.isnan(c[self.rows]).all()
+        return c[: self.rows].copy()
+
+    def expected(self) -> np.ndarray:
+        """Integers add up exactly; float64 holds what a fused multiply-add rounds once."""
+        c = np.zeros((self.rows, PANEL), F32)
+        for g in range(self.groups):
+            c = (self.int8_group if self.dtype == "int8" else self.int4_group)(g, c)
+        return c
+
+    def int8_group(self, g: int, c: np.ndarray) -> np.ndarray:
+        weights = self.levels[g * GROUP : (g + 1) * GROUP].astype(int) - 128
+        return fused(self.a[:, g].astype(int) @ weights, self.scales[:, g, None], c)
+
+    def int4_group(self, g: int, c: np.ndarray) -> np.ndarray:
+        for half in range(GROUP // WEIGHT_GROUP):
+            number, part = g * (GROUP // WEIGHT_GROUP) + half, slice(half * WEIGHT_GROUP, (half + 1) * WEIGHT_GROUP)
+            weights = self.levels[number * WEIGHT_GROUP : (number + 1) * WEIGHT_GROUP].astype(int)
+            scaled = (self.a[:, g, part].astype(int) @ weights).astype(F32) * self.scales[:, g, None]
+            scale, offset = from_bits(self.b_scales[number])
+            c = fused(self.operand()[:, g, 2 + half, None], offset, fused(scaled, scale, c))
+        return c
+
+
+def fused(x, y, z) -> np.ndarray:
+    return (x.astype(float) * y.astype(float) + z).astype(F32)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["any", "ends"])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+@pytest.mark.parametrize("rows", range(1, GROUPED_ROWS + 1))
+@pytest.mark.parametrize("dtype", GROUPED)
+def test_grouped_tiles(dtype, rows, groups, ends):
+    case = Grouped(dtype, rows, groups, ends)
+    same_bits(case.run(), case.expected())
+
+
+# Pairs of bfloat16.
+
+
+@jit
+def bf16_tile(rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.panel_tile_bf16(rows, a, lda, b, ldb, steps, c, ldc)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 35, 64])
+@pytest.mark.parametrize("rows", range(1, TILE_ROWS + 1))
+def test_a_tile_of_bfloat16_pairs(rows, steps):
+    """Exact where every sum is a whole number; else near float64, whatever the CPU's order within a pair."""
+    random = np.random.default_rng(steps)
+    for a, b in (
+        (random.integers(-8, 9, (rows, 2 * steps)), random.integers(-8, 9, (2 * steps, PANEL))),
+        (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, PANEL))),
+    ):
+        a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, PANEL)
+        pairs = aligned(b_bits.reshape(steps, 2, PANEL).transpose(0, 2, 1))
+        where = (
+            a_bits.ctypes.data,
+            a_bits.strides[0],
+            pairs.ctypes.data,
+            PANEL * 4,
+            steps,
+            c.ctypes.data,
+            c.strides[0],
+        )
+        bf16_tile(rows, *where)
+        exact_a, exact_b = from_bits(a_bits).astype(float), from_bits(b_bits).astype(float)
+        expected, scale = exact_a @ exact_b, np.abs(exact_a) @ np.abs(exact_b)
+        is_whole = np.issubdtype(a.dtype, np.integer)
+        assert (np.abs(c[:rows] - expected) <= (0 if is_whole else 2.0**-20 * scale)).all()
+        assert np.isnan(c[rows]).all()
+
+
+# Layout.
+
+
+@pytest.mark.parametrize(("dtype", "k"), list(itertools.product(load.FORMATS, WIDTHS)))
+def test_arrays_have_the_sizes_that_the_tiles_read(dtype, k):
+    """Nothing is missing for K that is no multiple of a group, nor for columns that fill no panel."""
+    values = unpacked(packed(np.ones((PANEL + 1, k), F32), dtype), dtype)
+    unit = load.K_UNIT[dtype]
+    assert values.shape == (panel_count(PANEL + 1) * PANEL, -(-k // unit) * unit)
+    assert (np.abs(values[: PANEL + 1, :k] - 1) < 0.01).all()
+    assert not values[PANEL + 1 :].any()

@@ -1,0 +1,129 @@
+"""CPUs without AVX-512: the same bits there, in processes whose Numba compiles for such a CPU.
+
+This file is also what those processes run: test_fallback.py DTYPE OUTPUT. They compile into a cache of their own, one
+process for each dtype.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llvmlite import binding
+
+from support.paths import ROOT
+from tinygpt import LLM
+from tinygpt.execution.backend import resolve_kv_cache_dtype
+from tinygpt.execution.batch import Batch
+from tinygpt.kernels import cpu
+from tinygpt.kernels.cpu.model import _take_steps
+from tinygpt.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Target:
+    """What Numba compiles for: LLVM's name, all features that are more than this name's, and the dtypes to try."""
+
+    cpu: str
+    features: str
+    dtypes: tuple[str, ...]
+    registers: str  # wider ones, which its code must not use
+
+
+TARGETS = {
+    "AVX2": Target("x86-64-v3", "+avx2,+fma", ("float32", "bfloat16", "int8", "int4"), "zmm"),
+    "SSE2": Target("x86-64", "+sse2", ("int8",), "ymm"),  # no fused multiply-add either: libm's
+}
+CHUNKS = [1] * 10 + [7, 63, 1, 19]  # decode steps, a prefill across a border of key blocks
+TOKENS = np.random.default_rng(0).integers(8192, size=sum(CHUNKS)).tolist()
+
+
+def is_able() -> bool:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    return bool(binding.get_host_cpu_features().get("avx512f"))
+
+
+pytestmark = pytest.mark.skipif(not is_able(), reason="this CPU has no AVX-512: its kernels are the fallback already")
+
+
+# In the process that is restricted.
+
+
+def whole_logits(dtype: str) -> np.ndarray:
+    """(T, V), from a prefill alone."""
+    with LLM("demo", dtype=dtype, threads=1, max_num_seqs=1) as llm:
+        return llm.logits(TOKENS)
+
+
+def logits_in_pieces(dtype: str) -> np.ndarray:
+    """(T, V), in chunks, on two threads, behind another sequence."""
+    checkpoint, count = Checkpoint.open("demo"), 2 * len(TOKENS)
+    params = cpu.load_params(checkpoint, dtype, 2)
+    cache = cpu.new_cache(checkpoint.config, 2, len(TOKENS), resolve_kv_cache_dtype("auto", "cpu", dtype))
+    workspace = cpu.new_workspace(checkpoint.config, count, count, 2, dtype)
+    pieces, start = [], 0
+    for size in CHUNKS:
+        chunk = TOKENS[start : start + size]
+        batch = Batch.of([chunk[::-1], chunk], [start, start], [1, 0], "all")
+        pieces.append(cpu.forward(params, batch, cache, workspace)[size:].copy())
+        start += size
+    return np.concatenate(pieces)
+
+
+def probe(dtype: str, output: Path) -> None:
+    whole, pieces = whole_logits(dtype), logits_in_pieces(dtype)
+    assembly = "".join(_take_steps.inspect_asm().values())
+    wide = [register for register in ("ymm", "zmm") if register in assembly]
+    np.savez(output, whole=whole, pieces=pieces, wide=np.array(wide, str), size=len(assembly))
+
+
+# In the tests.
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[dict[tuple[str, str], Future]]:
+    """The processes, as many at once as there are cores, by target and dtype; each leaves its file."""
+    folder = tmp_path_factory.mktemp("fallback")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        choices = [(name, dtype) for name in TARGETS for dtype in TARGETS[name].dtypes]
+        yield {choice: pool.submit(run, *choice, folder) for choice in choices}
+        pool.shutdown(cancel_futures=True)
+
+
+def run(name: str, dtype: str, folder: Path) -> Path:
+    target, file = TARGETS[name], folder / f"{name}-{dtype}.npz"
+    cpu_choice = {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.features}
+    environment = {**os.environ, **cpu_choice, "NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, __file__, dtype, str(file)], env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    return file
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in TARGETS for dtype in TARGETS[name].dtypes])
+def test_a_cpu_without_avx512(name, dtype, runs):
+    file = runs[name, dtype].result()
+    with np.load(file) as output:
+        whole, pieces, wide, size = (output[key] for key in ("whole", "pieces", "wide", "size"))
+    assert size > 0
+    assert TARGETS[name].registers not in wide, "the restriction had no effect"
+    assert_same_bits(pieces, whole)
+    # In bfloat16 too: AVX-512's product of pairs takes numbers below 1e-38 for 0, and the demo's steps meet none.
+    assert_same_bits(whole, whole_logits(dtype))
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.dtype == expected.dtype == np.float32
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+if __name__ == "__main__":
+    probe(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,116 @@
+"""Where compiled kernels are kept: one folder for each build, in a place that can be written to."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numba.core import config
+
+from support.paths import ROOT
+from tinygpt.kernels.cpu import jit
+
+REPORT = (
+    "from tinygpt.kernels.cpu import jit, philox; folder = jit.cache_folder();"
+    "print(folder.path); print(folder.note); print(jit.cache_is_cold('int8'))"
+)
+RUN_ONE = (
+    "import numpy as np; philox._multiply_high(np.uint64(3), np.uint64(5)); jit.mark_warm('int8');"
+    "print(jit.cache_is_cold('int8'), jit.cache_is_cold('int4'))"
+)
+
+
+def report(script=REPORT, **environment):
+    """Run the script in a process that has no cache setting but those given; its lines."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "XDG_"))}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=True)
+    return result.stdout.splitlines()
+
+
+def test_fingerprint_changes_with_any_source(tmp_path):
+    (tmp_path / "deep").mkdir()
+    sources = [tmp_path / "a.py", tmp_path / "deep" / "b.py"]
+    for source in sources:
+        source.write_text("x = 1\n")
+    seen = {jit.fingerprint(tmp_path)}
+    assert jit.fingerprint(tmp_path) in seen
+    for source in sources:
+        source.write_text("x = 2\n")
+        seen.add(jit.fingerprint(tmp_path))
+    sources[0].rename(tmp_path / "c.py")
+    seen.add(jit.fingerprint(tmp_path))
+    assert len(seen) == 4
+    shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
+    assert jit.fingerprint(copy) not in seen
+
+
+def test_fingerprint_changes_with_numba_settings_that_change_code(tmp_path, monkeypatch):
+    before = jit.fingerprint(tmp_path)
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
+    assert jit.fingerprint(tmp_path) == before
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    assert jit.fingerprint(tmp_path) != before
+
+
+def test_folder_follows_the_environment_and_warms_up(tmp_path):
+    path, note, cold = report(XDG_CACHE_HOME=str(tmp_path), HOME=str(tmp_path / "home"))
+    if sys.platform == "linux":
+        assert Path(path).parent == tmp_path / "tinygpt"
+    assert (note, cold) == ("", "True")
+    *_, before, after = report(f"{REPORT}; {RUN_ONE}", NUMBA_CACHE_DIR=str(tmp_path / "own"))
+    assert (before, after) == ("True", "False True")
+    path, note, cold = report(NUMBA_CACHE_DIR=str(tmp_path / "own"))
+    assert (Path(path).parent, note, cold) == (tmp_path / "own", "", "False")
+
+
+def test_unwritable_cache_falls_back_and_says_so(tmp_path):
+    blocked = tmp_path / "file"  # a file, since the permissions of a folder do not stop root
+    blocked.write_text("")
+    path, note, _ = report(NUMBA_CACHE_DIR=str(blocked / "cache"), TMPDIR=str(tmp_path))
+    assert tmp_path in Path(path).parents
+    assert str(blocked) in note
+    assert "NUMBA_CACHE_DIR" in note
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of folders on Windows")
+@pytest.mark.parametrize("trap", ["writable by others", "a link"])
+def test_a_temporary_folder_that_others_control_is_not_used(tmp_path, trap):
+    target = tmp_path / f"tinygpt-{os.getuid()}"
+    if trap == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        target.symlink_to(tmp_path / "elsewhere")
+    else:
+        target.mkdir()
+        target.chmod(0o777)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    path, _, _ = report(NUMBA_CACHE_DIR=str(blocked / "cache"), TMPDIR=str(tmp_path))
+    assert Path(path).parent == tmp_path
+    assert Path(path) != target
+
+
+def test_other_packages_keep_their_cache_folder(monkeypatch):
+    monkeypatch.setattr(config, "CACHE_DIR", "theirs")
+
+    @jit.jit
+    def kernel(x):
+        return x
+
+    assert config.CACHE_DIR == "theirs"
+    assert jit.cache_folder().path in Path(kernel._cache.cache_path).parents
+
+
+def test_floating_point_is_strict():
+    @jit.jit
+    def adds_in_order(x, y):
+        return (x + y) - x  # 0 under strict IEEE where y is lost in x; y if a compiler may reorder
+
+    @jit.jit
+    def is_nan(x):
+        return x != x
+
+    assert adds_in_order(1e30, 1.0) == 0.0
+    assert is_nan(float("nan"))

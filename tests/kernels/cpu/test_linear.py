@@ -1,0 +1,293 @@
+"""The matrix product in every precision: packing, operands, and the product itself.
+
+Quantising is measured by itself; the product is then held to what its quantised inputs stand for.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from support.kernel_tools import (
+    DTYPES,
+    SHAPES,
+    bfloat16_bits,
+    check,
+    operand_of,
+    packed,
+    random_values,
+    same_bits,
+    solo_team,
+    unpacked,
+    unwritten,
+    values_of,
+)
+from tinygpt.kernels.cpu import params as load
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.layers import activations
+from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, linear, linear_to_operand, quarters, whole
+from tinygpt.kernels.cpu.layers.operands import convert, from_bfloat16, to_bfloat16
+from tinygpt.kernels.cpu.packing.pack import pack_float32, panel_count
+from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+
+KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
+ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+FIRST = np.int64(0)  # the one layer of these weights
+
+
+# Packing.
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("shape", [*SHAPES, (2 * PANEL + 3, GROUP + 1)])
+def test_pack(shape, dtype):
+    weight, (n, k) = random_values(*shape), shape
+    record = packed(weight, dtype)
+    for array, from_transposed in zip(record, packed(np.ascontiguousarray(weight.T), dtype, True), strict=True):
+        np.testing.assert_array_equal(array.view(np.uint8), from_transposed.view(np.uint8))
+    values = unpacked(record, dtype)
+    assert np.isfinite(values).all()
+    assert not values[n:].any()
+    check_quantised(values[:n, :k], weight, dtype)
+
+
+def check_quantised(values, weight, dtype) -> None:
+    if dtype == "float32":
+        np.testing.assert_array_equal(values, weight)
+    elif dtype == "bfloat16":
+        check("bfloat16", values, weight, np.abs(weight))
+    elif dtype == "int8":
+        check("quantised", values, weight, np.abs(weight).max(axis=1, keepdims=True) / 127)
+    else:
+        check_int4(values, weight)
+
+
+def check_int4(values, weight) -> None:
+    """No group is worse than its plain 16 levels from least to largest would be, scale and offset in bfloat16."""
+    k = -(-weight.shape[1] // WEIGHT_GROUP) * WEIGHT_GROUP
+    padded = [np.pad(array, ((0, 0), (0, k - weight.shape[1]))) for array in (weight.astype(np.float64), values)]
+    exact, actual = (array.reshape(len(weight), -1, WEIGHT_GROUP) for array in padded)
+    low, high = exact.min(axis=2), exact.max(axis=2)
+    worst = (high - low) / 30 + (np.abs(low) + high - low) * 2.0**-9
+    assert (((actual - exact) ** 2).sum(axis=2) <= WEIGHT_GROUP * worst**2 * (1 + 1e-5)).all()
+
+
+@EVERY_DTYPE
+def test_pack_multiplies_by_the_factors(dtype):
+    weight, factors = random_values(7, 70), np.exp2(np.random.default_rng(0).integers(-3, 4, 70)).astype(np.float32)
+    for array, expected in zip(packed(weight, dtype, factors=factors), packed(weight * factors, dtype), strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_pack_writes_the_panels_it_is_asked_for():
+    weight = random_values(3 * PANEL + 5, 7)
+    panels = unwritten(4, 7, PANEL)
+    pack_float32(weight, False, np.ones(7, np.float32), panels, 1, 3)
+    same_bits(panels[1:3], packed(weight).panels[0, 1:3])
+    assert np.isnan(panels[[0, 3]]).all()
+
+
+@EVERY_DTYPE
+def test_weights_of_zero_stay_zero(dtype):
+    values = unpacked(packed(np.zeros((3, 70), np.float32), dtype), dtype)
+    assert not values.any()
+
+
+# Operands.
+
+
+def test_bfloat16_is_the_nearest_ties_to_even():
+    x = random_values(1000)
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF818000, 0, 0x80000000], np.uint32)
+    for value in (*x, *ties.view(np.float32), np.float32(np.inf), np.float32(-np.inf)):
+        bits = to_bfloat16(value)
+        assert bits == bfloat16_bits(np.array([value]))[0]
+        assert from_bfloat16(np.uint16(bits)) == pytest.approx(value, rel=2.0**-8)
+    assert np.isnan(from_bfloat16(np.uint16(to_bfloat16(np.float32(np.nan)))))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("shape", SHAPES)
+def test_operand(shape, dtype):
+    x, (m, k) = random_values(*shape), shape
+    values = values_of(operand_of(x, dtype), dtype)
+    assert not values[:, k:].any()
+    if dtype in ("float32", "bfloat16"):
+        check("bfloat16" if dtype == "bfloat16" else "exp", values[:, :k], x, np.abs(x))
+        return
+    padded = np.pad(np.abs(x), ((0, 0), (0, values.shape[1] - k))).reshape(m, -1, GROUP)
+    steps = np.repeat(padded.max(axis=2) / 127, GROUP, axis=1)[:, :k]
+    check("quantised", values[:, :k], x, steps)
+
+
+@pytest.mark.parametrize("n", [1, 5, WEIGHT_GROUP, WEIGHT_GROUP + 1, GROUP, 2 * GROUP + 7])
+def test_an_int8_operand_holds_the_sums_that_the_tiles_need(n):
+    operand = operand_of(random_values(3, n), "int8")
+    halves = operand.values.reshape(3, -1, 2, WEIGHT_GROUP).sum(axis=3, dtype=np.int32)  # (M, G, 2)
+    assert (np.abs(operand.values.astype(int)).reshape(3, -1, GROUP).max(axis=2) == 127).all()
+    np.testing.assert_array_equal(operand.scales.view(np.int32)[:, :, 1], -128 * halves.sum(axis=2))
+    same_bits(operand.scales[:, :, 2:].copy(), operand.scales[:, :, :1] * halves.astype(np.float32))
+
+
+@EVERY_DTYPE
+def test_rows_of_zeros_stay_zero(dtype):
+    x = random_values(5, 70)
+    x[[1, 4]] = 0
+    assert not values_of(operand_of(x, dtype), dtype)[[1, 4]].any()
+
+
+@jit
+def run_convert(team, operand, x):
+    convert(team, operand, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])  # an operand of float32 is the array itself
+def test_convert_puts_every_row(dtype):
+    x = random_values(11, 70)
+    operand, expected = load._new_operand(dtype, *x.shape), operand_of(x, dtype)
+    run_convert(solo_team(), operand, x)
+    for array, put in zip(operand, expected, strict=True):
+        np.testing.assert_array_equal(array.view(np.uint8), put.view(np.uint8))
+
+
+# The product.
+
+
+class Layer(NamedTuple):
+    x: np.ndarray  # (M, K)
+    weight: np.ndarray  # (N, K)
+    bias: np.ndarray  # (N,)
+    before: np.ndarray  # (M, N)  what `add` adds to
+
+
+def random_layer(m: int, k: int, n: int, has_bias: bool = True) -> Layer:
+    bias = random_values(n, seed=3) if has_bias else np.empty(0, np.float32)
+    return Layer(random_values(m, k, seed=1), random_values(n, k, seed=2), bias, random_values(m, n, seed=4))
+
+
+def run_linear(layer: Layer, dtype="float32", kind=activations.NONE, add=REPLACE, segments=None) -> np.ndarray:
+    out = layer.before.copy() if add else unwritten(*layer.before.shape)
+    segments = whole(layer.x.shape[1]) if segments is None else segments
+    x, weight = operand_of(layer.x, dtype), packed(layer.weight, dtype)
+    linear(solo_team(), out, x, weight, FIRST, layer.bias, kind, add, segments)
+    return out
+
+
+def product_name(dtype: str) -> str:
+    return "int4 product" if dtype == "int4" else "product"
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("n", [1, 5, PANEL, 2 * PANEL + 35])
+@pytest.mark.parametrize(("m", "k"), [*SHAPES, (5, 4 * GROUP), (9, 5 * GROUP)])
+def test_linear(m, k, n, has_bias, dtype):
+    layer = random_layer(m, k, n, has_bias)
+    unit = load.K_UNIT[dtype]
+    x, weight = values_of(operand_of(layer.x, dtype), dtype), unpacked(packed(layer.weight, dtype), dtype)[:n]
+    bias = layer.bias if has_bias else np.zeros(n)
+    expected = x @ weight.T + bias
+    scale = np.abs(x) @ np.abs(weight).T + np.abs(bias)
+    for segments in [whole(k), *([quarters(k // unit, unit)] if k % unit == 0 else [])]:
+        check(product_name(dtype), run_linear(layer, dtype, segments=segments), expected, scale)
+        added = run_linear(layer, dtype, add=ADD, segments=segments)
+        check(product_name(dtype), added, layer.before + expected, scale + np.abs(layer.before))
+
+
+def test_linear_takes_the_layer_it_is_told():
+    layers = [random_layer(3, 7, 5), random_layer(3, 7, 5)._replace(weight=random_values(5, 7, seed=9))]
+    weight = type(packed(layers[0].weight))(np.concatenate([packed(layer.weight).panels for layer in layers]))
+    for i, layer in enumerate(layers):
+        out = unwritten(3, 5)
+        x = operand_of(layer.x)
+        linear(solo_team(), out, x, weight, np.int64(i), layer.bias, activations.NONE, REPLACE, whole(7))
+        same_bits(out, run_linear(layer))
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("add", [REPLACE, ADD], ids=["replace", "add"])
+def test_linear_then_activation(name, kind, add):
+    """To the bit: `activate` over the product itself, then the sum."""
+    layer = random_layer(11, 35, PANEL + 3)
+    y = run_linear(layer)
+    activations.activate(y.reshape(-1), kind)
+    same_bits(run_linear(layer, kind=kind, add=add), layer.before + y if add else y)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("n", [5, PANEL, PANEL + 35])
+def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
+    layer, kind = random_layer(11, 35, n), activations.GELU_TANH
+    out = load._new_operand(dtype, 12, n)
+    x, weight = operand_of(layer.x, dtype), packed(layer.weight, dtype)
+    linear_to_operand(solo_team(), out, x, weight, FIRST, layer.bias, kind, whole(35), 11)
+    expected = operand_of(np.vstack([run_linear(layer, dtype, kind), np.zeros((1, n), np.float32)]), dtype)
+    for array, put in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(array.view(np.uint8), put.view(np.uint8))
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("units", [4, 5, 7])
+def test_four_segments_are_added_in_pairs(units, dtype):
+    unit = load.K_UNIT[dtype]
+    layer, bounds = random_layer(9, units * unit, PANEL + 5), quarters(units, unit)
+    sums = []
+    for start, stop in itertools.pairwise(bounds):
+        part = [np.ascontiguousarray(matrix[:, start:stop]) for matrix in layer[:2]]
+        sums.append(segment_of(Layer(*part, layer.bias[:0], layer.before), layer.weight, dtype))
+    expected = (sums[0] + sums[1]) + (sums[2] + sums[3]) + layer.bias
+    same_bits(run_linear(layer, dtype, segments=bounds), expected)
+
+
+def segment_of(part: Layer, weight: np.ndarray, dtype: str) -> np.ndarray:
+    """The product over a part of K; int8's scales are those of the whole rows of the weight."""
+    if dtype != "int8":
+        return run_linear(part, dtype)
+    largest = np.abs(weight).max(axis=1)  # in a group of its own, where x is 0
+    marked = np.pad(part.weight, ((0, 0), (0, GROUP)))
+    marked[:, -1] = largest
+    return run_linear(part._replace(x=np.pad(part.x, ((0, 0), (0, GROUP))), weight=marked), dtype)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("rows", [*range(1, 14), 47, 48, 49, 97])
+def test_a_row_has_the_same_bits_among_any_number(rows, dtype):
+    layer = random_layer(97, 35, PANEL + 5)
+    pairs = zip(layer.x, layer.before, strict=True)
+    alone = [run_linear(layer._replace(x=x[None], before=before[None]), dtype) for x, before in pairs]
+    for first in {0, 97 - rows}:
+        some = slice(first, first + rows)
+        part = layer._replace(x=layer.x[some], before=layer.before[some])
+        same_bits(run_linear(part, dtype), np.concatenate(alone[some]))
+
+
+@EVERY_DTYPE
+def test_a_row_that_is_not_finite_stays_alone_and_stays_not_finite(dtype):
+    layer = random_layer(13, 35, PANEL + 5)
+    clean = run_linear(layer, dtype)
+    layer.x[4, 1] = np.nan
+    layer.x[7, 3] = np.inf
+    y = run_linear(layer, dtype)
+    assert not np.isfinite(y[[4, 7]]).any()
+    others = np.delete(np.arange(13), [4, 7])
+    same_bits(y[others], clean[others])
+
+
+def test_quarters():
+    assert (quarters(25, 64) // 64).tolist() == [0, 7, 13, 19, 25]
+    assert quarters(12, 64).tolist() == [0, 192, 384, 576, 768]
+    for units in range(1, 40):
+        bounds = quarters(units, 3)
+        assert (bounds[0], bounds[-1]) == (0, 3 * units)
+        assert bounds.dtype == np.int64
+        assert len(bounds) == (5 if units >= 4 else 2)
+        shares = np.diff(bounds) // 3
+        assert (np.diff(bounds) % 3 == 0).all()
+        assert 0 <= shares[0] - shares[-1] <= 1
+        assert (np.diff(shares) <= 0).all()
+
+
+def test_panel_count():
+    assert [panel_count(n) for n in (1, PANEL, PANEL + 1, 2 * PANEL)] == [1, 1, 2, 2]

@@ -1,0 +1,405 @@
+"""The team's protocol under stress: every item once, no phase before the last is over, whoever turns up."""
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from support.paths import ROOT
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.runtime.team import (
+    CLAIMS,
+    DONE,
+    PUBLISHED,
+    SHIFT,
+    Team,
+    atomic_add,
+    begin_step,
+    claim,
+    complete,
+    finish_phase,
+    join_step,
+    new_board,
+    pause,
+)
+from tinygpt.kernels.cpu.runtime.team_threads import Crew
+from tinygpt.kernels.cpu.simd.vector_ir import address
+
+PATIENCE = 60  # seconds before something that must happen, some time, has failed to
+MEMBERS = [1, 2, 4, 7]  # more than this machine's cores may be among them
+
+
+# A step: phase after phase, each value made of all values of the phase before it.
+
+
+@jit
+def take_steps(team, leads, counts, values, visits, busy, work):
+    """The leader takes one step, a follower one after another. counts (phases,), values and visits (phases, items).
+
+    visits: how often each item was done. busy (members,): how many items each member, named by its scratch, did.
+    work: pauses an item, times its number modulo 4, so that threads finish in any order.
+    """
+    if leads:
+        begin_step(team)
+        take_phases(team, counts, values, visits, busy, work)
+        return
+    while join_step(team):
+        take_phases(team, counts, values, visits, busy, work)
+
+
+@jit
+def take_phases(team, counts, values, visits, busy, work):
+    for phase in range(counts.size):
+        item = claim(team, counts[phase])
+        while item >= 0:
+            for _ in range(work * (item % 4)):
+                pause()
+            before = values[phase - 1, : counts[phase - 1]].sum() if phase else values[-1, 0]
+            values[phase, item] = (31 * before + 7 * item + phase) % 1000003
+            atomic_add(address(visits[phase]) + item * 8, np.int64(1))
+            atomic_add(address(busy) + np.int64(team.scratch[0]) * 8, np.int64(1))
+            complete(team, counts[phase])
+            item = claim(team, counts[phase])
+        finish_phase(team)
+
+
+class Task:
+    """The arrays of a step, and how many steps were asked for."""
+
+    def __init__(self, counts, members: int, work: int = 20):
+        self.counts = np.array(counts, np.int64)
+        self.values = np.zeros((len(counts) + 1, max(counts)), np.int64)
+        self.visits = np.zeros_like(self.values)
+        self.busy = np.zeros(members, np.int64)
+        self.work = work
+        self.steps = 0
+
+    @property
+    def arrays(self):
+        return self.counts, self.values, self.visits, self.busy, self.work
+
+    def run(self, crew: Crew) -> None:
+        """One step: from a new start, so that what an earlier step left would be seen."""
+        self.steps += 1
+        self.values[:] = -1
+        self.values[-1, 0] = self.steps
+        crew.run(take_steps, *self.arrays)
+
+    def check(self) -> None:
+        before = self.steps
+        for phase, count in enumerate(self.counts):
+            expected = (31 * before + 7 * np.arange(count) + phase) % 1000003
+            np.testing.assert_array_equal(self.values[phase, :count], expected, f"phase {phase}")
+            before = int(expected.sum())
+            assert (self.visits[phase, :count] == self.steps).all()
+            assert not self.visits[phase, count:].any()
+        assert self.busy.sum() == self.steps * self.counts.sum()
+
+
+def random_task(members: int, phases: int = 40, seed: int = 0, work: int = 20) -> Task:
+    return Task(np.random.default_rng(seed).integers(1, 30, phases), members, work)
+
+
+def new_crew(members: int) -> Crew:
+    scratch = np.zeros((members, 16), np.float32)
+    scratch[:, 0] = np.arange(members)
+    return Crew(members, scratch)
+
+
+def new_teams(members: int) -> list[Team]:
+    board, scratch = new_board(), np.arange(members, dtype=np.float32)
+    return [Team(board, np.zeros(8, np.int64), scratch[i : i + 1]) for i in range(members)]
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.001)
+
+
+def wait_until_asleep(crew: Crew) -> None:
+    followers = crew._shared.followers
+    wait_until(lambda: all(follower.is_asleep and not follower.wake.is_set() for follower in followers))
+
+
+@pytest.fixture
+def crew(request):
+    crew = new_crew(request.param)
+    yield crew
+    crew.close()
+
+
+def crews_of(*members: int):
+    return pytest.mark.parametrize("crew", members, indirect=True)
+
+
+def members_of(crew: Crew) -> int:
+    return 1 + len(crew._shared.followers)
+
+
+@crews_of(*MEMBERS)
+def test_every_item_once_and_no_phase_overlaps(crew):
+    for seed in range(5):
+        task = random_task(members_of(crew), seed=seed)
+        for _ in range(20):
+            task.run(crew)
+            task.check()
+
+
+@crews_of(4)
+def test_phases_of_one_item_and_of_many(crew):
+    task = Task([1, 1, 1, 1000, 1, 2, 1, 500, 1, 1], 4)
+    for _ in range(20):
+        task.run(crew)
+        task.check()
+
+
+@crews_of(2, 4)
+def test_followers_take_their_share(crew):
+    """Not at once on a busy machine, but some time each member gets an item."""
+    task = Task([64] * 5, members_of(crew), work=200)
+
+    def everyone_has_worked() -> bool:
+        task.run(crew)
+        return (task.busy > 0).all()
+
+    wait_until(everyone_has_worked)
+    task.check()
+
+
+@contextlib.contextmanager
+def nobody_wakes(crew: Crew):
+    for follower in crew._shared.followers:
+        follower.wake.set = lambda: None
+    yield
+    for follower in crew._shared.followers:
+        del follower.wake.set  # closing must reach them
+
+
+@crews_of(4)
+def test_followers_that_never_wake(crew):
+    task = random_task(4)
+    with nobody_wakes(crew):
+        for _ in range(10):
+            task.run(crew)
+            task.check()
+    assert task.busy[1:].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("late_by", [0, 1, 100])
+def test_followers_that_come_late(late_by):
+    """They find a board that is far on, and join without having seen what was before."""
+    lead, *others = new_teams(3)
+    task, stop = random_task(3), threading.Event()
+
+    def follow(team: Team) -> None:
+        while not stop.is_set():
+            take_steps(team, False, *task.arrays)
+
+    class Leader:
+        def run(self, function, *arguments):
+            function(lead, True, *arguments)
+
+    threads = [threading.Thread(target=follow, args=(team,)) for team in others]
+    for step in range(late_by + 50):
+        if step == late_by:
+            for thread in threads:
+                thread.start()
+        task.run(Leader())
+    stop.set()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    task.check()
+
+
+def test_one_that_fell_asleep_in_a_phase_falls_through_to_the_others():
+    """Its phase is long over: it gets no item of another phase, and catches up one phase at a time."""
+    lead, late = new_teams(2)
+    task = Task([3] * 6, 2)
+    begin_step(lead)
+    assert join_step(late)
+    take_phases(lead, *task.arrays)
+    assert late.phase[0] < lead.phase[0]
+    for _ in range(6):
+        assert claim(late, 3) == -1
+        finish_phase(late)
+    assert late.phase[0] == lead.phase[0]
+    assert not join_step(late)
+    begin_step(lead)
+    assert join_step(late)
+
+
+def test_board():
+    """Claims and completions are counted in the open phase; the last completion opens the next, with none of either."""
+    (team,) = new_teams(1)
+    board = team.board
+    assert board.ctypes.data % 64 == 0
+    assert (board[PUBLISHED], board[CLAIMS], board[DONE]) == (0, 1 << SHIFT, 1 << SHIFT)
+    begin_step(team)
+    assert board[PUBLISHED] == 1
+    assert [claim(team, 2), claim(team, 2), claim(team, 2)] == [0, 1, -1]
+    complete(team, 2)
+    assert board[[CLAIMS, DONE]].tolist() == [(1 << SHIFT) + 2, (1 << SHIFT) + 1]
+    complete(team, 2)
+    assert board[[CLAIMS, DONE]].tolist() == [2 << SHIFT, 2 << SHIFT]
+    assert claim(team, 2) == -1  # this thread is still in phase 1
+    finish_phase(team)
+    assert claim(team, 2) == 0
+
+
+@crews_of(2, 4)
+def test_another_task_never_meets_the_old_arguments(crew):
+    """Right after a step followers are awake, with its arguments: they must not take the next one with them."""
+    members = members_of(crew)
+    tasks = [random_task(members, phases, seed=phases, work=2) for phases in (3, 17, 8)]
+    chosen = np.random.default_rng(0).integers(3, size=150)
+    for i in chosen:
+        tasks[i].run(crew)
+        for task in (task for task in tasks if task.steps):
+            task.check()
+    assert [task.steps for task in tasks] == np.bincount(chosen).tolist()
+
+
+def test_a_follower_that_missed_a_step_does_not_take_it_up_with_another_task():
+    """The other task may have more phases: they would reach into the next step's."""
+    crew, tasks = new_crew(2), [random_task(2, phases) for phases in (3, 17)]
+    (follower,) = crew._shared.followers
+    with nobody_wakes(crew):
+        tasks[0].run(crew)
+        crew._shared.set_task((take_steps, *tasks[1].arrays))
+        assert not join_step(follower.team)
+        tasks[1].run(crew)
+        assert join_step(follower.team)
+
+
+def test_a_sleeping_follower_keeps_no_old_task_alive():
+    crew, task, other = new_crew(3), random_task(3), random_task(3)
+    task.run(crew)
+    wait_until_asleep(crew)
+    values = weakref.ref(task.values)
+    del task
+    with nobody_wakes(crew):
+        other.run(crew)
+        gc.collect()
+        assert values() is None
+
+
+def test_two_crews_at_once():
+    tasks = [random_task(3, seed=seed) for seed in range(2)]
+    problems = []
+
+    def run(task: Task) -> None:
+        crew = new_crew(3)
+        try:
+            for _ in range(100):
+                task.run(crew)
+                task.check()
+        except AssertionError as problem:
+            problems.append(problem)
+        finally:
+            crew.close()
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert not problems
+    assert [task.steps for task in tasks] == [100, 100]
+
+
+@crews_of(4)
+def test_followers_sleep_when_no_step_comes_and_wake_again(crew):
+    task = Task([64] * 5, 4, work=200)
+    for _ in range(3):
+        task.run(crew)
+        wait_until_asleep(crew)
+        done_asleep = task.busy[1:].sum()
+
+        def someone_woke(done_asleep=done_asleep) -> bool:
+            task.run(crew)
+            return task.busy[1:].sum() > done_asleep
+
+        wait_until(someone_woke)
+    task.check()
+
+
+# Ends.
+
+
+def followers_since(before: set) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.mark.parametrize("end", ["close", "forget", "never used"])
+def test_a_crew_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
+    before = set(threading.enumerate())
+    crew, task = new_crew(4), random_task(4)
+    threads = followers_since(before)
+    assert [thread.name for thread in threads] == ["tinygpt-follower"] * 3
+    assert all(thread.daemon for thread in threads)  # they must not keep the process alive
+    if end != "never used":
+        task.run(crew)
+    values = weakref.ref(task.values)
+    if end == "close":
+        crew.close()
+        crew.close()
+        kept = crew
+    else:
+        kept = None
+    del crew, task
+    gc.collect()
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    gc.collect()
+    assert values() is None
+    del kept
+
+
+def test_a_step_after_close_is_the_leaders_alone():
+    crew, task = new_crew(3), random_task(3)
+    task.run(crew)
+    crew.close()
+    busy = task.busy[1:].copy()
+    for _ in range(5):
+        task.run(crew)
+        task.check()
+    np.testing.assert_array_equal(task.busy[1:], busy)
+
+
+FORK = """
+import os, signal
+from tinygpt import LLM, SamplingParams
+llm, params = LLM("demo", threads=3), SamplingParams(max_tokens=8)
+def tokens():
+    return llm.generate("Once", params)[0].outputs[0].token_ids
+before = tokens()
+for _ in range(3):  # right after a step, while followers are awake
+    assert tokens() == before
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a hang ends here
+        same = tokens() == before and len(llm.logits([1, 2, 3])) == 3 and tokens() == before
+        os._exit(0 if same else 1)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert tokens() == before
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_computes_too():
+    """Threads do not come along: the child makes its own."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE, check=False)
+    assert result.stdout == "child 0\n" * 3, result.stderr

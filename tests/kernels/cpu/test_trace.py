@@ -1,0 +1,97 @@
+"""Embeddings that are given in place of tokens, and a look inside a step, against transformers on both backends."""
+
+import numpy as np
+import pytest
+import torch
+
+from support.factory import Recipe, make_case
+from tinygpt.execution.batch import Batch
+from tinygpt.kernels import cpu, reference
+from tinygpt.kernels.cpu.layers.trace import final_norm
+from tinygpt.weights.checkpoint import Checkpoint
+
+FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
+LENGTH = 70
+KINDS = [(reference, "float32", 1e-4), (cpu, "float32", 1e-4), (cpu, "bfloat16", 0.15), (cpu, "int8", 0.15)]
+BACKENDS = pytest.mark.parametrize(("backend", "dtype", "tolerance"), KINDS, ids=["reference", "cpu", "bf16", "int8"])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def case(request, tmp_path_factory):
+    recipe = Recipe("traced", FIELDS | {"tie_word_embeddings": request.param})
+    return make_case(recipe, tmp_path_factory.mktemp("traced"))
+
+
+def machine(backend, folder, dtype):
+    checkpoint = Checkpoint.open(str(folder))
+    cache_dtype = "float32" if dtype == "float32" else "bfloat16"
+    return (
+        backend.load_params(checkpoint, dtype, 2),
+        backend.new_cache(checkpoint.config, 1, 96, cache_dtype),
+        backend.new_workspace(checkpoint.config, 96, 96, 2, dtype),
+    )
+
+
+@BACKENDS
+def test_trace(case, backend, dtype, tolerance):
+    """In two steps, as a prompt in chunks is; the cache and later steps are as they would be without."""
+    params, cache, workspace = machine(backend, case.folder, dtype)
+    ids = case.random_ids(LENGTH)
+    parts = [Batch.of([ids[:41]], [0], [0]), Batch.of([ids[41:]], [41], [0])]
+    traces = [backend.trace(params, batch, cache, workspace) for batch in parts]
+    hidden, queries = (np.concatenate(part, axis=1) for part in zip(*traces, strict=True))
+    with torch.no_grad():
+        expected = case.model(torch.tensor([ids]), output_hidden_states=True, output_attentions=True)
+    states = torch.stack(expected.hidden_states)[:, 0].numpy()  # (L + 1, N, C)
+    assert hidden.shape == states.shape
+    np.testing.assert_allclose(hidden, states, rtol=0, atol=tolerance * np.abs(states).max())
+    attention = case.model.transformer.h[1].attn
+    with torch.no_grad():
+        qkv = attention.c_attn(case.model.transformer.h[1].ln_1(expected.hidden_states[1]))[0].numpy()
+    np.testing.assert_allclose(queries[1], qkv[:, :48], rtol=0, atol=tolerance * np.abs(qkv).max())
+    following = Batch.of([[7]], [LENGTH], [0])
+    after = backend.forward(params, following, cache, workspace).copy()
+    params, cache, workspace = machine(backend, case.folder, dtype)
+    backend.forward(params, Batch.of([ids], [0], [0]), cache, workspace)
+    np.testing.assert_array_equal(after, backend.forward(params, following, cache, workspace))
+
+
+@BACKENDS
+def test_embeds_stand_for_negative_ids(case, backend, dtype, tolerance):
+    params, cache, workspace = machine(backend, case.folder, dtype)
+    ids, random = case.random_ids(LENGTH), np.random.default_rng(0)
+    embeds = random.standard_normal((5, 48)).astype(np.float32) * 0.3
+    places = {0: -3, 1: -1, 2: -5, 40: -1, 69: -2}
+    mixed = [places.get(i, token_id) for i, token_id in enumerate(ids)]
+    with torch.no_grad():
+        inputs = case.model.transformer.wte(torch.tensor([ids]))
+        for place, token_id in places.items():
+            inputs[0, place] = torch.from_numpy(embeds[-1 - token_id])
+        expected = case.model(inputs_embeds=inputs).logits[0].numpy()  # (T, V)
+    parts = [
+        backend.forward(params, Batch.of([mixed[a:b]], [a], [0], "all", embeds), cache, workspace).copy()
+        for a, b in ((0, 33), (33, 70))
+    ]
+    np.testing.assert_allclose(np.concatenate(parts), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+class OutlierGains:
+    """A checkpoint whose ln_f has three channels far above the rest, which the head's smoothing evens out."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+
+    def __getattr__(self, name: str):
+        return getattr(self._checkpoint, name)
+
+    def tensor(self, name: str) -> np.ndarray:
+        values = self._checkpoint.tensor(name)
+        return values * np.where(np.arange(48) % 16 == 3, np.float32(30), np.float32(1)) if "ln_f" in name else values
+
+
+def test_the_last_hidden_state_is_free_of_smoothing(case):
+    checkpoint = OutlierGains(Checkpoint.open(str(case.folder)))
+    params, x = cpu.load_params(checkpoint, "int8", 1), np.random.default_rng(0).standard_normal((4, 48))
+    assert np.ptp(params.head_factors) > 0.5  # there is something to undo
+    expected = reference.model.layer_norm(reference.load_params(checkpoint), "ln_f", x)
+    np.testing.assert_allclose(final_norm(params, x.astype(np.float32)), expected, rtol=1e-4, atol=1e-4)

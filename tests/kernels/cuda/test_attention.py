@@ -1,0 +1,328 @@
+"""The attention kernels of CUDA in the simulator, around the borders of chunks and tiles, and what they compile to.
+
+Caches are NaN wherever a step has no business: in other rows and layers, and after the last position of a sequence.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from support.cuda_compile import compile_kernel
+from support.cuda_simulator import simulate
+from support.kernel_tools import bfloat16_bits, from_bits, unwritten
+from tinygpt.kernels.cuda.layers.attention import (
+    CHUNK,
+    QUERY_TILE,
+    TILE_WARPS,
+    attend_chunks_kernel,
+    attend_tiles_kernel,
+    combine_chunks_kernel,
+)
+from tinygpt.kernels.reference import model as reference
+
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+LAYERS, LAYER, ROWS = 2, 1, 7
+LENGTHS = (1, 63, 64, 65, 130)
+# Against the largest value. bfloat16: weights and the result are each rounded to 8 bits, half a unit being 2**-9.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sequence: q, k and v of all its positions, (T, H, D) float32, as exact as the dtype keeps them."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    row: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Runs steps on sequences. A step is a list of (sequence, first position, position after the last)."""
+
+    dtype: str
+    heads: int
+    size: int
+    positions: int = 3 * CHUNK
+
+    @property
+    def padded_size(self) -> int:
+        return -(-self.size // 32) * 32
+
+    @property
+    def width(self) -> int:
+        return -(-self.heads * self.size // 64) * 64
+
+    @property
+    def scale(self) -> np.float32:
+        return np.float32(self.size**-0.5)
+
+    def sequences(self, lengths, seed: int = 0) -> list[Tokens]:
+        random, rows = np.random.default_rng(seed), (5, 0, 3, 6, 1)
+        made = []
+        for length, row in zip(lengths, rows, strict=False):
+            q, k, v = random.standard_normal((3, length, self.heads, self.size), np.float32)
+            k[:, :, 0] *= 4
+            made.append(Tokens(*(self.rounded(x) for x in (q, k, v)), row))
+        return made
+
+    def rounded(self, values: np.ndarray) -> np.ndarray:
+        return values if self.dtype == "float32" else from_bits(bfloat16_bits(values))
+
+    def stored(self, values: np.ndarray) -> np.ndarray:
+        """With the dims padded with 0, in the memory of the dtype."""
+        padding = [(0, 0)] * (values.ndim - 1) + [(0, self.padded_size - self.size)]
+        values = np.pad(values, padding)
+        return values if self.dtype == "float32" else (values.view(np.uint32) >> 16).astype(np.uint16)
+
+    def caches(self, step) -> tuple[np.ndarray, np.ndarray]:
+        kind = np.float32 if self.dtype == "float32" else np.uint16
+        shape = (LAYERS, ROWS, self.heads, self.positions, self.padded_size)
+        k_cache, v_cache = unwritten(*shape, dtype=kind), unwritten(*shape, dtype=kind)
+        for tokens, _, stop in step:
+            k_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.k[:stop]).swapaxes(0, 1)
+            v_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.v[:stop]).swapaxes(0, 1)
+        if self.dtype == "bfloat16":  # neighbouring positions side by side
+            pairs = v_cache.reshape(*shape[:3], -1, 2, self.padded_size)
+            v_cache = np.ascontiguousarray(pairs.swapaxes(-1, -2))
+        return k_cache.ravel(), v_cache.ravel()
+
+    def inputs(self, step):
+        """The arguments that both ways of attending begin with, then positions and token_rows."""
+        q = np.concatenate([self.stored(tokens.q[start:stop]) for tokens, start, stop in step])
+        positions = np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in step])
+        token_rows = np.concatenate([np.full(stop - start, tokens.row, np.int32) for tokens, start, stop in step])
+        return q.ravel(), *self.caches(step), LAYER, ROWS, self.positions, positions, token_rows
+
+    def unwritten_result(self, count: int) -> np.ndarray:
+        return unwritten(count * self.width, dtype=np.float32 if self.dtype == "float32" else np.uint16)
+
+    def result(self, attended: np.ndarray) -> np.ndarray:
+        """(N, H, D) float32, once it is known that nothing else was written."""
+        attended = attended if self.dtype == "float32" else from_bits(attended)
+        attended, used = attended.reshape(-1, self.width), self.heads * self.size
+        assert np.isnan(attended[:, used:]).all()
+        return attended[:, :used].reshape(-1, self.heads, self.size)
+
+    def decode(self, step, surplus: int = 0, threads: int = 64) -> np.ndarray:
+        """Each of the step's runs is one token; `surplus` more tokens are launched than there are."""
+        q, k_cache, v_cache, layer, rows, length, *where = self.inputs(step)
+        count, max_chunks, warps = len(step) + surplus, self.positions // CHUNK, threads // 32
+        sizes = np.array([len(step)], np.int32)
+        partials = unwritten(count * self.heads * max_chunks * (2 + self.padded_size))
+        attended = self.unwritten_result(count)
+        grid = (-(-max_chunks // warps), self.heads, count)
+        given = (partials, q, k_cache, v_cache, layer, rows, length, *where, sizes, self.heads, self.scale, max_chunks)
+        simulate(attend_chunks_kernel(self.padded_size, self.dtype), grid, threads, *given)
+        grid = (-(-self.heads // warps), count)
+        given = (attended, partials, where[0], sizes, self.heads, self.size, self.width, max_chunks)
+        simulate(combine_chunks_kernel(self.padded_size, self.dtype), grid, threads, *given)
+        result = self.result(attended)
+        assert np.isnan(result[len(step) :]).all()
+        return result[: len(step)]
+
+    def prefill(self, step, tiles=None) -> np.ndarray:
+        tiles = query_tiles(step) if tiles is None else tiles
+        *inputs, positions, token_rows = self.inputs(step)
+        attended = self.unwritten_result(len(positions))
+        grid = (len(tiles) - 1, self.heads)
+        given = (attended, *inputs, positions, token_rows, np.array(tiles, np.int32))
+        given = (*given, self.heads, self.size, self.width, self.scale)
+        simulate(attend_tiles_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
+        return self.result(attended)
+
+    def exact(self, step) -> np.ndarray:
+        results = []
+        for tokens, start, stop in step:
+            k, v = (x[:stop].swapaxes(0, 1).astype(np.float64) for x in (tokens.k, tokens.v))  # (H, T, D)
+            q = tokens.q[start:stop].astype(np.float64)
+            results.append(reference.attend(q, k, v, np.arange(start, stop), float(self.scale)))
+        return np.concatenate(results)
+
+    def check(self, actual: np.ndarray, step) -> None:
+        largest = max(np.abs(tokens.v).max() for tokens, _, _ in step)
+        assert np.abs(actual - self.exact(step)).max() <= TOLERANCES[self.dtype] * largest
+
+
+def query_tiles(step) -> list[int]:
+    bounds = [0]
+    for _, start, stop in step:
+        first = bounds[-1]
+        bounds += [
+            min(n, first + stop - start)
+            for n in range(first + QUERY_TILE, first + stop - start + QUERY_TILE, QUERY_TILE)
+        ]
+    return bounds
+
+
+def newest(sequences) -> list:
+    return [(tokens, len(tokens.q) - 1, len(tokens.q)) for tokens in sequences]
+
+
+def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "dtype"),
+    [
+        (3, 16, "float32"),
+        (1, 64, "float32"),
+        (1, 80, "float32"),
+        (3, 16, "bfloat16"),
+        (2, 64, "bfloat16"),
+        (1, 80, "bfloat16"),
+    ],
+)
+def test_decode(heads, size, dtype):
+    attention = Attention(dtype, heads, size)
+    step = newest(attention.sequences(LENGTHS))
+    attention.check(attention.decode(step, surplus=1), step)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "dtype"), [(2, 16, "float32"), (1, 80, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")]
+)
+def test_a_mixed_step(heads, size, dtype):
+    """Whole prompts, the end of one, and single tokens, beside each other."""
+    attention = Attention(dtype, heads, size)
+    lengths, starts = (1, 5, 64, 65, 130), (0, 0, 63, 62, 126)
+    step = [(t, start, len(t.q)) for t, start in zip(attention.sequences(lengths), starts, strict=True)]
+    attention.check(attention.prefill(step), step)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_whole_prompts_by_products_of_warps(size):
+    attention = Attention("bfloat16", 1, size)
+    step = [(tokens, 0, len(tokens.q)) for tokens in attention.sequences(LENGTHS)]
+    attention.check(attention.prefill(step), step)
+
+
+BORDERS = (0, 1, 62, 63, 64, 65, 127, 128, 129)
+
+
+@DTYPES
+def test_a_token_has_the_same_bits_in_decode_and_in_prefill(dtype):
+    attention = Attention(dtype, 1, 16)
+    (tokens,) = attention.sequences([130])
+    whole = {"bfloat16": (0, 130), "float32": (58, 130)}[dtype]  # a warp for each query takes its time
+    prefilled = attention.prefill([(tokens, *whole)])
+    for position in BORDERS:
+        if position >= whole[0]:
+            decoded = attention.decode([(tokens, position, position + 1)])
+            same_bits(decoded, prefilled[position - whole[0]][None])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "start", "cuts"),
+    [
+        ("float32", 60, (64, 66)),
+        ("bfloat16", 0, (1, 63, 64, 66)),
+        ("bfloat16", 0, (40, 104, 129)),
+    ],
+)
+def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype, start, cuts):
+    attention = Attention(dtype, 1, 40)
+    (tokens,) = attention.sequences([130 if dtype == "bfloat16" else 68])
+    bounds = [start, *cuts, len(tokens.q)]
+    parts = [attention.prefill([(tokens, *part)]) for part in itertools.pairwise(bounds)]
+    same_bits(np.concatenate(parts), attention.prefill([(tokens, start, len(tokens.q))]))
+
+
+def test_a_query_has_the_same_bits_in_any_tile():
+    attention = Attention("bfloat16", 1, 16)
+    (tokens,) = attention.sequences([70])
+    step = [(tokens, 0, 70)]
+    expected = attention.prefill(step)
+    for tiles in ([0, 0, 7, 70, 70], [0, 64, 65, 66, 70], [0, 15, 31, 48, 70]):
+        same_bits(attention.prefill(step, tiles), expected)
+
+
+@DTYPES
+def test_a_sequence_of_nan_spoils_itself_alone(dtype):
+    attention = Attention(dtype, 2, 16)
+    sequences = attention.sequences((63, 65, 66))
+    expected = [
+        attention.decode(newest(sequences)),
+        attention.prefill([(t, len(t.q) - 3, len(t.q)) for t in sequences]),
+    ]
+    for array in (sequences[1].q, sequences[1].k, sequences[1].v):
+        array[...] = np.float32(np.nan)
+    actual = [attention.decode(newest(sequences)), attention.prefill([(t, len(t.q) - 3, len(t.q)) for t in sequences])]
+    for before, after in zip(expected, actual, strict=True):
+        spoilt = len(before) // 3
+        assert np.isnan(after[spoilt : 2 * spoilt]).all()
+        after[spoilt : 2 * spoilt] = before[spoilt : 2 * spoilt]
+        same_bits(after, before)
+
+
+def test_what_a_later_chunk_holds_reaches_no_query_before_it():
+    """Of a warp's 16 queries, 8 are before the chunk's border."""
+    attention = Attention("bfloat16", 1, 16)
+    (tokens,) = attention.sequences([70])
+    expected = attention.prefill([(tokens, 56, 70)])
+    tokens.v[64:] = np.float32(np.nan)
+    actual = attention.prefill([(tokens, 56, 70)])
+    same_bits(actual[:8], expected[:8])
+    assert np.isnan(actual[8:]).all()
+
+
+@DTYPES
+def test_a_nan_among_finite_keys_shows(dtype):
+    """Not as a key that weighs nothing: a maximum passes by it, the sum does not."""
+    attention = Attention(dtype, 1, 16)
+    (tokens,) = attention.sequences([70])
+    tokens.k[3] = np.float32(np.nan)
+    assert np.isnan(attention.decode([(tokens, 69, 70)])).all()
+    assert np.isnan(attention.prefill([(tokens, 66, 70)])).all()
+
+
+@DTYPES
+def test_later_scores_dwarf_earlier_ones(dtype):
+    """The maximum rises by 1e4 at a chunk's border: what came before has weight 0. Later it may fall as much."""
+    attention = Attention(dtype, 1, 16)
+    (tokens,) = attention.sequences([130])
+    tokens.q[...], tokens.k[...] = 50, -50
+    tokens.k[64] = 50
+    step = [(tokens, 126, 130)]
+    for result in (attention.prefill(step), attention.decode([(tokens, 129, 130)])):
+        same_bits(result, np.broadcast_to(tokens.v[64], result.shape))
+    (early,) = attention.decode([(tokens, 63, 64)])
+    assert np.abs(early - tokens.v[:64].mean(0)).max() < 2.0**-8
+
+
+# --- what they compile to
+
+NUMBERS, TABLE, SCALE = (1, 1, 1), np.zeros(1, np.int32), np.float32(1)
+
+
+def arguments(kernel: str, dtype: str) -> tuple:
+    values, partials = np.zeros(1, np.float32 if dtype == "float32" else np.uint16), np.zeros(1, np.float32)
+    return {
+        "chunks": (partials, values, values, values, *NUMBERS, TABLE, TABLE, TABLE, 1, SCALE, 1),
+        "combine": (values, partials, TABLE, TABLE, 1, 1, 1, 1),
+        "tiles": (values, values, values, values, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE),
+    }[kernel]
+
+
+# A lane of attend_tiles holds queries, results and a chunk's scores, Dp / 4 + Dp / 2 + 32 registers, and what it has
+# asked for, 64 more: 3 blocks of 4 warps to an SM where Dp is 64, 2 where it is 128.
+TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64): 168, ("bfloat16", 128): 255}
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.toolchain
+def test_all_fits_in_registers(size, dtype):
+    kernels = {"chunks": attend_chunks_kernel, "combine": combine_chunks_kernel, "tiles": attend_tiles_kernel}
+    for name, kernel_of in kernels.items():
+        compiled = compile_kernel(kernel_of(size, dtype), *arguments(name, dtype))
+        limit = TILE_REGISTERS[dtype, size] if name == "tiles" else 96
+        assert compiled.spilled == compiled.stack == 0
+        assert compiled.registers <= limit
+        if name != "combine":
+            assert "ld.global.nc.v4" in compiled.ptx
+            assert ("mma.sync" in compiled.ptx) == (dtype == "bfloat16")

@@ -1,0 +1,41 @@
+"""The toolchain that the compile checks of the other files rely on: what it reports is what the kernel needs."""
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32
+
+from support.cuda_compile import compile_kernel
+from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.runtime.ptx import load_weights
+
+
+@kernel
+def copy_words(out, words):
+    index = int32(cuda.grid(1)) * 4
+    loaded = load_weights(words, index)
+    for i in range(4):
+        out[index + i] = loaded[i]
+
+
+@kernel
+def indexed_registers(out, index):
+    values = cuda.local.array(64, float32)
+    for i in range(64):
+        values[i] = out[i]
+    for _ in range(index):
+        index = int32(values[index % 64])
+        values[(index + 1) % 64] += values[index % 64]
+    out[0] = values[index % 64]
+
+
+@pytest.mark.toolchain
+def test_a_small_kernel_needs_little():
+    compiled = compile_kernel(copy_words, np.zeros(4, np.uint32), np.zeros(4, np.uint32))
+    assert "ld.global.nc.L1::no_allocate.v4" in compiled.ptx
+    assert compiled.registers <= 32
+    assert compiled.spilled == compiled.stack == 0
+
+
+@pytest.mark.toolchain
+def test_an_array_that_cannot_stay_in_registers_shows():
+    assert compile_kernel(indexed_registers, np.zeros(64, np.float32), 3).stack >= 256

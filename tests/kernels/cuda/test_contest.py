@@ -1,0 +1,61 @@
+"""Which of two kernels a card takes: the faster one, and never one that fails or gives other tokens."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from tinygpt.kernels.cuda.persistent import contest as contests
+from tinygpt.kernels.cuda.persistent.contest import ROUNDS, WARM_UPS, Contest
+
+TOKENS = np.array([[3], [1]])
+
+
+class Way:
+    """Takes so many seconds of a clock of its own."""
+
+    def __init__(self, clock: list[float], seconds: float, answer=TOKENS):
+        self.clock, self.seconds, self.answer, self.calls = clock, seconds, answer, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        self.clock[0] += self.seconds * (100 if self.calls <= WARM_UPS else 1)  # compiling
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(contests.time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(("usual", "other"), [(2.0, 1.0), (1.0, 2.0), (1.0, 1.0)])
+def test_the_faster_way_is_taken_for_good(clock, usual, other):
+    ways = Way(clock, usual), Way(clock, other)
+    contest = Contest(*ways)
+    for _ in range(WARM_UPS + ROUNDS):
+        assert contest.winner is None
+        assert (contest.run("batch") == TOKENS).all()
+    before = [way.calls for way in ways]
+    assert before == [WARM_UPS + ROUNDS] * 2
+    contest.run("batch")
+    assert contest.winner is ways[other < usual]
+    assert [way.calls - calls for way, calls in zip(ways, before, strict=True)] == [other >= usual, other < usual]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(TOKENS + 1, "gives other tokens"), (RuntimeError("launch"), r"fails on this card: RuntimeError\('launch'\)")],
+)
+def test_a_way_that_goes_wrong_is_out_at_once_and_says_so(clock, answer, message):
+    usual, other = Way(clock, 2.0), Way(clock, 1.0, answer)
+    contest = Contest(usual, other)
+    with pytest.warns(RuntimeWarning, match=message):
+        assert (contest.run("batch") == TOKENS).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (contest.run("batch") == TOKENS).all()
+    assert (usual.calls, other.calls) == (2, 1)

@@ -1,0 +1,90 @@
+"""Compiled CUDA kernels on disk: two kernels are never taken for one another, nor one for two."""
+
+import itertools
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from support.paths import ROOT
+from tinygpt.kernels.cuda.layers.attention import attend_chunks_kernel, attend_tiles_kernel
+from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
+from tinygpt.kernels.cuda.layers.gemm_tiles import TILES
+from tinygpt.kernels.cuda.layers.layer_norm import layer_norm_kernel
+from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel, normed_linear_kernel
+from tinygpt.kernels.cuda.runtime import disk_cache
+from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache, describe
+
+PURPOSES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
+
+
+def kernels():
+    for dtype, purpose in itertools.product(("bfloat16", "int8"), PURPOSES):
+        yield normed_linear_kernel(dtype, 768, purpose)
+        yield from (gemm_kernel(dtype, tile, purpose) for tile in TILES)
+        yield from (linear_kernel(dtype, tiles, purpose) for tiles in (1, 2, 4))
+    yield from (linear_kernel("float32", 1, purpose) for purpose in PURPOSES)
+    for dtype in ("float32", "bfloat16"):
+        yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
+        yield from (make(size, dtype) for size in (64, 96) for make in (attend_chunks_kernel, attend_tiles_kernel))
+
+
+def test_each_kernel_has_a_description_of_its_own():
+    found = [describe(kernel.py_func) for kernel in kernels()]
+    assert len(found) > 100
+    assert len(set(found)) == len(found)
+    assert not any(" at 0x" in text for text in found)
+
+
+def test_a_description_is_the_same_in_another_process():
+    script = (
+        "from tinygpt.kernels.cuda.layers.gemm import gemm_kernel;"
+        "from tinygpt.kernels.cuda.layers.gemm_tiles import TILES;"
+        "from tinygpt.kernels.cuda.runtime.disk_cache import describe;"
+        "print(describe(gemm_kernel('int8', TILES[0], 'relu').py_func))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == describe(gemm_kernel("int8", TILES[0], "relu").py_func)
+
+
+class FakeKernel:
+    """As far as the cache sees numba-cuda's."""
+
+    def __init__(self, **states):
+        self.states = states
+
+    def _reduce_states(self):
+        return self.states
+
+    @classmethod
+    def _rebuild(cls, **states):
+        return cls(**states)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> DiskCache:
+    pytest.importorskip("numba_cuda", reason="needs pip install 'tinygpt[cuda]'")
+    from numba import cuda
+    from numba.cuda import dispatcher
+
+    monkeypatch.setattr(disk_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(dispatcher, "_Kernel", FakeKernel)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
+    return DiskCache(linear_kernel("int8", 1, ADD).py_func)
+
+
+def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
+    assert cache.load_overload("types", None) is None
+    cache.save_overload("types", FakeKernel(name="compiled", size=3))
+    assert cache.load_overload("types", None).states == {"name": "compiled", "size": 3}
+    assert cache.load_overload("other types", None) is None
+    assert DiskCache(linear_kernel("int8", 1, LOGITS).py_func).load_overload("types", None) is None
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_damaged_file_is_compiled_again(cache, tmp_path):
+    cache.save_overload("types", FakeKernel(name="compiled"))
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    assert cache.load_overload("types", None) is None

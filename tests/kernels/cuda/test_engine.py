@@ -1,0 +1,192 @@
+"""The whole engine on a simulated card: the same tokens as the reference's, and what only a card can be refused for."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from support.cuda_device import SimulatedDevice, on_a_card
+from support.tiny_checkpoint import random_tensors, write_checkpoint
+from tinygpt import LLM, SamplingParams
+from tinygpt.engine import multi_step as ahead
+from tinygpt.errors import RequestError
+from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda.runtime.jit import DeviceError
+
+POSITIONS = 40
+PROMPTS = [[3, 4, 5, 3], [3, 4, 5, 9, 9, 1]]
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch, request) -> SimulatedDevice | None:
+    """What every test runs on that is not for a real card."""
+    if request.node.get_closest_marker("gpu"):
+        return None
+    device = SimulatedDevice()
+    monkeypatch.setattr(devices, "card", lambda: device)
+    return device
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    tensors = {name: tensor for name, tensor in random_tensors().items() if ".h.1." not in name}
+    c = tensors["transformer.ln_f.weight"].size
+    tensors["transformer.wpe.weight"] = np.random.default_rng(1).standard_normal((POSITIONS, c), np.float32)
+    folder = tmp_path_factory.mktemp("model")
+    return str(write_checkpoint(folder, tensors, n_positions=POSITIONS, n_layer=1))
+
+
+def load(model: str, device: str = "cuda", **options) -> LLM:
+    return LLM(model, device=device, max_num_seqs=4, max_num_batched_tokens=8, **options)
+
+
+def double(prompt_token_ids, token_ids, scores):
+    return 2 * scores
+
+
+CASES = {
+    "greedy": {},
+    "to the end": {"ignore_eos": True, "max_tokens": 18},
+    "drawn": {"temperature": 1.3, "seed": 5, "n": 2},
+    "warped": {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "seed": 6},
+    "rare warpers": {"temperature": 1.1, "typical_p": 0.7, "eta_cutoff": 0.01, "top_p": 0.9, "top_p_rule": "openai"},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+    "edited": {"logit_bias": {3: 2.0}, "suppress_tokens": [4], "no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6]]},
+    "banned": {"logit_bias": {5: -1.0}, "suppress_tokens": [4], "min_tokens": 3, "bad_words_ids": [[6]]},
+    "decaying": {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.8, "top_p_min": 0.2, "seed": 8},
+    "logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 7},
+    "processed logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 7, "top_k": 4, "logprobs_mode": "processed"},
+    "prompt logprobs": {"prompt_logprobs": 2},
+    "own processor": {"logits_processors": [double], "temperature": 0.8, "seed": 9},
+    "beams": {"num_beams": 2, "n": 2},
+    "looked up": {"prompt_lookup_num_tokens": 3, "max_tokens": 9, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_tokens_are_the_references(model, fields):
+    check_tokens(model, fields)
+
+
+@on_a_card
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_tokens_are_the_references_on_a_card(model, fields):
+    check_tokens(model, fields)
+
+
+@on_a_card
+@pytest.mark.gpu
+def test_two_models_run_in_two_threads_on_a_card():
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0, seed=2)
+    with LLM("demo", device="cuda", dtype="bfloat16") as one, LLM("demo", device="cuda", dtype="int8") as other:
+        alone = [llm.generate(["Once", "The king said"], params) for llm in (one, other)]
+        with ThreadPoolExecutor(2) as pool:
+            together = list(pool.map(lambda llm: llm.generate(["Once", "The king said"], params), (one, other)))
+    for before, after in zip(alone, together, strict=True):
+        assert [output.outputs[0].token_ids for output in before] == [output.outputs[0].token_ids for output in after]
+
+
+def check_tokens(model: str, fields: dict) -> None:
+    params = SamplingParams(**{"max_tokens": 5, "seed": 3, **fields})
+    with load(model) as ours, load(model, "reference") as oracle:
+        pairs = zip(ours.generate(PROMPTS, params), oracle.generate(PROMPTS, params), strict=True)
+        for found, expected in pairs:
+            for a, b in zip(found.outputs, expected.outputs, strict=True):
+                assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+                for mine, theirs in zip(a.logprobs or [], b.logprobs or [], strict=True):
+                    assert mine == pytest.approx(theirs, abs=1e-4)
+            for mine, theirs in zip(found.prompt_logprobs or [], expected.prompt_logprobs or [], strict=True):
+                assert (mine is None and theirs is None) or mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_several_steps_are_taken_without_a_look(model, monkeypatch):
+    params = SamplingParams(max_tokens=18, ignore_eos=True, temperature=1.0, seed=1)
+    with load(model) as llm:
+        at_once = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    monkeypatch.setattr(ahead, "MAX_STEPS", 1)
+    with load(model) as llm:
+        one_by_one = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+    assert at_once == one_by_one
+    assert [len(token_ids) for token_ids in at_once] == [18, 18]
+
+
+def test_steps_ahead_are_bounded_by_tokens_and_positions(model, card):
+    reads, read = [], card.read
+    card.read = lambda source: reads.append(source.size) or read(source)
+    with load(model) as llm:
+        llm.generate([[3]], SamplingParams(max_tokens=16 + 7, ignore_eos=True))
+        assert reads == [16 * 8, 7 * 8]  # the history of steps of up to max_num_batched_tokens
+        reads.clear()
+        (full,) = llm.generate([[4] * 30], SamplingParams(max_tokens=10, ignore_eos=True))
+        assert reads == [1, 9 * 8]
+        assert len(full.outputs[0].token_ids) == 10
+
+
+def test_what_a_sequence_does_not_take_leaves_no_trace(model):
+    """A stop in the middle of steps ahead; then the same beginning again, from the prefix cache."""
+    with load(model) as ours, load(model, "reference") as oracle:
+        (whole,) = oracle.generate([[7]], SamplingParams(max_tokens=20, ignore_eos=True))
+        token_ids = whole.outputs[0].token_ids
+        stop = token_ids[3]
+        params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
+        assert ours.generate([[7]], params)[0].outputs[0].token_ids == token_ids[: token_ids.index(stop) + 1]
+        again = [7, *token_ids[:2]]
+        (found,) = ours.generate([again], SamplingParams(max_tokens=9, ignore_eos=True))
+        assert found.outputs[0].token_ids == token_ids[2:11]
+
+
+def test_a_stream_and_logits_and_a_saved_session(model, tmp_path):
+    with load(model) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        streamed = [chunk.token_id for chunk in llm.stream([3, 4], params)]
+        assert streamed == llm.generate([[3, 4]], params)[0].outputs[0].token_ids
+        with load(model, "reference") as oracle:
+            np.testing.assert_allclose(llm.logits(PROMPTS[1]), oracle.logits(PROMPTS[1]), atol=1e-4)
+            np.testing.assert_allclose(llm.attentions(PROMPTS[1]), oracle.attentions(PROMPTS[1]), atol=1e-5)
+        session = llm.session()
+        session.extend([3, 4, 5])
+        session.generate(params)
+        session.save(tmp_path / "session")
+        restored = llm.load_session(tmp_path / "session")
+        assert restored.generate(params).outputs[0].token_ids == session.generate(params).outputs[0].token_ids
+
+
+def test_two_models_do_not_share_a_fingerprint(model, tmp_path):
+    other = str(write_checkpoint(tmp_path / "other"))
+    with load(model) as one, load(other) as two:
+        assert one._engine.origin["weights"] != two._engine.origin["weights"]
+
+
+def test_too_little_memory_is_refused_by_arithmetic(model, monkeypatch):
+    small = SimulatedDevice(free=1 << 16)
+    small.zeros = small.array = lambda *_: pytest.fail("something was allocated")
+    monkeypatch.setattr(devices, "card", lambda: small)
+    with pytest.raises(
+        RequestError, match=r"takes 0\.00 GiB of the card's memory \(weights .* free: lower max_num_seqs"
+    ):
+        load(model)
+
+
+def test_a_machine_without_a_card_is_refused(model, monkeypatch):
+    def absent():
+        raise DeviceError("CUDA finds no card.")
+
+    monkeypatch.setattr(devices, "card", absent)
+    with pytest.raises(
+        RequestError, match=r"device is 'cuda' and cannot be used: CUDA finds no card\. Or use device 'cpu'"
+    ):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int4"}, "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only"),
+        ({"kv_cache_dtype": "bfloat16"}, "must be one of 'auto', 'float32' for float32 weights on device 'cuda'"),
+        ({"dtype": "int8", "kv_cache_dtype": "float32"}, "must be one of 'auto', 'bfloat16' for int8 weights"),
+    ],
+)
+def test_what_a_card_does_not_compute_is_refused(model, options, message):
+    with pytest.raises(RequestError, match=message):
+        load(model, **options)

@@ -1,0 +1,167 @@
+"""The CUDA backend's gemm for many tokens: the bits of its kernel for few tokens, whatever the tile."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from support.cuda_compile import compile_kernel
+from support.cuda_simulator import simulate
+from tests.kernels.cuda.test_linear import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
+from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
+from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, gemm_kernel
+from tinygpt.kernels.cuda.layers.gemm_tiles import TILES, Tile, clocks, pick_tile
+from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel
+
+DTYPES = ("bfloat16", "int8")
+SMALL = Tile(2, 1, 1, 2)  # 32 tokens by 16 features, by two warps: cheap to simulate
+
+
+def run_gemm(target, inputs, weights, layer, width, count, dtype, tile, purpose):
+    grid, sizes = tile.grid(count, weights.features), np.array([0, count], np.int32)
+    arguments, shared_bytes = (target, inputs, weights, layer, width, sizes, 1), tile.shared_bytes(dtype)
+    simulate(gemm_kernel(dtype, tile, purpose), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return values.view({4: np.uint32, 2: np.uint16}[values.itemsize])
+
+
+def both(target: np.ndarray, *arguments, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+    """What linear_kernel and gemm_kernel make of a target."""
+    expected, result = target.copy(), target.copy()
+    *given, dtype, purpose = arguments
+    run_linear(expected, *given, dtype, 1, purpose)
+    run_gemm(result, *given, dtype, tile, purpose)
+    return expected, result
+
+
+def case(count: int, features: int, k: int, dtype: str):
+    x, weight, bias = normal(count, k), normal(2, features, k), normal(2, features)
+    return stored(x, dtype), packed(weight, bias, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "features", "k"), [(1, 3, 40), (17, 19, 648), (65, 35, 136), (130, 11, 648)])
+def test_the_bits_are_those_of_the_linear_kernel(dtype, count, features, k):
+    width = features + 2
+    target = normal(count * width, seed=1)
+    expected, result = both(target, *case(count, features, k, dtype), 1, width, count, dtype, ADD, tile=SMALL)
+    assert (bits(result) == bits(expected)).all()
+    changed = (result != target).reshape(count, width)
+    assert changed[:, :features].mean() > 0.9
+    assert not changed[:, features:].any()
+
+
+@pytest.mark.parametrize(("tile", "dtype"), list(zip(TILES, DTYPES * 3, strict=True)))
+def test_each_tile_gives_the_same_bits(tile, dtype):
+    count, features = tile.tokens + 1, 35
+    arguments = *case(count, features, 136, dtype), 0, features, count, dtype, LOGITS
+    expected, result = both(np.full(count * features, np.nan, np.float32), *arguments, tile=tile)
+    assert (bits(result) == bits(expected)).all()
+    assert np.isfinite(result).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("purpose", ["gelu_tanh", "relu"])
+def test_activations_give_the_same_bits(dtype, purpose):
+    arguments = *case(33, 27, 136, dtype), 1, 64, 33, dtype, purpose
+    expected, result = both(np.full(34 * 64, 7, np.uint16), *arguments, tile=SMALL)
+    assert (result == expected).all()
+    assert (result.reshape(34, 64)[:33, :27] != 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_keys_and_values_go_to_the_same_places(dtype):
+    count, heads, size = 33, 3, 5
+    inputs, weights = case(count, 3 * heads * size, heads * size, dtype)
+    positions, token_rows = [*range(3, 33), 0, 1, 2], [2] * 30 + [0] * 3
+    expected, result = (heads_of(dtype, count, 3, 64, heads, size, positions, token_rows) for _ in range(2))
+    run_linear(expected, inputs, weights, 1, 0, count, dtype, 1, QKV)
+    run_gemm(result, inputs, weights, 1, 0, count, dtype, SMALL, QKV)
+    for name in ("q", "k_cache", "v_cache"):
+        made = getattr(result, name)
+        assert (made == getattr(expected, name)).all()
+        assert np.count_nonzero(made) >= 0.9 * count * heads * size
+
+
+def test_a_token_that_is_not_finite_stays_alone():
+    inputs, weights = case(33, 19, 136, "bfloat16")
+    arguments = weights, 0, 19, 33, "bfloat16", LOGITS
+    clean, spoilt = np.zeros(33 * 19, np.float32), np.zeros(33 * 19, np.float32)
+    run_gemm(clean, inputs, *arguments[:-1], SMALL, LOGITS)
+    inputs.reshape(33, -1)[5] = 0x7FC0  # NaN
+    run_gemm(spoilt, inputs, *arguments[:-1], SMALL, LOGITS)
+    same = bits(clean).reshape(33, 19) == bits(spoilt).reshape(33, 19)
+    assert np.isnan(spoilt.reshape(33, 19)[5]).all()
+    assert np.delete(same, 5, axis=0).all()
+
+
+def test_the_number_of_tokens_is_read_on_the_device():
+    """A grid for more tokens than there are does no more, and reads no more: here, the inputs end where they end."""
+    inputs, weights = case(17, 19, 136, "int8")
+    result, expected = np.zeros(40 * 19, np.float32), np.zeros(40 * 19, np.float32)
+    sizes, shared_bytes = np.array([17], np.int32), SMALL.shared_bytes("int8")
+    arguments = SMALL.threads, result, inputs, weights, 0, 19, sizes, 0
+    simulate(gemm_kernel("int8", SMALL, LOGITS), SMALL.grid(128, 19), *arguments, shared_bytes=shared_bytes)
+    run_linear(expected, inputs, weights, 0, 19, 17, "int8", 1, LOGITS)
+    assert (bits(result) == bits(expected)).all()
+    assert result[: 17 * 19].all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "size"),
+    [(65, 768, (32, 32)), (1024, 768, (64, 96)), (1024, 2304, (128, 96)), (1024, 3072, (128, 128))],
+)
+def test_small_shapes_have_small_tiles(tokens, features, size):
+    tile = pick_tile(tokens, features)
+    assert (tile.tokens, tile.features) == size
+
+
+def test_no_other_tile_takes_fewer_clocks():
+    for tokens in (65, 100, 128, 256, 1000, 4096):
+        for features in (768, 1024, 6400, 50257):
+            for multiprocessors in (24, 132):
+                shape = tokens, features, multiprocessors
+                picked = pick_tile(*shape)
+                assert all(clocks(picked, *shape) <= clocks(tile, *shape) for tile in TILES)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_a_tile_fits(tile):
+    assert tile.shared_bytes("int8") <= tile.shared_bytes("bfloat16") <= 227 << 10
+    assert tile.tokens % (tile.warps * ROWS_AT_ONCE) == 0
+    assert tile.threads % 64 == 0
+    assert math.prod(tile.grid(tile.tokens, tile.features)) == 1
+    assert math.prod(tile.grid(tile.tokens + 1, tile.features + 1)) == 4
+
+
+# With 128 registers two blocks of 256 threads have room on a multiprocessor. The tiles of 128 tokens have it to
+# themselves: a lane has 96 and 128 registers of sums, and up to 255 in all.
+MOST_REGISTERS = dict(zip(TILES, (80, 80, 100, 128, 200, 248), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tile", "purpose"), [*((tile, QKV) for tile in TILES), (TILES[3], ADD), (TILES[5], "gelu_tanh")]
+)
+@pytest.mark.toolchain
+def test_everything_stays_in_registers(dtype, tile, purpose):
+    target, inputs, weights = sample_arguments(dtype, purpose)
+    compiled = compile_kernel(gemm_kernel(dtype, tile, purpose), target, inputs, weights, 1, 1, INTS, 1)
+    assert compiled.spilled == compiled.stack == 0
+    assert compiled.registers <= MOST_REGISTERS[tile]
+    assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
+    assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+@pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, *ACTIVATIONS])
+@pytest.mark.toolchain
+def test_products_and_sums_are_fused_alike(purpose):
+    """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
+    target, inputs, weights = sample_arguments("int8", purpose)
+    kernels = linear_kernel("int8", 1, purpose), gemm_kernel("int8", TILES[0], purpose)
+    few, many = (compile_kernel(kernel, target, inputs, weights, 1, 1, INTS, 1).ptx for kernel in kernels)
+    for instruction in (r"\bfma\.r[nm]\.f32", r"\bmul\.(rn\.)?f32", r"\bdiv\.rn\.f32", r"\bex2\."):
+        assert len(re.findall(instruction, many)) == ROWS_AT_ONCE * len(re.findall(instruction, few))

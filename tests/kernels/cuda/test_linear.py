@@ -1,0 +1,265 @@
+"""The CUDA backend's linear layers, layer norm and embedding: in the simulator, beside the reference, and compiled."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from support.cuda_compile import compile_kernel
+from support.cuda_simulator import simulate
+from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
+from tinygpt.kernels.cuda.layers.linear import (
+    ADD,
+    LINEAR_THREADS,
+    LOGITS,
+    QKV,
+    Heads,
+    Norm,
+    Weights,
+    fused_shared_bytes,
+    linear_kernel,
+    normed_linear_kernel,
+)
+from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, from_bfloat16, pack, panel_count, step_count, to_bfloat16
+from tinygpt.kernels.reference import model as reference
+
+DTYPES = ("float32", "bfloat16", "int8")
+# What rounding the inputs of `dtype` to bfloat16, and adding up in float32, leaves of a sum of terms of about 1 in all.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 2e-6}
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Activations (n, K) as the kernels of a family keep them, K filled up with zeros; flat."""
+    padded = np.zeros((len(values), step_count(values.shape[1]) * STEP), np.float32)
+    padded[:, : values.shape[1]] = values
+    return (padded if dtype == "float32" else to_bfloat16(padded)).ravel()
+
+
+def seen(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers that the kernels read from them."""
+    return values if dtype == "float32" else from_bfloat16(to_bfloat16(values))
+
+
+def seen_weights(weight: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "int8":
+        scales = np.abs(weight).max(-1, keepdims=True) / np.float32(127)
+        return np.rint(weight / scales) * scales
+    return seen(weight, dtype)
+
+
+def packed(weight: np.ndarray, bias: np.ndarray, dtype: str) -> Weights:
+    """weight (L, features, K)."""
+    parts = [pack(of_layer, dtype) for of_layer in weight]
+    panels, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    _, features, k = weight.shape
+    return Weights(panels, scales, bias.ravel(), panel_count(features), step_count(k), features)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def run_linear(target, inputs, weights, layer, width, count, dtype, tiles, purpose):
+    grid = (weights.num_panels, math.ceil(count / (16 * tiles)))
+    sizes = np.array([0, count], np.int32)
+    kernel = linear_kernel(dtype, tiles, purpose)
+    simulate(kernel, grid, LINEAR_THREADS, target, inputs, weights, layer, width, sizes, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "features", "k", "tiles"), [(1, 3, 40, 1), (3, 17, 200, 1), (19, 8, 648, 2)])
+def test_linear_adds_to_the_residual_stream(dtype, count, features, k, tiles):
+    x, weight, bias = normal(count, k), normal(2, features, k) / np.float32(math.sqrt(k)), normal(2, features)
+    target, width = normal(count, features + 2, seed=1), features + 2
+    expected = target.astype(np.float64)
+    expected[:, :features] += seen(x, dtype) @ seen_weights(weight[1], dtype).T.astype(np.float64) + bias[1]
+    out = target.ravel().copy()
+    run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 1, width, count, dtype, tiles, ADD)
+    np.testing.assert_allclose(out.reshape(count, width), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_have_no_bias(dtype):
+    x, weight = normal(2, 70), normal(1, 13, 70)
+    out = np.full(26, np.nan, np.float32)
+    run_linear(out, stored(x, dtype), packed(weight, np.zeros(0, np.float32), dtype), 0, 13, 2, dtype, 1, LOGITS)
+    expected = seen(x, dtype) @ seen_weights(weight[0], dtype).T.astype(np.float64)
+    np.testing.assert_allclose(out.reshape(2, 13), expected, atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations(activation):
+    x, weight, bias = normal(2, 64), normal(1, 16, 64), 9 * normal(1, 16)
+    for dtype, tolerance in (("float32", 3e-6), ("bfloat16", 2**-8)):
+        out = np.full(2 * 64, np.nan, np.float32) if dtype == "float32" else np.zeros(2 * 64, np.uint16)
+        run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 0, 64, 2, dtype, 1, activation)
+        product = seen(x, dtype) @ seen_weights(weight[0], dtype).T.astype(np.float64) + bias[0]
+        expected = reference.ACTIVATIONS[activation](product)
+        result = (out if dtype == "float32" else from_bfloat16(out)).reshape(2, 64)[:, :16]
+        np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-5)
+
+
+def heads_of(dtype: str, count: int, rows: int, length: int, heads: int, size: int, positions, token_rows) -> Heads:
+    padded = -(-size // 32) * 32
+    kind = np.float32 if dtype == "float32" else np.uint16
+    q, cache = np.zeros(count * heads * padded, kind), 2 * rows * heads * length * padded
+    places = np.array(positions, np.int32), np.array(token_rows, np.int32)
+    return Heads(q, np.zeros(cache, kind), np.zeros(cache, kind), *places, rows, length, heads, size, padded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_keys_and_values_go_to_their_places(dtype):
+    heads, size, layer, positions, token_rows = 3, 5, 1, [7, 0, 4], [2, 0, 2]
+    columns, family = heads * size, "float32" if dtype == "float32" else "bfloat16"
+    x, weight, bias = normal(3, columns), normal(2, 3 * columns, columns), normal(2, 3 * columns)
+    places = heads_of(dtype, 3, 3, 64, heads, size, positions, token_rows)
+    run_linear(places, stored(x, dtype), packed(weight, bias, dtype), layer, 0, 3, dtype, 1, QKV)
+    expected = seen(x, dtype) @ seen_weights(weight[layer], dtype).T.astype(np.float64) + bias[layer]
+    tolerance = {"rtol": 2**-8, "atol": 1e-5}
+    as_float = {"float32": lambda a: a, "bfloat16": from_bfloat16}[family]
+    q, k, v = expected[:, :columns], expected[:, columns : 2 * columns], expected[:, 2 * columns :]
+    np.testing.assert_allclose(
+        as_float(places.q).reshape(3, heads, 32)[..., :size], q.reshape(3, heads, size), **tolerance
+    )
+    k_cache = as_float(places.k_cache).reshape(2, 3, heads, 64, 32)
+    v_cache = as_float(places.v_cache).reshape(2, 3, heads, 64, 32)
+    if family == "bfloat16":  # two positions side by side
+        v_cache = v_cache.reshape(2, 3, heads, 32, 32, 2).swapaxes(-1, -2).reshape(2, 3, heads, 64, 32)
+    written = np.zeros(k_cache.shape, bool)
+    for n, (position, row) in enumerate(zip(positions, token_rows, strict=True)):
+        for cache, values in ((k_cache, k), (v_cache, v)):
+            at = cache[layer, row, :, position, :size]
+            np.testing.assert_allclose(at, values[n].reshape(heads, size), **tolerance)
+        written[layer, row, :, position, :size] = True
+    assert not k_cache[~written].any()
+    assert not v_cache[~written].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bits_in_any_batch(dtype):
+    x, weight, bias = normal(33, 200), normal(1, 8, 200), normal(1, 8)
+    weights, results = packed(weight, bias, dtype), []
+    for tiles, tokens in ((1, [32]), (1, list(range(33))), (2, list(range(33))), (2, [4, 32])):
+        out = np.zeros(len(tokens) * 8, np.float32)
+        run_linear(out, stored(x[tokens], dtype), weights, 0, 8, len(tokens), dtype, tiles, ADD)
+        results.append(out.reshape(-1, 8)[tokens.index(32)])
+    assert all((result == results[0]).all() for result in results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(dtype):
+    x, gain, bias = 3 * normal(9, 70) + 1, normal(2, 70), normal(2, 70)
+    rows, layer = np.array([8, 0, 5, 5, 2], np.int32), 1
+    normed = stored(np.zeros((6, 70), np.float32), dtype)
+    arguments = x.ravel(), rows, gain.ravel(), bias.ravel(), layer, 128, np.float32(1e-5)
+    sizes = np.array([9, 5], np.int32)
+    simulate(layer_norm_kernel(dtype, 70), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1)
+    names = {"ln.weight": gain[layer], "ln.bias": bias[layer]}
+    params = reference.Params(SimpleNamespace(layer_norm_epsilon=1e-5), names)
+    expected = reference.layer_norm(params, "ln", x[rows].astype(np.float64))
+    result = (normed if dtype == "float32" else from_bfloat16(normed)).reshape(6, 128)
+    np.testing.assert_allclose(result[:5, :70], expected, rtol=2**-8 if dtype != "float32" else 2e-6, atol=2e-6)
+    assert not result[5].any()
+    assert not result[:, 70:].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("count", [1, 7])
+def test_the_fused_layer_norm_gives_the_same_bits(dtype, count):
+    columns, layer = 136, 1
+    x, gain, norm_bias = 2 * normal(9, columns), normal(2, columns), normal(2, columns)
+    weights = packed(normal(2, 19, columns), normal(2, 19), dtype)
+    rows, sizes = np.array([3, 8, 0, 1, 7, 2, 4][:count], np.int32), np.array([count], np.int32)
+    normed = stored(np.zeros((count, columns), np.float32), dtype)
+    arguments = x.ravel(), rows, gain.ravel(), norm_bias.ravel()
+    padded = weights.num_steps * STEP
+    norm_arguments = (*arguments, layer, padded, np.float32(1e-5), sizes, 0)
+    simulate(layer_norm_kernel(dtype, columns), 2, NORM_WARPS * 32, normed, *norm_arguments)
+    apart, fused = np.ones(count * 19, np.float32), np.ones(count * 19, np.float32)
+    run_linear(apart, normed, weights, layer, 19, count, dtype, 1, ADD)
+    norm = Norm(*arguments, np.float32(1e-5))
+    kernel, shared = normed_linear_kernel(dtype, columns, ADD), fused_shared_bytes(weights.num_steps)
+    grid = weights.num_panels
+    simulate(kernel, grid, LINEAR_THREADS, fused, norm, weights, layer, 19, sizes, 0, shared_bytes=shared)
+    assert (apart == fused).all()
+    assert (apart != 1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding(dtype):
+    wte, wpe, embeds = normal(21, 70), normal(5, 70), normal(2, 70)
+    panels, scales = pack(wte, dtype)
+    token_ids, positions = np.array([20, 3, -2, 0], np.int32), np.array([4, 0, 1, 2], np.int32)
+    x, sizes = np.full(4 * 70, np.nan, np.float32), np.array([3], np.int32)
+    tables = panels, scales, wpe.ravel(), 70, step_count(70), sizes
+    simulate(embed_kernel(dtype), 4, EMBED_THREADS, x, token_ids, positions, embeds.ravel(), *tables)
+    expected = np.stack([seen_weights(wte, dtype)[20], seen_weights(wte, dtype)[3], embeds[1]]) + wpe[[4, 0, 1]]
+    np.testing.assert_allclose(x.reshape(4, 70)[:3], expected, rtol=1e-6, atol=1e-6)
+    assert np.isnan(x.reshape(4, 70)[3]).all()  # past sizes[0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_panels_hold_every_weight_once(dtype):
+    weight = np.arange(1, 2 * 128 + 1, dtype=np.float32).reshape(2, 128)
+    panels, scales = pack(weight, dtype)
+    assert panels.size == PANEL * 128
+    kept = from_bfloat16(panels) if dtype == "bfloat16" else panels
+    assert np.count_nonzero(kept) == np.count_nonzero(seen_weights(weight, dtype))
+    assert (scales[2:] == 1).all()
+
+
+FLOATS, INTS = np.zeros(8, np.float32), np.zeros(8, np.int32)
+
+
+def sample_arguments(dtype: str, purpose: str):
+    activations = FLOATS if dtype == "float32" else np.zeros(8, np.uint16)
+    heads = Heads(activations, activations, activations, INTS, INTS, 1, 1, 1, 1, 1)
+    target = {ADD: FLOATS, LOGITS: FLOATS, QKV: heads}.get(purpose, activations)
+    panels = {"float32": FLOATS, "bfloat16": np.zeros(8, np.uint16), "int8": np.zeros(8, np.int8)}[dtype]
+    return target, activations, Weights(panels, FLOATS, FLOATS, 1, 1, 1)
+
+
+def loads_at_once(ptx: str) -> int:
+    """The most loads past the L1 cache in a row with no store, shuffle or barrier in between."""
+    kinds = re.findall(r"\b(ld\.global\.cg|st\.|shfl|bar\.)", ptx)
+    return max(map(len, "".join("x" if kind.startswith("ld") else " " for kind in kinds).split()))
+
+
+@pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.toolchain
+def test_everything_stays_in_registers(dtype, purpose):
+    target, inputs, weights = sample_arguments(dtype, purpose)
+    for tiles in (1, 2) if dtype == "float32" else (1, 2, 4):
+        compiled = compile_kernel(linear_kernel(dtype, tiles, purpose), target, inputs, weights, 1, 1, INTS, 1)
+        assert compiled.spilled == compiled.stack == 0
+        assert compiled.registers <= {1: 96, 2: 176, 4: 144}[tiles]
+        assert "ld.global.nc.L1::no_allocate.v4" in compiled.ptx
+        assert ("mma.sync" in compiled.ptx) == (dtype != "float32")
+    if dtype != "float32":
+        norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
+        for columns, registers in ((768, 80), (1600, 128)):
+            kernel = normed_linear_kernel(dtype, columns, purpose)
+            compiled = compile_kernel(kernel, target, norm, weights, 1, 1, INTS, 1)
+            assert compiled.spilled == compiled.stack == 0
+            assert compiled.registers <= registers
+            assert loads_at_once(compiled.ptx) >= columns // 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.toolchain
+def test_layer_norm_and_embedding_compile(dtype):
+    target, inputs, weights = sample_arguments(dtype, ADD)
+    norm = inputs, FLOATS, INTS, FLOATS, FLOATS, 1, 1, np.float32(1), INTS, 1
+    embed = target, INTS, INTS, FLOATS, weights.panels, FLOATS, FLOATS, 1, 1, INTS
+    compiled = compile_kernel(embed_kernel(dtype), *embed)
+    assert compiled.spilled == compiled.stack == 0
+    assert compiled.registers <= 40
+    for columns, registers in ((768, 128), (1600, 255)):
+        compiled = compile_kernel(layer_norm_kernel(dtype, columns), *norm)
+        assert compiled.spilled == compiled.stack == 0
+        assert compiled.registers <= registers
+        assert loads_at_once(compiled.ptx) >= 3 * (columns // 32)

@@ -1,0 +1,169 @@
+"""GPT-2 by the CUDA backend in the simulator, beside the reference: steps of every kind, and the cache between them."""
+
+import numpy as np
+import pytest
+
+from support.cuda_device import SimulatedDevice
+from tinygpt.config import GPT2Config
+from tinygpt.execution.batch import Batch
+from tinygpt.kernels import cuda, reference
+from tinygpt.kernels.cuda.memory import bytes_needed
+from tinygpt.kernels.cuda.packing.layout import from_bfloat16
+from tinygpt.kernels.cuda.runtime import device as devices
+
+V, T, ROWS = 29, 140, 4
+TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
+
+
+class Random:
+    """A checkpoint of a small model whose every parameter matters."""
+
+    tied = False
+
+    def __init__(self, **fields):
+        sizes = {"vocab_size": V, "n_positions": T, "n_embd": 16, "n_layer": 2, "n_head": 2, **fields}
+        self.config = GPT2Config.from_dict({"model_type": "gpt2", **sizes})
+        c, f = self.config.n_embd, self.config.inner_size
+        shapes = {"wte.weight": (V, c), "wpe.weight": (T, c), "lm_head.weight": (V, c)}
+        shapes |= {f"ln_f.{kind}": (c,) for kind in ("weight", "bias")}
+        for i in range(self.config.n_layer):
+            linears = {"attn.c_attn": (3 * c, c), "attn.c_proj": (c, c), "mlp.c_fc": (f, c), "mlp.c_proj": (c, f)}
+            for name, shape in {**linears, "ln_1": (c,), "ln_2": (c,)}.items():
+                shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[:1]}
+        generator = np.random.default_rng(0)
+        self.tensors = {name: generator.standard_normal(s, np.float32) * 0.3 for name, s in shapes.items()}
+
+    def tensor(self, name: str) -> np.ndarray:
+        return self.tensors[name].astype(np.float32)
+
+    def release(self, name: str) -> None:
+        pass
+
+
+class Model:
+    """One backend with a model, a cache and buffers."""
+
+    def __init__(self, backend, checkpoint: Random, dtype: str = "float32", num_tokens: int = 150):
+        self.backend, config = backend, checkpoint.config
+        self.params = backend.load_params(checkpoint, dtype)
+        self.cache = backend.new_cache(config, ROWS, T, "float32" if dtype == "float32" else "bfloat16")
+        self.workspace = backend.new_workspace(config, num_tokens, 80, 1, dtype)
+
+    def forward(self, *batch) -> np.ndarray:
+        return self.backend.forward(self.params, Batch.of(*batch), self.cache, self.workspace).copy()
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch) -> SimulatedDevice:
+    device = SimulatedDevice()
+    monkeypatch.setattr(devices, "card", lambda: device)
+    return device
+
+
+def cuda_model(checkpoint: Random, dtype: str = "float32") -> Model:
+    return Model(cuda, checkpoint, dtype)
+
+
+def token_ids(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, V, count).tolist()
+
+
+# The simulator takes long for attention in float32, whose many chunks test_cuda_attention.py looks at.
+LENGTHS = {"float32": 6, "bfloat16": 66, "int8": 66}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_steps_of_every_kind(dtype):
+    """Two prompts, one of them in parts; a prompt beside one that decodes; decoding together, and alone."""
+    checkpoint, n = Random(), LENGTHS[dtype]
+    ours, oracle = cuda_model(checkpoint, dtype), Model(reference, checkpoint)
+    for chunks, starts, rows in (
+        ([token_ids(n), token_ids(3, 1)], [0, 0], [2, 0]),
+        ([token_ids(12, 2), token_ids(1, 3)], [n, 3], [2, 0]),
+        ([token_ids(1, 4), token_ids(1, 5)], [4, n + 12], [0, 2]),
+        ([token_ids(1, 6)], [n + 13], [2]),
+    ):
+        expected = oracle.forward(chunks, starts, rows)
+        np.testing.assert_allclose(ours.forward(chunks, starts, rows), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype):
+    checkpoint, n = Random(n_layer=1), LENGTHS[dtype]
+    ids = token_ids(n + 2)
+    whole = cuda_model(checkpoint, dtype).forward([ids], [0], [1], "all")
+    model, parts = cuda_model(checkpoint, dtype), []
+    model.forward([token_ids(n, 1)], [0], [0])
+    for start, stop in ((0, 3), (3, n), (n, n + 1), (n + 1, n + 2)):
+        chunks, starts = [ids[start:stop], token_ids(1, stop)], [start, n + len(parts)]
+        parts.append(model.forward(chunks, starts, [1, 0], "all")[: stop - start])
+    assert (np.concatenate(parts) == whole).all()
+
+
+def test_a_kind_of_step_is_captured_once(card):
+    model = cuda_model(Random(n_layer=1))
+    steps = [model.forward([[3]], [i], [0]) for i in range(4)]
+    assert card.num_captured == 1
+    again = cuda_model(Random(n_layer=1)).forward([[3] * 4], [0], [0], "all")
+    assert (np.concatenate(steps) == again).all()
+
+
+def test_hidden_states_and_queries():
+    checkpoint = Random()
+    ours, oracle = cuda_model(checkpoint), Model(reference, checkpoint)
+    batch = Batch.of([token_ids(5), token_ids(3)], [0, 0], [1, 2])
+    found = ours.backend.trace(ours.params, batch, ours.cache, ours.workspace)
+    expected = reference.trace(oracle.params, batch, oracle.cache)
+    for of_ours, of_oracle in zip(found, expected, strict=True):
+        np.testing.assert_allclose(of_ours, of_oracle, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_positions_move_between_rows_and_to_the_host(dtype):
+    checkpoint, ids = Random(), token_ids(9)
+    model = cuda_model(checkpoint, dtype)
+    backend, cache = model.backend, model.cache
+    model.forward([ids[:8]], [0], [3])
+    expected = model.forward([ids[8:]], [8], [3])
+    backend.copy_positions(cache, 3, 1, 0, 5)
+    model.forward([ids[5:8]], [5], [1])
+    assert (model.forward([ids[8:]], [8], [1]) == expected).all()
+    k, v = backend.read_positions(cache, 3, 0, 8, checkpoint.config.head_size)
+    backend.write_positions(cache, 0, 0, k[:, :, :3], v[:, :, :3])
+    backend.write_positions(cache, 0, 3, k[:, :, 3:], v[:, :, 3:])
+    assert (model.forward([ids[8:]], [8], [0]) == expected).all()
+    oracle = Model(reference, checkpoint)
+    oracle.forward([ids[:8]], [0], [3])
+    for found, true in zip((k, v), reference.read_positions(oracle.cache, 3, 0, 8, 8), strict=True):
+        values = found if dtype == "float32" else from_bfloat16(found)
+        np.testing.assert_allclose(values, true, atol=TOLERANCE[dtype] / 2, rtol=0)
+    as_float32 = (part if dtype == "float32" else from_bfloat16(part) for part in (k, v))
+    backend.write_positions(cache, 2, 0, *as_float32)
+    assert (model.forward([ids[8:]], [8], [2]) == expected).all()
+
+
+def test_embeddings_in_place_of_tokens():
+    checkpoint = Random(n_layer=1)
+    embeds = np.random.default_rng(7).standard_normal((2, 16)).astype(np.float32)
+    steps = [
+        model.forward([[3, -2, -1, 5]], [0], [0], "all", embeds)
+        for model in (cuda_model(checkpoint), Model(reference, checkpoint))
+    ]
+    np.testing.assert_allclose(*steps, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_memory_is_what_was_counted(dtype, card, monkeypatch):
+    sizes = []
+
+    def noted(array: np.ndarray) -> np.ndarray:
+        sizes.append(array.nbytes)
+        return array.ravel()
+
+    monkeypatch.setattr(card, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
+    monkeypatch.setattr(card, "array", lambda values: noted(np.array(values)))
+    checkpoint, kv_cache_dtype = Random(), "float32" if dtype == "float32" else "bfloat16"
+    model = Model(cuda, checkpoint, dtype)
+    needed = bytes_needed(checkpoint.config, dtype, False, kv_cache_dtype, ROWS, T, 150, 80)
+    assert model.cache.k.nbytes * 2 == needed["KV cache"]
+    assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)

@@ -1,0 +1,282 @@
+"""The CUDA kernels that choose tokens: in the simulator against the reference, and what they need of a GPU."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.cuda_compile import compile_kernel
+from support.cuda_simulator import simulate
+from support.logit_rows import ROWS as FINITE_ROWS
+from support.logit_rows import masked_row, random_row, tied_row
+from tinygpt.kernels import reference
+from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.sampling.argmax import take_greatest
+from tinygpt.kernels.cuda.sampling.draw import THREADS as DRAW_THREADS
+from tinygpt.kernels.cuda.sampling.draw import draw_tokens
+from tinygpt.kernels.cuda.sampling.philox import random_fraction
+from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
+from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
+
+THREADS = 64
+
+
+def spoilt_row(vocab, seed):
+    row = random_row(vocab, seed)
+    row[seed % vocab] = np.float32([np.nan, -np.nan, np.inf, 3e38, -3e38])[seed % 5]
+    return row
+
+
+def nothing_row(vocab, seed):
+    return np.full(vocab, -np.inf, np.float32)
+
+
+ROWS = [*FINITE_ROWS, spoilt_row, nothing_row]
+
+
+def warpers_of(rows, **given):
+    """Warpers with these settings, each one for all rows or an array with one for each row."""
+    off = dict(zip(Warpers._fields, (1.0, 0, 1.0, 0, 0.0, 1.0, 0.0, 0.0), strict=True)) | given
+    return Warpers(*(np.array(np.broadcast_to(off[name], rows), np.float64) for name in Warpers._fields))
+
+
+def take(logits, pieces=3, threads=THREADS, rows=None):
+    rows = np.arange(len(logits), dtype=np.int32) if rows is None else rows
+    token_ids, arrivals = np.full(len(rows), -9, np.int32), np.zeros(len(rows), np.uint32)
+    keys = np.full(len(rows) * pieces, np.iinfo(np.int64).max)
+    grid, vocab_size = (pieces, len(rows)), logits.shape[1]
+    simulate(take_greatest, grid, threads, logits.ravel(), vocab_size, rows, keys, arrivals, token_ids)
+    assert not arrivals.any()
+    return token_ids
+
+
+def choose(logits, warpers, seeds, sample_indices, positions, threads=THREADS):
+    """The tokens, and the scores that the filters leave."""
+    count, vocab_size = logits.shape
+    rows, token_ids = np.arange(count, dtype=np.int32), take(logits)
+    scores, ids = np.full(logits.size, np.nan, np.float32), np.full(logits.size, -1, np.int32)
+    draws = np.uint64(seeds), np.uint64(sample_indices), np.int32(positions)
+    settings_of_rows = np.stack(warpers, axis=1).ravel()
+    arrays = rows, settings_of_rows, *draws, scores, ids, token_ids
+    simulate(draw_tokens, count, threads, logits.ravel(), vocab_size, *arrays)
+    return token_ids, scores.reshape(logits.shape)
+
+
+def assert_as_the_reference(logits, warpers, seed=0, threads=THREADS):
+    count, rng = len(logits), np.random.default_rng(seed)
+    draws = rng.integers(0, 2**64, count, np.uint64), rng.integers(0, 5, count), rng.integers(0, 1024, count)
+    token_ids, scores = choose(logits, warpers, *draws, threads=threads)
+    with np.errstate(all="ignore"):
+        wanted = reference.sample(logits, warpers, *draws)
+        np.testing.assert_array_equal(token_ids, wanted)
+        for r in np.flatnonzero((wanted >= 0) & (warpers.temperature > 0)):
+            filtered = reference.filter_logits(logits[r : r + 1], Warpers(*(field[r : r + 1] for field in warpers)))
+            np.testing.assert_array_equal(scores[r], filtered[0])
+
+
+# The greatest logit.
+
+
+@pytest.mark.parametrize("vocab", [1, 37, 130, 257])
+def test_the_greatest_logit_is_taken_as_by_the_reference(vocab):
+    logits = np.stack([make_row(vocab, seed) for make_row in ROWS for seed in range(5)])
+    zeros = np.zeros(len(logits), np.int64)
+    with np.errstate(invalid="ignore"):
+        wanted = reference.sample(logits, warpers_of(len(logits), temperature=0), zeros, zeros, zeros)
+    assert set(wanted) >= {-1, 0}
+    for pieces in (1, 2, 5):
+        np.testing.assert_array_equal(take(logits, pieces), wanted)
+
+
+def test_zeros_tie_whatever_their_sign():
+    row = np.full((2, 40), -1, np.float32)
+    row[0, [7, 30]], row[1, [7, 30]] = (-0.0, 0.0), (0.0, -0.0)
+    assert take(row).tolist() == [7, 7]
+
+
+def test_any_row_may_be_asked_for_and_surplus_ones_are_left():
+    logits = np.stack([random_row(50, seed) for seed in range(4)])
+    assert take(logits, rows=np.int32([3, -1, 0, 3])).tolist() == [
+        logits[3].argmax(),
+        -9,
+        logits[0].argmax(),
+        logits[3].argmax(),
+    ]
+
+
+# The numbers that decide.
+
+
+@kernel
+def write_fractions(seeds, sample_indices, positions, fractions):
+    fractions[0] = random_fraction(seeds[0], sample_indices[0], positions[0])
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 2))
+@settings(max_examples=50, deadline=None)
+def test_the_random_number_is_numpys(seed, sample_index, position):
+    fractions = np.zeros(1, np.uint64)
+    draws = np.array([seed], np.uint64), np.array([sample_index], np.uint64), np.array([position], np.int32)
+    simulate(write_fractions, 1, 1, *draws, fractions)
+    assert fractions[0] * 2.0**-64 == reference.sampling.uniform(seed, sample_index, position)
+
+
+@kernel
+def write_least_mass(bound, or_equal, masses):
+    masses[0] = least_mass_above(bound, or_equal)
+
+
+@given(st.floats(0, 1, width=32), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_mass_passes_a_bound_when_float32_says_so(bound, or_equal):
+    masses = np.zeros(1, np.int64)
+    simulate(write_least_mass, 1, 1, np.float32(bound), or_equal, masses)
+
+    def passes(mass):
+        value = np.float32(mass / UNITS)
+        return value >= np.float32(bound) if or_equal else value > np.float32(bound)
+
+    # A float64 holds a mass in 53 bits: it is rounded there first.
+    step = max(1, int(masses[0]) >> 52)
+    assert passes(int(masses[0]) + step)
+    assert masses[0] == 1 or not passes(int(masses[0]) - step)
+
+
+# The filters and the draw.
+
+USUAL = [
+    {},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    {"top_k": 1, "top_p": 0.5},
+    {"top_k": 10**6, "top_p": 1e-9},
+    {"temperature": 1e-6, "top_p": 0.9},
+    {"temperature": 1e6, "top_p": 0.3},
+    {"top_p": 1 - 1e-6},
+    {"top_p": 1 - 1e-12},
+]
+OTHERS = [{"top_p": p, "top_p_rule": rule} for rule in (1, 2) for p in (0.1, 0.5, 0.9, 1 - 1e-9)]
+OTHERS += [{"min_p": 0.05}, {"min_p": 1.0}, {"typical_p": 0.2345}, {"typical_p": 0.9123}, {"typical_p": 1e-9}]
+OTHERS += [{"epsilon_cutoff": 0.0123}, {"epsilon_cutoff": 0.9}, {"eta_cutoff": 0.0123}, {"eta_cutoff": 0.9}]
+OTHERS += [
+    {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "top_p_rule": 2, "min_p": 0.03, "typical_p": 0.8},
+    {"temperature": 1.7, "top_p": 0.9, "typical_p": 0.7, "epsilon_cutoff": 0.02, "eta_cutoff": 0.09},
+]
+
+
+@pytest.mark.parametrize("vocab", [5, 37, 130, 257])
+@pytest.mark.parametrize(
+    "setting", USUAL + OTHERS, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items())
+)
+def test_tokens_and_filtered_scores_are_the_references(setting, vocab):
+    rows = ROWS if vocab < 130 else [random_row, tied_row, masked_row]
+    logits = np.stack([make_row(vocab, len(setting)) for make_row in rows])
+    assert_as_the_reference(logits, warpers_of(len(logits), **setting), seed=vocab)
+
+
+def test_round_values_of_p_meet_the_border_as_in_float32():
+    """0.1 + 0.1 + 0.1 against 1 - 0.7: the sums are the reference's only if the roundings are."""
+    percents = np.arange(1, 100, 7)
+    for vocab in (3, 10, 12):
+        for rule in TOP_P_RULES.values():
+            logits = np.zeros((len(percents), vocab), np.float32)
+            assert_as_the_reference(logits, warpers_of(len(percents), top_p=percents / 100, top_p_rule=rule))
+
+
+@pytest.mark.parametrize("make_row", [random_row, tied_row])
+def test_a_sum_that_meets_its_bound_exactly(make_row):
+    row = make_row(37, 2)
+    weights = np.exp(row.astype(np.float64) - row.max())
+    probabilities = (weights / weights.sum()).astype(np.float32)
+    entropy = -np.sum(probabilities * np.log(probabilities))
+    orders = {
+        "up": np.argsort(row, kind="stable"),
+        "down": np.argsort(-row, kind="stable"),
+        "near": np.argsort(np.abs(-np.log(probabilities) - entropy), kind="stable"),
+    }
+    sums = {name: np.cumsum(probabilities[order], dtype=np.float64) for name, order in orders.items()}
+    bounds = {name: sums[name].astype(np.float32)[[0, 3, 9, 20, 33]].astype(np.float64) for name in sums}
+    logits = np.repeat(row[None], 5, axis=0)
+    assert_as_the_reference(logits, warpers_of(5, top_p=1 - bounds["up"]))
+    assert_as_the_reference(logits, warpers_of(5, top_p=bounds["down"], top_p_rule=1))
+    assert_as_the_reference(logits, warpers_of(5, top_p=bounds["down"], top_p_rule=2))
+    assert_as_the_reference(logits, warpers_of(5, typical_p=bounds["near"]))
+
+
+def test_a_bound_near_1_is_subtracted_from_1_in_float64():
+    logits = np.full((1, 9), -25, np.float32)  # probabilities of 1.4e-11
+    logits[0, 4] = 0
+    assert_as_the_reference(logits, warpers_of(1, top_p=1 - 1e-10))
+
+
+def test_of_tokens_tied_at_the_border_of_p_the_highest_ids_stay():
+    logits = np.zeros((1, 300), np.float32)
+    _, scores = choose(logits, warpers_of(1, top_p=0.5), [0], [0], [0])
+    np.testing.assert_array_equal(np.flatnonzero(scores[0] > -np.inf), np.arange(150, 300))
+
+
+def test_the_number_of_threads_changes_nothing():
+    logits = np.stack([random_row(257, seed) for seed in range(4)])
+    for threads in (96, 160):
+        assert_as_the_reference(logits, warpers_of(4, top_k=100, top_p=0.9), threads=threads)
+
+
+def test_each_row_has_its_own_settings_and_greedy_ones_keep_their_token():
+    logits = np.stack([random_row(70, seed) for seed in range(4)])
+    temperature, top_k = np.array([0, 1, 0.5, 0]), np.array([0, 3, 0, 7])
+    assert_as_the_reference(logits, warpers_of(4, temperature=temperature, top_k=top_k))
+
+
+def test_many_seeds_give_the_references_tokens():
+    logits = np.repeat(random_row(130, 5)[None], 100, axis=0)
+    assert_as_the_reference(logits, warpers_of(100, temperature=2.0), seed=1)
+
+
+def test_a_row_that_temperature_makes_infinite_gives_no_token():
+    logits = np.float32([[1, -1, 0], [-1, -2, -3], [1e30, 0, 0], [-np.inf, 0, -1]])
+    warpers = warpers_of(4, temperature=[1e-45, 1e-45, 1e-10, 1e-45])
+    token_ids, _ = choose(logits, warpers, [0] * 4, [0] * 4, [0] * 4)
+    assert token_ids.tolist()[:3] == [-1, -1, -1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_settings_give_the_references_tokens(data):
+    def of_rows(*values):
+        return np.array([data.draw(st.sampled_from(values)) for _ in range(3)], np.float64)
+
+    vocab = data.draw(st.integers(1, 150))
+    logits = np.stack([data.draw(st.sampled_from(ROWS))(vocab, data.draw(st.integers(0, 99))) for _ in range(3)])
+    warpers = Warpers(
+        temperature=of_rows(1, 0, 0.7, 2),
+        top_k=of_rows(0, 1, 5, 40),
+        top_p=of_rows(1, 0.1, 0.5, 0.9, 0.99),
+        top_p_rule=of_rows(*TOP_P_RULES.values()),
+        min_p=of_rows(0, 0.02, 0.3),
+        typical_p=of_rows(1, 0.3, 0.9),
+        epsilon_cutoff=of_rows(0, 0.03),
+        eta_cutoff=of_rows(0, 0.03, 0.5),
+    )
+    assert_as_the_reference(logits, warpers, seed=data.draw(st.integers(0, 999)))
+
+
+# What a GPU is asked for.
+
+FLOATS, DOUBLES, INTS = np.zeros(1, np.float32), np.zeros(1), np.zeros(1, np.int32)
+LONGS, WORDS, SEEDS = np.zeros(1, np.int64), np.zeros(1, np.uint32), np.zeros(1, np.uint64)
+
+
+@pytest.mark.toolchain
+def test_what_taking_the_greatest_needs():
+    compiled = compile_kernel(take_greatest, FLOATS, 5, INTS, LONGS, WORDS, INTS)
+    assert compiled.registers <= 40
+    assert compiled.spilled == compiled.stack == 0
+
+
+@pytest.mark.toolchain
+def test_what_a_draw_needs():
+    compiled = compile_kernel(draw_tokens, FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS)
+    assert compiled.registers * DRAW_THREADS <= 1 << 16
+    assert compiled.spilled == compiled.stack == 0
+    assert compiled.shared_bytes <= 16 << 10

@@ -1,0 +1,151 @@
+"""bfloat16, int8 and int4 as a whole: what they cost in quality, on odd shapes too, and how they are chosen."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.factory import Recipe, make_case
+from support.paths import ROOT
+from tests.engine.test_invariance import assert_same_bits
+from tinygpt import LLM
+from tinygpt.errors import RequestError
+
+QUALITY = runpy.run_path(str(ROOT / "scripts" / "quality.py"))
+QUANTISED = ("bfloat16", "int8", "int4")
+# Lewis Carroll, "Alice's Adventures in Wonderland" (1865).
+TEXT = """\
+Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice \
+she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what is the \
+use of a book," thought Alice, "without pictures or conversations?"
+
+So she was considering in her own mind (as well as she could, for the hot day made her feel very sleepy and stupid), \
+whether the pleasure of making a daisy-chain would be worth the trouble of getting up and picking the daisies, when \
+suddenly a White Rabbit with pink eyes ran close by her.
+
+There was nothing so very remarkable in that; nor did Alice think it so very much out of the way to hear the Rabbit \
+say to itself, "Oh dear! Oh dear! I shall be late!" But when the Rabbit actually took a watch out of its \
+waistcoat-pocket, and looked at it, and then hurried on, Alice started to her feet, for it flashed across her mind \
+that she had never before seen a rabbit with either a waistcoat-pocket, or a watch to take out of it, and burning with \
+curiosity, she ran across the field after it, and fortunately was just in time to see it pop down a large rabbit-hole \
+under the hedge.
+
+In another moment down went Alice after it, never once considering how in the world she was to get out again.
+
+The rabbit-hole went straight on like a tunnel for some way, and then dipped suddenly down, so suddenly that Alice had \
+not a moment to think about stopping herself before she found herself falling down a very deep well.
+"""
+
+
+# Quality.
+
+# In % of perplexity, on a long text. Over a few hundred tokens the change of perplexity is mostly chance (for int8,
+# 0.5 % either way), so the mean KL divergence from float32 is held to these limits: it is the logarithm of what
+# the perplexity would grow by on a text that the float32 model has written itself.
+LIMITS = {"bfloat16": 0.05, "int8": 0.15, "int4": 2.0}
+OUTLIER_LIMITS = {"bfloat16": 0.05, "int8": 0.3, "int4": 3.0}
+
+
+@pytest.fixture(scope="module")
+def window() -> list[int]:
+    with LLM("demo", max_num_seqs=1) as llm:
+        token_ids = llm.tokenizer.encode(TEXT)
+        assert 300 < len(token_ids) <= llm.config.n_positions
+    return token_ids
+
+
+def check_quality(model: str, window: list[int], limits: dict[str, float]) -> None:
+    results = QUALITY["measure"](model, [window], QUANTISED)
+    assert results["float32"].mean_kl == 0
+    assert results["float32"].perplexity < 100  # the model is in its senses
+    for dtype, limit in limits.items():
+        # A thousandth of it, or the dtype was not used at all.
+        assert np.log1p(limit / 100) / 1000 < results[dtype].mean_kl < np.log1p(limit / 100), dtype
+
+
+def test_quality(window):
+    check_quality("demo", window, LIMITS)
+
+
+@pytest.mark.parametrize("outliers", QUALITY["OUTLIERS"])
+def test_quality_with_outliers(window, outliers, tmp_path):
+    change = QUALITY["OUTLIERS"][outliers]
+    check_quality(QUALITY["write_outliers"]("demo", change, window, tmp_path / "demo"), window, OUTLIER_LIMITS)
+
+
+def test_large_gains_leave_the_function_as_it_is(window, tmp_path):
+    changed = QUALITY["write_outliers"]("demo", QUALITY["amplify_gains"], window, tmp_path / "demo")
+    with LLM("demo", max_num_seqs=1) as before, LLM(changed, max_num_seqs=1) as after:
+        np.testing.assert_allclose(after.logits(window), before.logits(window), atol=1e-3)
+
+
+# Odd shapes.
+
+SHAPES = {
+    "heads of 5, inner 83": {"n_embd": 35, "n_head": 7, "n_inner": 83},
+    "heads of 22, inner 131": {"n_embd": 66, "n_head": 3, "n_inner": 131},
+    "heads of 20": {"n_embd": 60, "n_head": 3},
+    "heads of 65, untied": {"n_embd": 130, "n_head": 2, "n_inner": 200, "tie_word_embeddings": False},
+    "heads of 80, untied": {"n_embd": 80, "n_head": 1, "tie_word_embeddings": False},
+    "four segments": {"n_embd": 320, "n_head": 5, "n_inner": 384},
+}
+# Of the logits: the root of the mean squared error, over their standard deviation. Measured on these random weights:
+# up to 0.008, 0.030 and 0.21; a trained model's are smaller.
+ERRORS = {"bfloat16": 0.01, "int8": 0.04, "int4": 0.3}
+
+
+@pytest.fixture(scope="module")
+def shape_folders(tmp_path_factory) -> dict[str, Path]:
+    folders = {}
+    for name, fields in SHAPES.items():
+        folders[name] = tmp_path_factory.mktemp("shape")
+        sizes = {"n_layer": 2, "vocab_size": 97, "n_positions": 90}
+        make_case(Recipe(name, {**sizes, **fields}), folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_near_the_reference(shape, shape_folders):
+    folder = str(shape_folders[shape])
+    token_ids = np.random.default_rng(0).integers(97, size=90).tolist()
+    with LLM(folder, device="reference") as llm:
+        exact = llm.logits(token_ids)  # (T, V)
+    for dtype, limit in ERRORS.items():
+        with LLM(folder, dtype=dtype) as llm:
+            error = np.sqrt(((llm.logits(token_ids) - exact) ** 2).mean()) / exact.std()
+        assert limit / 1000 < error < limit, dtype
+
+
+# The choice of a precision.
+
+
+def logits_of(token_ids: list[int], **choices: str) -> np.ndarray:
+    with LLM("demo", max_num_seqs=1, **choices) as llm:
+        return llm.logits(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "same", "other"), [("float32",) * 2 + ("bfloat16",), ("int8", "bfloat16", "float32")]
+)
+def test_the_cache_follows_the_weights_or_is_chosen(dtype, same, other, window):
+    auto = logits_of(window, dtype=dtype)
+    assert_same_bits(logits_of(window, dtype=dtype, kv_cache_dtype=same), auto)
+    chosen = logits_of(window, dtype=dtype, kv_cache_dtype=other)
+    assert 0 < np.abs(chosen - auto).mean() < 0.1  # one rounds keys and values to 8 bits, the other does not
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"dtype": "int3"}, "dtype is 'int3' and .* 'float32', 'bfloat16', 'int8', 'int4'"),
+        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"dtype": None}, "dtype is None"),
+        ({"dtype": "int8", "device": "reference"}, "dtype is 'int8' and device 'reference' computes in 'float32' only"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8' and must be one of 'auto', 'float32', 'bfloat16'"),
+        ({"kv_cache_dtype": "bfloat16", "device": "reference"}, "kv_cache_dtype is 'bfloat16' .* 'auto', 'float32'"),
+    ],
+)
+def test_an_unknown_precision_is_refused(choices, message):
+    with pytest.raises(RequestError, match=message):
+        LLM("demo", **choices)

@@ -1,0 +1,302 @@
+"""Soft prompts in requests: what PEFT makes of the same files, whoever else is in the batch."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import CheckpointError, RequestError
+
+peft = pytest.importorskip("peft", reason="peft, which the soft prompts are compared with, is not installed")
+torch = pytest.importorskip("torch")
+factory = pytest.importorskip("factory")
+
+pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
+V, POSITIONS, C, P = 90, 96, 48, 7
+FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": C, "n_positions": POSITIONS, "vocab_size": V}
+TUNINGS = {
+    "prompt": (peft.PromptTuningConfig, {}),
+    "p-tuning": (peft.PromptEncoderConfig, {"encoder_hidden_size": 6}),
+    "prefix": (peft.PrefixTuningConfig, {}),
+}
+NAMES = tuple(TUNINGS)
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A checkpoint, and a folder for each soft prompt of it."""
+
+    case: object
+    folders: dict[str, Path]
+
+    def model(self, name: str):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = factory.GPT2LMHeadModel.from_pretrained(self.case.folder, dtype=torch.float32)
+            return peft.PeftModel.from_pretrained(model, self.folders[name]).eval()
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> Tuned:
+    folder = tmp_path_factory.mktemp("tuned")
+    case = factory.make_case(factory.Recipe("base", FIELDS), folder / "base")
+    config = json.loads((case.folder / "config.json").read_text())
+    (case.folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
+    for name, (tuning, fields) in TUNINGS.items():
+        torch.manual_seed(len(name))
+        base = factory.GPT2LMHeadModel.from_pretrained(case.folder)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            model = peft.get_peft_model(base, tuning(task_type="CAUSAL_LM", num_virtual_tokens=P, **fields))
+            for parameter in model.prompt_encoder.parameters():
+                parameter.add_(torch.randn_like(parameter))
+            model.save_pretrained(folder / name)
+    return Tuned(case, {name: folder / name for name in NAMES})
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def llm(request, tuned):
+    with LLM(str(tuned.case.folder), device=request.param, soft_prompts=tuned.folders, max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(tuned):
+    """Runs one request at a time and keeps nothing in between."""
+    with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        yield llm
+
+
+def params_of(name: str | None, **fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "soft_prompt": name, "ignore_eos": True, "seed": 0, **fields})
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return torch.log_softmax(torch.as_tensor(logits).double(), -1).numpy()
+
+
+def table(found: list[dict[int, float]]) -> np.ndarray:
+    """(len(found), V), where all of the vocabulary was asked for."""
+    return np.array([[row[token_id] for token_id in range(V)] for row in found])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "fields", [{}, {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}], ids=["plain", "edited"]
+)
+def test_tokens_equal_those_of_peft(llm, tuned, name, fields):
+    prompt = tuned.case.random_ids(9)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        expected = tuned.model(name).generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            pad_token_id=0,
+            **fields,
+        )
+    (output,) = llm.generate([prompt], params_of(name, **fields))
+    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    assert output.prompt_token_ids == prompt
+    (other,) = llm.generate([prompt], params_of(None, **fields))
+    assert other.outputs[0].token_ids != output.outputs[0].token_ids  # the soft prompt does something
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("length", [1, 9, 80])
+def test_log_probabilities_equal_those_of_peft(llm, tuned, name, length):
+    prompt = tuned.case.random_ids(length)
+    with torch.no_grad():
+        logits = tuned.model(name)(input_ids=torch.tensor([prompt])).logits[0, -length:].numpy()  # (T, V)
+    (output,) = llm.generate([prompt], params_of(name, max_tokens=1, logprobs=V, prompt_logprobs=V))
+    assert output.prompt_logprobs[0] is None
+    got = table(output.prompt_logprobs[1:] + output.outputs[0].logprobs)
+    np.testing.assert_allclose(got, log_softmax(logits), rtol=0, atol=TOLERANCE)
+
+
+def test_embeddings_that_a_request_brings_along(llm, tuned):
+    prompt, embeds = tuned.case.random_ids(9), np.random.default_rng(0).standard_normal((P, C))
+    inputs = torch.cat([torch.tensor(embeds, dtype=torch.float32), tuned.case.model.transformer.wte.weight[prompt]])
+    with torch.no_grad():
+        logits = tuned.case.model(inputs_embeds=inputs[None]).logits[0, P:].numpy()
+    params = params_of(None, max_tokens=1, prompt_embeds=embeds, logprobs=V, prompt_logprobs=V)
+    (output,) = llm.generate([prompt], params)
+    got = table(output.prompt_logprobs[1:] + output.outputs[0].logprobs)
+    np.testing.assert_allclose(got, log_softmax(logits), rtol=0, atol=TOLERANCE)
+    embeds[:] = 0  # the params hold their own
+    assert llm.generate([prompt], params)[0].prompt_logprobs == output.prompt_logprobs
+
+
+def test_the_same_embeddings_by_name_and_by_request(alone, tuned):
+    from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+
+    embeds = read_soft_prompt(tuned.folders["prompt"], alone.config).embeds
+    prompt = tuned.case.random_ids(9)
+    by_name = alone.generate([prompt], params_of("prompt", logprobs=3))[0].outputs
+    assert by_name == alone.generate([prompt], params_of(None, prompt_embeds=embeds, logprobs=3))[0].outputs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_prompt_starts_at_bos(alone, name):
+    (output,) = alone.generate([[]], params_of(name))
+    assert output.prompt_token_ids == [1]
+    assert output.outputs == alone.generate([[1]], params_of(name))[0].outputs
+
+
+EMBEDS = np.random.default_rng(1).standard_normal((2, 3, C)).astype(np.float32)
+# max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
+SIZES = [(2, 2, 0), (3, 5, 2), (6, 64, 3)]
+visits = st.tuples(
+    st.sampled_from([None, *NAMES, 0, 1]),
+    st.sampled_from([1, 5, 30, 60]),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.builds(
+        dict,
+        max_tokens=st.integers(1, 6),
+        temperature=st.sampled_from([0.0, 1.0]),
+        n=st.sampled_from([1, 3]),
+        logprobs=st.just(2),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        no_repeat_ngram_size=st.sampled_from([0, 2]),
+        prompt_lookup_num_tokens=st.sampled_from([0, 3]),
+    ),
+)
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def busy(request, tuned):
+    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
+    with LLM(
+        str(tuned.case.folder),
+        soft_prompts=tuned.folders,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_cache_seqs=prefix_cache_seqs,
+    ) as llm:
+        yield llm
+
+
+@given(visits=st.lists(visits, min_size=1, max_size=7))
+@settings(max_examples=15)
+def test_neighbours_change_nothing(alone, busy, tuned, visits):
+    """Tokens and logprobs: equal, not close."""
+    base = tuned.case.random_ids(60)
+    prompts = [base[:count] + tail for _, count, tail, _ in visits]
+    params = [
+        params_of(kind, **fields)
+        if not isinstance(kind, int)
+        else params_of(None, prompt_embeds=EMBEDS[kind], **fields)
+        for kind, _, _, fields in visits
+    ]
+    for prompt, p, output in zip(prompts, params, busy.generate(prompts, params), strict=True):
+        (expected,) = alone.generate([prompt], p)
+        assert output.outputs == expected.outputs
+        assert output.prompt_logprobs == expected.prompt_logprobs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
+    """Its positions are shared like those of any beginning; counts are of the prompt's own tokens."""
+    prompt = tuned.case.random_ids(30)
+    num_own = 0 if name == "prefix" else P  # a prefix is not computed at all
+    with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, prefix_cache_seqs=2) as llm:
+        counts, forward = [], llm._engine._forward
+        monkeypatch.setattr(llm._engine, "_forward", lambda b: counts.append(b.token_ids.size) or forward(b))
+        outputs = llm.generate([prompt, prompt[:25]], params_of(name, max_tokens=1))
+        assert sum(counts) == num_own + 30 + 1
+        (later,) = llm.generate([[*prompt, 5]], params_of(name, max_tokens=1))
+        assert sum(counts) == num_own + 30 + 1 + 1
+        (without,) = llm.generate([prompt], params_of(None, max_tokens=1))
+    assert [output.num_cached_tokens for output in (*outputs, later, without)] == [0, 24, 30, 0]
+    assert later.outputs == alone.generate([[*prompt, 5]], params_of(name, max_tokens=1))[0].outputs
+
+
+def test_what_a_request_brings_along_pushes_nothing_out(tuned):
+    """Nobody can ask for it again."""
+    prompt = tuned.case.random_ids(30)
+    with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, prefix_cache_seqs=1) as llm:
+        llm.generate([prompt], params_of("prompt"))
+        llm.generate([prompt] * 2, params_of(None, prompt_embeds=np.ones((2, C))))
+        (again,) = llm.generate([prompt], params_of("prompt"))
+    assert again.num_cached_tokens == 29
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beams_and_scores(llm, tuned, name):
+    """A search and a scoring of what it found agree."""
+    prompt = tuned.case.random_ids(9)
+    (searched,) = llm.generate([prompt], params_of(name, num_beams=3, n=3, logprobs=0))
+    found = llm.score(prompt, [sample.token_ids for sample in searched.outputs], soft_prompt=name)
+    for sample, score in zip(searched.outputs, found, strict=True):
+        np.testing.assert_allclose(score.cumulative_logprob, sample.cumulative_logprob, rtol=0, atol=1e-3)
+
+
+def test_processors_see_the_users_ids_alone(alone, tuned):
+    seen = []
+
+    def note(prompt_token_ids, new_token_ids, scores):
+        seen.append(prompt_token_ids)
+        return scores
+
+    prompt = tuned.case.random_ids(9)
+    alone.generate(
+        [prompt] * 2, [params_of(name, max_tokens=2, logits_processors=note) for name in ("prompt", "prefix")]
+    )
+    assert seen == [prompt] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slide_keeps_the_soft_prompt(alone, tuned, name):
+    """After it, tokens are those of a fresh run on what stayed."""
+    prompt, params = tuned.case.random_ids(60), params_of(name, max_tokens=60, overflow="slide", stride=40)
+    tokens = alone.generate([prompt], params)[0].outputs[0].token_ids
+    assert len(tokens) == 60
+    num_read = POSITIONS - P  # of the text, when it slides for the first time
+    kept = (prompt + tokens)[40 : num_read + 1]
+    (fresh,) = alone.generate([kept], params_of(name, max_tokens=20))
+    assert fresh.outputs[0].token_ids == tokens[num_read + 1 - 60 :][:20]
+
+
+def test_lengths_count_virtual_tokens(alone):
+    fits = POSITIONS - P - 12
+    for name in NAMES:
+        alone.generate([[5] * fits], params_of(name))
+        with pytest.raises(
+            RequestError, match=rf"the prompt has {fits + 1 + P} tokens \({P} of them a soft prompt's\)"
+        ):
+            alone.generate([[5] * (fits + 1)], params_of(name))
+        with pytest.raises(RequestError, match="shorten them to 97 tokens together"):
+            alone.score([5] * 80, [[5] * 11], soft_prompt=name)
+
+
+def test_what_is_refused(alone, tuned):
+    with pytest.raises(RequestError, match="soft_prompt is 'other' and the names are 'prompt', 'p-tuning', 'prefix'"):
+        alone.generate([[1]], params_of("other"))
+    with pytest.raises(RequestError, match=r"prompt_embeds has shape \(2, 47\) and .* 48 wide"):
+        alone.generate([[1]], params_of(None, prompt_embeds=np.zeros((2, 47))))
+    with pytest.raises(RequestError, match="both given"):
+        params_of("prompt", prompt_embeds=np.zeros((2, C)))
+    with pytest.raises(RequestError, match="must be a dict from names"):
+        LLM(str(tuned.case.folder), soft_prompts=[tuned.folders["prompt"]])
+    with pytest.raises(CheckpointError, match="no/such/folder"):
+        LLM(str(tuned.case.folder), soft_prompts={"mine": "no/such/folder"})
+    with LLM(str(tuned.case.folder)) as llm, pytest.raises(RequestError, match="'prompt' and none was loaded"):
+        llm.generate([[1]], params_of("prompt"))
+
+
+def test_a_draft_model_leaves_them_alone(alone, tuned):
+    """It has no soft prompts, and guesses for the others alone."""
+    prompt, params = tuned.case.random_ids(20), [params_of(name, logprobs=1) for name in (None, "prompt", "prefix")]
+    folder = str(tuned.case.folder)
+    with LLM(folder, soft_prompts=tuned.folders, draft_model=folder) as llm:
+        for output, p in zip(llm.generate([prompt] * 3, params), params, strict=True):
+            assert output.outputs == alone.generate([prompt], p)[0].outputs

@@ -1,0 +1,237 @@
+"""More tokens than positions: what is refused, cut, dropped, and what a window slides over."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+from tinygpt.request.truncation import Window, fit
+
+SIZE = 24  # positions
+TEXT = np.random.default_rng(1).integers(8192, size=80).tolist()
+SLIDE = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0, overflow="slide", seed=0)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=[(2, 2, 0), (3, 5, 2), (8, 64, 1)], ids=str)
+def busy(request):
+    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
+    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
+    with LLM("demo", max_model_len=SIZE, max_num_seqs=max_num_seqs, **sizes) as llm:
+        yield llm
+
+
+# --- refuse, clamp, truncate
+
+
+def test_refuse_is_the_default(llm):
+    with pytest.raises(RequestError, match="the prompt has 20 tokens and max_tokens is 8, together 28"):
+        llm.generate([TEXT[:20]], SamplingParams(max_tokens=8))
+
+
+def test_clamp_cuts_max_tokens(llm):
+    params = SamplingParams(max_tokens=1000, min_tokens=900, overflow="clamp", ignore_eos=True)
+    (output,) = llm.generate([TEXT[:20]], params)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
+    assert (
+        output.outputs
+        == llm.generate([TEXT[:20]], SamplingParams(max_tokens=4, ignore_eos=True, seed=output.outputs[0].seed))[
+            0
+        ].outputs
+    )
+    assert output.num_truncated_tokens == 0
+
+
+@pytest.mark.parametrize("length", [SIZE, SIZE + 1])
+def test_clamp_needs_room_for_a_token(llm, length):
+    with pytest.raises(RequestError, match=f"the prompt has {length} tokens .* at most {SIZE - 1} tokens"):
+        llm.generate([TEXT[:length]], SamplingParams(max_tokens=8, overflow="clamp"))
+
+
+def test_truncate_drops_the_beginning(llm):
+    params = SamplingParams(max_tokens=10, overflow="truncate", ignore_eos=True, seed=1)
+    (output,) = llm.generate([TEXT[:40]], params)
+    assert (output.num_truncated_tokens, output.prompt_token_ids) == (40 - 14, TEXT[:40])
+    assert output.outputs == llm.generate([TEXT[26:40]], params)[0].outputs
+    (short,) = llm.generate([TEXT[:14]], params)
+    assert short.num_truncated_tokens == 0
+
+
+def test_truncate_leaves_a_token(llm):
+    assert (
+        llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE - 1, overflow="truncate"))[0].num_truncated_tokens
+        == 39
+    )
+    with pytest.raises(RequestError, match="the prompt has 1 tokens and max_tokens is 24"):
+        llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE, overflow="truncate"))
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "slide"])
+def test_the_logprobs_of_a_prompt_that_is_not_read(llm, overflow):
+    with pytest.raises(RequestError, match="prompt_logprobs need the whole prompt"):
+        llm.generate([TEXT[:40]], SamplingParams(max_tokens=4, overflow=overflow, prompt_logprobs=0))
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "slide"])
+def test_a_soft_prompt_stays(overflow):
+    """Its tokens have ids below 0, and stand at the beginning."""
+    fitted = fit(
+        [-2, -1, *TEXT[:30]],
+        SamplingParams(max_tokens=4, overflow=overflow, stride=5 if overflow == "slide" else None),
+        SIZE,
+        SIZE,
+    )
+    if overflow == "truncate":
+        assert fitted.token_ids == [-2, -1, *TEXT[12:30]]
+    else:
+        assert fitted.window.inside(fitted.token_ids, fitted.num_truncated) == [-2, -1, *TEXT[10:30]]
+
+
+# --- slide
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stride": 4}, "stride=4 is for overflow='slide', and overflow='refuse'"),
+        ({"overflow": "slide", "stride": 0}, "stride=0 is not possible"),
+        ({"overflow": "slide", "num_beams": 2}, "num_beams=2 is not possible with overflow='slide'"),
+        ({"overflow": "ring"}, "overflow='ring' is not possible"),
+    ],
+    ids=str,
+)
+def test_impossible_fields(fields, message):
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**fields)
+
+
+def test_a_stride_of_more_than_all_positions(llm):
+    with pytest.raises(RequestError, match="stride is 25 and there are 24 positions"):
+        llm.generate([TEXT[:4]], SamplingParams(overflow="slide", stride=SIZE + 1))
+
+
+@pytest.mark.parametrize("num_fixed", [SIZE, 88])
+def test_a_soft_prompt_that_leaves_nothing_to_slide(num_fixed):
+    with pytest.raises(RequestError, match=f"the soft prompt takes {num_fixed} positions.* of at most 23"):
+        fit([*range(-num_fixed, 0), 1], SamplingParams(overflow="slide"), SIZE, SIZE)
+
+
+@given(size=st.integers(1, 9), data=st.data())
+def test_a_window_drops_whole_strides_and_no_more_than_it_has_to(size, data):
+    stride = data.draw(st.integers(1, size))
+    window = Window(size, stride)
+    dropped = [window.num_dropped(length) for length in range(60)]
+    assert all(0 < length - num <= size for length, num in enumerate(dropped) if length)
+    for before, after in itertools.pairwise(dropped):
+        assert after - before in (0, stride)
+    assert all(num == 0 or length - num > size - stride for length, num in enumerate(dropped))
+
+
+def kept_tail(token_ids: list[int], stride: int) -> list[int]:
+    """Spelled out: tokens come one by one, and when all positions are full the oldest leave."""
+    kept = []
+    for token_id in token_ids:
+        if len(kept) == SIZE:
+            del kept[:stride]
+        kept.append(token_id)
+    return kept
+
+
+@pytest.mark.parametrize(("stride", "prompt_len"), [(None, 5), (1, 20), (7, 3), (7, 61), (SIZE, 10), (SIZE - 1, 24)])
+def test_each_token_is_that_of_a_fresh_run_on_the_kept_tail(llm, stride, prompt_len):
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2, overflow="slide", stride=stride, seed=0)
+    (output,) = llm.generate([TEXT[:prompt_len]], params)
+    tokens, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
+    assert (len(tokens), output.outputs[0].finish_reason) == (60, "length")
+    one = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=2, seed=0, overflow="clamp")
+    for i in range(60):
+        tail = kept_tail(TEXT[:prompt_len] + tokens[:i], stride or SIZE // 2)
+        if len(tail) == SIZE:  # all positions taken: `generate` would have no room, and the window shows no more
+            assert tokens[i] == int(np.argmax(llm.logits(tail)[-1]))
+            continue
+        (fresh,) = llm.generate([tail], one)[0].outputs
+        assert (fresh.token_ids, fresh.logprobs) == (tokens[i : i + 1], logprobs[i : i + 1])
+
+
+def test_a_long_prompt_is_read_from_where_the_window_is(llm):
+    (output,) = llm.generate([TEXT[:61]], SLIDE)
+    assert (output.num_truncated_tokens, output.prompt_token_ids) == (48, TEXT[:61])
+    half = output.outputs[0].token_ids[:30]
+    (rest,) = llm.generate([TEXT[:61] + half], SamplingParams(max_tokens=30, ignore_eos=True, overflow="slide"))
+    assert half + rest.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+requests = st.tuples(
+    st.integers(0, 8),
+    st.integers(1, 60),
+    st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, 60),
+        temperature=st.sampled_from([0.0, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        no_repeat_ngram_size=st.sampled_from([0, 2]),
+        prompt_lookup_num_tokens=st.sampled_from([0, 3]),
+        stop=st.sampled_from([None, "e "]),
+        n=st.sampled_from([1, 2]),
+        logprobs=st.sampled_from([None, 1]),
+        overflow=st.just("slide"),
+        stride=st.sampled_from([None, 1, 9, SIZE]),
+        seed=st.integers(0, 3),
+        ignore_eos=st.just(True),
+    ),
+)
+
+
+@given(batch=st.lists(requests, min_size=1, max_size=6))
+@settings(max_examples=10)
+def test_whoever_else_slides(llm, busy, batch):
+    """In any batch, any chunks, with what others computed: the same bits."""
+    prompts, params = [TEXT[start : start + length] for start, length, _ in batch], [p for _, _, p in batch]
+    outputs = busy.generate(prompts, params)
+    for prompt, own, output in zip(prompts, params, outputs, strict=True):
+        assert output.outputs == llm.generate([prompt], own)[0].outputs
+
+
+def test_who_waits_for_a_prompt_that_slides_away():
+    """The first computes what both begin with, fills all positions and slides in the step that the other waits for."""
+    with LLM("demo", max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True, overflow="slide", stride=20, seed=0)
+        expected = [llm.generate([TEXT[:SIZE]], params)[0].outputs, llm.generate([TEXT[:22]], params)[0].outputs]
+    for max_num_batched_tokens in (4, 7, 12, 64):
+        with LLM("demo", max_model_len=SIZE, max_num_seqs=2, max_num_batched_tokens=max_num_batched_tokens) as llm:
+            outputs = llm.generate([TEXT[:SIZE], TEXT[:22]], params)
+        assert [output.outputs for output in outputs] == expected
+
+
+def test_controls_see_what_has_left(llm):
+    """A token that may come once: 2**31 - 1 tokens are asked for, and the end is when none is left."""
+    params = SamplingParams(
+        max_tokens=2**31 - 1, allowed_token_ids=TEXT[40:79], no_repeat_ngram_size=1, ignore_eos=True, overflow="slide"
+    )
+    with pytest.raises(ValueError, match="leave no token to choose"):
+        llm.generate([TEXT[:30]], params)
+    ended = SamplingParams(
+        max_tokens=len(set(TEXT[40:79]) - set(TEXT[:30])),
+        allowed_token_ids=TEXT[40:79],
+        no_repeat_ngram_size=1,
+        ignore_eos=True,
+        overflow="slide",
+    )
+    tokens = llm.generate([TEXT[:30]], ended)[0].outputs[0].token_ids
+    assert sorted(tokens) == sorted(set(TEXT[40:79]) - set(TEXT[:30]))
+
+
+def test_a_history_grows_with_the_tokens():
+    params = SamplingParams(max_tokens=2500, no_repeat_ngram_size=1, ignore_eos=True, overflow="slide", stride=4)
+    with LLM("demo", max_model_len=8, max_num_seqs=1) as llm:
+        tokens = llm.generate([[5]], params)[0].outputs[0].token_ids
+    assert len(set(tokens)) == 2500

@@ -1,0 +1,257 @@
+"""Beam search: the sequences and scores of transformers, and rows of the cache that hold what their beams need."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.factory import Recipe, make_model
+from tinygpt.sampling.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_rows
+
+TOLERANCE = 1e-4  # on scores
+Scorer = Callable[[list[int]], np.ndarray]  # token ids -> (V,) log probabilities of the next
+
+
+def search(scorer: Scorer, prompt: list[int], rules: BeamRules, **options) -> BeamSearch:
+    """A whole search, every beam computed from scratch."""
+    beams = BeamSearch(rules, **options)
+    while beams.beams:
+        rows = [scorer(prompt + beam.token_ids) for beam in beams.beams]
+        beams.advance([Candidates.of(row, rules.num_candidates) for row in rows])
+    return beams
+
+
+def scorer_of(model) -> Scorer:
+    def scorer(token_ids: list[int]) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1).numpy()
+
+    return scorer
+
+
+def table_scorer(seed: int, vocab_size: int = 12) -> Scorer:
+    """A language model that looks at the last two tokens."""
+    logits = np.random.default_rng(seed).normal(size=(vocab_size, vocab_size, vocab_size), scale=(1.0, 0.3)[seed % 2])
+    table = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+    return lambda token_ids: table[token_ids[-2], token_ids[-1]]
+
+
+def random_rules(seed: int, scorer: Scorer, prompt: list[int], is_grouped: bool = False) -> BeamRules:
+    """With EOS ids that a search without them meets, some of them at its last step."""
+    chance = random.Random(seed)
+    num_beams, num_beam_groups = chance.choice(((2, 2), (4, 2), (6, 2), (6, 3))) if is_grouped else (2 + seed % 4, 1)
+    rules = BeamRules(
+        num_beams=num_beams,
+        max_tokens=chance.choice((1, 2, 5, 20, 20)),
+        length_penalty=chance.choice((1.0, 0.0, -1.0, -1.0, 2.0)),
+        early_stopping=(True, False, "never")[seed % 3],
+        num_beam_groups=num_beam_groups,
+        diversity_penalty=chance.choice((0.3, 1.0, 5.0)) if is_grouped else 0.0,
+    )
+    met = [h.beam.token_ids[chance.choice((0, -1, -1)) :] for h in search(scorer, prompt, rules).best(6)]
+    met = [token_id for token_ids in met for token_id in token_ids]
+    eos_token_ids = tuple(dict.fromkeys(chance.sample(met, min(len(met), seed % 4))))
+    return replace(rules, eos_token_ids=eos_token_ids)
+
+
+def beams_of_transformers(model, prompt: list[int], rules: BeamRules, n: int) -> list[tuple[list[int], float]]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=rules.num_beams,
+        num_return_sequences=n,
+        max_new_tokens=rules.max_tokens,
+        eos_token_id=list(rules.eos_token_ids) or None,
+        length_penalty=rules.length_penalty,
+        early_stopping=rules.early_stopping,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    new = [until_eos(row[len(prompt) :], rules.eos_token_ids) for row in output.sequences.tolist()]
+    return list(zip(new, output.sequences_scores.tolist(), strict=True))
+
+
+def until_eos(token_ids: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:
+    """Without what pads a sequence to the length of the longest."""
+    ends = [i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids]
+    return token_ids[: ends[0] + 1] if ends else token_ids
+
+
+def assert_same(found: list[Hypothesis], expected: list[tuple[list[int], float]]) -> None:
+    assert [hypothesis.beam.token_ids for hypothesis in found] == [token_ids for token_ids, _ in expected]
+    scores = [score for _, score in expected]
+    assert [hypothesis.score for hypothesis in found] == pytest.approx(scores, abs=TOLERANCE, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", [*range(24), 51, 78])  # in the last two, a search is full at its very last step
+def test_same_sequences_and_scores_as_transformers(seed):
+    fields = {"n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 40, "n_positions": 32}
+    model = make_model(Recipe("beams", fields, seed=seed))
+    prompt = torch.randint(40, (5,)).tolist()
+    scorer = scorer_of(model)
+    rules = random_rules(seed, scorer, prompt)
+    found = search(scorer, prompt, rules).best(rules.num_beams)
+    assert_same(found, beams_of_transformers(model, prompt, rules, rules.num_beams))
+
+
+def test_the_first_n_of_more_are_returned():
+    rules = BeamRules(num_beams=4, max_tokens=6)
+    beams = search(table_scorer(0), [1, 2], rules)
+    assert beams.best(2) == beams.best(4)[:2]
+    assert [h.finish_reason for h in beams.best(4)] == ["length"] * 4
+
+
+class OldScorer:
+    """One group of transformers' search with groups, written down as its BeamSearchScorer has it."""
+
+    def __init__(self, rules: BeamRules):
+        self.rules, self.size = rules, rules.num_beams // rules.num_beam_groups
+        self.beams, self.ended, self.is_done = [([], 0.0)] + [([], -1e9)] * (self.size - 1), [], False
+
+    def add(self, token_ids, total):
+        self.ended.append((token_ids, total / len(token_ids) ** self.rules.length_penalty))
+        self.ended.sort(key=lambda item: -item[1])
+        del self.ended[self.size :]
+
+    def step(self, scorer, prompt, chosen):
+        """chosen: the tokens of the groups before, this step. Returns this group's."""
+        if self.is_done:
+            return [self.rules.eos_token_ids[0]] * self.size
+        totals = []
+        for token_ids, total in self.beams:
+            scores = scorer(prompt + token_ids).astype(np.float64)
+            scores = scores - self.rules.diversity_penalty * np.bincount(chosen, minlength=len(scores))
+            totals += [(total + score, [*token_ids, i]) for i, score in enumerate(scores)]
+        best = sorted(totals, key=lambda item: -item[0])[: max(2, 1 + len(self.rules.eos_token_ids)) * self.size]
+        self.beams = []
+        for rank, (total, token_ids) in enumerate(best):
+            if token_ids[-1] not in self.rules.eos_token_ids:
+                self.beams.append((token_ids, total))
+            elif rank < self.size:
+                self.add(token_ids, total)
+            if len(self.beams) == self.size:
+                break
+        self.is_done = len(self.ended) == self.size and self.bound(best[0]) <= self.ended[-1][1]
+        return [token_ids[-1] for token_ids, _ in self.beams]
+
+    def bound(self, best):
+        if self.rules.early_stopping is True:
+            return -np.inf
+        length = len(best[1])
+        if self.rules.early_stopping == "never" and self.rules.length_penalty > 0:
+            length = self.rules.max_tokens
+        return best[0] / length**self.rules.length_penalty
+
+
+def old_group_search(scorer: Scorer, prompt: list[int], rules: BeamRules) -> list[tuple[list[int], float]]:
+    groups = [OldScorer(rules) for _ in range(rules.num_beam_groups)]
+    for _ in range(rules.max_tokens):
+        chosen: list[int] = []
+        for group in groups:
+            chosen += group.step(scorer, prompt, np.array(chosen, int))
+        if all(group.is_done for group in groups):
+            break
+    for group in groups:
+        if not group.is_done:
+            for token_ids, total in group.beams:
+                group.add(token_ids, total)
+    return sorted((item for group in groups for item in group.ended), key=lambda item: -item[1])
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_groups_are_those_of_the_older_scorer(seed):
+    scorer = table_scorer(seed, 30)
+    rules = random_rules(seed, scorer, [3, 4], is_grouped=True)
+    found = search(scorer, [3, 4], rules).best(rules.num_beams)
+    assert_same(found, old_group_search(scorer, [3, 4], rules))
+
+
+def test_a_stop_string_ends_a_beam_as_eos_does():
+    scorer = table_scorer(5)
+    rules = BeamRules(num_beams=4, max_tokens=10, eos_token_ids=(7,), length_penalty=0.0)
+    as_eos = search(scorer, [1, 2], rules).best(4)
+    rules = BeamRules(num_beams=4, max_tokens=10, length_penalty=0.0)
+    as_stop = search(scorer, [1, 2], rules, is_stopped=lambda token_ids: token_ids[-1] == 7).best(4)
+    assert as_stop == as_eos
+    assert "stop" in [h.finish_reason for h in as_eos]
+
+
+def test_fewer_beams_where_fewer_tokens_are_possible():
+    only = np.full(12, -np.inf, np.float32)
+    only[3] = 0
+    found = search(lambda token_ids: only, [1, 2], BeamRules(num_beams=4, max_tokens=3)).best(4)
+    assert [h.beam.token_ids for h in found] == [[3, 3, 3]]
+
+
+def test_no_possible_token_ends_the_search_with_nothing():
+    none = np.full(12, -np.inf, np.float32)
+    assert search(lambda token_ids: none, [1, 2], BeamRules(num_beams=2, max_tokens=3)).best(2) == []
+
+
+def test_ties_go_to_the_lowest_beam_and_token():
+    equal = np.full(12, -2.5, np.float32)
+    beams = BeamSearch(BeamRules(num_beams=3, max_tokens=9))
+    beams.advance([Candidates.of(equal, 6)])
+    assert [(b.sources[-1], b.token_ids) for b in beams.beams] == [(0, [0]), (0, [1]), (0, [2])]
+    beams.advance([Candidates.of(equal, 6)] * 3)
+    assert [(b.sources[-1], b.token_ids) for b in beams.beams] == [(0, [0, 0]), (0, [0, 1]), (0, [0, 2])]
+
+
+def test_a_search_can_be_ended_at_any_step():
+    scorer, rules = table_scorer(2), BeamRules(num_beams=3, max_tokens=100)
+    beams = BeamSearch(rules)
+    for _ in range(4):
+        rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
+        beams.advance([Candidates.of(row, rules.num_candidates) for row in rows])
+    beams.end()
+    assert beams.beams == []
+    assert beams.best(3) == search(scorer, [1, 2], BeamRules(num_beams=3, max_tokens=4)).best(3)
+
+
+def test_the_sources_of_a_beam_lead_back_to_the_first():
+    scorer, rules = table_scorer(3), BeamRules(num_beams=4, max_tokens=8)
+    beams, steps = BeamSearch(rules), []
+    while beams.beams:
+        steps.append(beams.beams)
+        rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
+        beams.advance([Candidates.of(row, rules.num_candidates) for row in rows])
+    for hypothesis in beams.best(4):
+        token_ids, sources = hypothesis.beam.token_ids, hypothesis.beam.sources
+        assert [steps[i][source].token_ids for i, source in enumerate(sources)] == [token_ids[:i] for i in range(8)]
+
+
+@given(st.lists(st.sampled_from([-np.inf, -3.0, -2.0, -2.0, -1.0]), min_size=1, max_size=30), st.integers(1, 40))
+def test_candidates_are_a_stable_sort(scores, count):
+    scores = np.array(scores, np.float32)
+    order = [i for i in np.argsort(-scores, kind="stable") if scores[i] > -np.inf][:count]
+    found = Candidates.of(scores, count)
+    assert found.token_ids.tolist() == order
+    assert found.scores.tolist() == scores[order].tolist()
+
+
+@given(st.data())
+def test_rows_hold_what_their_beams_continue(data):
+    count = data.draw(st.integers(1, 6))
+    length = data.draw(st.integers(0, 5))
+    held = {10 + i: data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)) for i in range(count)}
+    held |= {20 + i: [] for i in range(data.draw(st.integers(0, 3)))}
+    used = [row for row in held if row < 20]
+    sources = data.draw(st.lists(st.sampled_from(used), min_size=1, max_size=len(held)))
+    rows, copies = plan_rows(sources, held)
+    assert len(set(rows)) == len(rows)
+    assert not {c.source_row for c in copies} & {c.target_row for c in copies}
+    assert len(copies) == len(sources) - len(set(sources))  # as many beams as possible stay in place
+    cache = {row: list(ids) for row, ids in held.items()}
+    for copy in data.draw(st.permutations(copies)):
+        cache[copy.target_row][copy.start :] = cache[copy.source_row][copy.start : copy.stop]
+        first = slice(copy.start, copy.start + 1)  # nothing is copied that is there already
+        assert held[copy.target_row][first] != held[copy.source_row][first] or copy.start == copy.stop
+    assert [cache[row] for row in rows] == [held[source] for source in sources]

@@ -1,0 +1,231 @@
+"""What changes the scores: against transformers' classes and OpenAI's formula; the CPU's against the reference's."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinygpt.kernels.cpu.sampling import processors as cpu
+from tinygpt.kernels.reference import processors as reference
+from tinygpt.request.sequence import Sequence
+from tinygpt.sampling.metadata import SequenceControls, gather_controls
+from tinygpt.sampling_params import SamplingParams
+
+V = 30
+EOS = (7, 11)
+BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+
+
+def random_row(seed):
+    return (np.random.default_rng(seed).standard_normal(V) * 3).astype(np.float32)
+
+
+def tied_row(seed):
+    return np.random.default_rng(seed).integers(-2, 3, V).astype(np.float32)
+
+
+def masked_row(seed):
+    row = random_row(seed)
+    row[np.random.default_rng(seed).random(V) < 0.6] = -np.inf
+    return row
+
+
+def one_survivor(seed):
+    row = np.full(V, -np.inf, np.float32)
+    row[seed % V] = -2.0
+    return row
+
+
+def signed_zeros(seed):
+    return np.random.default_rng(seed).choice(np.float32([-0.0, 0.0, 1e38, -1e38, 1e-45]), V)
+
+
+ROWS = [random_row, tied_row, masked_row, one_survivor, signed_zeros]
+
+
+def sequence_of(prompt, new, **fields):
+    sequence = Sequence(prompt, SamplingParams(max_tokens=64, **fields), 0, 0, frozenset(EOS), None)
+    sequence.new_token_ids.extend(new)
+    return sequence
+
+
+def process(backend, rows, sequences):
+    """All rows at once, as a step does it."""
+    logits = np.stack(rows)
+    of_rows = [SequenceControls(sequence, logits.shape[1]) for sequence in sequences]
+    for notes, sequence in zip(of_rows, sequences, strict=True):
+        notes.update(sequence.new_token_ids)
+    backend.process_logits(logits, gather_controls(range(len(rows)), of_rows))
+    return logits
+
+
+def huggingface(row, token_ids, *processors):
+    scores, ids = torch.from_numpy(row.copy())[None], torch.tensor([token_ids], dtype=torch.long)
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores[0].numpy()
+
+
+def histories(seed):
+    """A prompt and an output over few ids, so that much of it comes again; at first the output is empty."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, 6, rng.integers(1, 12)).tolist()
+    return prompt, rng.integers(0, 6, rng.integers(0, 8) if seed else 0).tolist()
+
+
+# Fields of ours, and what makes the same of Hugging Face's classes; `prompt` is the prompt's length.
+WORDS = [[3], [1, 2], [0, 0, 4], [5, 5], [2, 5], [7]]
+CASES = {
+    "repetition_penalty": (
+        {"repetition_penalty": 1.3},
+        lambda prompt: [transformers.RepetitionPenaltyLogitsProcessor(1.3)],
+    ),
+    "repetition_reward": (
+        {"repetition_penalty": 0.7},
+        lambda prompt: [transformers.RepetitionPenaltyLogitsProcessor(0.7)],
+    ),
+    **{
+        f"no_repeat_ngram_size={size}": (
+            {"no_repeat_ngram_size": size},
+            lambda prompt, size=size: [transformers.NoRepeatNGramLogitsProcessor(size)],
+        )
+        for size in (1, 2, 3, 5, 40)
+    },
+    "bad_words_ids": (
+        {"bad_words_ids": WORDS},
+        lambda prompt: [transformers.NoBadWordsLogitsProcessor(WORDS, list(EOS))],
+    ),
+    **{
+        f"min_tokens={count}": (
+            {"min_tokens": count},
+            lambda prompt, count=count: [transformers.MinNewTokensLengthLogitsProcessor(prompt, count, list(EOS))],
+        )
+        for count in (1, 3, 9)
+    },
+    "suppress_tokens": (
+        {"suppress_tokens": [0, 5, 5, 29]},
+        lambda prompt: [transformers.SuppressTokensLogitsProcessor([0, 5, 5, 29])],
+    ),
+    "allowed_token_ids": (
+        {"allowed_token_ids": [2, 3, 3, 28]},
+        lambda prompt: [transformers.PrefixConstrainedLogitsProcessor(lambda batch, ids: [2, 3, 28], 1)],
+    ),
+    "logit_bias": (
+        {"logit_bias": {4: 2.5, 0: -100.0, 29: 0.1}},
+        lambda prompt: [transformers.SequenceBiasLogitsProcessor({(4,): 2.5, (0,): -100.0, (29,): 0.1})],
+    ),
+}
+# All of them at once, in the order of transformers' generate.
+ORDER = ["logit_bias", "repetition_penalty", "no_repeat_ngram_size=2", "bad_words_ids", "min_tokens=9"]
+ORDER += ["allowed_token_ids", "suppress_tokens"]
+CASES["all"] = (
+    {name: value for case in ORDER for name, value in CASES[case][0].items()},
+    lambda prompt: [processor for case in ORDER for processor in CASES[case][1](prompt)],
+)
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+@pytest.mark.parametrize("case", CASES)
+def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
+    fields, processors_of = CASES[case]
+    for seed in range(12):
+        row, (prompt, new) = make_row(seed), histories(seed)
+        ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
+        if np.isneginf(ours).all() and "allowed_token_ids" in fields:
+            continue  # where no allowed token is left, Hugging Face allows them all again, and ours is an error
+        theirs = huggingface(row, prompt + new, *processors_of(len(prompt)))
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@BACKENDS
+def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(backend):
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence; repetition comes before them."""
+    row, prompt, new = random_row(0), [1, 1, 2], [3, 3, 3, 2]
+    counts = np.zeros(V, np.float32)
+    counts[2], counts[3] = 1, 3
+    for frequency, presence in [(0.5, 0.25), (-2.0, 0.0), (0.0, 2.0)]:
+        fields = {"frequency_penalty": frequency, "presence_penalty": presence}
+        ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
+        np.testing.assert_array_equal(ours, row - counts * np.float32(frequency) - (counts > 0) * np.float32(presence))
+        both = process(backend, [row], [sequence_of(prompt, new, repetition_penalty=2.0, **fields)])[0]
+        first = huggingface(row, prompt + new, transformers.RepetitionPenaltyLogitsProcessor(2.0))
+        np.testing.assert_array_equal(
+            both, first - counts * np.float32(frequency) - (counts > 0) * np.float32(presence)
+        )
+
+
+@BACKENDS
+def test_min_tokens_forbids_all_that_would_end_the_sample(backend):
+    def forbidden(new, **fields):
+        row = process(backend, [random_row(1)], [sequence_of([1], new, min_tokens=2, **fields)])[0]
+        return np.flatnonzero(row == -np.inf).tolist()
+
+    assert forbidden([5], stop_token_ids=[3, 7]) == [3, 7, 11]
+    assert forbidden([5], stop_token_ids=[3], ignore_eos=True) == [3]
+    assert forbidden([5, 5], stop_token_ids=[3]) == []
+
+
+@BACKENDS
+def test_rows_of_soft_prompts_are_no_tokens(backend):
+    fields = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[3, 4]]}
+    row = random_row(2)
+    with_rows = process(backend, [row], [sequence_of([-5, -6, 1, 2, 3], [1, 3], **fields)])
+    without = process(backend, [row], [sequence_of([1, 2, 3], [1, 3], **fields)])
+    np.testing.assert_array_equal(with_rows, without)
+
+
+def test_notes_of_a_sequence_grow_with_it():
+    fields = CASES["all"][0] | {"presence_penalty": 0.5, "min_tokens": 2}
+    sequence = sequence_of([1, 2, 1], [], **fields)
+    notes = SequenceControls(sequence, V)
+    for token_id in [2, 1, 1, 4]:
+        sequence.new_token_ids.append(token_id)
+        notes.update(sequence.new_token_ids)
+        fresh, grown = random_row(3)[None], random_row(3)[None]
+        again = SequenceControls(sequence, V)
+        again.update(sequence.new_token_ids)
+        reference.process_logits(fresh, gather_controls([0], [again]))
+        reference.process_logits(grown, gather_controls([0], [notes]))
+        np.testing.assert_array_equal(fresh, grown)
+
+
+some_ids = st.lists(st.integers(0, 9), max_size=5)
+some_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.floats(0.5, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "presence_penalty": st.floats(-2, 2),
+        "no_repeat_ngram_size": st.integers(0, 4),
+        "min_tokens": st.integers(0, 9),
+        "bad_words_ids": st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=4),
+        "allowed_token_ids": st.lists(st.integers(0, V - 1), min_size=1),
+        "suppress_tokens": some_ids,
+        "stop_token_ids": some_ids,
+        "logit_bias": st.dictionaries(st.integers(0, 9), st.floats(-100, 100)),
+    },
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), some_ids, some_fields), min_size=1, max_size=5))
+def test_cpu_equals_the_reference_and_no_row_depends_on_its_neighbours(asked):
+    sequences = [sequence_of(prompt, new, **fields) for prompt, new, fields in asked]
+    rows = [ROWS[i % len(ROWS)](i) for i in range(len(sequences))]
+    together = process(cpu, rows, sequences)
+    np.testing.assert_array_equal(together, process(reference, rows, sequences))
+    alone = [process(cpu, [row], [sequence])[0] for row, sequence in zip(rows, sequences, strict=True)]
+    np.testing.assert_array_equal(together, np.stack(alone))
+
+
+@BACKENDS
+def test_other_rows_stay_as_they_are(backend):
+    logits = np.stack([random_row(seed) for seed in range(4)])
+    before = logits.copy()
+    sequences = [sequence_of([1], [], suppress_tokens=[i]) for i in (5, 6)]
+    backend.process_logits(logits, gather_controls([3, 1], [SequenceControls(s, V) for s in sequences]))
+    changed = [(3, 5), (1, 6)]
+    assert [(r, i) for r, i in np.argwhere(logits != before).tolist()] == sorted(changed)

@@ -1,0 +1,180 @@
+"""Log probabilities of prompts: the model's own, the same bits whatever else runs, and no work unless asked for."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support import tiny_checkpoint
+from tinygpt import LLM, SamplingParams
+from tinygpt.engine_config import LOGIT_ROWS
+from tinygpt.errors import TinyGPTError
+from tinygpt.kernels import cpu, reference
+from tinygpt.sampling.prompt_logprobs import PromptLogprobs
+
+V = 8193  # the demo checkpoint's
+PROMPT = np.random.default_rng(0).integers(V, size=200).tolist()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Runs one request at a time and keeps nothing in between."""
+    with LLM("demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        yield llm
+
+
+def asked(**fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 4, "ignore_eos": True, "seed": 0, "prompt_logprobs": 2, **fields})
+
+
+@pytest.mark.parametrize("length", [2, 9, 64, 65, 66, 200])
+@pytest.mark.parametrize("best", [0, 3])
+def test_they_are_those_of_the_logits(llm, length, best):
+    prompt = PROMPT[:length]
+    logits = llm.logits(prompt)
+    (output,) = llm.generate([prompt], asked(prompt_logprobs=best))
+    assert (len(output.prompt_logprobs), output.prompt_logprobs[0]) == (length, None)
+    own = []
+    for row, token_id, found in zip(logits, prompt[1:], output.prompt_logprobs[1:], strict=False):
+        ids, values, value = reference.top_logprobs(row, token_id, best)
+        assert list(found) == [*ids, *({token_id} - set(ids.tolist()))]  # the most probable first
+        np.testing.assert_allclose(list(found.values())[:best], values, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found[token_id], value, rtol=0, atol=1e-5)
+        own.append(found[token_id])
+    np.testing.assert_allclose(output.prompt_cumulative_logprob, sum(own), rtol=1e-12)
+
+
+def test_a_prompt_of_one_token_has_nothing_to_report(llm):
+    (output,) = llm.generate([[7]], asked())
+    assert (output.prompt_logprobs, output.prompt_cumulative_logprob) == ([None], 0)
+
+
+def test_who_did_not_ask_gets_none(llm):
+    (output,) = llm.generate([PROMPT], asked(prompt_logprobs=None))
+    assert (output.prompt_logprobs, output.prompt_cumulative_logprob) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {5: 50.0}, "temperature": 1.0, "logprobs_mode": "processed"},
+        {"n": 3, "temperature": 1.0},
+        {"n": 1, "best_of": 3, "temperature": 1.0},
+        {"num_beams": 3, "n": 2},
+        {"prompt_lookup_num_tokens": 4},
+    ],
+    ids=str,
+)
+def test_whatever_else_is_asked_for(llm, alone, fields):
+    """Neither what is reported of the prompt nor what is generated changes."""
+    with_them, without = asked(**fields), asked(**{**fields, "prompt_logprobs": None})
+    (expected,) = alone.generate([PROMPT], asked())
+    (output,) = llm.generate([PROMPT], with_them)
+    assert output.prompt_logprobs == expected.prompt_logprobs
+    assert output.outputs == llm.generate([PROMPT], without)[0].outputs
+
+
+def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
+    """One prompt pass for all samples, after which others may use what was computed."""
+    with LLM("demo", max_num_seqs=8) as llm:
+        rows, forward = [], llm._engine._forward
+        monkeypatch.setattr(llm._engine, "_forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
+        llm.generate([PROMPT], asked(prompt_logprobs=None, max_tokens=1))
+        assert rows == [1]
+        (output,) = llm.generate([PROMPT], asked(max_tokens=1, n=3))
+        assert (sum(rows[1:]), output.num_cached_tokens) == (200 + 2, 0)
+        assert llm.generate([PROMPT], asked(max_tokens=1, prompt_logprobs=None))[0].num_cached_tokens == 199
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 100])
+def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs):
+    with LLM("demo", max_num_seqs=num_seqs, max_model_len=256) as llm:
+        rows, forward = [], llm._engine._forward
+        monkeypatch.setattr(llm._engine, "_forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
+        prompts = [[i, *PROMPT[i : i + 150]] for i in range(6)]
+        llm.generate(prompts, [asked(prompt_logprobs=0 if i % 3 else None) for i in range(6)])
+        assert LOGIT_ROWS <= max(rows) <= llm._engine.limits.max_num_logits
+
+
+# max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
+SIZES = [(2, 2, 0), (3, 7, 2), (6, 64, 3)]
+visits = st.tuples(
+    st.sampled_from([1, 2, 17, 40, 100]),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.builds(
+        dict,
+        prompt_logprobs=st.sampled_from([None, 0, 2]),
+        max_tokens=st.integers(1, 6),
+        temperature=st.sampled_from([0.0, 1.0]),
+        logprobs=st.sampled_from([None, 1]),
+        n=st.sampled_from([1, 2]),
+        prompt_lookup_num_tokens=st.sampled_from([0, 3]),
+    ),
+)
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def busy(request):
+    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
+    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
+    with LLM("demo", max_num_seqs=max_num_seqs, **sizes) as llm:
+        yield llm
+
+
+@given(visits=st.lists(visits, min_size=1, max_size=6))
+@settings(max_examples=10)
+def test_neighbours_change_nothing(alone, busy, visits):
+    """Equal, not close; for those that ask and for those that do not."""
+    prompts = [PROMPT[:count] + tail for count, tail, _ in visits]
+    params = [asked(**fields) for _, _, fields in visits]
+    for prompt, p, output in zip(prompts, params, busy.generate(prompts, params), strict=True):
+        (expected,) = alone.generate([prompt], p)
+        assert (output.outputs, output.prompt_logprobs) == (expected.outputs, expected.prompt_logprobs)
+        assert output.prompt_cumulative_logprob == expected.prompt_cumulative_logprob
+
+
+@pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_are_an_error(backend, wrong):
+    logits = np.zeros((3, 11), np.float32)
+    logits[1, 4] = wrong
+    wanted = PromptLogprobs(first=5, targets=[1, 2, 3], num_best=2)
+    assert wanted.error is None
+    wanted.note(5, wanted.read(backend, 5, logits))
+    assert "position 6 are not finite" in wanted.error
+
+
+def test_noting_again_changes_nothing():
+    """Whatever part of it was noted before, and however the positions are cut into steps then."""
+    logits = np.random.default_rng(0).normal(size=(10, 11)).astype(np.float32)  # of positions 0 to 9
+
+    def noted(*steps) -> list:
+        wanted = PromptLogprobs(first=2, targets=[1, 2, 3, 4, 5, 6, 7], num_best=2)
+        for start, stop in steps:
+            wanted.note(start, wanted.read(cpu, start, logits[max(start, 2) : stop]))
+        return wanted.found
+
+    assert len(noted((0, 10))) == 7  # after the last position comes no target
+    for steps in ([(0, 4), (0, 10)], [(0, 4), (4, 7), (4, 10)], [(0, 1), (1, 5), (1, 3), (3, 10)]):
+        assert noted(*steps) == noted((0, 10))
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_beams": 2}], ids=str)
+def test_a_damaged_checkpoint_is_told(tmp_path, fields):
+    tensors = tiny_checkpoint.random_tensors()
+    tensors["transformer.wpe.weight"][1] = np.nan
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
+    with LLM(str(folder)) as llm, pytest.raises(TinyGPTError, match="not finite"):
+        llm.generate([[3, 4, 5]], asked(max_tokens=1, **fields))
+
+
+def test_a_request_whose_time_is_over_reports_what_it_has(llm):
+    (output,) = llm.generate([PROMPT], asked(max_time=1e-9))
+    assert output.prompt_logprobs == [None]
+    assert output.outputs[0].stop_reason == "max_time"

@@ -1,0 +1,355 @@
+"""From logits to tokens with every control at once: their order, neighbours, errors, and transformers' tokens."""
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+from tinygpt.kernels import cpu, reference
+from tinygpt.request.sequence import Sequence
+from tinygpt.sampling.sampler import choose
+
+V = 40
+EOS = (7, 11)
+BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+
+
+def sequence_of(prompt=(1, 2, 1), new=(), seed=3, index=0, **fields):
+    params = SamplingParams(max_tokens=64, **fields)
+    sequence = Sequence(list(prompt), params, seed, index, frozenset(EOS), None)
+    sequence.new_token_ids.extend(new)
+    return sequence
+
+
+def logits_of(rows, seed=0):
+    return (np.random.default_rng(seed).standard_normal((rows, V)) * 3).astype(np.float32)
+
+
+def choose_one(backend, sequence, logits):
+    return choose(backend, None, logits.copy(), [sequence])
+
+
+def fresh(sequence):
+    """As the sequence was before anything was chosen for it."""
+    return dataclasses.replace(sequence, controls=None)
+
+
+def log_softmax(scores):
+    return torch.from_numpy(scores).double().log_softmax(-1).numpy()
+
+
+def halve(prompt_token_ids, new_token_ids, scores):
+    return scores / 2
+
+
+def forbid_the_last(prompt_token_ids, new_token_ids, scores):
+    scores[(prompt_token_ids + new_token_ids)[-1]] = -np.inf
+    return scores
+
+
+# A row and its neighbours.
+
+ids = st.integers(0, V - 1)
+some_ids = st.lists(ids, max_size=4)
+anything = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.7, 1.0, 1.9]),
+        "top_k": st.integers(0, V),
+        "top_p": st.floats(0.05, 1),
+        "top_p_rule": st.sampled_from(["hf", "openai", "fastertransformer"]),
+        "top_p_decay": st.floats(0.5, 1),
+        "top_p_reset_ids": st.lists(ids, min_size=1, max_size=4),
+        "min_p": st.floats(0, 0.5),
+        "typical_p": st.floats(0.1, 1),
+        "epsilon_cutoff": st.floats(0, 0.1),
+        "eta_cutoff": st.floats(0, 0.1),
+        "logit_bias": st.dictionaries(ids, st.floats(-5, 5), max_size=4),
+        "repetition_penalty": st.floats(0.5, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "presence_penalty": st.floats(-2, 2),
+        "no_repeat_ngram_size": st.integers(0, 3),
+        "bad_words_ids": st.lists(st.lists(ids, min_size=1, max_size=3), max_size=4),
+        "min_tokens": st.integers(0, 9),
+        "allowed_token_ids": st.lists(ids, min_size=1, max_size=9),
+        "suppress_tokens": some_ids,
+        "stop_token_ids": some_ids,
+        "logits_processors": st.sampled_from([[], [halve], [forbid_the_last, halve]]),
+        "logprobs": st.integers(0, V),
+        "logprobs_mode": st.sampled_from(["raw", "processed"]),
+        "ignore_eos": st.booleans(),
+        "n": st.just(2),
+        "best_of": st.just(3),
+    },
+)
+asked = st.builds(
+    lambda prompt, new, seed, fields: sequence_of(prompt, new, seed, **fields),
+    st.lists(ids, min_size=1, max_size=9),
+    st.lists(ids, max_size=9),
+    st.integers(0, 2**64 - 1),
+    anything,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(asked, min_size=1, max_size=6), st.integers(0, 99))
+def test_a_row_is_chosen_as_if_alone(sequences, seed):
+    logits = logits_of(len(sequences), seed)
+    together = choose(cpu, None, logits.copy(), sequences)
+    for r, sequence in enumerate(sequences):
+        alone = choose_one(cpu, fresh(sequence), logits[r : r + 1])
+        for name in ("token_ids", "logprobs", "chosen_logprobs", "errors"):
+            assert getattr(alone, name) == getattr(together, name)[r : r + 1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(asked, st.integers(0, 99))
+def test_backends_choose_the_same(sequence, seed):
+    logits = logits_of(1, seed)
+    ours, theirs = (choose_one(backend, fresh(sequence), logits) for backend in (cpu, reference))
+    assert (ours.token_ids, ours.errors) == (theirs.token_ids, theirs.errors)
+    np.testing.assert_equal(ours.logprobs[0] is None, theirs.logprobs[0] is None)
+    np.testing.assert_allclose(*(np.array(c.chosen_logprobs, np.float64) for c in (ours, theirs)), rtol=1e-6, atol=1e-6)
+
+
+def test_no_rows():
+    assert choose(cpu, None, np.empty((0, V), np.float32), []).token_ids == []
+
+
+# What is chosen, and reported.
+
+
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logprobs_raw_and_processed(backend, temperature):
+    logits = logits_of(1)
+    fields = {"temperature": temperature, "top_k": 5, "repetition_penalty": 2.0, "suppress_tokens": [0, 1]}
+    scores = logits[0].copy()
+    scores[2] = scores[2] / 2 if scores[2] > 0 else scores[2] * 2
+    scores[:2] = -np.inf
+    if temperature:
+        scores = np.where(scores >= np.sort(scores)[-5], scores / np.float32(temperature), -np.inf)
+    for mode, expected in [("raw", log_softmax(logits[0])), ("processed", log_softmax(scores))]:
+        chosen = choose_one(backend, sequence_of(logprobs=7, logprobs_mode=mode, **fields), logits)
+        best = [i for i in np.argsort(-expected, kind="stable")[:7].tolist() if expected[i] > -np.inf]
+        assert list(chosen.logprobs[0]) == list(dict.fromkeys((*best, *chosen.token_ids)))
+        np.testing.assert_allclose(list(chosen.logprobs[0].values()), expected[list(chosen.logprobs[0])], atol=1e-6)
+        assert chosen.chosen_logprobs[0] == chosen.logprobs[0][chosen.token_ids[0]]
+
+
+@BACKENDS
+def test_what_is_not_asked_for_is_not_reported(backend):
+    plain, best_of = sequence_of(), sequence_of(n=1, best_of=2)
+    assert choose_one(backend, plain, logits_of(1)).chosen_logprobs == [None]
+    chosen = choose_one(backend, best_of, logits_of(1))
+    assert chosen.logprobs == [None]
+    np.testing.assert_allclose(chosen.chosen_logprobs[0], log_softmax(logits_of(1)[0])[chosen.token_ids[0]])
+
+
+@BACKENDS
+def test_users_functions_come_after_the_processors_and_before_temperature(backend):
+    logits, seen = logits_of(1), []
+
+    def look(prompt_token_ids, new_token_ids, scores):
+        seen.append((prompt_token_ids, new_token_ids, scores.copy()))
+        scores[:] = -np.inf
+        scores[33] = 1.0
+        return scores
+
+    sequence = sequence_of([-7, 1, 2], [5], suppress_tokens=[4], temperature=0.5, logits_processors=[look, look])
+    assert choose_one(backend, sequence, logits).token_ids == [33]
+    expected = logits[0].copy()
+    expected[4] = -np.inf
+    assert [call[:2] for call in seen] == [([1, 2], [5])] * 2
+    np.testing.assert_array_equal(seen[0][2], expected)
+    assert (sequence.prompt_token_ids, sequence.new_token_ids) == ([-7, 1, 2], [5])
+
+
+def test_a_users_function_may_keep_its_scores():
+    kept = []
+    logits = logits_of(1)
+    choose_one(cpu, sequence_of(logits_processors=lambda p, n, scores: kept.append(scores) or scores / 2), logits)
+    np.testing.assert_array_equal(kept[0], logits[0])
+
+
+def test_top_p_decays_and_is_reset():
+    """max(p * decay, min) after each token, p itself after a token that resets it."""
+    sequence = sequence_of(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_ids=[9], temperature=1.0)
+    used = []
+    for token_id in [1, 2, 3, 9, 4]:
+        choose_one(cpu, sequence, logits_of(1))
+        used.append(sequence.controls.warpers[2])
+        sequence.new_token_ids.append(token_id)
+    choose_one(cpu, sequence, logits_of(1))
+    assert [*used, sequence.controls.warpers[2]] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
+
+
+def test_decay_off_leaves_p_alone():
+    sequence = sequence_of(top_p=0.1, top_p_min=0.5, new=[1, 2], temperature=1.0)
+    choose_one(cpu, sequence, logits_of(1))
+    assert sequence.controls.warpers[2] == 0.1
+
+
+# What goes wrong stays in its row.
+
+
+def fail(prompt_token_ids, new_token_ids, scores):
+    raise KeyError("lost")
+
+
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("fields", "damage", "error"),
+    [
+        ({"logits_processors": fail}, None, r"processor fail raised KeyError\('lost'\) at position 3"),
+        ({"logits_processors": [fail, halve]}, None, r"processor fail raised KeyError\('lost'\) at position 3"),
+        (
+            {"logits_processors": lambda p, n, s: s[1:]},
+            None,
+            r"returned an array of shape \(39,\) at position 3: .* 40",
+        ),
+        ({"logits_processors": lambda p, n, s: s * np.nan}, None, r"returned NaN or \+inf at position 3"),
+        ({"logits_processors": lambda p, n, s: "no"}, None, r"raised ValueError"),
+        ({"logits_processors": lambda p, n, s: s - np.inf}, None, "leave no token to choose at position 3"),
+        ({"allowed_token_ids": [5], "suppress_tokens": [5]}, None, "leave no token to choose at position 3"),
+        ({}, np.nan, "logits at position 2 are not finite"),
+        ({"suppress_tokens": [5]}, np.inf, "logits at position 2 are not finite"),
+        ({"logits_processors": halve}, np.nan, "logits at position 2 are not finite"),
+        ({}, -np.inf, "logits at position 2 are not finite"),
+    ],
+)
+def test_an_error_is_of_one_row_alone(backend, fields, damage, error, temperature):
+    logits = logits_of(3)
+    if damage is not None:
+        logits[1] = damage
+    sequences = [sequence_of(temperature=temperature, logprobs=2, **(fields if r == 1 else {})) for r in range(3)]
+    chosen = choose(backend, None, logits.copy(), sequences)
+    assert (chosen.errors[0], chosen.errors[2]) == (None, None)
+    assert re.search(error, chosen.errors[1])
+    assert (chosen.token_ids[1], chosen.logprobs[1], chosen.chosen_logprobs[1]) == (-1, None, None)
+    for r in (0, 2):
+        assert chosen.token_ids[r] == choose_one(backend, fresh(sequences[r]), logits[r : r + 1]).token_ids[0] >= 0
+
+
+# Whole generations, against transformers.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny GPT-2 whose logits are far apart, so that float32 rounding decides nothing."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=V,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=7,
+        initializer_range=0.5,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    with LLM(str(folder), threads=1) as llm:
+        yield model, llm
+
+
+WORDS = [[3], [1, 2], [20, 21], [7]]
+CONTROLS = {  # ours, and transformers'
+    "repetition_penalty": ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}),
+    "bad_words_ids": ({"bad_words_ids": WORDS}, {"bad_words_ids": WORDS}),
+    "min_tokens": ({"min_tokens": 10}, {"min_new_tokens": 10}),
+    "suppress_tokens": ({"suppress_tokens": [5, 6]}, {"suppress_tokens": [5, 6]}),
+    "logit_bias": ({"logit_bias": {9: 4.0, 30: -6.0}}, {"sequence_bias": {(9,): 4.0, (30,): -6.0}}),
+    "allowed_token_ids": (
+        {"allowed_token_ids": range(4, 37)},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(4, 37))},
+    ),
+    "eos_token_id": ({"eos_token_id": [7, 12, 25]}, {"eos_token_id": [7, 12, 25]}),
+}
+COMBINATIONS = [(name,) for name in CONTROLS] + list(itertools.combinations(CONTROLS, 2)) + [tuple(CONTROLS)]
+
+
+def joined(names, side):
+    return {key: value for name in names for key, value in CONTROLS[name][side].items()}
+
+
+def test_greedy_tokens_are_transformers(model):
+    theirs, llm = model
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, V, rng.integers(1, 20)).tolist() for _ in COMBINATIONS]
+    params = [SamplingParams(max_tokens=24, **joined(names, 0)) for names in COMBINATIONS]
+    outputs = llm.generate(prompts, params)
+    for names, prompt, output in zip(COMBINATIONS, prompts, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        fields = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, **joined(names, 1)}
+        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **fields)[0, len(prompt) :]
+        assert output.outputs[0].token_ids == expected.tolist(), names
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sampled_probabilities_are_transformers(model, seed):
+    """Along a sampled text, the processed log-probabilities are those of the processors that `generate` would build."""
+    theirs, llm = model
+    rng = np.random.default_rng(seed)
+    names = [name for name in CONTROLS if name != "allowed_token_ids" and rng.random() < 0.5]
+    warpers = {"temperature": 1.7, "top_k": 30, "top_p": 0.9723, "min_p": 0.0123, "typical_p": 0.9123}
+    warpers |= {"epsilon_cutoff": 0.0031, "eta_cutoff": 0.0203}
+    chosen = {name: warpers[name] for name in warpers if rng.random() < 0.6} | {"temperature": 1.7}
+    ours = SamplingParams(max_tokens=12, seed=seed, logprobs=V, logprobs_mode="processed", **joined(names, 0), **chosen)
+    prompt = rng.integers(0, V, 5).tolist()
+    output = llm.generate([prompt], ours)[0].outputs[0]
+    unset = {"top_k": 0, "eos_token_id": 7}
+    config = GenerationConfig(do_sample=True, **{**unset, **joined(names, 1), **chosen})
+    theirs._prepare_special_tokens(config, device="cpu")
+    processors = theirs._get_logits_processor(config, input_ids_seq_length=len(prompt), logits_processor=[])
+    logits = llm.logits(prompt + output.token_ids)
+    for t, reported in enumerate(output.logprobs):
+        ids = torch.tensor([prompt + output.token_ids[:t]])
+        scores = processors(ids, torch.from_numpy(logits[ids.shape[1] - 1][None].copy()))[0]
+        expected = scores.double().log_softmax(-1).numpy()
+        assert sorted(reported) == np.flatnonzero(expected > -np.inf).tolist()
+        np.testing.assert_allclose([reported[i] for i in sorted(reported)], expected[sorted(reported)], atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with LLM(threads=1) as llm:
+        yield llm
+
+
+def test_bad_words_do_not_come(demo):
+    plain = demo.generate("The", SamplingParams(max_tokens=30))[0].outputs[0].text
+    words = [word for word in plain.split() if word.isalpha()][:5]
+    assert len(words) == 5
+    without = demo.generate("The", SamplingParams(max_tokens=30, bad_words=words))[0].outputs[0].text
+    forbidden = [demo.tokenizer.encode(" " + word) for word in words]
+    ids = demo.tokenizer.encode(without)
+    assert not any(ids[i : i + len(word)] == word for word in forbidden for i in range(len(ids)))
+
+
+@pytest.mark.parametrize("is_included", [False, True])
+def test_stop_strings_wait_for_min_tokens_and_are_cut_off_or_left(demo, is_included):
+    plain = demo.generate("The", SamplingParams(max_tokens=30, ignore_eos=True))[0].outputs[0]
+    texts = [demo.tokenizer.decode(plain.token_ids[: n + 1]) for n in range(30)]
+    stop = texts[19][len(texts[18]) :]  # the text of the twentieth token
+    fields = {"max_tokens": 30, "ignore_eos": True, "stop": stop, "include_stop_str_in_output": is_included}
+    late = demo.generate("The", SamplingParams(min_tokens=19, **fields))[0].outputs[0]
+    assert (late.stop_reason, late.token_ids) == (stop, plain.token_ids[:20])
+    assert late.text == (texts[19] if is_included else texts[18])
+
+
+def test_token_ids_outside_the_vocabulary_are_refused_before_any_work(demo):
+    with pytest.raises(RequestError, match="suppress_tokens holds token id 99999"):
+        demo.generate("The", SamplingParams(suppress_tokens=[99999]))

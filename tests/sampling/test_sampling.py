@@ -1,0 +1,435 @@
+"""Filters against Hugging Face's own, the CPU kernels against the reference, and the draws against statistics."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from support.logit_rows import ROWS, extreme_row, masked_row, random_row
+from tinygpt.kernels import cpu, reference
+from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
+
+GPT2_VOCAB = 50257
+BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.9), (0.8, 40, 0.95), (2.0, 3, 0.5), (0.1, 1000, 0.99)]
+SETTINGS += [(1.0, 1, 0.5), (1.0, 0, 1e-9), (1e-6, 0, 0.9), (1e6, 0, 0.3), (1.0, 10**6, 1 - 1e-6)]
+
+
+def huggingface(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0, typical_p=1, epsilon_cutoff=0, eta_cutoff=0):
+    """One row through the warpers that `generate` builds for these settings."""
+    warpers = [TemperatureLogitsWarper(float(temperature))]
+    warpers += [TopKLogitsWarper(int(top_k))] if top_k > 0 else []
+    warpers += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(float(min_p))] if min_p > 0 else []
+    warpers += [TypicalLogitsWarper(float(typical_p))] if typical_p < 1 else []
+    warpers += [EpsilonLogitsWarper(float(epsilon_cutoff))] if epsilon_cutoff > 0 else []
+    warpers += [EtaLogitsWarper(float(eta_cutoff))] if eta_cutoff > 0 else []
+    scores = torch.from_numpy(row.copy())[None]
+    for warper in warpers:
+        scores = warper(None, scores)
+    return scores[0].numpy()
+
+
+def warpers_of(rows, temperature=1.0, top_k=0, top_p=1.0, **others):
+    """Warpers with these settings, each one for all rows or an array with one for each row."""
+    off = dict(zip(Warpers._fields, (1.0, 0, 1.0, 0, 0.0, 1.0, 0.0, 0.0), strict=True))
+    given = off | {"temperature": temperature, "top_k": top_k, "top_p": top_p} | others
+    return Warpers(*(np.array(np.broadcast_to(given[name], rows), np.float64) for name in Warpers._fields))
+
+
+def one_row(backend, row, *setting, **others):
+    return backend.filter_logits(row[None], warpers_of(1, *setting, **others))[0]
+
+
+def draw(backend, logits, *setting, seeds=0, sample_indices=0, positions=0, **others):
+    """`sample` with single settings spread over the rows."""
+    numbers = [np.broadcast_to(number, len(logits)) for number in (seeds, sample_indices, positions)]
+    return backend.sample(logits, warpers_of(len(logits), *setting, **others), *numbers)
+
+
+# The filters, against Hugging Face.
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+@pytest.mark.parametrize("vocab", [1, 2, 5, 16])
+def test_small_rows_equal_huggingface_to_the_bit(backend, make_row, vocab):
+    """Ties included: torch sorts rows of 16 or fewer stably."""
+    for seed in range(8):
+        row = make_row(vocab, seed)
+        for setting in SETTINGS:
+            np.testing.assert_array_equal(one_row(backend, row, *setting), huggingface(row, *setting))
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+@pytest.mark.parametrize("vocab", [17, 100, 1001, GPT2_VOCAB])
+def test_large_rows_keep_as_many_as_huggingface_and_the_most_probable(backend, make_row, vocab):
+    """Two things of torch's are its own: its sort of more than 16 scores is not stable, so which of the tokens tied
+    at the border of p stay is arbitrary, and its float32 softmax is off by up to some 1e-6, depending on the CPU.
+    Hence the number that stays is compared, with p moved by 1e-5 to either side where the vocabulary is large."""
+    for temperature, top_k, top_p in SETTINGS:
+        row = make_row(vocab, 3)
+        ours = one_row(backend, row, temperature, top_k, top_p)
+        kept = np.sum(ours > -np.inf)
+        slack = 1e-5 if vocab > 1001 and top_p < 1 else 0.0
+        fewer, more = (
+            np.sum(huggingface(row, temperature, top_k, np.clip(p, 0, 1)) > -np.inf)
+            for p in (top_p - slack, top_p + slack)
+        )
+        assert fewer <= kept <= more
+        scaled = row / np.float32(temperature)
+        np.testing.assert_array_equal(np.sort(ours)[-kept:], np.sort(scaled)[-kept:])
+        np.testing.assert_array_equal(ours[ours > -np.inf], scaled[ours > -np.inf])
+
+
+@BACKENDS
+def test_a_random_row_without_ties_equals_huggingface_to_the_bit(backend):
+    row = random_row(1000, 0)
+    assert len(set(row.tolist())) == 1000
+    for setting in SETTINGS:
+        np.testing.assert_array_equal(one_row(backend, row, *setting), huggingface(row, *setting))
+
+
+@BACKENDS
+def test_of_tokens_tied_at_the_border_of_p_the_highest_ids_stay(backend):
+    ours = one_row(backend, np.zeros(40, np.float32), 1.0, 0, 0.5)
+    np.testing.assert_array_equal(np.flatnonzero(ours > -np.inf), np.arange(20, 40))
+
+
+@BACKENDS
+def test_top_k_keeps_all_that_tie_with_the_kth(backend):
+    row = np.float32([1, 3, 2, 2, 0, 2])
+    kept = one_row(backend, row, 1.0, 2, 1.0)
+    np.testing.assert_array_equal(kept > -np.inf, [False, True, True, True, False, True])
+
+
+@BACKENDS
+def test_top_p_keeps_the_token_that_crosses_p(backend):
+    row = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
+    for top_p, kept in [(0.3, [1]), (0.6, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (0.96, [0, 1, 2, 3])]:
+        np.testing.assert_array_equal(np.flatnonzero(one_row(backend, row, 1.0, 0, top_p) > -np.inf), kept)
+
+
+@BACKENDS
+def test_round_values_of_p_meet_the_border_as_in_float32(backend):
+    """0.1 + 0.1 + 0.1 against 1 - 0.7: the sums are huggingface's only if the roundings are."""
+    for vocab in range(1, 17):
+        for percent in range(1, 100):
+            row = np.zeros(vocab, np.float32)
+            setting = (1.0, 0, percent / 100)
+            np.testing.assert_array_equal(one_row(backend, row, *setting), huggingface(row, *setting))
+
+
+@BACKENDS
+def test_greedy_rows_pass_the_filters_untouched(backend):
+    logits = random_row(50, 0).reshape(2, 25)
+    warpers = warpers_of(2, 0.0, np.array([3, 0]), np.array([0.1, 1.0]), min_p=0.5, typical_p=0.5, eta_cutoff=0.5)
+    np.testing.assert_array_equal(backend.filter_logits(logits, warpers), logits)
+
+
+# The other warpers, against Hugging Face; probabilities that are no round numbers, since torch's have other roundings.
+
+OTHERS = [
+    {"min_p": 0.0123},
+    {"min_p": 0.77},
+    {"min_p": 1.0},
+    {"typical_p": 0.2345},
+    {"typical_p": 0.9123},
+    {"typical_p": 1e-9},
+    {"epsilon_cutoff": 0.0123},
+    {"epsilon_cutoff": 0.9},
+    {"eta_cutoff": 0.0123},
+    {"eta_cutoff": 0.9},
+    {"temperature": 0.7, "top_k": 9, "top_p": 0.9123, "min_p": 0.0312, "typical_p": 0.8123},
+    {"temperature": 1.7, "top_p": 0.9123, "typical_p": 0.7123, "epsilon_cutoff": 0.0213, "eta_cutoff": 0.0923},
+]
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+@pytest.mark.parametrize("setting", OTHERS, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items()))
+def test_other_warpers_equal_huggingface_to_the_bit(backend, setting, make_row):
+    for vocab in (1, 2, 5, 16):
+        for seed in range(6):
+            row = make_row(vocab, seed)
+            np.testing.assert_array_equal(one_row(backend, row, **setting), huggingface(row, **setting))
+
+
+@BACKENDS
+@pytest.mark.parametrize("setting", [s for s in OTHERS if len(s) == 1], ids=lambda setting: str(setting))
+def test_other_warpers_keep_as_many_of_a_full_vocabulary_as_huggingface(backend, setting):
+    """Up to torch's float32 softmax: the limit is moved by 1e-5 of itself to either side."""
+    ((name, limit),) = setting.items()
+    for row in (random_row(GPT2_VOCAB, 3), masked_row(GPT2_VOCAB, 4)):
+        kept = np.sum(one_row(backend, row, **setting) > -np.inf)
+        bounds = [
+            np.sum(huggingface(row, **{name: min(limit * factor, 1 - 1e-6)}) > -np.inf) for factor in (0.99999, 1.00001)
+        ]
+        assert min(bounds) <= kept <= max(bounds)
+
+
+# The other rules for top-p, against the words of their sources.
+
+
+def within_p(row, p):
+    """openai/gpt-2: greatest first, as many as add up to p at most, one at least, and all tied with the last."""
+    descending = sorted(np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum(), reverse=True)
+    count = sum(np.cumsum(descending) <= p)
+    return row >= sorted(row, reverse=True)[max(count - 1, 0)]
+
+
+def part_within_p(row, p):
+    """FasterTransformer: u * p is looked up in the sums, greatest first; the probability that each token is found."""
+    probabilities = np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
+    found, before = np.zeros(row.size), 0.0
+    for i in np.argsort(-row, kind="stable"):
+        found[i] = min(probabilities[i], max(p - before, 0)) / p
+        before += probabilities[i]
+    return found
+
+
+@BACKENDS
+def test_openai_leaves_out_the_token_that_crosses_p(backend):
+    row = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
+    for top_p, kept in [(0.3, [1]), (0.6, [1]), (0.79, [1]), (0.81, [1, 3]), (0.96, [0, 1, 3])]:
+        ours = one_row(backend, row, 1.0, 0, top_p, top_p_rule=TOP_P_RULES["openai"])
+        np.testing.assert_array_equal(np.flatnonzero(ours > -np.inf), kept)
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+def test_openais_rule_on_random_rows(backend, make_row):
+    for seed in range(20):
+        row, p = make_row(40, seed), 0.0123 + 0.04711 * seed
+        with np.errstate(under="ignore"):
+            expected = within_p(row - row.max(), p)
+        ours = one_row(backend, row, 1.0, 0, p, top_p_rule=TOP_P_RULES["openai"])
+        np.testing.assert_array_equal(ours, np.where(expected, row, -np.inf))
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", [make_row for make_row in ROWS if make_row is not extreme_row])
+def test_fastertransformers_rule_gives_the_probabilities_of_its_draw(backend, make_row):
+    """Up to the float32 of the scores, which are 0.001 apart in an extreme row."""
+    for seed in range(20):
+        row, p = make_row(40, seed), 0.0123 + 0.04711 * seed
+        ours = one_row(backend, row, 1.0, 0, p, top_p_rule=TOP_P_RULES["fastertransformer"]).astype(np.float64)
+        probabilities = np.exp(ours - ours.max()) / np.exp(ours - ours.max()).sum()
+        expected = part_within_p(row - row.max(), p)
+        np.testing.assert_allclose(probabilities, expected, atol=1e-6)
+        np.testing.assert_array_equal((ours > -np.inf)[expected > 1e-6], True)
+
+
+@BACKENDS
+def test_of_tokens_tied_at_the_border_the_rules_keep_all_or_the_lowest_ids(backend):
+    row = np.zeros(40, np.float32)
+    openai, fastertransformer = (one_row(backend, row, 1.0, 0, 0.51, top_p_rule=rule) > -np.inf for rule in (1, 2))
+    assert openai.all()
+    np.testing.assert_array_equal(np.flatnonzero(fastertransformer), np.arange(21))
+
+
+# The CPU kernels, against the reference.
+
+scores = st.one_of(
+    st.floats(-30, 30, width=32),
+    st.sampled_from([-1e4, 1e4, -np.inf, 0.0, -0.0, 1.0, 1.0000001, 3.0e38, -3.0e38, 1e-45]),
+)
+rows = arrays.arrays(np.float32, st.integers(1, 300), elements=scores)
+probable = {
+    "min_p": st.floats(1e-6, 1),
+    "typical_p": st.floats(1e-6, 1, exclude_max=True),
+    "epsilon_cutoff": st.floats(1e-6, 0.9),
+    "eta_cutoff": st.floats(1e-6, 0.9),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    row=rows,
+    temperature=st.sampled_from([1.0, 0.5, 0.7, 3.0, 1e-3, 1e8]),
+    top_k=st.integers(0, 310),
+    top_p=st.one_of(st.floats(1e-6, 1.0), st.sampled_from([1.0, 0.5, 0.9, 0.75])),
+    rule=st.sampled_from(sorted(TOP_P_RULES.values())),
+    others=st.fixed_dictionaries({}, optional=probable),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_cpu_equals_the_reference(row, temperature, top_k, top_p, rule, others, seed):
+    """To the bit, but for the one score that FasterTransformer's rule lowers: its logarithm may round otherwise."""
+    setting, others = (temperature, top_k, top_p), {"top_p_rule": rule, **others}
+    expected = draw(reference, row[None], *setting, **others, seeds=np.uint64(seed))
+    assert draw(cpu, row[None], *setting, **others, seeds=np.uint64(seed)) == expected
+    assert draw(cpu, row[None], 0.0) == draw(reference, row[None], 0.0)
+    if expected >= 0:
+        ours, theirs = (one_row(backend, row, *setting, **others) for backend in (cpu, reference))
+        np.testing.assert_array_equal(ours > -np.inf, theirs > -np.inf)
+        np.testing.assert_array_max_ulp(ours[ours > -np.inf], theirs[theirs > -np.inf], 1 if rule == 2 else 0)
+
+
+@pytest.mark.parametrize("make_row", ROWS)
+def test_cpu_equals_the_reference_on_a_full_vocabulary(make_row):
+    row = make_row(GPT2_VOCAB, 5)
+    for setting in OTHERS:
+        np.testing.assert_array_equal(one_row(cpu, row, **setting), one_row(reference, row, **setting))
+    for setting in SETTINGS:
+        np.testing.assert_array_equal(one_row(cpu, row, *setting), one_row(reference, row, *setting))
+        logits = np.stack([row] * 3)
+        ours, theirs = (draw(backend, logits, *setting, positions=[1, 2, 3]) for backend in (cpu, reference))
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_cpu_rounds_at_the_border_as_the_reference_does():
+    for vocab in range(2, 41):
+        row = np.log(np.random.default_rng(vocab).choice(np.float32([0.05, 0.1, 0.2]), vocab))
+        for percent in range(1, 100):
+            setting = (1.0, 0, percent / 100)
+            np.testing.assert_array_equal(one_row(cpu, row, *setting), one_row(reference, row, *setting))
+
+
+def test_cpu_draws_the_references_tokens_from_far_and_near():
+    row, draws = random_row(5000, 2, spread=0.5), 500
+    logits = np.tile(row, (draws, 1))
+    ours, theirs = (draw(backend, logits, 1.0, positions=np.arange(draws)) for backend in (cpu, reference))
+    np.testing.assert_array_equal(ours, theirs)
+    assert len(set((ours // 1024).tolist())) == 5
+
+
+def test_cpu_exponential_is_as_good_as_libm():
+    from tinygpt.kernels.cpu.sampling.row import exponential
+
+    x = np.concatenate([-np.geomspace(1e-18, 699, 5000), [0.0, -0.5, -np.log(2), -700.0]])
+    np.testing.assert_allclose([exponential(value) for value in x], np.exp(x), rtol=5e-16)
+    assert exponential(-700.1) == exponential(-np.inf) == 0
+
+
+# The draws.
+
+
+@BACKENDS
+def test_uniform_numbers_are_numpys_philox(backend):
+    if backend is cpu:
+        from tinygpt.kernels.cpu.sampling.philox import uniform
+    else:
+        from tinygpt.kernels.reference.sampling import uniform
+    for key in [(0, 0), (1, 2), (2**64 - 1, 3), (2**63, 2**64 - 1)]:
+        for position in [0, 1, 1023, 2**40]:
+            numbers = [np.uint64(number) for number in (*key, position)]
+            counter, key_words = np.array([position, 0, 0, 0], np.uint64), np.array(key, np.uint64)
+            philox = np.random.Philox(key=key_words, counter=counter)
+            assert uniform(*numbers) == np.random.Generator(philox).random()
+
+
+def test_philox_equals_its_published_vector():
+    """Philox4x64-10 of all ones, from Random123's known-answer tests (kat_vectors)."""
+    from tinygpt.kernels.cpu.sampling.philox import uniform
+
+    ones = np.uint64(2**64 - 1)
+    vector = np.random.Philox(key=[ones, ones], counter=np.array([ones - np.uint64(1), ones, ones, ones]))
+    assert vector.random_raw() == 0x87B092C3013FE90B
+    # With the counter at 0, as for the position before the first.
+    assert uniform(np.uint64(0), np.uint64(0), ones) == (0x16554D9ECA36314C >> 11) * 2.0**-53
+
+
+@BACKENDS
+@pytest.mark.parametrize("setting", [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.8)])
+def test_draws_follow_the_filtered_distribution(backend, setting):
+    """Chi-square below its 99.9 % quantile; the draws are fixed, so this passes always or never."""
+    row, draws = random_row(12, 1, spread=1.0), 4000
+    token_ids = draw(backend, np.tile(row, (draws, 1)), *setting, seeds=11, positions=np.arange(draws))
+    filtered = huggingface(row, *setting).astype(np.float64)
+    expected = np.exp(filtered) / np.exp(filtered).sum() * draws
+    counts, kept = np.bincount(token_ids, minlength=12), expected > 0
+    assert counts[~kept].sum() == 0
+    chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
+    assert chi_square < {5: 18.5, 6: 20.5, 7: 22.5, 8: 24.3, 9: 26.1, 12: 31.3}[kept.sum()]
+
+
+@BACKENDS
+def test_each_of_seed_sample_and_position_matters(backend):
+    logits = np.zeros((60, 1000), np.float32)
+    numbers = np.arange(60)
+    for name in ("seeds", "sample_indices", "positions"):
+        assert len(set(draw(backend, logits, **{name: numbers}).tolist())) > 50
+
+
+@BACKENDS
+def test_a_row_does_not_depend_on_its_neighbours(backend):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((9, 400)).astype(np.float32)
+    settings_of = {
+        "temperature": rng.choice([0.0, 0.7, 1.5], 9),
+        "top_k": rng.choice([0, 3, 50], 9),
+        "top_p": rng.choice([1.0, 0.9, 0.3], 9),
+        "top_p_rule": rng.integers(0, 3, 9),
+        "min_p": rng.choice([0.0, 0.1], 9),
+        "typical_p": rng.choice([1.0, 0.8], 9),
+        "epsilon_cutoff": rng.choice([0.0, 0.01], 9),
+        "eta_cutoff": rng.choice([0.0, 0.01], 9),
+        "seeds": rng.integers(0, 2**63, 9, dtype=np.uint64),
+        "sample_indices": rng.integers(0, 4, 9),
+        "positions": rng.integers(0, 1000, 9),
+    }
+
+    def part(rows):
+        return {name: column[rows] for name, column in settings_of.items()}
+
+    together = draw(backend, logits, **settings_of)
+    alone = [draw(backend, logits[[r]], **part([r]))[0] for r in range(9)]
+    order = rng.permutation(9)
+    np.testing.assert_array_equal(together, alone)
+    np.testing.assert_array_equal(draw(backend, logits[order], **part(order)), together[order])
+
+
+@BACKENDS
+def test_greedy_takes_the_lowest_of_tied_ids(backend):
+    logits = np.full((3, 5000), -1.0, np.float32)
+    logits[0, [1500, 4000]] = 2.0
+    logits[1, [7, 3000]] = -0.0, 0.0
+    assert draw(backend, logits, 0.0).tolist() == [1500, 7, 0]
+
+
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, "all -inf"])
+def test_a_row_that_is_not_finite_is_reported_and_its_neighbours_are_not(backend, temperature, bad):
+    logits = np.stack([random_row(300, seed) for seed in range(3)])
+    clean = draw(backend, logits, temperature, top_k=40, top_p=0.9)
+    if bad == "all -inf":
+        logits[1] = -np.inf
+    else:
+        logits[1, 299] = bad
+    token_ids = draw(backend, logits, temperature, top_k=40, top_p=0.9)
+    assert token_ids.tolist() == [clean[0], -1, clean[2]]
+    assert token_ids.dtype == np.int32
+
+
+@BACKENDS
+def test_no_rows_give_no_tokens(backend):
+    assert draw(backend, np.empty((0, 10), np.float32)).shape == (0,)
+
+
+# Log-probabilities.
+
+
+@BACKENDS
+@pytest.mark.parametrize("make_row", ROWS)
+@pytest.mark.parametrize("n", [0, 1, 5, 10**6])
+def test_top_logprobs_are_the_log_softmax_of_the_logits(backend, make_row, n):
+    row = make_row(1000, 4)
+    log_softmax = torch.from_numpy(row).double().log_softmax(-1).numpy()
+    best = sorted(range(1000), key=lambda i: (-row[i], i))[:n]
+    ids, values, value = backend.top_logprobs(row, 17, n)
+    assert ids.tolist() == best
+    np.testing.assert_allclose(values, log_softmax[best], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(value, log_softmax[17], rtol=0, atol=1e-10)

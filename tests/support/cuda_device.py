@@ -1,0 +1,85 @@
+"""A device that has no card: the CUDA backend's kernels run in the simulator, and its memory is the host's."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from support.cuda_simulator import simulate
+from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
+
+
+def why_no_card() -> str:
+    try:
+        need_driver()
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+on_a_card = pytest.mark.skipif(bool(why_no_card()), reason=why_no_card())
+
+
+class SimulatedDevice:
+    """As kernels/cuda/runtime/device.py's Device, and as strict: no empty arrays, and a graph is what was captured."""
+
+    multiprocessors = 2
+
+    def __init__(self, free: int = 1 << 30):
+        self._free = free
+        self._captured: list[tuple] | None = None  # while a capture is under way
+        self.num_captured = 0
+
+    def free_bytes(self) -> int:
+        return self._free
+
+    def array(self, values: np.ndarray) -> np.ndarray:
+        array = self.zeros((max(values.size, 1),), values.dtype)
+        self.write(array, values)
+        return array
+
+    def zeros(self, shape, dtype) -> np.ndarray:
+        assert self._captured is None, "memory cannot be had during a capture"
+        return np.zeros(math.prod(shape), dtype)
+
+    def write(self, target: np.ndarray, values: np.ndarray) -> None:
+        assert self._captured is None, "nothing can be copied during a capture"
+        assert values.size <= target.size
+        assert not values.size or values.dtype == target.dtype
+        target[: values.size] = values.ravel()
+
+    def read(self, source: np.ndarray) -> np.ndarray:
+        assert self._captured is None, "nothing can be copied during a capture"
+        return source.copy()
+
+    def launch(self, kernel, grid, threads: int, *arguments, shared_bytes: int = 0, cooperative: bool = False) -> None:
+        grid = (grid,) if isinstance(grid, int) else tuple(grid)
+        assert min(grid) > 0
+        assert max(grid[1:], default=1) < 1 << 16
+        for argument in arguments:
+            _check_not_empty(argument)
+        launch = kernel, grid, threads, arguments, shared_bytes, cooperative
+        if self._captured is None:
+            _run(*launch)
+        else:
+            self._captured.append(launch)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.num_captured += 1
+        self._captured = []
+        run()
+        launches, self._captured = self._captured, None
+        return lambda: [_run(*launch) for launch in launches]
+
+    def synchronize(self) -> None:
+        assert self._captured is None
+
+
+def _run(kernel, grid, threads, arguments, shared_bytes, cooperative) -> None:
+    simulate(kernel, grid, threads, *arguments, shared_bytes=shared_bytes, cooperative=cooperative)
+
+
+def _check_not_empty(argument) -> None:
+    for part in argument if isinstance(argument, tuple) else (argument,):
+        assert not isinstance(part, np.ndarray) or part.size, "a card has no pointers to nothing"

@@ -1,0 +1,162 @@
+"""What tests of single CPU kernels share: arrays as the kernels expect them, a team of one, and the tolerances.
+
+Outputs and scratch start as NaN: a kernel writes its result in full and reads nothing that nobody wrote.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tinygpt.kernels.cpu import params as load
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.layers.attention import scratch_size
+from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
+from tinygpt.kernels.cpu.layers.operands import put
+from tinygpt.kernels.cpu.packing.pack import panel_count
+from tinygpt.kernels.cpu.runtime.team import Team, begin_step, new_board
+from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
+
+EPS = 2.0**-24  # half a unit in the last place of a float32 near 1
+DTYPES = tuple(load.FORMATS)
+SHAPES = [(1, 1), (3, 5), (7, 35), (17, 97), (50, 130), (13, 64), (6, 16)]
+
+
+class Tolerance(NamedTuple):
+    """An error is measured against what rounding errors are in proportion to, which `check` is given."""
+
+    limit: float
+    reason: str
+
+
+TOLERANCES = {
+    "exp": Tolerance(4 * EPS, "relative: 2 units in the last place, as its docstring says"),
+    "tanh": Tolerance(4 * EPS, "relative: exp's error, halved by the division, and three roundings"),
+    "erf": Tolerance(5e-7, "absolute: the formula's own 1.5e-7, and near 0 the roundings of a sum that is near 1"),
+    "activation": Tolerance(5e-7, "against max(|x|, 1): x times a share in 0..1 that is off by erf's error at most"),
+    "product": Tolerance(24 * EPS, "against |x| @ |w|: a chain of 130 roundings, which mostly cancel"),
+    "int4 product": Tolerance(64 * EPS, "against |x| @ |w|: levels and offsets, each larger than w, cancel"),
+    "sum": Tolerance(8 * EPS, "against the sum of sizes: a chain of 9 roundings a lane, four folds"),
+    "layer_norm": Tolerance(64 * EPS, "against the outlier: mean and variance are rounded once more each"),
+    "attention": Tolerance(32 * EPS, "against the largest value: scores of a few units, rounded, go through exp"),
+    "bfloat16 attention": Tolerance(2.0**-9 + 32 * EPS, "against the largest value: weights are rounded to 8 bits"),
+    "extreme attention": Tolerance(0.05, "against the largest value: half a unit of a score of 1e4 is 5e-4, times D"),
+    "bfloat16": Tolerance(2.0**-8, "relative: half a unit of 8 bits, and a little"),
+    "quantised": Tolerance(0.5 + 1e-4, "in steps: the nearest level, found in float32"),
+}
+
+
+def check(kind: str, actual, expected, scale=1.0) -> None:
+    error = np.abs(np.asarray(actual, np.float64) - expected) / scale
+    assert error.max() <= TOLERANCES[kind].limit, TOLERANCES[kind].reason
+
+
+def same_bits(actual, expected) -> None:
+    assert actual.dtype == expected.dtype == np.float32
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """The same values at a vector's boundary, where tiles expect their B."""
+    raw = np.empty(array.nbytes + VECTOR_BYTES, np.uint8)
+    start = -raw.ctypes.data % VECTOR_BYTES
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def unwritten(*shape: int, dtype=np.float32) -> np.ndarray:
+    """All bits set: NaN, as float32 and as bfloat16."""
+    array = aligned(np.empty(shape, dtype))
+    array.view(np.uint8)[...] = 0xFF
+    return array
+
+
+def random_values(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal values with a channel that stands out twentyfold, as in trained models."""
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    values[..., shape[-1] // 3] *= 20
+    return values
+
+
+def solo_team(head_size: int = 1) -> Team:
+    """A team of one, in its first step."""
+    scratch = unwritten(max(SCRATCH, scratch_size(head_size)))
+    team = Team(new_board(), np.zeros(8, np.int64), scratch)
+    begin_step(team)
+    return team
+
+
+# bfloat16, which NumPy does not have.
+
+
+def bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    """The nearest bfloat16 of finite values, ties to even, as uint16."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    low, kept = bits & 0xFFFF, bits >> 16
+    up = (low > 0x8000) | ((low == 0x8000) & (kept & 1 == 1))
+    return (kept + up).astype(np.uint16)
+
+
+def from_bits(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+# Weights and operands in every precision, and what they stand for.
+
+
+def packed(weight: np.ndarray, dtype: str = "float32", is_transposed: bool = False, factors=None):
+    """The weight (N, K) as its record of one layer; (K, N) where transposed."""
+    n, k = weight.shape[::-1] if is_transposed else weight.shape
+    record, pack = load.FORMATS[dtype]
+    arrays = [unwritten(*array.shape, dtype=array.dtype) for array in load._new_weight(dtype, 1, n, k)]
+    factors = np.ones(k, np.float32) if factors is None else factors
+    pack(weight, is_transposed, factors, *(array[0] for array in arrays), 0, panel_count(n))
+    return record(*arrays)
+
+
+def unpacked(weight, dtype: str) -> np.ndarray:
+    """What a weight's record stands for: (P * PANEL, K rounded up) float64, its padding included."""
+    panels = weight.panels[0]
+    if dtype == "float32":
+        values = panels.astype(np.float64)  # (P, K, PANEL)
+    elif dtype == "bfloat16":
+        values = in_order(from_bits(panels).astype(np.float64))
+    elif dtype == "int8":
+        scales = weight.scales[0].astype(np.float64).reshape(-1, 1, PANEL)
+        values = (in_order(panels.astype(np.float64)) - 128) * scales
+    else:
+        both = np.stack([panels & 15, panels >> 4], axis=2)  # (P, K / 8, 2, PANEL, 4)
+        levels = in_order(both.reshape(len(panels), -1, PANEL, 4).astype(np.float64))
+        groups = from_bits(weight.group_scales[0]).astype(np.float64)  # (P, K / WEIGHT_GROUP, 2, PANEL)
+        scale, offset = (np.repeat(groups[:, :, i], WEIGHT_GROUP, axis=1) for i in (0, 1))
+        values = levels * scale + offset
+    return values.transpose(0, 2, 1).reshape(len(panels) * PANEL, -1)
+
+
+def in_order(panels: np.ndarray) -> np.ndarray:
+    """(P, K / U, PANEL, U) -> (P, K, PANEL)."""
+    p, steps, columns, unit = panels.shape
+    return panels.transpose(0, 1, 3, 2).reshape(p, steps * unit, columns)
+
+
+@jit
+def put_rows(operand, x):
+    for n in range(x.shape[0]):
+        put(operand, n, 0, x[n])
+
+
+def operand_of(x: np.ndarray, dtype: str = "float32"):
+    """The rows of x (M, K) as what a weight of this dtype is multiplied by."""
+    operand = load._new_operand(dtype, *x.shape)
+    put_rows(operand, x)
+    return operand
+
+
+def values_of(operand, dtype: str) -> np.ndarray:
+    """What an operand stands for: (M, K rounded up) float64."""
+    if dtype == "float32":
+        return operand.values.astype(np.float64)
+    if dtype == "bfloat16":
+        return from_bits(operand.values).astype(np.float64)
+    return operand.values * np.repeat(operand.scales[:, :, 0].astype(np.float64), GROUP, axis=1)

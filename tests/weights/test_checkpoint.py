@@ -1,0 +1,360 @@
+"""Every form of checkpoint file gives the same parameters, and what does not fit is said all at once."""
+
+import json
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
+
+from support.tiny_checkpoint import CONFIG, C, V, random_tensors, write_checkpoint, write_config, write_json
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.architectures.gpt2 import canonical_name, is_ignored, is_transposed
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers.mapped_file import MappedFile
+
+TENSORS = random_tensors(prefix="")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def torch_tensors(prefix="transformer.", dtype=torch.float32):
+    return {prefix + name: torch.from_numpy(array).to(dtype) for name, array in TENSORS.items()}
+
+
+def save_whole(folder, tensors):
+    save_torch_file(tensors, folder / "model.safetensors")
+
+
+def save_zip(folder, tensors):
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def save_legacy(folder, tensors):
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def save_shards(folder, tensors, save=save_torch_file, stem="model", ending="safetensors"):
+    names = sorted(tensors)
+    weight_map = {name: f"{stem}-{1 + i % 3:05}-of-00003.{ending}" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save({name: tensors[name] for name in names if weight_map[name] == shard}, folder / shard)
+    write_json(folder / f"{stem}.{ending}.index.json", {"metadata": {}, "weight_map": weight_map})
+
+
+def save_bin_shards(folder, tensors):
+    save_shards(folder, tensors, torch.save, "pytorch_model", "bin")
+
+
+SAVERS = [save_whole, save_shards, save_zip, save_legacy, save_bin_shards]
+
+
+def assert_holds(checkpoint, expected):
+    for name, array in expected.items():
+        found = checkpoint.tensor(name)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, array.T if is_transposed(name) else array, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("save", SAVERS)
+def test_every_form_and_dtype_holds_the_same_parameters(tmp_path, save, dtype):
+    write_config(tmp_path)
+    save(tmp_path, torch_tensors(dtype=DTYPES[dtype]))
+    checkpoint = Checkpoint.open(tmp_path)
+    rounded = torch_tensors(prefix="", dtype=DTYPES[dtype])
+    assert_holds(checkpoint, {name: tensor.float().numpy() for name, tensor in rounded.items()})
+    assert checkpoint.tied
+    assert checkpoint.ignored == ()
+    assert checkpoint.path == tmp_path
+
+
+def test_matrices_are_out_by_in_and_embeddings_as_they_are(tmp_path):
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path))
+    assert checkpoint.tensor("h.0.attn.c_attn.weight").shape == (3 * C, C)
+    assert checkpoint.tensor("h.1.mlp.c_fc.weight").shape == (CONFIG["n_inner"], C)
+    assert checkpoint.tensor("h.1.mlp.c_proj.weight").shape == (C, CONFIG["n_inner"])
+    assert checkpoint.tensor("wte.weight").shape == (V, C)
+    assert checkpoint.tensor("lm_head.weight").shape == (V, C)
+
+
+def test_float32_is_not_copied_and_may_be_written_without_touching_the_file(tmp_path):
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path))
+    array = checkpoint.tensor("h.0.attn.c_attn.weight")
+    assert np.shares_memory(array, checkpoint.tensor("h.0.attn.c_attn.weight"))
+    assert array.flags.writeable
+    array[:] = 0
+    assert checkpoint.tensor("h.0.attn.c_attn.weight")[0, 0] == 0
+    assert_holds(Checkpoint.open(tmp_path), TENSORS)
+
+
+def test_a_released_tensor_can_be_read_again(tmp_path):
+    tensors = random_tensors() | {"transformer.wte.weight": np.arange(4000 * C, dtype=np.float32).reshape(4000, C)}
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, tensors, vocab_size=4000))
+    array = checkpoint.tensor("wte.weight")
+    array[2000] = -1  # a private page: it is gone after the release, and the file's own comes back
+    for name in ("wte.weight", "lm_head.weight", "ln_f.bias"):
+        checkpoint.release(name)
+    np.testing.assert_array_equal(array, tensors["transformer.wte.weight"])
+
+
+def test_tensors_that_are_not_aligned_are_copied(tmp_path):
+    write_checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    path.write_bytes((size + 1).to_bytes(8, "little") + data[8 : 8 + size] + b" " + data[8 + size :])
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.tensor("wte.weight").flags.aligned
+    assert_holds(checkpoint, TENSORS)
+
+
+@pytest.mark.parametrize("save", [save_zip, save_legacy])
+def test_views_parameters_and_shared_storages_of_a_state_dict(tmp_path, save):
+    write_config(tmp_path)
+    tensors = torch_tensors()
+    wide = torch.arange(40.0).reshape(5, 8)
+    tensors["transformer.ln_f.weight"] = wide[2]
+    tensors["transformer.ln_f.bias"] = wide[:, 3].repeat(2)[:8][::2].repeat(2)
+    tensors["transformer.h.0.attn.c_proj.weight"] = torch.randn(8, 8).t()
+    tensors["transformer.h.0.ln_1.weight"] = torch.arange(16.0)[::2]
+    tensors["transformer.h.0.ln_1.bias"] = torch.zeros(1).expand(8)
+    tensors["transformer.h.0.ln_2.weight"] = torch.nn.Parameter(torch.randn(8))
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
+    save(tmp_path, OrderedDict(tensors))
+    checkpoint = Checkpoint.open(tmp_path)
+    expected = {name.removeprefix("transformer."): tensor.detach().numpy() for name, tensor in tensors.items()}
+    assert_holds(checkpoint, expected)
+    assert checkpoint.tied
+
+
+class Python2Dict:
+    """Pickled as Python 2 did an OrderedDict: a call with its items as lists."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __reduce__(self):
+        return OrderedDict, ([[name, value] for name, value in self.items.items()],)
+
+
+def test_a_state_dict_pickled_by_python_2(tmp_path):
+    write_config(tmp_path)
+    save_legacy(tmp_path, Python2Dict(torch_tensors()))
+    assert_holds(Checkpoint.open(tmp_path), TENSORS)
+
+
+def test_a_real_state_dict_with_its_metadata(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config.from_dict(dict(CONFIG)))
+    write_config(tmp_path)
+    save_zip(tmp_path, model.state_dict())
+    expected = {name.removeprefix("transformer."): t.numpy() for name, t in model.state_dict().items()}
+    assert_holds(Checkpoint.open(tmp_path), expected)
+
+
+WRAPPERS = st.lists(st.sampled_from(["transformer.", "model.", "module.", "_orig_mod."]), max_size=5)
+
+
+@given(wrappers=WRAPPERS, name=st.sampled_from([*TENSORS, "lm_head.weight"]))
+def test_wrappers_are_taken_off_in_any_order(wrappers, name):
+    assert canonical_name("".join(wrappers) + name) == name
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "module.transformer.", "_orig_mod.module.transformer."])
+def test_names_with_and_without_wrappers(tmp_path, prefix):
+    assert_holds(Checkpoint.open(write_checkpoint(tmp_path, random_tensors(prefix))), TENSORS)
+
+
+def test_masks_and_heads_of_other_tasks_are_ignored_by_name(tmp_path):
+    extra = {
+        "transformer.h.0.attn.bias": np.ones((1, 1, 6, 6), np.uint8),
+        "transformer.h.1.attn.masked_bias": np.array(-1e4, np.float32),
+        "multiple_choice_head.summary.weight": np.ones((1, C), np.float32),
+        "score.weight": np.ones((2, C), np.float32),
+        "v_head.summary.bias": np.ones(1, np.float32),
+    }
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, random_tensors() | extra))
+    assert sorted(checkpoint.ignored) == sorted(extra)
+    assert not is_ignored("h.0.attn.c_attn.bias")
+
+
+def lm_heads():
+    wte = TENSORS["wte.weight"]
+    return {"absent": None, "equal": wte.copy(), "different": wte + 1}
+
+
+@pytest.mark.parametrize("save", [save_whole, save_zip])
+@pytest.mark.parametrize("head", lm_heads())
+@pytest.mark.parametrize("tie", [True, False])
+def test_head_is_the_one_transformers_uses(tmp_path, tie, head, save):
+    from transformers import GPT2LMHeadModel
+
+    tensors = torch_tensors()
+    if lm_heads()[head] is not None:
+        tensors["lm_head.weight"] = torch.from_numpy(lm_heads()[head])
+    write_config(tmp_path, tie_word_embeddings=tie)
+    save_torch_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs, info = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
+    (tmp_path / "model.safetensors").unlink()
+    save(tmp_path, tensors)
+    if info["missing_keys"]:
+        with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
+            Checkpoint.open(tmp_path)
+        return
+    checkpoint = Checkpoint.open(tmp_path)
+    np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), theirs.lm_head.weight.detach().numpy())
+    np.testing.assert_array_equal(checkpoint.tensor("wte.weight"), TENSORS["wte.weight"])
+    assert checkpoint.tied == (tie and head != "different")
+
+
+def test_a_tied_matrix_may_be_kept_as_the_head(tmp_path):
+    tensors = random_tensors()
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, tensors))
+    assert_holds(checkpoint, TENSORS)
+    assert checkpoint.tied
+    write_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"missing: wte\.weight"):
+        Checkpoint.open(tmp_path)
+
+
+def test_one_error_lists_everything_that_does_not_fit(tmp_path):
+    tensors = random_tensors()
+    del tensors["transformer.h.1.ln_1.weight"], tensors["transformer.ln_f.bias"]
+    tensors["transformer.h.0.attn.c_attn.weight"] = np.zeros((C, C), np.float32)
+    tensors["transformer.h.0.mlp.c_fc.bias"] = np.zeros(CONFIG["n_inner"], np.int8)
+    tensors["transformer.h.2.ln_1.weight"] = np.zeros(C, np.float32)
+    tensors["odd one"] = np.zeros(1, np.float32)
+    tensors["module.wpe.weight"] = tensors["transformer.wpe.weight"].copy()
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(write_checkpoint(tmp_path, tensors))
+    _, *lines, advice = str(error.value).splitlines()
+    assert sorted(lines) == [
+        "  misshapen: h.0.attn.c_attn.weight is (8, 8) and config.json asks for (8, 24)",
+        "  missing: h.1.ln_1.weight; ln_f.bias",
+        "  not floating-point: h.0.mlp.c_fc.bias is I8 and only float32, float16, bfloat16, float64 are implemented",
+        "  unexpected: odd one; transformer.h.2.ln_1.weight; transformer.wpe.weight (a second wpe.weight)",
+    ]
+    assert advice.startswith("Download")
+
+
+def test_what_many_layers_share_is_said_once(tmp_path):
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(write_checkpoint(tmp_path, n_layer=9_000))
+    assert "h.2.ln_1.weight to h.8999.ln_1.weight (8998 layers)" in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
+def test_safetensors_are_preferred_to_bin_as_in_transformers(tmp_path):
+    write_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
+    assert_holds(Checkpoint.open(tmp_path), TENSORS)
+
+
+def sharded(folder, **changes):
+    write_config(folder)
+    save_shards(folder, torch_tensors())
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    write_json(index, {"weight_map": weight_map | changes})
+    return folder
+
+
+def test_an_index_that_names_a_shard_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not there: lost\.safetensors"):
+        Checkpoint.open(sharded(tmp_path, x="lost.safetensors"))
+
+
+def test_an_index_that_names_the_wrong_shard(tmp_path):
+    shard = "model-00001-of-00003.safetensors"
+    with pytest.raises(CheckpointError, match=rf"{shard} does not hold nothing\.weight"):
+        Checkpoint.open(sharded(tmp_path, **{"nothing.weight": shard}))
+
+
+def test_a_tensor_in_two_shards(tmp_path):
+    folder = sharded(tmp_path, **{"transformer.wte.weight": "again.safetensors"})
+    save_file({"transformer.wte.weight": TENSORS["wte.weight"]}, folder / "again.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds transformer\.wte\.weight, as another shard does"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b", "a\\b", "C:x", "", ".", "..", 3, None])
+def test_an_index_that_leaves_its_folder(tmp_path, shard):
+    with pytest.raises(CheckpointError, match="no file name in its own folder"):
+        Checkpoint.open(sharded(tmp_path, x=shard))
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": "x"}])
+def test_an_index_without_a_weight_map(tmp_path, index):
+    write_config(tmp_path)
+    write_json(tmp_path / "model.safetensors.index.json", index)
+    with pytest.raises(CheckpointError, match="weight_map"):
+        Checkpoint.open(tmp_path)
+
+
+def test_model_names_that_are_no_checkpoint(tmp_path):
+    weights = write_checkpoint(tmp_path / "good") / "model.safetensors"
+    nested = tmp_path / "nested"
+    (nested / "checkpoint-5").mkdir(parents=True)
+    write_config(nested / "checkpoint-5")
+    (nested / "tf_model.h5").write_bytes(b"x")
+    (tmp_path / "empty").mkdir()
+    config_only = tmp_path / "config_only"
+    config_only.mkdir()
+    write_config(config_only)
+    for model, sentence in {
+        weights: "is a file: give the folder",
+        tmp_path / "absent": "There is no folder",
+        "./absent": "There is no folder",
+        "/absent/for/sure": "There is no folder",
+        "~nobody-of-this-name/x": "cannot be read",
+        "a/b/c": "There is no folder",
+        tmp_path / ("long" * 100): "cannot be read|There is no folder",  # as pathlib has it
+        tmp_path / "empty": "it is empty",
+        nested: r"it holds checkpoint-5/, tf_model\.h5\. Its subfolders checkpoint-5 look like checkpoints",
+        config_only: r"holds no weights \(it holds config\.json\)",
+        "": "must be 'demo'",
+        3: "must be 'demo'",
+        None: "must be 'demo'",
+    }.items():
+        with pytest.raises(CheckpointError, match=sentence):
+            Checkpoint.open(model)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[]", "must hold an object"),
+        (b"null", "must hold an object"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"n_embd": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b'{"n_embd": 1e3}', "n_embd is 1000.0"),
+    ],
+    ids=["empty", "truncated", "list", "null", "not utf-8", "deep", "huge number", "float"],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_damaged_json(tmp_path, name, data, sentence):
+    write_config(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    if b"1e3" in data and name != "config.json":
+        sentence = "no weights" if name == "generation_config.json" else "weight_map"
+    with pytest.raises(CheckpointError, match=sentence):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_git_lfs_pointer_and_an_empty_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        MappedFile(path)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is empty"):
+        MappedFile(path)

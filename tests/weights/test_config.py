@@ -1,0 +1,174 @@
+"""GPT2Config against transformers' own reading of the same config.json, and what is refused by name."""
+
+import json
+
+import pytest
+
+from support.tiny_checkpoint import CONFIG
+from tinygpt.config import ACTIVATIONS, GPT2Config
+from tinygpt.errors import CheckpointError
+
+ACCEPTED = [
+    {},
+    {"vocab_size": 50304, "n_positions": 7, "n_embd": 20, "n_head": 4, "n_layer": 3},
+    {"n_inner": 24},
+    {"n_inner": None},
+    {"activation_function": "relu", "layer_norm_epsilon": 2.5e-3},
+    {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    {"tie_word_embeddings": False},
+    {"n_ctx": 77},
+    {"hidden_size": 24},
+    {"hidden_size": 16, "n_embd": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 9},
+    {"bos_token_id": None, "eos_token_id": None},
+    {"eos_token_id": [3, 4]},
+    {"eos_token_id": []},
+    {"eos_token_id": 99999},
+    {"eos_token_id": -1},
+    {"layer_norm_epsilon": 0.0},
+    {"pruned_heads": {}, "n_special": 0, "task_specific_params": {"text-generation": {"max_length": 50}}},
+]
+COMPARED = (  # noqa: SIM905
+    "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
+    "scale_attn_by_inverse_layer_idx reorder_and_upcast_attn tie_word_embeddings bos_token_id"
+).split()
+
+
+def as_tuple(token_ids):
+    return tuple(token_ids) if isinstance(token_ids, list) else () if token_ids is None else (token_ids,)
+
+
+@pytest.mark.parametrize("fields", ACCEPTED, ids=lambda fields: ",".join(fields) or "defaults")
+@pytest.mark.parametrize("base", [CONFIG, {"model_type": "gpt2"}], ids=["tiny", "empty"])
+def test_fields_mean_what_transformers_means(base, fields):
+    from transformers import GPT2Config as Theirs
+
+    values = {**base, **fields}
+    ours, theirs = GPT2Config.from_dict(values), Theirs.from_dict(dict(values))
+    assert {name: getattr(ours, name) for name in COMPARED} == {name: getattr(theirs, name) for name in COMPARED}
+    assert ours.eos_token_ids == as_tuple(theirs.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [None, {}, {"eos_token_id": 5}, {"eos_token_id": [3, 4]}, {"eos_token_id": None}, {"temperature": 0.5}],
+    ids=str,
+)
+def test_generation_config_decides_what_ends_a_text_as_in_transformers(tmp_path, generation):
+    from transformers import GenerationConfig
+    from transformers import GPT2Config as Theirs
+
+    if generation is None:
+        theirs = GenerationConfig.from_model_config(Theirs.from_dict(dict(CONFIG)))
+    else:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        theirs = GenerationConfig.from_pretrained(tmp_path)
+    assert GPT2Config.from_dict(CONFIG, generation).eos_token_ids == as_tuple(theirs.eos_token_id)
+
+
+def test_bos_comes_from_either_file():
+    assert GPT2Config.from_dict(CONFIG, {"bos_token_id": 7}).bos_token_id == 7
+    assert GPT2Config.from_dict(CONFIG, {"bos_token_id": None}).bos_token_id == CONFIG["bos_token_id"]
+    assert GPT2Config.from_dict(CONFIG, {}).bos_token_id == CONFIG["bos_token_id"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_names_are_the_functions_of_transformers(name):
+    import math
+
+    import torch
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    tanh = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    functions = {
+        "gelu_tanh": tanh,
+        "gelu": 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+        "quick_gelu": x * torch.sigmoid(1.702 * x),
+        "relu": torch.clamp(x, min=0),
+        "silu": x * torch.sigmoid(x),
+        "tanh": torch.tanh(x),
+    }
+    torch.testing.assert_close(ACT2FN[name](x), functions[ACTIVATIONS[name]], rtol=0, atol=1e-7)
+
+
+REFUSED = [
+    ("model_type", "gpt_neo"),
+    ("model_type", None),
+    ("add_cross_attention", True),
+    ("add_cross_attention", 1),
+    ("add_cross_attention", "yes"),
+    ("quantization_config", {"quant_method": "gptq"}),
+    ("activation_function", "mish"),
+    ("activation_function", None),
+    ("activation_function", ["gelu"]),
+    ("n_embd", 0),
+    ("n_embd", -8),
+    ("n_embd", 8.0),
+    ("n_embd", "8"),
+    ("n_embd", True),
+    ("n_embd", None),
+    ("n_embd", 10**12),
+    ("n_embd", [8]),
+    ("n_layer", 10**12),
+    ("n_layer", 0),
+    ("n_inner", 0),
+    ("n_inner", 8.5),
+    ("n_inner", 10**12),
+    ("n_positions", None),
+    ("vocab_size", {}),
+    ("n_head", 3),
+    ("n_head", 0),
+    ("layer_norm_epsilon", "1e-5"),
+    ("layer_norm_epsilon", None),
+    ("layer_norm_epsilon", -1e-5),
+    ("layer_norm_epsilon", float("nan")),
+    ("layer_norm_epsilon", float("inf")),
+    ("layer_norm_epsilon", True),
+    ("scale_attn_weights", 1),
+    ("scale_attn_by_inverse_layer_idx", None),
+    ("reorder_and_upcast_attn", "yes"),
+    ("tie_word_embeddings", None),
+    ("eos_token_id", "2"),
+    ("eos_token_id", [2, None]),
+    ("eos_token_id", 2.0),
+    ("eos_token_id", {"a": 1}),
+    ("bos_token_id", [1]),
+    ("bos_token_id", False),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value!r}"[:40] for name, value in REFUSED])
+def test_impossible_and_unimplemented_fields_are_refused_by_name(name, value):
+    with pytest.raises(CheckpointError, match=name):
+        GPT2Config.from_dict({**CONFIG, name: value})
+
+
+@pytest.mark.parametrize("value", [None, False, 0])
+def test_cross_attention_may_be_absent_in_any_spelling(value):
+    assert GPT2Config.from_dict({**CONFIG, "add_cross_attention": value}) == GPT2Config.from_dict(CONFIG)
+
+
+def test_cross_attention_is_refused_as_it_was_given():
+    with pytest.raises(CheckpointError, match="add_cross_attention is 'yes' and"):
+        GPT2Config.from_dict({**CONFIG, "add_cross_attention": "yes"})
+
+
+def test_an_alias_is_refused_by_the_name_it_stands_for():
+    with pytest.raises(CheckpointError, match="n_embd is 0"):
+        GPT2Config.from_dict({**CONFIG, "hidden_size": 0})
+
+
+def test_all_problems_are_named_at_once():
+    wrong = {"model_type": "opt", "activation_function": "mish", "n_embd": -1, "tie_word_embeddings": 0}
+    with pytest.raises(CheckpointError) as error:
+        GPT2Config.from_dict({**CONFIG, **wrong, "eos_token_id": "x"})
+    for name in [*wrong, "eos_token_id"]:
+        assert f"{name} is" in str(error.value)
+
+
+def test_sizes_and_scales_derived_from_the_fields():
+    config = GPT2Config(n_embd=20, n_head=4, scale_attn_by_inverse_layer_idx=True)
+    assert (config.head_size, config.inner_size) == (5, 80)
+    assert config.attention_scale(2) == 5**-0.5 / 3
+    assert GPT2Config(n_inner=7, scale_attn_weights=False).inner_size == 7
+    assert GPT2Config(scale_attn_weights=False).attention_scale(3) == 1.0

@@ -1,0 +1,448 @@
+"""Damaged and hostile weight files: each is refused with a sentence, and nothing in them ever runs."""
+
+import collections
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.tiny_checkpoint import random_tensors, write_checkpoint, write_config
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers.pickle_reader import PickleReader
+from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.torch_file import read_torch
+
+TENSORS = random_tensors()
+
+
+def refuse(path, match=""):
+    """The sentence with which a file is refused, always naming the file."""
+    read = read_safetensors if path.suffix == ".safetensors" else read_torch
+    with pytest.raises(CheckpointError, match=match) as error:
+        read(path)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+# safetensors
+
+
+def safetensors_bytes(header, data=b"\0" * 64, size=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+def entry(start, end, shape=(4,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+WHOLE = safetensors_bytes({"a": entry(0, 16), "b": entry(16, 64, (3, 4))})
+DAMAGED_SAFETENSORS = {
+    "nothing after the length": WHOLE[:8],
+    "less than a length": WHOLE[:5],
+    "header cut": WHOLE[:30],
+    "data cut": WHOLE[:-1],
+    "data too long": WHOLE + b"x",
+    "length 0": b"\0" * 8 + WHOLE[8:],
+    "length one short": safetensors_bytes({"a": entry(0, 64, (16,))}, size=60),
+    "length beyond the file": safetensors_bytes({"a": entry(0, 64, (16,))}, size=10**6),
+    "length 2**63": safetensors_bytes({"a": entry(0, 64, (16,))}, size=2**63),
+    "length 2**64 - 1": safetensors_bytes({"a": entry(0, 64, (16,))}, size=2**64 - 1),
+    "not JSON": safetensors_bytes(b"{'a': 1}"),
+    "a list": safetensors_bytes([]),
+    "not UTF-8": safetensors_bytes(b'{"\xff": 1}'),
+    "deep JSON": safetensors_bytes(b'{"a":' * 10_000),
+    "overlap": safetensors_bytes({"a": entry(0, 32, (8,)), "b": entry(16, 64, (12,))}),
+    "same bytes twice": safetensors_bytes({"a": entry(0, 64, (16,)), "b": entry(0, 64, (16,))}),
+    "hole": safetensors_bytes({"a": entry(0, 16), "b": entry(32, 64, (8,))}),
+    "offsets backwards": safetensors_bytes({"a": entry(64, 0, (16,))}),
+    "offsets negative": safetensors_bytes({"a": entry(-16, 64, (20,))}),
+    "offsets beyond the file": safetensors_bytes({"a": entry(0, 128, (32,))}),
+    "one offset": safetensors_bytes({"a": {"dtype": "F32", "shape": [16], "data_offsets": [0]}}),
+    "shape larger than the bytes": safetensors_bytes({"a": entry(0, 64, (32,))}),
+    "shape smaller than the bytes": safetensors_bytes({"a": entry(0, 64, (4,))}),
+    "shape that overflows": safetensors_bytes({"a": entry(0, 64, (2**62, 2**62))}),
+    "shape negative": safetensors_bytes({"a": entry(0, 64, (-16,))}),
+    "shape of text": safetensors_bytes({"a": {"dtype": "F32", "shape": "16", "data_offsets": [0, 64]}}),
+    "no shape": safetensors_bytes({"a": {"dtype": "F32", "data_offsets": [0, 64]}}),
+    "unknown dtype": safetensors_bytes({"a": entry(0, 64, (16,), "F31")}),
+    "HTML": b"<!DOCTYPE html><html><body>404</body></html>",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_SAFETENSORS)
+def test_damaged_safetensors(tmp_path, name):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(DAMAGED_SAFETENSORS[name])
+    refuse(path, "not a whole safetensors file")
+
+
+def test_the_undamaged_file_of_these_tests_is_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(WHOLE)
+    assert {name: tensor.shape for name, tensor in read_safetensors(path).items()} == {"a": (4,), "b": (3, 4)}
+
+
+def test_a_folder_in_place_of_a_file(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    refuse(tmp_path / "model.safetensors", "cannot be read")
+
+
+def test_sizes_in_config_json_that_lie_allocate_nothing(tmp_path):
+    for field in ("n_embd", "n_inner", "vocab_size", "n_positions"):
+        with pytest.raises(CheckpointError, match=r"config\.json asks for"):
+            Checkpoint.open(write_checkpoint(tmp_path, **{field: 2**31 - 2}))
+
+
+# pytorch_model.bin
+
+
+def torch_bytes(value, legacy=False):
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=not legacy)
+    return buffer.getvalue()
+
+
+STATE = {name: torch.from_numpy(array) for name, array in TENSORS.items()}
+ZIP = torch_bytes(STATE)
+LEGACY = torch_bytes(STATE, legacy=True)
+
+
+def rewrite_zip(data=ZIP, compression=zipfile.ZIP_STORED, **changes):
+    """The archive with entries replaced, dropped (None) or added; `data__0` stands for data/0."""
+    changes = {name.replace("__", "/").replace("_pkl", ".pkl"): value for name, value in changes.items()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w", compression) as new:
+        entries = {info.filename.partition("/")[2]: old.read(info) for info in old.infolist()}
+        for name, content in (entries | changes).items():
+            if content is not None:
+                new.writestr(f"archive/{name}", content)
+    return buffer.getvalue()
+
+
+def write_bin(folder, data):
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(data)
+    return path
+
+
+class Call:
+    """Pickled as a call of `function` with `arguments`."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+# Each leaves a file named "witness" in the current folder, if it ever runs.
+CALLS = {
+    "system": Call(os.system, "touch witness"),
+    "eval": Call(eval, "open('witness', 'w')"),
+    "exec": Call(exec, "open('witness', 'w')"),
+    "open": Call(io.open, "witness", "w"),
+    "getattr": Call(Path.touch, Path("witness")),  # pickled as getattr(Path, "touch")
+    "numpy": Call(np.save, "witness", 1),
+    "torch": Call(torch.save, 1, "witness"),
+    "harmless": Call(collections.Counter, "a"),
+}
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_pickle_that_calls_anything_is_refused_and_nothing_runs(tmp_path, monkeypatch, call, form):
+    monkeypatch.chdir(tmp_path)
+    hostile = pickle.dumps({"transformer.wte.weight": CALLS[call]}, protocol=2)
+    data = rewrite_zip(data_pkl=hostile) if form == "zip" else b"".join([*legacy_head(), hostile])
+    assert "asks for '" in refuse(write_bin(tmp_path, data), "nothing was run")
+    assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("call", ["system", "eval", "open", "getattr"])
+def test_the_attacks_of_these_tests_are_real(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickle.dumps(CALLS[call], protocol=2))
+    assert (tmp_path / "witness").exists()
+
+
+def legacy_head():
+    return [pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+
+
+def program(*lines):
+    """A pickle written by hand, protocol 2."""
+    return b"\x80\x02" + b"".join(lines) + b"."
+
+
+def name(module, attribute):
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def text(value):
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
+TENSOR = name("torch._utils", "_rebuild_tensor_v2")
+ORDERED_DICT = name("collections", "OrderedDict")
+HOSTILE_PROGRAMS = {
+    # Names that are admitted, used for what they are not for.
+    "call of a storage class": name("torch", "FloatStorage") + b")R",
+    "call of a dict": b"})R",
+    "call of a tensor": TENSOR + b"(" + STORAGE + b"K\x00K\x04\x85K\x01\x85\x89}tR" + b")R",
+    "call of text": text("os.system") + text("ls") + b"\x85R",
+    "call without a tuple": ORDERED_DICT + b"]R",
+    "OrderedDict of text": ORDERED_DICT + text("ab") + b"\x85R",
+    "OrderedDict of a number": ORDERED_DICT + b"K\x05\x85R",
+    "OrderedDict of many": ORDERED_DICT + b"]]]\x87R",
+    "tensor of nothing": TENSOR + b")R",
+    "tensor of text": TENSOR + b"(" + text("s") + b"K\x00))\x89}tR",
+    "tensor with negative offset": TENSOR + b"(" + STORAGE + b"J\xff\xff\xff\xffK\x04\x85K\x01\x85\x89}tR",
+    "tensor with negative stride": TENSOR + b"(" + STORAGE + b"K\x03K\x04\x85J\xff\xff\xff\xff\x85\x89}tR",
+    "tensor with a bool in its shape": TENSOR + b"(" + STORAGE + b"K\x00\x88\x85K\x01\x85\x89}tR",
+    "tensor with strides missing": TENSOR + b"(" + STORAGE + b"K\x00K\x02K\x02\x86K\x01\x85\x89}tR",
+    "tensor with a list for its shape": TENSOR + b"(" + STORAGE + b"K\x00]K\x04aK\x01\x85\x89}tR",
+    "parameter of text": name("torch._utils", "_rebuild_parameter") + b"(" + text("x") + b"\x89}tR",
+    # Attributes set, keys that are no names, and other instructions.
+    "attributes of a name": ORDERED_DICT + b"}" + text("__init__") + text("x") + b"sb",
+    "attributes of a tensor": TENSOR + b"(" + STORAGE + b"K\x00K\x04\x85K\x01\x85\x89}tR}" + text("shape") + b"K\x09sb",
+    "items of a list": b"]" + text("a") + text("b") + b"s",
+    "appended to a dict": b"}" + text("a") + b"a",
+    "a tuple as a key": b"})K\x01s",
+    "an odd number of items": b"}(" + text("a") + b"u",
+    "NEWOBJ": ORDERED_DICT + b")\x81",
+    "INST": b"(iposix\nsystem\n",
+    "OBJ": b"(" + ORDERED_DICT + b"o",
+    "EXT1": b"\x82\x01",
+    "STACK_GLOBAL": text("os") + text("system") + b"\x93",
+    "PERSID": b"P0\n",
+    "DUP": b"K\x002",
+    "LONG4": b"\x8b\xff\xff\xff\x7f",
+    # Storages.
+    "persistent id of text": text("0") + b"Q",
+    "persistent id of a module": b"(" + text("module") + name("torch", "FloatStorage") + b"K\x00K\x00K\x00tQ",
+    "persistent id without a class": b"(" + text("storage") + text("f") + text("0") + text("cpu") + b"K\x04tQ",
+    "persistent id with a number": b"(" + text("storage") + name("torch", "FloatStorage") + b"K\x00K\x00K\x00tQ",
+    "persistent id too short": b"(" + text("storage") + b"tQ",
+    "a view of a storage": STORAGE.replace(b"tQ", b"(K\x01K\x01ttQ"),
+    # Damage.
+    "empty stack": b"",
+    "two results": b"NN",
+    "nothing to build on": b"}b",
+    "nothing to pop": b"R",
+    "no mark": b"t",
+    "nothing remembered": b"h\x07",
+    "an instruction that does not exist": b"\xff",
+    "text cut short": b"X\xff\xff\xff\x7fabc",
+    "a tuple of more than there is": b"N\x87",
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_PROGRAMS)
+def test_a_pickle_that_means_no_state_dict(tmp_path, case):
+    reader = PickleReader(io.BytesIO(program(HOSTILE_PROGRAMS[case])), "here.bin")
+    with pytest.raises(CheckpointError, match=r"here\.bin (holds a damaged pickle|asks for)"):
+        reader.read()
+
+
+def test_a_pickle_without_end_and_one_that_only_grows(tmp_path):
+    for data, sentence in ((b"\x80\x02N", "damaged pickle"), (program(b"N" * 2_000_000), "more than 1000000")):
+        with pytest.raises(CheckpointError, match=sentence):
+            PickleReader(io.BytesIO(data), "here.bin").read()
+
+
+def view(offset=0, shape=(4,), strides=(1,)):
+    """A state dict of one view of a storage of 4 elements, as its own pickle."""
+    numbers = [pickle.dumps(value, protocol=2)[2:-1] for value in (offset, shape, strides)]
+    # dumps remembers tuples under numbers: harmless, nothing here asks for them
+    tensor = TENSOR + b"(" + STORAGE + b"".join(numbers) + b"\x89}tR"
+    return program(b"}" + text("a") + tensor + b"s")
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "strides"),
+    [
+        (1, (4,), (1,)),
+        (0, (5,), (1,)),
+        (0, (4,), (2,)),
+        (0, (2, 2), (3, 1)),
+        (10**30, (1,), (1,)),
+        (0, (2**62, 2**62), (1, 1)),
+        (0, (10**9,), (0,)),
+        (4, (1,), (1,)),
+        (5, (0,), (1,)),
+    ],
+)
+def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, strides):
+    whole = rewrite_zip(torch_bytes({"a": torch.arange(4.0)}), data_pkl=view())
+    assert read_torch(write_bin(tmp_path, whole))["a"].float32().tolist() == [0, 1, 2, 3]
+    outside = rewrite_zip(whole, data_pkl=view(offset, shape, strides))
+    refuse(write_bin(tmp_path, outside), "truncated or damaged")
+
+
+BAD_ZIPS = {
+    "an entry outside": (lambda: moved(ZIP, 2**31), "begins outside"),
+    "an entry elsewhere": (lambda: moved(ZIP, 10), "damaged zip archive"),
+    "compressed": (lambda: rewrite_zip(compression=zipfile.ZIP_DEFLATED), "compressed, encrypted or repeated"),
+    "a bomb": (
+        lambda: rewrite_zip(compression=zipfile.ZIP_LZMA, data__0=b"\0" * 10**7),
+        "compressed, encrypted or repeated",
+    ),
+    "encrypted": (lambda: flagged(ZIP, 0, 1), "compressed, encrypted or repeated"),
+    "a name that is not UTF-8": (
+        lambda: flagged(ZIP.replace(b"archive/data.pkl", b"archive/data\xffpkl"), 1, 8),
+        "damaged zip archive",
+    ),
+    "an entry twice": (lambda: repeated(ZIP), "compressed, encrypted or repeated"),
+    "no data.pkl": (lambda: rewrite_zip(data_pkl=None), r"without data\.pkl"),
+    "no storage": (lambda: rewrite_zip(data__0=None), "holds 0 bytes for the storage"),
+    "a storage cut": (lambda: rewrite_zip(data__0=b"\0" * 12), "holds 12 bytes for the storage"),
+    "big-endian": (lambda: rewrite_zip(byteorder=b"big"), "big-endian"),
+    "end cut": (lambda: ZIP[:-30], "damaged zip archive"),
+    "half": (lambda: ZIP[: len(ZIP) // 2], "damaged zip archive"),
+    "start cut": (lambda: b"PK\x03\x04" + ZIP[5000:], "damaged"),
+    "signature only": (lambda: b"PK\x03\x04", "damaged zip archive"),
+    "data.pkl cut": (lambda: rewrite_zip(data_pkl=pickle_of(ZIP)[:-40]), "damaged pickle"),
+    "data.pkl empty": (lambda: rewrite_zip(data_pkl=b""), "damaged pickle"),
+    "a list": (lambda: torch_bytes([torch.zeros(1)]), "holds a list"),
+    "one tensor": (lambda: torch_bytes(torch.zeros(1)), "holds a StridedView"),
+    "a wrapped state dict": (lambda: torch_bytes({"state_dict": STATE, "epoch": 3}), "under: state_dict, epoch"),
+    "a state dict with a number": (lambda: torch_bytes({**STATE, "epoch": 3}), "under: epoch"),
+    "a number as a name": (lambda: torch_bytes({1: torch.zeros(1)}), "under: 1"),
+    "a whole model": (lambda: torch_bytes(torch.nn.Linear(2, 2)), r"'torch\.nn\.modules\.linear\.Linear'"),
+    "NumPy arrays": (lambda: torch_bytes({"a": np.zeros(2)}), r"asks for 'numpy"),
+    "a sparse tensor": (lambda: torch_bytes({"a": torch.eye(2).to_sparse()}), r"asks for 'torch\._utils"),
+    "complex numbers": (lambda: torch_bytes({"a": torch.zeros(2, dtype=torch.cfloat)}), r"asks for 'torch\.Complex"),
+    "protocol 4": (lambda: protocol_4(), "asks for the pickle instruction"),
+}
+
+
+def pickle_of(data):
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return archive.read("archive/data.pkl")
+
+
+def flagged(data, byte, bits):
+    """The archive with bits of the flags set on every entry of its directory."""
+    data = bytearray(data)
+    place = data.find(b"PK\x01\x02")
+    while place >= 0:
+        data[place + 8 + byte] |= bits
+        place = data.find(b"PK\x01\x02", place + 4)
+    return bytes(data)
+
+
+def moved(data, distance):
+    """The archive whose directory says that the last storage lies further on."""
+    place = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/")) + 42
+    (offset,) = struct.unpack_from("<I", data, place)
+    return data[:place] + struct.pack("<I", offset + distance) + data[place + 4 :]
+
+
+def repeated(data):
+    buffer = io.BytesIO(data)
+    with zipfile.ZipFile(buffer, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("archive/data.pkl", b"x")
+    return buffer.getvalue()
+
+
+def protocol_4():
+    buffer = io.BytesIO()
+    torch.save(STATE, buffer, pickle_protocol=4)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("case", BAD_ZIPS)
+def test_a_zip_archive_that_is_no_state_dict(tmp_path, case):
+    make, sentence = BAD_ZIPS[case]
+    refuse(write_bin(tmp_path, make()), sentence)
+
+
+def legacy(structure, keys, data=b"", head=None):
+    parts = [*(head or legacy_head()), structure, pickle.dumps(keys, protocol=2)]
+    return b"".join(parts) + data
+
+
+FOUR = struct.pack("<Q4f", 4, 0, 1, 2, 3)
+BAD_LEGACY = {
+    "storage cut": (lambda: legacy(view(), ["0"], FOUR[:-1]), "truncated or damaged"),
+    "no storage": (lambda: legacy(view(), ["0"]), "truncated or damaged"),
+    "no key": (lambda: legacy(view(), []), "truncated or damaged"),
+    "count that lies": (lambda: legacy(view(), ["0"], b"\xff" * 8 + FOUR[8:20]), "truncated or damaged"),
+    "count too small": (lambda: legacy(view(), ["0"], b"\x03" + FOUR[1:]), "truncated or damaged"),
+    "unknown key": (lambda: legacy(view(), ["1"], FOUR), "no tensor uses"),
+    "key that is a tuple": (lambda: legacy(view(), [()], FOUR), "no tensor uses"),
+    "keys that are no list": (lambda: legacy(view(), {}, FOUR), "no tensor uses"),
+    "other magic number": (
+        lambda: legacy(view(), ["0"], FOUR, [pickle.dumps(7, 2), *legacy_head()[1:]]),
+        "does not begin",
+    ),
+    "other version": (
+        lambda: legacy(view(), ["0"], FOUR, [legacy_head()[0], pickle.dumps(1002, 2), legacy_head()[2]]),
+        "does not begin",
+    ),
+    "big-endian": (
+        lambda: legacy(view(), ["0"], FOUR, [*legacy_head()[:2], pickle.dumps({"little_endian": False}, 2)]),
+        "big-endian",
+    ),
+    "structure cut": (lambda: LEGACY[:400], "damaged pickle"),
+    "data cut": (lambda: LEGACY[:-100], "truncated or damaged"),
+    "HTML": (lambda: b"<html>", "does not begin"),
+    "text": (lambda: b"cposix\nsystem\n(S'ls'\ntR.", "does not begin"),
+    "a tar file": (lambda: b"storages\0" + b"\0" * 2000, "does not begin"),
+    "a gzip file": (lambda: b"\x1f\x8b\x08" + b"\0" * 99, "does not begin"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LEGACY)
+def test_a_legacy_file_that_is_no_state_dict(tmp_path, case):
+    make, sentence = BAD_LEGACY[case]
+    refuse(write_bin(tmp_path, make()), sentence)
+
+
+def test_the_undamaged_legacy_file_of_these_tests_is_read(tmp_path):
+    path = write_bin(tmp_path, legacy(view(), ["0"], FOUR))
+    assert read_torch(path)["a"].float32().tolist() == [0, 1, 2, 3]
+
+
+def damage(data, draw):
+    """A few bytes changed, a piece cut out, or the end cut off."""
+    kind = draw(st.sampled_from(["bytes", "cut", "end"]))
+    place = draw(st.integers(0, len(data) - 1))
+    if kind == "bytes":
+        new = draw(st.binary(min_size=1, max_size=8))
+        return data[:place] + new + data[place + len(new) :]
+    return data[:place] + (b"" if kind == "end" else data[place + draw(st.integers(1, 64)) :])
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape")  # pickletools, of text that damage made
+@pytest.mark.parametrize("form", ["model.safetensors", "zip", "legacy"])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_damage_is_either_refused_or_harmless(tmp_path, form, data):
+    """Whatever happens to a file: a CheckpointError, or tensors that lie inside it; no crash, no other error."""
+    for path in tmp_path.glob("*.bin"):
+        path.unlink()
+    if form == "model.safetensors":
+        path = write_checkpoint(tmp_path) / form
+    else:
+        write_config(tmp_path)
+        path = write_bin(tmp_path, ZIP if form == "zip" else LEGACY)
+    path.write_bytes(damage(path.read_bytes(), data.draw))
+    try:
+        checkpoint = Checkpoint.open(tmp_path)
+    except CheckpointError:
+        return
+    for name in checkpoint.parameters:
+        assert checkpoint.tensor(name).dtype == np.float32

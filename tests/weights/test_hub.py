@@ -1,0 +1,142 @@
+"""A Hub id from first download to offline use, against a Hub on the loopback interface."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support.hub_server import HubServer
+from support.paths import ROOT
+from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
+
+# huggingface_hub reads its environment when it is imported, so each use has a process of its own.
+PROGRAM = """
+import json, sys
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import Checkpoint
+try:
+    checkpoint = Checkpoint.open(sys.argv[1])
+except CheckpointError as error:
+    print(json.dumps({"error": str(error)}))
+else:
+    files = sorted(path.name for path in checkpoint.path.iterdir())
+    print(json.dumps({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()}))
+"""
+BIAS = random_tensors()["transformer.ln_f.bias"].tolist()
+UNWANTED = ("tf_model.h5", "README.md", ".gitattributes", "onnx/model.safetensors", "training_args.bin")
+
+
+def open_checkpoint(home, endpoint, model, **environment):
+    """What a fresh process says that opens `model` with its cache in `home`, and its stderr."""
+    kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    kept = {name: value for name, value in kept.items() if not name.startswith("HF_")}
+    env = kept | {"PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment}
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, model], capture_output=True, text=True, env=env, cwd=home.parent, timeout=100
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout), process.stderr
+
+
+def hub_folder(folder):
+    """A checkpoint with tokenizer files and with what a Hub repository holds besides."""
+    write_checkpoint(folder)
+    write_json(folder / "generation_config.json", {"eos_token_id": [2]})
+    (folder / "vocab.json").write_text("{}")
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    for name in (*UNWANTED, "pytorch_model.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"never wanted")
+    return folder
+
+
+def bin_folder(folder):
+    import torch
+
+    folder = hub_folder(folder)
+    (folder / "model.safetensors").unlink()
+    tensors = {name: torch.from_numpy(array) for name, array in random_tensors().items()}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return folder
+
+
+def sharded_folder(folder):
+    from safetensors.numpy import save_file
+
+    folder = hub_folder(folder)
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-{1 + len(name) % 2:05}-of-00002.safetensors" for name in random_tensors()}
+    for shard in set(weight_map.values()):
+        save_file({n: t for n, t in random_tensors().items() if weight_map[n] == shard}, folder / shard)
+    write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
+    return folder
+
+
+COMMON = ["config.json", "generation_config.json", "merges.txt", "vocab.json"]
+FOLDERS = {
+    "safetensors": (hub_folder, ["model.safetensors"]),
+    "bin": (bin_folder, ["pytorch_model.bin"]),
+    "shards": (
+        sharded_folder,
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FOLDERS)
+def test_downloaded_once_then_cached_then_offline(tmp_path, form):
+    make, weights = FOLDERS[form]
+    home = tmp_path / "home"
+    with HubServer({"owner/tiny": make(tmp_path / "repo")}) as hub:
+        first, progress = open_checkpoint(home, hub.url, "owner/tiny")
+        assert first == {"files": sorted(COMMON + weights), "bias": BIAS}
+        assert hub.downloaded() == first["files"]  # only what is needed
+        assert "Fetching" in progress
+        hub.requests.clear()
+        assert open_checkpoint(home, hub.url, "owner/tiny")[0] == first
+        assert hub.downloaded() == []
+        hub.requests.clear()
+        assert open_checkpoint(home, hub.url, "owner/tiny", HF_HUB_OFFLINE="1")[0] == first
+        assert hub.requests == []
+    assert open_checkpoint(home, hub.url, "owner/tiny", HF_HUB_OFFLINE="1")[0] == first
+    assert open_checkpoint(home, hub.url, "owner/tiny")[0] == first  # no network, nobody said so
+
+
+def test_an_id_without_an_owner(tmp_path):
+    with HubServer({"tiny": hub_folder(tmp_path / "repo")}) as hub:
+        assert open_checkpoint(tmp_path / "home", hub.url, "tiny")[0]["bias"] == BIAS
+
+
+def test_a_local_folder_needs_no_hub(tmp_path):
+    hub_folder(tmp_path / "owner")
+    with HubServer({}) as hub:
+        assert open_checkpoint(tmp_path / "home", hub.url, "owner")[0]["bias"] == BIAS
+        assert hub.requests == []
+
+
+def test_what_cannot_be_had_is_a_sentence(tmp_path):
+    home = tmp_path / "home"
+    folders = {"owner/tiny": hub_folder(tmp_path / "repo"), "owner/none": tmp_path / "none"}
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "README.md").write_text("x")
+
+    def error(model, **environment):
+        return open_checkpoint(home, hub.url, model, **environment)[0]["error"]
+
+    with HubServer(folders, gated={"owner/tiny"}) as hub:
+        assert "no such model on the Hub" in error("owner/tyni")
+        assert "hf auth login" in error("owner/tyni")
+        assert "asks for consent to its terms" in error("owner/tiny")
+        assert "nor a Hub id such as" in error("white space")
+        assert "owner/none on the Hub has no config.json" in error("owner/none")
+        assert "HF_HUB_OFFLINE forbids downloads" in error("owner/other", HF_HUB_OFFLINE="1")
+    assert "cannot be reached" in error("owner/other")
+
+
+def test_huggingface_hub_is_imported_for_hub_ids_alone():
+    program = "import sys, tinygpt.weights.checkpoint as c; c.Checkpoint.open('demo'); "
+    program += "assert not {'huggingface_hub', 'torch', 'transformers'} & set(sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env)

@@ -1,0 +1,104 @@
+"""Random checkpoints: GPT-2's shapes, the same bits every time, and no files."""
+
+import numpy as np
+import pytest
+
+from scripts.peers.checkpoints import make_random
+from tinygpt import LLM, SamplingParams
+from tinygpt.bench.work import num_parameters
+from tinygpt.cli import main as cli
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.weights.architectures.gpt2 import stored_shapes
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.random_checkpoint import SHAPES, RandomCheckpoint
+from tinygpt.weights.stored.packed import open_checkpoint
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> RandomCheckpoint:
+    return RandomCheckpoint.open("random:tiny")
+
+
+# Counted by transformers' GPT2LMHeadModel of these sizes.
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [("124M", 124_439_808), ("355M", 354_823_168), ("774M", 774_030_080), ("1.5B", 1_557_611_200)],
+)
+def test_shapes_have_as_many_parameters_as_gpt2(shape, count):
+    config = SHAPES[shape]
+    assert num_parameters(config) == count
+    shapes = stored_shapes(config)
+    assert sum(np.prod(shapes[name], dtype=int) for name in RandomCheckpoint.open(f"random:{shape}").names) == count
+
+
+def test_tensors_are_the_same_bits_in_any_order(checkpoint):
+    there = {name: checkpoint.tensor(name) for name in checkpoint.names}
+    again = RandomCheckpoint.open("random:tiny")
+    for name in reversed(again.names):
+        np.testing.assert_array_equal(again.tensor(name), there[name], err_msg=name)
+
+
+def test_tensors_of_one_shape_differ(checkpoint):
+    tensors = [checkpoint.tensor(f"h.{layer}.{name}.weight") for layer in (0, 1) for name in ("ln_1", "ln_2")]
+    for i, tensor in enumerate(tensors):
+        assert not any(np.array_equal(tensor, other) for other in tensors[:i])
+
+
+def test_the_distribution_has_std_002(checkpoint):
+    for name in checkpoint.names:
+        tensor = checkpoint.tensor(name)
+        is_gain = "ln_" in name and name.endswith(".weight")
+        assert tensor.dtype == np.float32
+        assert abs(tensor.mean() - is_gain) < 0.01, name
+        assert 0.01 < tensor.std() < 0.03, name
+
+
+def test_matrices_are_out_by_in_and_the_head_is_the_embedding(checkpoint):
+    assert checkpoint.tensor("h.1.attn.c_attn.weight").shape == (192, 64)
+    assert checkpoint.stored("h.1.attn.c_attn.weight").shape == (64, 192)
+    np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), checkpoint.tensor("wte.weight"))
+    assert checkpoint.tied
+
+
+def test_a_model_of_random_weights_generates():
+    with LLM("random:tiny") as llm:
+        first, second = llm.generate([[1, 2, 3], [4]], GREEDY)
+        (alone,) = llm.generate([[1, 2, 3]], GREEDY)
+    assert len(first.outputs[0].token_ids) == len(second.outputs[0].token_ids) == 8
+    assert alone.outputs[0].token_ids == first.outputs[0].token_ids
+    assert first.outputs[0].text is None
+
+
+def test_it_is_the_model_of_the_same_tensors_in_a_file(tmp_path):
+    make_random("tiny", tmp_path)
+    with LLM("random:tiny") as drawn, LLM(str(tmp_path)) as read:
+        np.testing.assert_array_equal(drawn.logits([5, 6, 7]), read.logits([5, 6, 7]))
+
+
+def test_it_has_no_tokenizer():
+    with LLM("random:tiny") as llm:
+        with pytest.raises(CheckpointError, match="random:tiny has no tokenizer"):
+            llm.tokenizer  # noqa: B018
+        with pytest.raises(CheckpointError, match="no tokenizer"):
+            llm.generate("Once")
+
+
+def test_an_unknown_shape_is_refused():
+    with pytest.raises(CheckpointError, match=r"random:9B is no random checkpoint: give one of .*random:1\.5B"):
+        open_checkpoint("random:9B")
+
+
+def test_what_needs_files_is_refused(tmp_path, capsys):
+    with pytest.raises(CheckpointError, match="random:tiny is drawn in memory and has no files"):
+        Checkpoint.open("random:tiny")
+    assert cli.main(["info", "random:tiny"]) == 1
+    assert cli.main(["convert", "random:tiny", str(tmp_path / "packed")]) == 2
+    assert capsys.readouterr().err.count("drawn in memory") == 2
+    assert not any(tmp_path.iterdir())
+
+
+def test_positions_are_gpt2s():
+    with LLM("random:tiny", max_num_seqs=1) as llm, pytest.raises(RequestError, match="1024"):
+        llm.generate([[0] * 1024], GREEDY)

@@ -1,0 +1,150 @@
+"""Soft prompts: what PEFT writes is read to the arrays that PEFT itself would put in front of a text."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tinygpt.config import GPT2Config
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+
+peft = pytest.importorskip("peft", reason="peft, which the soft prompts are compared with, is not installed")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
+P, L, H, D = 5, 3, 2, 4
+CONFIG = GPT2Config(vocab_size=23, n_positions=16, n_embd=H * D, n_layer=L, n_head=H)
+TUNINGS = {
+    "prompt-tuning": (peft.PromptTuningConfig, {}),
+    "p-tuning-mlp": (peft.PromptEncoderConfig, {"encoder_hidden_size": 6}),
+    "p-tuning-lstm": (
+        peft.PromptEncoderConfig,
+        {"encoder_hidden_size": 6, "encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.0},
+    ),
+    "prefix-tuning": (peft.PrefixTuningConfig, {}),
+    "prefix-tuning-projected": (peft.PrefixTuningConfig, {"prefix_projection": True, "encoder_hidden_size": 6}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder that PEFT wrote, and what PEFT puts in front of a text when it reads that folder again."""
+
+    folder: Path
+    prompt: object
+
+
+def make_case(name: str, folder: Path) -> Case:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 23, "n_positions": 16, "n_embd": H * D, "n_layer": L, "n_head": H}
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    tuning, fields = TUNINGS[name]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, tuning(task_type="CAUSAL_LM", num_virtual_tokens=P, **fields)).eval()
+        for parameter in model.prompt_encoder.parameters():
+            parameter.add_(torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        prompt = peft.PeftModel.from_pretrained(model.get_base_model(), folder).get_prompt(batch_size=1)
+    return Case(folder, prompt)
+
+
+@pytest.mark.parametrize("name", [name for name in TUNINGS if name.startswith("p-") or name == "prompt-tuning"])
+def test_embeddings_equal_those_of_peft(name, tmp_path):
+    case = make_case(name, tmp_path)
+    prompt = read_soft_prompt(case.folder, CONFIG)
+    assert (prompt.kind, len(prompt), prompt.embeds.dtype) == ("prompt", P, np.float32)
+    np.testing.assert_array_equal(prompt.embeds, case.prompt[0].numpy())  # (P, C)
+
+
+@pytest.mark.parametrize("name", [name for name in TUNINGS if name.startswith("prefix-")])
+def test_keys_and_values_equal_those_of_peft(name, tmp_path):
+    case = make_case(name, tmp_path)
+    prompt = read_soft_prompt(case.folder, CONFIG)
+    assert (prompt.kind, len(prompt), prompt.embeds) == ("prefix", P, None)
+    assert prompt.keys.shape == prompt.values.shape == (L, H, P, D)
+    assert prompt.keys.dtype == prompt.values.dtype == np.float32
+    for layer, expected in enumerate(case.prompt.layers):
+        np.testing.assert_array_equal(prompt.keys[layer], expected.keys[0].numpy())
+        np.testing.assert_array_equal(prompt.values[layer], expected.values[0].numpy())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("prompt-tuning", "prompt"), ("prefix-tuning", "prefix")])
+def test_a_file_alone_is_told_by_its_width(name, kind, tmp_path):
+    case = make_case(name, tmp_path)
+    alone = read_soft_prompt(case.folder / "adapter_model.safetensors", CONFIG)
+    whole = read_soft_prompt(str(case.folder), CONFIG)
+    assert alone.kind == whole.kind == kind
+    for field in ("embeds", "keys", "values"):
+        np.testing.assert_array_equal(getattr(alone, field), getattr(whole, field))
+
+
+def test_half_precision_becomes_float32(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((P, H * D)).astype(np.float16)
+    save_file({"prompt_embeddings": rows}, tmp_path / "mine.safetensors")
+    embeds = read_soft_prompt(tmp_path / "mine.safetensors", CONFIG).embeds
+    assert embeds.dtype == np.float32
+    np.testing.assert_array_equal(embeds, rows)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    return make_case("prefix-tuning", tmp_path_factory.mktemp("prefix")).folder
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_tensors(folder: Path, **changes: np.ndarray) -> None:
+    save_file(load_file(folder / "adapter_model.safetensors") | changes, folder / "adapter_model.safetensors")
+
+
+def rows(width: int, count: int = P) -> np.ndarray:
+    return np.zeros((count, width), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda folder: change_config(folder, peft_type="LORA"), "type 'LORA' and must be one of PROMPT_TUNING"),
+        (lambda folder: change_config(folder, peft_type="PROMPT_TUNING"), "peft_type is 'PROMPT_TUNING'"),
+        (lambda folder: change_config(folder, num_transformer_submodules=2), "num_transformer_submodules is 2"),
+        (lambda folder: change_config(folder, num_attention_heads=4), "num_attention_heads is 4 and should be 2"),
+        (lambda folder: change_config(folder, num_virtual_tokens=4), "num_virtual_tokens is 4 and should be 5"),
+        (lambda folder: change_config(folder, token_dim=[8]), "token_dim is [8] and should be 8"),
+        (lambda folder: change_tensors(folder, more=rows(1)), "must hold one tensor, prompt_embeddings"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=rows(7)), "of shape (5, 7)"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48)[0]), "of shape (48,)"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48, 16)), "holds 16 virtual tokens"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48, 0)), "holds 0 virtual tokens"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48).astype(int)), "prompt_embeddings is I64"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "holds no weights"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_by_name(written, tmp_path, change, named):
+    for path in written.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    change(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        read_soft_prompt(tmp_path, CONFIG)
+    assert named in str(refusal.value)
+
+
+def test_a_model_of_another_size_is_refused(written):
+    other = GPT2Config(n_positions=16, n_embd=6, n_layer=L, n_head=H)
+    with pytest.raises(CheckpointError, match=r"takes a width of 6 \(prompt tuning and p-tuning\) or 36"):
+        read_soft_prompt(written, other)
+
+
+@pytest.mark.parametrize("given", ["no/such/file.safetensors", None])
+def test_a_soft_prompt_that_is_not_there_is_refused(given):
+    with pytest.raises(CheckpointError, match=r"no/such/file.safetensors|must be the path"):
+        read_soft_prompt(given, CONFIG)

@@ -1,0 +1,88 @@
+"""Many prompts from a file: check all of them, skip those already answered, write each as it finishes."""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinygpt.cli import loading
+from tinygpt.cli.messages import Speed, counted, say
+from tinygpt.cli.output_file import Earlier, check_dtype, check_output, open_after, read_earlier
+from tinygpt.cli.prompts_file import PromptRecord, read_prompts, refuse
+from tinygpt.cli.records import record_line
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tinygpt.llm import LLM
+
+
+def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
+    """Answer the prompts of --input; `params` where a line has no field of its own.
+
+    Raises RequestError, before any work, that lists every line which is impossible.
+    """
+    source, target = Path(args.input), None if args.output is None else Path(args.output)
+    if target is not None:
+        check_output(target, source)
+    prompts = read_prompts(source, params)
+    earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
+    pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
+    if len(pending) < len(prompts):
+        say(f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped: {target} has their records")
+
+    def check(llm: "LLM") -> None:
+        check_dtype(target, earlier, llm.dtype)
+        _check_lengths(llm, source, pending)
+
+    with _writer(target, earlier) as write:
+        if pending:
+            llm = loading.load_llm(args, check)
+            speed = _answer(llm, args.model, pending, len(prompts), write)
+            say(f"{counted(len(pending), 'prompt')}, {speed}, seeds in their records")
+
+
+def _check_lengths(llm: "LLM", source: Path, prompts: list[PromptRecord]) -> None:
+    """What only the model and its tokenizer can tell: RequestError for all lines at once."""
+    problems = {}
+    for prompt in prompts:
+        try:
+            llm.generate_as_finished([prompt.prompt], prompt.params)
+        except RequestError as error:
+            problems[prompt.line] = str(error)
+    refuse(source, problems)
+
+
+def _answer(llm: "LLM", model: str, pending: list[PromptRecord], total: int, write: Callable[[str], None]) -> Speed:
+    """Generate, with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    started, tokens, num_truncated = time.perf_counter(), 0, 0
+    outputs = llm.generate_as_finished([prompt.prompt for prompt in pending], [prompt.params for prompt in pending])
+    # disable=None: no bar where stderr is no terminal.
+    with tqdm(total=total, initial=total - len(pending), unit=" prompts", disable=None) as bar:
+        for i, output in outputs:
+            write(record_line(pending[i].id, model, llm.dtype, output))
+            tokens += sum(len(sample.token_ids) for sample in output.outputs)
+            num_truncated += output.num_truncated_tokens > 0
+            bar.update()
+    if num_truncated:
+        say(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
+    return Speed(tokens, time.perf_counter() - started)
+
+
+@contextmanager
+def _writer(target: Path | None, earlier: Earlier) -> Iterator[Callable[[str], None]]:
+    """What writes a line at once: to the file, behind its earlier records, or to stdout."""
+    if target is None:
+        yield lambda line: print(line, flush=True)
+        return
+    with open_after(target, earlier) as file:
+
+        def write(line: str) -> None:
+            file.write(f"{line}\n".encode())
+            file.flush()
+
+        yield write

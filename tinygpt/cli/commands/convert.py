@@ -1,0 +1,92 @@
+"""`python -m tinygpt convert`: a checkpoint in a precision of its own, packed once instead of at every start."""
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tinygpt.cli.flags import whole_number
+from tinygpt.cli.loading import set_thread_pools
+from tinygpt.cli.messages import elapsed, say
+from tinygpt.config import DTYPES
+from tinygpt.errors import RequestError
+
+SUMMARY = "pack a checkpoint once, as int8 or in another precision, for faster starts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help='"demo" (embedded), a local folder or a Hub id')
+    parser.add_argument("target", metavar="DST", help="the folder to make, which --model then takes")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="int8", help="precision of the weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=whole_number, metavar="N", help="threads that pack (default: one for each core)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write DST, whole or not at all. RequestError, before any work, where there is something already."""
+    target = Path(args.target).expanduser().absolute()
+    _check_target(target)
+    set_thread_pools(args.threads)
+    with _becoming(target) as folder:
+        before, after = _convert(args, folder)
+    say(f"{target}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB; use it as --model {target}")
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if os.path.lexists(target):
+        raise RequestError(f"DST {target} is there already, and not an empty folder: remove it, or name another one.")
+    if not target.parent.is_dir():
+        raise RequestError(f"the folder of DST {target} does not exist: create it first.")
+
+
+@contextmanager
+def _becoming(target: Path) -> Iterator[Path]:
+    """A folder that becomes `target` once the block has ended well, so that nobody meets half a checkpoint."""
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        if target.is_dir():
+            target.rmdir()  # empty; Windows renames onto nothing that exists
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
+    """Fill the folder; the sizes of the weights' files in bytes, before and after."""
+    from tinygpt.execution.backend import load_backend, load_params
+    from tinygpt.hardware.threads import thread_count
+    from tinygpt.kernels.cpu import packed
+    from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+    from tinygpt.weights.random_checkpoint import is_random
+    from tinygpt.weights.stored.packed import PackedCheckpoint, open_checkpoint, write_packed
+
+    if is_random(args.source):
+        raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
+    checkpoint = open_checkpoint(args.source)
+    if isinstance(checkpoint, PackedCheckpoint):
+        raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
+    with elapsed(f"packing {args.source} as {args.dtype}"):
+        params = load_params(load_backend("cpu", args.dtype), checkpoint, args.dtype, thread_count(args.threads))
+    metadata = {
+        "dtype": args.dtype,
+        "tied": str(checkpoint.tied).lower(),
+        "vocab_size": checkpoint.config.vocab_size,
+        "source": args.source,
+        **packed.PACKING,
+    }
+    with elapsed(f"writing {args.target}"):
+        after = write_packed(folder, packed.arrays_of(params), metadata).stat().st_size
+        for name in (*CONFIG_FILES, *TOKENIZER_FILES):
+            if (checkpoint.path / name).is_file():
+                shutil.copyfile(checkpoint.path / name, folder / name)
+    files = {tensor.file.path for tensor in checkpoint.parameters.values()}
+    return sum(file.stat().st_size for file in files), after

@@ -1,0 +1,204 @@
+"""`python -m tinygpt doctor`: what a bug report should quote of this machine."""
+
+import argparse
+import ctypes
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tinygpt
+from tinygpt.cli import loading
+from tinygpt.cli.flags import whole_number
+from tinygpt.cli.report import print_fields, print_json, size_text
+from tinygpt.hardware.machine import cpu_name
+from tinygpt.hardware.threads import thread_count
+
+SUMMARY = "show what this machine offers, and which kernels it gets: what a bug report should quote"
+REQUIRED = ("numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface-hub", "tqdm")
+OPTIONAL = ("tokenizers", "transformers", "torch", "numba-cuda")
+# LLVM's names of what the kernels use, or could use.
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvnni", "amx-int8", "amx-bf16", "neon")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=whole_number, metavar="N", help="threads to count with (default: one for each physical core)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
+
+
+def run(args: argparse.Namespace) -> None:
+    given = {name: os.environ.get(name) for name in loading.THREAD_POOLS}
+    loading.set_thread_pools(args.threads)
+    report = examine(thread_count(args.threads), given)
+    if args.json:
+        print_json(report)
+        return
+    report["cache"]["size"] = size_text(report["cache"]["size"])
+    report["cache"]["other_builds_size"] = size_text(report["cache"]["other_builds_size"])
+    report["memory"]["read_bandwidth"] = f"{report['memory']['read_bandwidth'] / 1e9:.1f} GB/s"
+    for name in ("total", "available"):
+        size = report["memory"][name]
+        report["memory"][name] = "unknown" if size is None else size_text(size)
+    for title, values in report.items():
+        print_fields(title, values)
+
+
+def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[str, Any]]:
+    """The report, by section. Sizes are in bytes, the bandwidth in bytes a second.
+
+    variables: what the environment says of thread pools, None where it says nothing.
+    """
+    return {
+        "versions": _versions(),
+        "system": {"platform": platform.platform(), "machine": platform.machine()},
+        "threads": _threads(threads, variables),
+        "cpu": _cpu(),
+        "kernels": _kernels(),
+        "blas": _blas(),
+        "memory": _memory(threads),
+        "cache": _cache(),
+        "gpu": _gpu(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    python = f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"
+    packages = {name: _version_of(name) for name in (*REQUIRED, *OPTIONAL)}
+    return {"tinygpt": tinygpt.__version__, "python": python, **packages}
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _threads(threads: int, variables: dict[str, str | None]) -> dict[str, Any]:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return {
+        "used": threads,
+        "physical_cores_allowed": thread_count(),
+        "logical_cores_allowed": allowed,
+        "logical_cores": os.cpu_count(),
+        "layer": "tinygpt's own: Numba's threading layers are not used",
+        **variables,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    from llvmlite import binding
+
+    from tinygpt.kernels.cpu.jit import has_feature
+
+    return {
+        "name": cpu_name(),
+        "llvm_name": binding.get_host_cpu_name(),
+        "features": [name for name in FEATURES if has_feature(name)],
+    }
+
+
+def _kernels() -> dict[str, str]:
+    """The instructions that each dtype's products are made of."""
+    from tinygpt.kernels.cpu.jit import has_feature
+    from tinygpt.kernels.cpu.simd import tiles
+
+    plain = "AVX2" if has_feature("avx2") else "what LLVM makes of 16 lanes, which is slow"
+    vectors = "AVX-512" if tiles.HAS_AVX512 else plain
+    integers = "AVX-512 VNNI" if tiles.HAS_VNNI else f"{vectors}, no VNNI"
+    return {
+        "float32": vectors,
+        "bfloat16": "AVX-512 BF16" if tiles.HAS_BF16 else f"{vectors}, bfloat16 widened to float32",
+        "int8": integers,
+        "int4": integers,
+    }
+
+
+def _blas() -> dict[str, Any]:
+    import numpy as np
+
+    blas = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
+    return {name: blas.get(name) for name in ("name", "version")}
+
+
+def _memory(threads: int) -> dict[str, Any]:
+    from tinygpt.hardware.bandwidth import read_bandwidth
+
+    return {**_memory_sizes(), "read_bandwidth": read_bandwidth(threads), "threads": threads}
+
+
+def _memory_sizes() -> dict[str, int | None]:
+    sizes = {}
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            name, _, amount = line.partition(":")
+            sizes[name] = int(amount.split()[0]) * 1024
+    except OSError:  # no Linux
+        pass
+    return {"total": sizes.get("MemTotal"), "available": sizes.get("MemAvailable")}
+
+
+def _cache() -> dict[str, Any]:
+    from tinygpt.kernels.cpu.jit import cache_folder
+
+    folder = cache_folder()
+    others = [path for path in folder.path.parent.glob("kernels-*") if path != folder.path]
+    return {
+        "folder": str(folder.path),
+        "note": folder.note or None,
+        "kernels": len(list(folder.path.rglob("*.nbc"))),
+        "size": _size_of(folder.path),
+        "compiled_for": sorted(mark.stem for mark in folder.path.glob("*.warm")),
+        "other_builds": len(others),
+        "other_builds_size": sum(map(_size_of, others)),
+    }
+
+
+def _size_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:  # another process has just removed it
+            continue
+    return total
+
+
+def _gpu() -> dict[str, Any]:
+    from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
+
+    try:
+        need_driver()
+        answer = "they run here"
+    except DeviceError as error:
+        answer = str(error)
+    return {"numba_cuda": _version_of("numba-cuda"), **_cuda_driver(), "kernels": answer}
+
+
+def _cuda_driver() -> dict[str, Any]:
+    """What NVIDIA's driver says of itself: its library is there exactly where the driver is."""
+    absent = {"driver": None, "devices": []}
+    try:
+        driver = ctypes.WinDLL("nvcuda.dll") if sys.platform == "win32" else ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return absent
+    if error := driver.cuInit(0):
+        return {**absent, "error": f"cuInit returned {error}"}
+    version, count = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return {
+        "driver": f"CUDA {version.value // 1000}.{version.value % 1000 // 10}",
+        "devices": [_device_name(driver, i) for i in range(count.value)],
+    }
+
+
+def _device_name(driver: ctypes.CDLL, index: int) -> str:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceGetName(name, len(name), device)
+    return name.value.decode(errors="replace")

@@ -1,0 +1,146 @@
+"""`python -m tinygpt generate`: text on stdout for one prompt, or records for a file of prompts."""
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tinygpt.cli import loading
+from tinygpt.cli import sampling_flags as sampling
+from tinygpt.cli.batch import run_batch
+from tinygpt.cli.interactive import run_interactive
+from tinygpt.cli.messages import Speed, say, say_truncated
+from tinygpt.cli.records import record_line
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tinygpt.llm import LLM
+    from tinygpt.outputs import RequestOutput
+
+USAGE = "tinygpt generate [flags] [PROMPT ...]"
+SUMMARY = "continue a prompt, or every prompt of a file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="words, joined by a space (default: all of stdin is the prompt, as it is)",
+    )
+    sampling.add_arguments(parser)
+    group = parser.add_argument_group("input and output")
+    group.add_argument(
+        "--input",
+        metavar="FILE",
+        help="JSONL, one object a line: prompt (a text or token ids), any sampling field to override, and id "
+        "(the line's number where there is none) (default: none)",
+    )
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        help="JSONL, one record for each line of --input as soon as it is finished; ids that are already in it are "
+        "skipped, so that the same command continues an interrupted run; records of another --model or --dtype are "
+        "refused, and other settings are not compared (default: stdout)",
+    )
+    group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
+    group.add_argument(
+        "--no-stream", action="store_true", help="print the text once it is complete (default: as it is made)"
+    )
+    group.add_argument(
+        "--interactive",
+        action="store_true",
+        help="read lines and go on after each, all of them in one text; :help there says more (default: off)",
+    )
+    group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
+    loading.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what the flags ask for. RequestError, before any work, where that is impossible."""
+    _check_combination(args)
+    soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
+    params = sampling.params_of(args, soft_prompt=soft_prompt)
+    if args.input is not None:
+        run_batch(args, params)
+    elif args.interactive:
+        run_interactive(args, sampling.with_seed(params))
+    else:
+        prompt = " ".join(args.prompt) if args.prompt else _read_stdin()
+        _run_prompt(args, prompt, sampling.with_seed(params))
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    if args.input is not None and args.prompt:
+        raise RequestError("both a PROMPT and --input were given: give one of them.")
+    if args.output is not None and args.input is None:
+        raise RequestError("--output needs --input: for one prompt, redirect stdout.")
+    if args.echo and (args.json or args.input is not None):
+        raise RequestError("--echo is for text: a JSON record holds its prompt anyway.")
+    is_text = not args.json and args.input is None
+    for name in ("logprobs", "prompt_logprobs"):
+        if is_text and getattr(args, name) is not None:
+            raise RequestError(f"--{name.replace('_', '-')} is for records: give --json, or --input.")
+    if args.input is None and len(args.soft_prompt or ()) > 1:
+        raise RequestError("several --soft-prompt are for the lines of --input to choose from: give one of them.")
+    not_interactive = [name for name in ("input", "json", "no_stream", "echo") if getattr(args, name)]
+    if args.interactive and not_interactive:
+        raise RequestError(f"--{not_interactive[0].replace('_', '-')} is not possible with --interactive.")
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:  # the descriptor was closed, as by `<&-`
+        raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
+    if sys.stdin.isatty():
+        say("reading the prompt from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 text: see its byte {error.start}, or convert it first.") from None
+
+
+def _run_prompt(args: argparse.Namespace, prompt: str, params: SamplingParams) -> None:
+    def check(llm: "LLM") -> None:
+        if not args.json:
+            _ = llm.tokenizer  # text is asked for: raise the error that says why there is none
+        say_truncated(llm.num_truncated_tokens(prompt, params))
+
+    llm = loading.load_llm(args, check)
+    front = prompt if args.echo else ""
+    is_one = params.n == params.num_beams == (params.best_of or 1) == 1
+    if is_one and not args.json and not args.no_stream:
+        speed = _stream(llm, prompt, params, front)
+    else:
+        output = llm.generate([prompt], params)[0]
+        if args.json:
+            print(record_line(None, args.model, llm.dtype, output), flush=True)
+        else:
+            _print_samples(output, front)
+        speed = _speed(output)
+    say(f"{speed}{sampling.seed_note(params)}")
+
+
+def _stream(llm: "LLM", prompt: str, params: SamplingParams, front: str) -> Speed:
+    print(front, end="", flush=True)
+    started, times = time.perf_counter(), []
+    for chunk in llm.stream(prompt, params):
+        if chunk.token_id is not None:  # None: its time was over
+            times.append(time.perf_counter() - started)
+        print(chunk.text, end="", flush=True)
+    print(flush=True)
+    return Speed(len(times), time.perf_counter() - started, times[0] if times else None)
+
+
+def _print_samples(output: "RequestOutput", front: str) -> None:
+    """Samples on stdout, one after another; where there are several, each one's number before it on stderr."""
+    for sample in output.outputs:
+        if len(output.outputs) > 1:
+            say(f"sample {sample.index + 1} of {len(output.outputs)}:")
+        print(front + sample.text, flush=True)
+
+
+def _speed(output: "RequestOutput") -> Speed:
+    tokens, metrics = sum(len(sample.token_ids) for sample in output.outputs), output.metrics
+    return Speed(tokens, metrics.finished - metrics.arrival, metrics.time_to_first_token)

@@ -1,0 +1,189 @@
+"""`python -m tinygpt info`: what is in a checkpoint, and whatever in it would be refused."""
+
+import argparse
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinygpt.cli.report import print_fields, print_json, print_table, size_text
+from tinygpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tinygpt.weights.containers.mapped_file import StoredTensor
+
+SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what of it would be refused"
+# Bits of an element by its dtype's name, which safetensors writes short where a tensor cannot be a weight.
+BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help='"demo" (embedded), a local folder or a Hub id')
+    parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the report. A checkpoint that would be refused is no failure; CheckpointError where none is found."""
+    from tinygpt.weights.open import resolve
+
+    report = describe(resolve(args.checkpoint))
+    print_json(report) if args.json else _print_text(report)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """The report on the folder `path`. Each part is read by itself: what is wrong with one hides no other.
+
+    `refused` lists why the checkpoint cannot be loaded; `config`, `tied` and `ignored` are None where that keeps them
+    from being known. Sizes are in bytes, as the tensors lie in the files.
+    """
+    from tinygpt.weights.checkpoint import read_config
+    from tinygpt.weights.inventory import take_inventory
+    from tinygpt.weights.stored.packed import PACKED_FILE
+
+    refused: list[str] = []
+    config = _attempt(refused, read_config, path)
+    is_packed = (path / PACKED_FILE).exists()
+    stored = _attempt(refused, _stored_packed if is_packed else _stored, path)
+    tied = ignored = dtype = None
+    if config and stored and is_packed:
+        dtype, tied = _attempt(refused, _check_packed, path) or (None, None)
+    elif config and stored:
+        inventory = _attempt(refused, take_inventory, path, stored, config)
+        tied, ignored = (inventory.tied, list(inventory.ignored)) if inventory else (None, None)
+    files = _files(path, stored or {})
+    return {
+        "path": str(path),
+        "config": asdict(config) if config else None,
+        "tied": tied,
+        "converted_to": dtype,
+        "tensors": {name: _tensor(tensor) for name, tensor in (stored or {}).items()},
+        "ignored": ignored,
+        "tokenizer": _tokenizer(path),
+        "files": files,
+        "sha256": _hash_of_all(files),
+        "refused": refused,
+    }
+
+
+def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
+    """function(*arguments), or None and one more problem."""
+    try:
+        return function(*arguments)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return None
+
+
+def _stored(path: Path) -> "dict[str, StoredTensor]":
+    from tinygpt.weights.containers.weight_files import read_weights
+
+    return read_weights(path)
+
+
+def _stored_packed(path: Path) -> "dict[str, StoredTensor]":
+    from tinygpt.weights.containers.safetensors_file import read_safetensors
+    from tinygpt.weights.stored.packed import PACKED_FILE
+
+    return read_safetensors(path / PACKED_FILE)
+
+
+def _check_packed(path: Path) -> tuple[str, bool]:
+    """Load it, which is quick: its dtype, and whether it is tied."""
+    from tinygpt.execution.backend import load_backend, load_params
+    from tinygpt.weights.stored.packed import PackedCheckpoint
+
+    checkpoint = PackedCheckpoint.open(path)
+    load_params(load_backend("cpu", checkpoint.dtype), checkpoint, checkpoint.dtype, 1)
+    return checkpoint.dtype, checkpoint.tied
+
+
+def _tensor(tensor: "StoredTensor") -> dict[str, Any]:
+    bits = BITS.fullmatch(tensor.dtype)  # none in bool, and in kinds of float8
+    size = math.prod(tensor.shape) * (int(bits[1]) // 8 if bits else 1)
+    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "size": size, "file": tensor.file.path.name}
+
+
+def _tokenizer(path: Path) -> dict[str, Any]:
+    """Without a tokenizer a checkpoint still takes token ids, so that its error stands here."""
+    from tinygpt.tokenizer.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_folder(path)
+    except CheckpointError as error:
+        return {"vocab_size": None, "special_ids": None, "error": str(error)}
+    return {"vocab_size": tokenizer.vocab_size, "special_ids": sorted(tokenizer.special_ids), "error": None}
+
+
+def _files(path: Path, stored: "dict[str, StoredTensor]") -> dict[str, dict[str, Any]]:
+    """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
+    from tinygpt.weights.containers.weight_files import FORMATS
+    from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+
+    # Where they cannot be read, their hashes say whether they are what was to be downloaded.
+    weights = {tensor.file.path.name for tensor in stored.values()} or {form.whole for form in FORMATS}
+    names = [*CONFIG_FILES, *sorted(weights), *TOKENIZER_FILES]
+    return {
+        name: {"size": (path / name).stat().st_size, "sha256": _hash_of_file(path / name)}
+        for name in names
+        if (path / name).is_file()
+    }
+
+
+def _hash_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _hash_of_all(files: dict[str, dict[str, Any]]) -> str:
+    """SHA-256 of what `sha256sum` prints for the files in the order of their names."""
+    lines = (f"{file['sha256']}  {name}\n" for name, file in sorted(files.items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _print_text(report: dict[str, Any]) -> None:
+    print_table(report["path"], [("content hash", report["sha256"])])
+    if report["config"]:
+        print_fields("config", report["config"])
+    tensors = report["tensors"]
+    print_fields("weights", _summary(report))
+    if tensors:
+        print_table("tensors", _rows(tensors))
+    tokenizer = report["tokenizer"]
+    kept = ("error",) if tokenizer["error"] else ("vocab_size", "special_ids")
+    print_fields("tokenizer", {name: tokenizer[name] for name in kept})
+    if report["files"]:
+        print_table(
+            "files", [(name, size_text(file["size"]), file["sha256"]) for name, file in report["files"].items()]
+        )
+    print_fields("refused", {str(i): problem for i, problem in enumerate(report["refused"], 1)} or {"nothing": ""})
+
+
+def _summary(report: dict[str, Any]) -> dict[str, Any]:
+    tensors = report["tensors"].values()
+    is_known = report["tied"] is not None
+    return {
+        "tensors": len(tensors),
+        "elements": f"{sum(math.prod(tensor['shape']) for tensor in tensors):,}",
+        "size": size_text(sum(tensor["size"] for tensor in tensors)),
+        "dtypes": sorted({tensor["dtype"] for tensor in tensors}),
+        "converted_to": report["converted_to"],
+        "head": ("tied to wte" if report["tied"] else "its own") if is_known else "unknown",
+        "ignored": report["ignored"],
+    }
+
+
+def _rows(tensors: dict[str, dict[str, Any]]) -> Iterable[tuple[str, ...]]:
+    """One row for what layers share: there are hundreds of tensors, of a dozen kinds."""
+    groups: dict[tuple, list[str]] = {}
+    for name, tensor in tensors.items():
+        kind = re.sub(r"\bh\.\d+\.", "h.*.", name), tensor["dtype"], tuple(tensor["shape"]), tensor["size"]
+        groups.setdefault(kind, []).append(name)
+    for (pattern, dtype, shape, size), names in groups.items():
+        count = f"{len(names)} x " if len(names) > 1 else ""
+        yield (pattern if len(names) > 1 else names[0]), dtype, str(shape), f"{count}{size_text(size)}"

@@ -1,0 +1,213 @@
+"""`python -m tinygpt parity`: this engine beside transformers, or beside what transformers once said."""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinygpt.cli import loading
+from tinygpt.cli.flags import number, whole_number
+from tinygpt.cli.messages import elapsed, say
+from tinygpt.cli.prompts_file import read_prompts, refuse
+from tinygpt.cli.report import print_fields, print_json, print_table
+from tinygpt.config import DTYPES
+from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.hardware.threads import thread_count
+from tinygpt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tinygpt.evaluation.golden import Golden
+    from tinygpt.evaluation.parity import Difference, Parity
+    from tinygpt.llm import LLM
+
+SUMMARY = "compare logits and greedy tokens with transformers, or with a stored golden file"
+# What a logit may differ by: two to four times what it does on the demo model, where the last three reach 0.07, 0.5
+# and 2.1. The standard deviation of a trained model's logits is a few units.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25, "int8": 1.0, "int4": 4.0}
+PROMPT_LENGTHS = (1, 2, 7, 33, 100)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="CHECKPOINT", help='"demo" (embedded), a local folder or a Hub id')
+    parser.add_argument(
+        "--dtype", default="float32", help=f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help='"cpu"; "cuda": an NVIDIA card; "reference": NumPy in float64, slow (default: %(default)s)',
+    )
+    parser.add_argument(
+        "--threads", type=whole_number, metavar="N", help="threads that compute (default: one for each physical core)"
+    )
+    tolerances = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
+    parser.add_argument(
+        "--tolerance", type=number, metavar="X", help=f"what a logit may differ by (default: {tolerances})"
+    )
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help="prompts, as JSONL of objects with a field prompt: a text or token ids (default: "
+        f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=whole_number,
+        default=32,
+        metavar="N",
+        help="greedy tokens after each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="show by how much each layer's hidden states differ; for information, as --tolerance is for logits "
+        "(default: off)",
+    )
+    parser.add_argument(
+        "--golden", metavar="FILE", help="compare with this file, prompts included (default: with transformers)"
+    )
+    parser.add_argument(
+        "--save-golden", metavar="FILE", help="write what transformers says to this .npz file (default: not)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the comparison. TinyGPTError, and so exit code 1, where it is beyond the tolerance."""
+    _check_flags(args)
+    loading.set_thread_pools(args.threads)
+    from tinygpt.llm import LLM
+
+    with LLM(args.model, args.dtype, args.device, args.threads) as llm:
+        tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
+        goldens = _goldens(args, llm)
+        with elapsed("computing with tinygpt (10 to 20 s more if its kernels are still to compile)"):
+            parity = _compare(llm, goldens, args.layers)
+    failures = parity.failures(tolerance)
+    about = {"model": args.model, "dtype": llm.dtype, "device": args.device, "tolerance": tolerance}
+    about |= {"compared_with": args.golden or "transformers", "passed": not failures}
+    _print_json(about, failures, parity) if args.json else _print_text(about, parity)
+    if failures:
+        raise TinyGPTError("\n".join(["no parity:", *(f"  {failure}" for failure in failures)]))
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """RequestError for what needs no model to be seen."""
+    if args.golden is not None and (args.input is not None or args.save_golden is not None):
+        raise RequestError("--golden has its own prompts and results: give it without --input and --save-golden.")
+    if args.max_tokens < 0:
+        raise RequestError(f"--max-tokens is {args.max_tokens} and must be 0 or more.")
+    if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
+        raise RequestError(f"--tolerance is {args.tolerance} and must be a number from 0 up.")
+    if args.save_golden is not None and not Path(args.save_golden).absolute().parent.is_dir():
+        raise RequestError(f"the folder of --save-golden {args.save_golden} does not exist: create it first.")
+
+
+def _goldens(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
+    from tinygpt.evaluation.golden import compute_goldens, load_goldens, save_goldens
+    from tinygpt.weights.open import resolve
+    from tinygpt.weights.stored.packed import PACKED_FILE
+
+    if args.golden is not None:
+        goldens = load_goldens(Path(args.golden))
+        _check_goldens(args, llm, goldens)
+        return goldens
+    path = resolve(args.model)
+    if (path / PACKED_FILE).exists():
+        raise RequestError(f"transformers cannot read {args.model}, which is converted: give --golden.")
+    prompts = _built_in_prompts(llm) if args.input is None else _read_prompts(Path(args.input), llm)
+    room = llm.max_model_len
+    num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]
+    with elapsed("computing with transformers"):
+        goldens = compute_goldens(path, prompts, num_greedy, thread_count(args.threads), args.layers)
+    if args.save_golden is not None:
+        save_goldens(Path(args.save_golden), goldens)
+        say(f"{args.save_golden} holds what transformers says")
+    return goldens
+
+
+def _check_goldens(args: argparse.Namespace, llm: "LLM", goldens: "list[Golden]") -> None:
+    V, C, L = llm.config.vocab_size, llm.config.n_embd, llm.config.n_layer
+    if not goldens:
+        raise RequestError(f"{args.golden} holds no prompt.")
+    for golden in goldens:
+        T = len(golden.token_ids)
+        is_of_model = golden.logits.shape == (T, V) and T + len(golden.greedy_ids) <= llm.max_model_len
+        if not is_of_model:
+            raise RequestError(f"{args.golden} is of another model: logits {golden.logits.shape}, here ({T}, {V}).")
+        if args.layers and (golden.hidden_states is None or golden.hidden_states.shape != (L + 1, T, C)):
+            raise RequestError(f"{args.golden} has no hidden states of this model: make it with --layers too.")
+
+
+def _built_in_prompts(llm: "LLM") -> list[list[int]]:
+    """Ids all over the vocabulary, the same ones in every run."""
+    lengths = sorted({min(length, llm.max_model_len) for length in PROMPT_LENGTHS})
+    return [[(7919 * (i + 1) * (i + length)) % llm.config.vocab_size for i in range(length)] for length in lengths]
+
+
+def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
+    """Their token ids. RequestError lists every line that cannot be used."""
+    from tinygpt.request.prompts import read_ids
+
+    prompts, problems = [], {}
+    for record in read_prompts(path, SamplingParams()):
+        try:
+            given = record.prompt, llm.config, lambda: llm.tokenizer, llm.max_model_len
+            prompts.append(read_ids("logits", *given))
+        except TinyGPTError as error:
+            problems[record.line] = str(error)
+    refuse(path, problems)
+    if not prompts:
+        raise RequestError(f"{path} holds no prompt.")
+    return prompts
+
+
+def _compare(llm: "LLM", goldens: "list[Golden]", has_layers: bool) -> "Parity":
+    from tinygpt.evaluation.parity import compare
+
+    logits = [llm.logits(golden.token_ids) for golden in goldens]
+    states = [llm.hidden_states(golden.token_ids) for golden in goldens] if has_layers else None
+    return compare(goldens, logits, _greedy(llm, goldens), states)
+
+
+def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
+    made = [[] for _ in goldens]
+    asked = [i for i, golden in enumerate(goldens) if golden.greedy_ids]
+    params = [SamplingParams(max_tokens=len(goldens[i].greedy_ids), temperature=0.0, ignore_eos=True) for i in asked]
+    outputs = llm.generate([goldens[i].token_ids for i in asked], params) if asked else []
+    for i, output in zip(asked, outputs, strict=True):
+        made[i] = output.outputs[0].token_ids
+    return made
+
+
+def _print_json(about: dict[str, Any], failures: list[str], parity: "Parity") -> None:
+    print_json({**about, "failures": failures, **asdict(parity)})
+
+
+def _print_text(about: dict[str, Any], parity: "Parity") -> None:
+    print_fields("parity", about)
+    print_fields(
+        "logits",
+        {
+            "positions": f"{parity.num_positions} in {parity.num_prompts} prompts",
+            "largest_difference": f"{parity.logits.largest:.3g}",
+            "mean_difference": f"{parity.logits.mean:.3g}",
+            "top-1 agreement": f"{parity.top_1:.2%}",
+            "top-20 agreement": f"{parity.top_20:.2%}",
+        },
+    )
+    rows = ((f"from {start}", difference) for start, difference in parity.by_position.items())
+    _print_differences("by position", rows)
+    if parity.by_layer is not None:
+        names = ["embeddings", *(f"after layer {i}" for i in range(len(parity.by_layer) - 2)), "after ln_f"]
+        _print_differences("by layer (for information, no tolerance)", zip(names, parity.by_layer, strict=True))
+    print_fields("greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)})
+    if parity.divergences:
+        rows = [(at.prompt, at.index, at.token_id, at.expected, f"{at.lead:.3g}") for at in parity.divergences]
+        print_table("first divergent tokens", [("prompt", "token", "id", "expected", "which led by"), *rows])
+
+
+def _print_differences(title: str, rows: "Iterable[tuple[str, Difference]]") -> None:
+    cells = [(name, f"{difference.largest:.3g}", f"{difference.mean:.3g}") for name, difference in rows]
+    print_table(title, [("", "largest", "mean"), *cells])

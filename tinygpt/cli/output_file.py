@@ -1,0 +1,125 @@
+"""The file behind --output: records are appended as they finish, and an interrupted run can be continued."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tinygpt.cli.prompts_file import PromptRecord
+from tinygpt.cli.records import BEGINNING
+from tinygpt.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier run left in the file: the ids it answered, with which dtype, and the size of its whole records.
+
+    `dtype` is None where there are no records; `size` is in bytes.
+    """
+
+    ids: frozenset[str | int] = frozenset()
+    dtype: str | None = None
+    size: int = 0
+
+
+def check_output(path: Path, input_path: Path) -> None:
+    """RequestError for a path that can be no output: its folder is not there, or it is the input."""
+    if not path.parent.is_dir():
+        raise RequestError(f"the folder of --output {path} does not exist: create it first.")
+    if path.exists() and input_path.exists() and path.samefile(input_path):
+        raise RequestError(f"--output {path} is the file of --input: name another one.")
+
+
+def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype: str) -> Earlier:
+    """Find what the file already answers; `model` and `dtype` are as the command was given them.
+
+    Raises RequestError if the file holds anything but records of these prompts, made by this model in this dtype.
+    A last line without its end was being written when the run was killed: it is not counted.
+    """
+    if not path.is_file():  # not there yet, or a device such as /dev/null
+        return Earlier()
+    prompt_of = {record.id: record.prompt for record in prompts}
+    ids, size = set(), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            place = f"line {number} of --output {path}"
+            if not line.endswith(b"\n"):
+                _check_beginning(place, line)
+                break
+            record = _read_record(place, line)
+            _check_prompt(place, record, prompt_of)
+            _check_maker(place, record, model, dtype)
+            dtype = record["dtype"]  # where "auto" was given, the first record says what the others must have
+            ids.add(record["id"])
+            size += len(line)
+    return Earlier(frozenset(ids), dtype if ids else None, size)
+
+
+def check_dtype(path: Path | None, earlier: Earlier, dtype: str) -> None:
+    """RequestError if the model that has been loaded computes in another precision than the file's records."""
+    if earlier.dtype not in (None, dtype):
+        raise RequestError(
+            f"the records of --output {path} were made with dtype {earlier.dtype} and this run has {dtype}: give "
+            f"--dtype {earlier.dtype}, or name another output file."
+        )
+
+
+def open_after(path: Path, earlier: Earlier) -> BinaryIO:
+    """Open the file for appending, behind its last whole record."""
+    if path.is_file() and path.stat().st_size > earlier.size:
+        os.truncate(path, earlier.size)
+    return path.open("ab")
+
+
+def _read_record(place: str, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        fields = (record["id"], record["model"], record["dtype"])
+        if all(isinstance(field, (str, int)) for field in fields) and {"prompt", "prompt_token_ids"} <= record.keys():
+            return record
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise RequestError(_foreign(place))
+
+
+def _check_prompt(place: str, record: dict[str, Any], prompt_of: dict[str | int, str | list[int]]) -> None:
+    if record["id"] not in prompt_of:
+        raise RequestError(
+            f"{place} answers id {record['id']!r}, which --input does not have: name another output file, or give "
+            "its prompt again."
+        )
+    if prompt_of[record["id"]] not in (record["prompt"], record["prompt_token_ids"], []):  # [] became the BOS token
+        raise RequestError(
+            f"{place} answers another prompt than the one that has id {record['id']!r} in --input: name another "
+            "output file, or give the prompts ids of their own."
+        )
+
+
+def _check_maker(place: str, record: dict[str, Any], model: str, dtype: str) -> None:
+    if not _is_same_model(record["model"], model):
+        raise RequestError(
+            f"{place} was made by model {record['model']} and --model is {model}: give --model {record['model']}, or "
+            "name another output file."
+        )
+    if dtype not in ("auto", record["dtype"]):
+        raise RequestError(
+            f"{place} was made with dtype {record['dtype']} and not {dtype}: give --dtype {record['dtype']}, or name "
+            "another output file."
+        )
+
+
+def _check_beginning(place: str, line: bytes) -> None:
+    beginning = BEGINNING.encode()
+    if not line.startswith(beginning[: len(line)]):
+        raise RequestError(_foreign(place))
+
+
+def _foreign(place: str) -> str:
+    return f"{place} is no record of an earlier run: name another file."
+
+
+def _is_same_model(one: str, other: str) -> bool:
+    """Whether two spellings of --model name one checkpoint: a folder has many."""
+    return one == other or (os.path.isdir(one) and os.path.isdir(other) and os.path.samefile(one, other))

@@ -1,0 +1,97 @@
+"""The file behind --input: one prompt a line, all of them checked before any work."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinygpt.cli.messages import counted
+from tinygpt.cli.sampling_flags import with_seed
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
+
+MAX_LISTED = 20
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One line of the file."""
+
+    line: int  # counted from 1
+    id: str | int
+    prompt: str | list[int]
+    params: SamplingParams
+
+
+def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
+    """Read every line; a line's own sampling fields come before `defaults`, and blank lines hold no prompt.
+
+    Raises RequestError that lists the lines which cannot be used, or says why the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RequestError(f"--input {path} cannot be read ({error.strerror}): give a JSONL file.") from None
+    records, problems = {}, {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = _read_line(number, line, defaults)
+            if record.id in records:
+                raise RequestError(f"id {record.id!r} is already that of line {records[record.id].line}.")
+            records[record.id] = record
+        except RequestError as error:
+            problems[number] = str(error)
+    refuse(path, problems)
+    return list(records.values())
+
+
+def refuse(path: Path, problems: dict[int, str]) -> None:
+    """RequestError that lists the lines with problems, if there are any."""
+    if not problems:
+        return
+    listed = [f"  line {number}: {problem}" for number, problem in list(problems.items())[:MAX_LISTED]]
+    if len(problems) > MAX_LISTED:
+        listed.append(f"  and {len(problems) - MAX_LISTED} more")
+    headline = f"{counted(len(problems), 'line')} of {path} cannot be used, so nothing was generated:"
+    raise RequestError("\n".join([headline, *listed]))
+
+
+def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON: {error}.") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"a JSON object is expected, such as {json.dumps({'prompt': 'Once upon a time'})}.")
+    record_id = _checked_id(fields.pop("id", number))
+    prompt = _pop_prompt(fields)
+    if isinstance(fields.get("logit_bias"), dict):  # JSON's keys are texts
+        fields["logit_bias"] = {int(k) if k.isdecimal() else k: bias for k, bias in fields["logit_bias"].items()}
+    return PromptRecord(number, record_id, prompt, with_seed(replace(defaults, **fields)))
+
+
+def _pop_prompt(fields: dict[str, Any]) -> str | list[int]:
+    given = [fields.pop(name) for name in ("prompt", "prompt_token_ids") if name in fields]
+    if len(given) != 1:
+        raise RequestError("one field prompt, a text or a list of token ids, is needed (or prompt_token_ids).")
+    if not isinstance(given[0], (str, list)):
+        raise RequestError(f"prompt is {json.dumps(given[0])} and must be a text or a list of token ids.")
+    return given[0]
+
+
+def _checked_id(record_id: Any) -> str | int:
+    if isinstance(record_id, int) and not isinstance(record_id, bool):
+        return record_id
+    if isinstance(record_id, str) and _is_unicode(record_id):
+        return record_id
+    raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can spell and UTF-8 cannot
+        return False
+    return True

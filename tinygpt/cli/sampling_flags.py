@@ -1,0 +1,151 @@
+"""The flags of sampling, and the SamplingParams they stand for."""
+
+import argparse
+import secrets
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from tinygpt.cli.flags import number, reader, whole_number
+from tinygpt.sampling_params import SamplingParams
+
+
+def _read_bias(text: str) -> tuple[int, float]:
+    token_id, bias = text.split("=")
+    return int(token_id), float(bias)
+
+
+def _read_repetition(text: str) -> dict[str, int]:
+    size, count, least = [*map(int, text.split(",")), 1][:3] if text.count(",") in (1, 2) else ()
+    return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
+
+
+_ids = reader(lambda text: [int(part) for part in text.split(",")], "token ids, such as 11,262")
+_bias = reader(_read_bias, "a token id and a number, such as 11=-2.5")
+_repetition = reader(_read_repetition, "two or three whole numbers, such as 4,10")
+_early_stopping = reader({"true": True, "false": False, "never": "never"}.__getitem__, "true, false or never")
+
+
+def _flag(help: str, type: Callable[[str], Any], metavar: str, default: Any = None, action: str = "store") -> dict:
+    """What add_argument takes; `default` where it is not that of SamplingParams."""
+    options = {"help": help, "type": type, "metavar": metavar, "action": action}
+    return options if default is None else {**options, "default": default}
+
+
+def _switch(help: str) -> dict:
+    return {"help": help, "action": "store_true"}
+
+
+# Groups of --help, and in each the fields of SamplingParams that are its flags.
+FLAGS: dict[str, dict[str, dict]] = {
+    "sampling": {
+        "max_tokens": _flag("tokens to generate at most", whole_number, "N", 128),
+        "temperature": _flag("0 is greedy, 1 the model's own distribution", number, "X", 0.8),
+        "top_k": _flag("keep the N most probable tokens; 0 is off", whole_number, "N", 40),
+        "top_p": _flag("of those, keep the most probable that reach probability P; 1 is off", number, "P", 0.95),
+        "seed": _flag("the same seed gives the same text (default: drawn, and reported)", whole_number, "N"),
+        "n": _flag("samples for each prompt", whole_number, "N"),
+        "best_of": _flag(
+            "samples to make, of which the --n most probable are given (default: as many as --n)", whole_number, "N"
+        ),
+    },
+    "where a sample ends": {
+        "stop": _flag("at this text, which is left out; may be given several times", str, "TEXT", action="append"),
+        "include_stop_str_in_output": _switch("leave that text in"),
+        "stop_token_ids": _flag("at one of these tokens", _ids, "ID,ID"),
+        "eos_token_id": _flag("end-of-text tokens in place of the model's (default: the model's)", _ids, "ID,ID"),
+        "ignore_eos": _switch("go on past the end-of-text token"),
+        "min_tokens": _flag("not before so many tokens", whole_number, "N"),
+        "max_time": _flag("after so many seconds", number, "SECONDS"),
+        "repetition_detection": _flag(
+            "when its last tokens are one pattern of at most SIZE tokens (and MIN or more), COUNT times in a row",
+            _repetition,
+            "SIZE,COUNT[,MIN]",
+        ),
+    },
+    "tokens to favour and to avoid, sampling or not": {
+        "logit_bias": _flag("add X to a token's score; may be given several times", _bias, "ID=X", action="append"),
+        "repetition_penalty": _flag("divide scores of tokens in prompt or text by X; 1 is off", number, "X"),
+        "frequency_penalty": _flag("subtract X for each time that a token stands in the text", number, "X"),
+        "presence_penalty": _flag("subtract X if a token stands in the text", number, "X"),
+        "no_repeat_ngram_size": _flag("no run of N tokens comes twice; 0 is off", whole_number, "N"),
+        "bad_words": _flag("a text that may not come; may be given several times", str, "TEXT", action="append"),
+        "bad_words_ids": _flag("tokens that may not come in a row; also several times", _ids, "ID,ID", action="append"),
+        "allowed_token_ids": _flag("only these tokens may come", _ids, "ID,ID"),
+        "suppress_tokens": _flag("these tokens may not come", _ids, "ID,ID"),
+    },
+    "more ways to leave tokens out, where --temperature is not 0": {
+        "top_p_rule": _flag(
+            "what becomes of the token that reaches --top-p: hf, openai, fastertransformer", str, "RULE"
+        ),
+        "top_p_decay": _flag("multiply --top-p by X after each token; 1 is off", number, "X"),
+        "top_p_min": _flag("but not below P", number, "P"),
+        "top_p_reset_ids": _flag("after one of these tokens, --top-p is as at first", _ids, "ID,ID"),
+        "min_p": _flag("leave out what is less than P times as probable as the most probable token", number, "P"),
+        "typical_p": _flag("keep the most typical tokens that reach probability P; 1 is off", number, "P"),
+        "epsilon_cutoff": _flag("leave out what is less probable than P; 0 is off", number, "P"),
+        "eta_cutoff": _flag("as --epsilon-cutoff, lower where the distribution is flat; 0 is off", number, "P"),
+    },
+    "beam search": {
+        "num_beams": _flag("beams; 1 is off, and more need --temperature 0", whole_number, "N"),
+        "length_penalty": _flag("above 0 favours long texts, below 0 short ones", number, "X"),
+        "early_stopping": _flag("when to end: true, false or never (default: false)", _early_stopping, "WHEN"),
+        "num_beam_groups": _flag("groups that avoid one another's tokens", whole_number, "N"),
+        "diversity_penalty": _flag("how much they do", number, "X"),
+    },
+    "guessing ahead, for fewer steps with the same result": {
+        "prompt_lookup_num_tokens": _flag("guess N tokens from what stands in the text; 0 is off", whole_number, "N"),
+        "max_matching_ngram_size": _flag("how many tokens before them have to be the same, at most", whole_number, "N"),
+    },
+    "more tokens than positions": {
+        "overflow": _flag(
+            "what then: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: the "
+            "oldest tokens leave, and the rest is read again)",
+            str,
+            "HOW",
+        ),
+        "stride": _flag("how many leave at once (default: half the positions)", whole_number, "N"),
+    },
+    "probabilities, in JSON records": {
+        "logprobs": _flag("of each new token, and of the N most probable ones in its place", whole_number, "N"),
+        "prompt_logprobs": _flag("of each token of the prompt", whole_number, "N"),
+        "logprobs_mode": _flag("raw: the model's own; processed: those that tokens were drawn by", str, "MODE"),
+    },
+}
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, options in flags.items():
+            default = options.get("default", DEFAULTS[name])
+            group.add_argument(
+                f"--{name.replace('_', '-')}",
+                **{**options, "default": default, "help": _help(options["help"], default)},
+            )
+
+
+def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
+    """RequestError names every flag with an impossible value."""
+    return SamplingParams(**{name: getattr(args, name) for flags in FLAGS.values() for name in flags}, **others)
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """The same parameters, with a seed drawn where there is none.
+
+    32 bits: short enough to type, and exact for JSON readers that keep numbers as float64.
+    """
+    return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
+
+
+def seed_note(params: SamplingParams, separator: str = ", ") -> str:
+    """The seed, for the end of a line; nothing where it decides nothing."""
+    return f"{separator}seed {params.seed}" if params.temperature else ""
+
+
+def _help(text: str, default: Any) -> str:
+    if "(default: " in text:
+        return text
+    shown = "none" if default is None else "off" if default is False else default
+    return f"{text} (default: {shown:g})" if isinstance(shown, float) else f"{text} (default: {shown})"

@@ -1,0 +1,137 @@
+"""Service: runs submitted requests in a thread of its own, callers who know nothing of each other in one batch."""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from tinygpt.engine.engine import Engine
+from tinygpt.errors import QueueFullError, RequestError, is_ctrl_c
+from tinygpt.outputs import RequestOutput
+from tinygpt.request.request import Request
+
+# Seconds without work after which the thread ends, so that an LLM that is forgotten can be collected.
+IDLE_SECONDS = 1.0
+
+
+class Service:
+    """Takes steps while a submitted request is unfinished, and sleeps otherwise.
+
+    max_queue: samples that may wait for a row, beside those that run; None is any number.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int | None):
+        self._engine = engine
+        self._max_queue = max_queue
+        self._changed = threading.Condition()
+        self._pending: dict[Future[RequestOutput], Request] = {}
+        self._num_samples = 0  # of the pending requests
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, request: Request) -> "Future[RequestOutput]":
+        """Have `request` run. Cancelling the future, which works until it has a result, frees its rows.
+
+        Raises QueueFullError if there is no room for it.
+        """
+        future: Future[RequestOutput] = Future()
+        with self._changed:
+            self._check_room(len(request.sequences))
+            self._pending[future] = request
+            self._num_samples += len(request.sequences)
+            request.when_finished(partial(self._resolve, future))
+            future.add_done_callback(self._forget_cancelled)
+            self._engine.add(request.sequences)
+            self._wake()
+        return future
+
+    def close(self) -> None:
+        """Fail whatever is pending, and refuse what comes later."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._fail_pending(RequestError("this LLM was closed before the request was finished."))
+
+    def _check_room(self, count: int) -> None:
+        if self._is_closed:
+            raise RequestError("this LLM has been closed: make a new one.")
+        if self._max_queue is None:
+            return
+        if count > self._max_queue + self._engine.limits.max_num_seqs:
+            raise RequestError(
+                f"the request has {count} samples, but max_queue is {self._max_queue} and max_num_seqs "
+                f"{self._engine.limits.max_num_seqs}: there is never room for more than those together, so split the "
+                "request, or raise one of them."
+            )
+        waiting = max(self._num_samples - self._engine.limits.max_num_seqs, 0)
+        if waiting + count > self._max_queue + max(self._engine.limits.max_num_seqs - self._num_samples, 0):
+            raise QueueFullError(
+                f"{waiting} samples are waiting and {count} more were submitted, but max_queue is {self._max_queue}: "
+                "submit again later, or raise max_queue."
+            )
+
+    def _wake(self) -> None:
+        if self._thread is None or not self._thread.is_alive():  # a fork leaves it behind
+            self._thread = threading.Thread(target=self._work, name="tinygpt-service", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closed, IDLE_SECONDS)
+                if not self._pending:
+                    self._thread = None
+                    return
+            try:
+                self._engine.step()
+            except Exception as error:  # whatever it is, nobody may wait for ever
+                self._fail_pending(error)
+            except BaseException as error:  # raised again by a future's result(), it would end its caller's thread
+                self._fail_pending(RuntimeError(f"a step was broken off by {error!r}."))
+
+    def _take(self, future: Future) -> Request | None:
+        """The request of a pending future, to the one caller that settles it; None to every other."""
+        with self._changed:
+            request = self._pending.pop(future, None)
+            if request is not None:
+                self._num_samples -= len(request.sequences)
+            return request
+
+    def _resolve(self, future: Future) -> None:
+        request = self._take(future)
+        if request is not None:
+            _settle(future, request.output)
+
+    def _forget_cancelled(self, future: Future) -> None:
+        request = self._take(future)
+        if request is not None:
+            self._engine.remove(request.sequences)
+            future.set_running_or_notify_cancel()  # or concurrent.futures.wait would not see it
+
+    def _fail_pending(self, error: Exception) -> None:
+        def fail() -> RequestOutput:
+            raise error
+
+        for future in list(self._pending):
+            request = self._take(future)
+            if request is not None:
+                self._engine.remove(request.sequences)
+                _settle(future, fail)
+
+
+def _settle(future: Future, result: Callable[[], RequestOutput]) -> None:
+    """Give the future its result, or the error that comes instead, unless it has been cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        settle = partial(future.set_result, result())
+    except Exception as error:  # it belongs to whoever waits for the future
+        settle = partial(future.set_exception, error)
+    try:
+        settle()
+    except BaseException as error:  # a user's callback: where it is an Exception, the future itself does the same
+        if is_ctrl_c(error):
+            raise
+        logging.getLogger(__name__).exception("exception calling a callback of %r", future)

@@ -1,0 +1,165 @@
+"""Byte-level BPE as GPT-2 has it, run by tiktoken.
+
+Three orders meet here: tiktoken's rank of a token (when it is merged), the model's id of it (the row of
+wte), and the place of its merge in the file. Merging uses the first, which comes from the third; the second
+is looked up afterwards, because a fine-tuned vocabulary may number its tokens in any way.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tiktoken
+
+from tinygpt.errors import RequestError
+from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
+from tinygpt.tokenizer.bpe_merges import UnorderedMerges, token_ranks
+from tinygpt.tokenizer.detokenizer import ByteDetokenizer
+
+# GPT-2's pattern, written so that a run of white space of any length needs little of the regex engine's
+# stack: all of it at the end of a text, else all but its last character, by the thousand and then one by one.
+WORDS = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
+    r"|\s++\z|(?=\s\s)(?:\s{1000}(?=\s))*+(?:\s(?=\s))*+|\s"
+)
+
+# GPT-2 writes a byte as the character of its number where that is printable, else as one from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
+_CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+# Characters of other bytes than their own number go back to it; those bytes' own characters are not in use,
+# and U+FFFF makes them fail to encode as Latin-1.
+_TO_LATIN1 = {ord(_CHARACTERS[byte]): byte for byte in _OTHERS} | dict.fromkeys(_OTHERS, 0xFFFF)
+
+
+class UnlikeGPT2(Exception):
+    """A tokenizer is not byte-level BPE as GPT-2 has it; the message, the end of a sentence, says why."""
+
+
+def token_to_bytes(token: str) -> bytes:
+    """The bytes of a token as vocabularies write it; a token in other characters stands for itself."""
+    try:
+        return token.translate(_TO_LATIN1).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode("utf-8", errors="surrogatepass")
+
+
+class ByteLevelBPE:
+    """Runs a tokenizer that `read_tokenizer` read; raises UnlikeGPT2 for one of another kind."""
+
+    def __init__(self, spec: dict[str, Any]):
+        _check_pipeline(spec)
+        vocab = spec["model"]["vocab"]
+        added = [AddedToken(**entry) for entry in spec["added_tokens"]]
+        self._bytes = {token_id: token_to_bytes(token) for token, token_id in vocab.items()}
+        self._encoding, self._id_of_rank = _encoding(spec["model"], self._bytes)
+        self._bytes |= {token.id: token_to_bytes(token.content) for token in added}
+        self.vocab_size = 1 + max(self._bytes)
+        self.special_ids = frozenset(token.id for token in added if token.special)
+        self._splitter = AddedTokenSplitter(added)
+        self._prefix_space = spec["pre_tokenizer"]["add_prefix_space"]
+        self._before, self._after = _template_ids(spec.get("post_processor"))
+
+    def encode(self, text: str) -> list[int]:
+        ids = list(self._before)
+        for part in self._splitter.split(text):
+            if isinstance(part, str):
+                ids += self._encode_plain(part)
+            else:
+                ids.append(part)
+        return ids + self._after
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if self._prefix_space and not text.startswith(" "):
+            text = " " + text
+        ids = [self._id_of_rank[rank] for rank in self._encoding.encode_ordinary(text)]
+        if None in ids:
+            lacking = sorted({c for c in text if any(self._id_of_rank[byte] is None for byte in c.encode())})
+            raise RequestError(
+                f"The tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; "
+                "leave such characters out of the text."
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        token_bytes = self._visible_bytes if skip_special_tokens else self._token_bytes
+        return b"".join(map(token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer(self._visible_bytes)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.get(token_id, b"")
+
+    def _visible_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self.special_ids else self._token_bytes(token_id)
+
+
+def _encoding(model: dict[str, Any], bytes_of: dict[int, bytes]) -> tuple[tiktoken.Encoding, list[int | None]]:
+    """The merges as a tiktoken encoding, and the model's id of each of its ranks (None: no such token).
+
+    `bytes_of` gives the bytes behind each id of the vocabulary.
+    """
+    vocab = model["vocab"]
+    alphabet = {character: byte for byte, character in _CHARACTERS.items() if character in vocab}
+    try:
+        merged = token_ranks(model["merges"], alphabet)
+    except UnorderedMerges as error:
+        raise UnlikeGPT2(str(error)) from None
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    id_of_rank: list[int | None] = [None] * (256 + len(model["merges"]))
+    for token, rank in merged.items():
+        tiktoken_rank = 256 + rank if rank >= 0 else alphabet[token]
+        token_id = vocab[token]
+        ranks[bytes_of[token_id]] = tiktoken_rank
+        id_of_rank[tiktoken_rank] = token_id
+    encoding = tiktoken.Encoding("checkpoint", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+    return encoding, id_of_rank
+
+
+def _check_pipeline(spec: dict[str, Any]) -> None:
+    model = spec["model"]
+    if model["type"] != "BPE":
+        raise UnlikeGPT2(f"its model is {model['type']}")
+    if model.get("unk_token") and not model["vocab"].keys() >= set(_CHARACTERS.values()):
+        raise UnlikeGPT2(f"it has {model['unk_token']!r} for the bytes it lacks")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise UnlikeGPT2(f"its {name} is {model[name]!r}")
+    for name in ("byte_fallback", "ignore_merges"):
+        if model.get(name):
+            raise UnlikeGPT2(f"it sets {name}")
+    if spec.get("normalizer") is not None:
+        raise UnlikeGPT2(f"it has a normalizer ({_type(spec['normalizer'])})")
+    for name in ("pre_tokenizer", "decoder"):
+        if _type(spec.get(name)) != "ByteLevel":
+            raise UnlikeGPT2(f"its {name} is {_type(spec.get(name))}")
+    if not spec["pre_tokenizer"].get("use_regex", True):
+        raise UnlikeGPT2("its pre_tokenizer does not split words")
+    if any(entry["single_word"] and not entry["special"] for entry in spec["added_tokens"]):
+        raise UnlikeGPT2("it has added tokens with single_word")
+
+
+def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
+    """The ids that a post_processor puts before and after every text."""
+    if _type(processor) in (None, "ByteLevel"):
+        return [], []
+    if _type(processor) == "Sequence":
+        others = [part for part in processor["processors"] if _type(part) != "ByteLevel"]
+        if len(others) > 1:
+            raise UnlikeGPT2("its post_processor has several steps")
+        return _template_ids(others[0] if others else None)
+    if _type(processor) != "TemplateProcessing":
+        raise UnlikeGPT2(f"its post_processor is {_type(processor)}")
+    before: list[int] = []
+    after: list[int] = []
+    side = before
+    for piece in processor["single"]:
+        if "Sequence" in piece:
+            side = after
+        else:
+            side += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return before, after
+
+
+def _type(part: dict[str, Any] | None) -> str | None:
+    return part["type"] if part else None

@@ -1,0 +1,202 @@
+"""Reads the tokenizer files of a checkpoint folder, in whatever form they come, into one form.
+
+That form is the content of a tokenizer.json: `model`, `normalizer`, `pre_tokenizer`, `post_processor`,
+`decoder` and `added_tokens`. Only what makes no sense in any tokenizer is refused here; what GPT-2's does
+not do is `byte_level`'s question.
+"""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tinygpt.errors import CheckpointError
+from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
+
+VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
+
+
+def read_tokenizer(folder: Path) -> dict[str, Any]:
+    """The tokenizer of `folder` in the form of a tokenizer.json, merges as pairs, every added token listed.
+
+    Taken from the first of tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt.
+    tokenizer_config.json, special_tokens_map.json and added_tokens.json add to it, as in transformers.
+    Raises CheckpointError.
+    """
+    options = _read_options(folder)
+    if (folder / "tokenizer.json").is_file():
+        spec = _from_tokenizer_json(folder / "tokenizer.json", options)
+    elif pair := _vocab_and_merges(folder):
+        spec = _from_vocab_and_merges(*pair, options)
+    elif (folder / "vocab.txt").is_file():
+        spec = _from_vocab_txt(folder / "vocab.txt", options)
+    else:
+        raise CheckpointError(_no_tokenizer(folder))
+    if "add_prefix_space" in options and (spec["pre_tokenizer"] or {}).get("type") == "ByteLevel":
+        spec["pre_tokenizer"]["add_prefix_space"] = bool(options["add_prefix_space"])
+    return spec
+
+
+def _read_options(folder: Path) -> dict[str, Any]:
+    options = _read_json_if_there(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in options:  # a newer file, which holds what the other two held
+        return options
+    options |= _read_json_if_there(folder / "special_tokens_map.json")
+    return options | {"added_tokens": _read_json_if_there(folder / "added_tokens.json")}
+
+
+def _vocab_and_merges(folder: Path) -> tuple[Path, Path] | None:
+    pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)
+    return next((pair for pair in pairs if all(path.is_file() for path in pair)), None)
+
+
+def _no_tokenizer(folder: Path) -> str:
+    names = {name for pair in VOCAB_AND_MERGES for name in pair}
+    parts = sorted(path.name for path in folder.glob("*") if path.name in names or path.suffix == ".model")
+    found = f"only {' and '.join(parts)}" if parts else "none of them"
+    return (
+        f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json "
+        f"with vocab.bpe, or vocab.txt is needed, and {found} is there. Load the tokenizer with transformers "
+        "and save_pretrained it into this folder, which writes a tokenizer.json; until then, token ids work."
+    )
+
+
+def _from_tokenizer_json(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    spec = read_json(path)
+    model = spec.get("model")
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{path} has no tokenizer model; download it again.")
+    model.setdefault("type", "BPE" if "merges" in model else "WordPiece")  # older files leave it out
+    if model["type"] == "BPE":
+        model["merges"] = _pairs(model.get("merges") or [], path)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        spec.setdefault(name, None)
+        if spec[name] is not None and not (isinstance(spec[name], dict) and "type" in spec[name]):
+            raise CheckpointError(f"The {name} in {path} is {spec[name]!r} and must be an object with a type.")
+    _check_model(model, path)
+    spec["added_tokens"] = read_added_tokens(spec, options)
+    return spec
+
+
+def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """GPT-2's tokenizer, whose two files hold the model and leave the rest to be known."""
+    options = GPT2_SPECIAL_TOKENS | options
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    spec = {
+        "version": "1.0",
+        "model": {"type": "BPE", "vocab": read_json(vocab), "merges": _read_merges(merges)},
+        "normalizer": None,
+        "pre_tokenizer": dict(byte_level),
+        "decoder": byte_level,
+    }
+    _check_model(spec["model"], vocab)
+    spec["added_tokens"] = read_added_tokens(spec, options)
+    before = options["bos_token"] if options.get("add_bos_token") else None
+    after = options["eos_token"] if options.get("add_eos_token") else None
+    return spec | {"post_processor": _template(before, after, spec["added_tokens"])}
+
+
+def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """BERT's tokenizer, a word piece a line, which Chinese GPT-2s use."""
+    options = BERT_SPECIAL_TOKENS | options
+    tokens = read_text(path).removesuffix("\n").split("\n")
+    spec = {
+        "version": "1.0",
+        "model": {
+            "type": "WordPiece",
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "unk_token": content_of(options["unk_token"]),
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+        },
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": options.get("tokenize_chinese_chars", True),
+            "strip_accents": options.get("strip_accents"),
+            "lowercase": options.get("do_lower_case", True),
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    }
+    spec["added_tokens"] = read_added_tokens(spec, options)
+    return spec | {"post_processor": _template(options["cls_token"], options["sep_token"], spec["added_tokens"])}
+
+
+def _template(before: Any, after: Any, added: list[dict[str, Any]]) -> dict[str, Any]:
+    """A post_processor that puts a token before and one after every text, or neither."""
+    ids = {entry["content"]: entry["id"] for entry in added}
+    names = [content_of(token) if token else None for token in (before, after)]
+    pieces = [{"SpecialToken": {"id": name, "type_id": 0}} if name else None for name in names]
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [piece for piece in (pieces[0], text, pieces[1]) if piece],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in names if n},
+    }
+
+
+def _read_merges(path: Path) -> list[tuple[str, ...]]:
+    lines = read_text(path).removesuffix("\n").split("\n")
+    if lines[0].startswith("#version") or lines == [""]:
+        del lines[0]
+    return _pairs(lines, path)
+
+
+def _pairs(merges: list[Any], path: Path) -> list[tuple[str, ...]]:
+    """Merges as pairs of tokens, from "left right" or [left, right]."""
+    split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
+    for merge, pair in zip(merges, pairs, strict=True):
+        if len(pair) != 2 or not (pair[0] and pair[1]):
+            raise CheckpointError(f"The merge {merge!r} in {path} must be two tokens; download it again.")
+    if set(map(type, chain.from_iterable(pairs))) - {str}:
+        raise CheckpointError(f"The merges in {path} must be made of strings; download it again.")
+    return pairs
+
+
+def _check_model(model: dict[str, Any], path: Path) -> None:
+    vocab = model.get("vocab")
+    if model["type"] == "Unigram":
+        return  # pairs of a token and its score, which the library checks
+    if not isinstance(vocab, dict) or not vocab:
+        raise CheckpointError(f"The tokenizer in {path} has no vocabulary; download it again.")
+    if not all(type(token_id) is int and token_id >= 0 for token_id in vocab.values()):
+        raise CheckpointError(f"The vocabulary in {path} must give every token a whole number from 0 as its id.")
+    if len(set(vocab.values())) != len(vocab):
+        raise CheckpointError(f"The vocabulary in {path} gives one id to several tokens; download it again.")
+    merges = model.get("merges") or []
+    lacking = {*chain.from_iterable(merges), *map("".join, merges)}.difference(vocab)
+    if lacking:
+        raise CheckpointError(
+            f"The vocabulary in {path} lacks {min(lacking)!r}, which a merge uses or makes: vocabulary and merges "
+            "must come from one tokenizer."
+        )
+
+
+def _read_json_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError."""
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(content).__name__} and must hold an object.")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """The UTF-8 text in a file, line ends as one newline each. Raises CheckpointError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 at byte {error.start}; download it again.") from None

@@ -1,0 +1,55 @@
+"""Tokenizers of every other kind, run by the optional package `tokenizers`."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tinygpt.errors import CheckpointError
+from tinygpt.tokenizer.detokenizer import PrefixDetokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class LibraryTokenizer:
+    """Runs a tokenizer that `read_tokenizer` read, as Hugging Face's library does.
+
+    `reason` says why tiktoken cannot run it. Raises CheckpointError where the package is not installed or
+    refuses the tokenizer.
+    """
+
+    def __init__(self, spec: dict[str, Any], reason: str):
+        try:
+            import tokenizers
+        except ImportError:
+            raise CheckpointError(
+                f"The tokenizer of this checkpoint is not byte-level BPE as GPT-2 has it: {reason}. The package "
+                'that runs it comes with: pip install "tinygpt[tokenizers]". Until then, token ids still work.'
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(
+                f"The tokenizer of this checkpoint is refused by the package tokenizers: {error}. Token ids still work."
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a special token in a text is plain text
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
+        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self) -> PrefixDetokenizer:
+        return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_plain)
+
+    def _is_plain(self, token_id: int) -> bool:
+        """Whether a token gives text, and not one byte of it."""
+        if token_id >= self.vocab_size or token_id in self.special_ids:
+            return False
+        return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")

@@ -1,0 +1,100 @@
+"""The tokenizer of a checkpoint: text to token ids and back, equal to Hugging Face's `tokenizers`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+from tinygpt.tokenizer.byte_level import ByteLevelBPE, UnlikeGPT2
+from tinygpt.tokenizer.detokenizer import Detokenizer
+from tinygpt.tokenizer.files import read_tokenizer
+from tinygpt.tokenizer.library import LibraryTokenizer
+
+
+class TokenizerModel(Protocol):
+    """What a kind of tokenizer provides; `Tokenizer` checks what goes in."""
+
+    vocab_size: int
+    special_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
+class Tokenizer:
+    """Text to token ids and back, as the files of a checkpoint say.
+
+    `vocab_size` is one more than the highest token id; a model may have more rows, which decode to nothing.
+    `special_ids` are the ids that `skip_special_tokens` leaves out.
+    """
+
+    def __init__(self, model: TokenizerModel):
+        self._model = model
+        self.vocab_size = model.vocab_size
+        self.special_ids = model.special_ids
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """Load the tokenizer of a checkpoint folder, in any of the forms that `read_tokenizer` knows.
+
+        Byte-level BPE as GPT-2 has it runs on tiktoken, everything else on the optional package
+        `tokenizers`. Raises CheckpointError where there is no tokenizer, or none that can be used.
+        """
+        try:
+            return cls(_load(Path(path)))
+        except TinyGPTError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The tokenizer's files in {path} do not have the form of a tokenizer ({error!r}); download them "
+                "again, or give token ids."
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of `text`, with what the tokenizer adds around every text (GPT-2's adds nothing).
+
+        A special token such as <|endoftext|> written in the text is plain text. Raises RequestError for what
+        is no string, and for lone surrogates, which are half a character and have no UTF-8 form.
+        """
+        if not isinstance(text, str):
+            raise RequestError(f"A text to encode must be a string; {type(text).__name__} was given.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, "
+                "which is half of a character; decode the text again from its source, or remove it."
+            ) from None
+        return self._model.encode(text)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
+
+        An id the tokenizer does not have gives no text, because a model's vocabulary may be padded beyond
+        it. Raises RequestError for what is no token id at all.
+        """
+        ids = list(ids)
+        for position, token_id in enumerate(ids):
+            _check_token_id(token_id, position)
+        return self._model.decode(ids, skip_special_tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new stream from token ids to text: `push` them one at a time, then `finish`."""
+        return self._model.detokenizer()
+
+
+def _load(folder: Path) -> TokenizerModel:
+    spec = read_tokenizer(folder)
+    try:
+        return ByteLevelBPE(spec)
+    except UnlikeGPT2 as reason:
+        return LibraryTokenizer(spec, str(reason))
+
+
+def _check_token_id(token_id: Any, position: int) -> None:
+    # __index__ admits NumPy's integers without importing NumPy.
+    if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or token_id < 0:
+        raise RequestError(f"A token id must be a whole number from 0; {token_id!r} was given at position {position}.")

@@ -1,0 +1,73 @@
+"""A folder that PEFT's save_pretrained wrote: adapter_config.json and the tensors that were trained."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers.mapped_file import STORED_AS, StoredTensor
+from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.torch_file import read_torch
+from tinygpt.weights.containers.weight_files import describe
+from tinygpt.weights.json_file import read_json_object
+
+# In the order in which PEFT looks for them; early versions wrote the second.
+READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": read_torch}
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What a folder holds: the fields of adapter_config.json, and the tensors by the names in the file."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) -> AdapterFiles:
+    """Read an adapter that is one of `peft_types`, PEFT's own names.
+
+    Raises CheckpointError when there is no such folder, a file is absent or damaged, or it is of another type.
+    """
+    path = existing_path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file: give the folder that holds it and adapter_config.json.")
+    config = read_json_object(path / "adapter_config.json")
+    if config.get("peft_type") not in peft_types:
+        raise CheckpointError(
+            f"{path} is an adapter of the type {config.get('peft_type')!r} and must be one of {', '.join(peft_types)}."
+        )
+    for name, read in READERS.items():
+        if (path / name).exists():
+            return AdapterFiles(path, config, check_floating(path / name, read(path / name)))
+    raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
+
+
+def existing_path(given: str | os.PathLike[str]) -> Path:
+    """`given` as a path. Raises CheckpointError when nothing is there."""
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        raise CheckpointError(f"The adapter is {given!r} and must be the path of a folder.")
+    try:
+        path = Path(given).expanduser()
+        if path.exists():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
+        raise CheckpointError(f"{given} cannot be read: {error}.") from error
+    raise CheckpointError(
+        f"There is no folder {given}: check the path, or download an adapter from the Hub with "
+        "`hf download ID --local-dir FOLDER` and give that folder."
+    )
+
+
+def check_floating(file: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """`tensors`. Raises CheckpointError when one is no floating-point tensor."""
+    others = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in STORED_AS]
+    if others:
+        raise CheckpointError(f"{file} must hold {', '.join(STORED_AS)} and nothing else: {listed(others)}.")
+    return tensors
+
+
+def listed(names: list[str]) -> str:
+    """The first few of many."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

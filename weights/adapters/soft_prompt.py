@@ -1,0 +1,102 @@
+"""Soft prompts in PEFT's layout: vectors that were trained to stand in front of a text in place of words.
+
+Prompt tuning (Lester et al., 2021) and p-tuning (Liu et al., 2021) train token embeddings; prefix tuning (Li and
+Liang, 2021) trains the keys and values of every layer. PEFT saves what its encoders compute, not the encoders, so
+that a file holds one tensor, `prompt_embeddings`, whose width tells the two kinds apart.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tinygpt.config import GPT2Config
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.adapters.files import AdapterFiles, check_floating, existing_path, listed, read_adapter
+from tinygpt.weights.containers.mapped_file import StoredTensor
+from tinygpt.weights.containers.safetensors_file import read_safetensors
+
+KINDS = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
+TENSOR = "prompt_embeddings"
+
+
+@dataclass(frozen=True)
+class SoftPrompt:
+    """P virtual tokens, at positions 0 to P - 1; the text begins at position P.
+
+    kind "prompt": `embeds` (P, C) float32 stand in for rows of wte, and wpe is added to them as to any token's.
+    kind "prefix": `keys` and `values` (L, H, P, D) float32 are what the cache holds for these positions.
+    """
+
+    kind: str
+    embeds: np.ndarray | None = None
+    keys: np.ndarray | None = None
+    values: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.embeds) if self.kind == "prompt" else self.keys.shape[2]
+
+
+def read_soft_prompt(source: str | os.PathLike[str], config: GPT2Config) -> SoftPrompt:
+    """Read a folder that PEFT wrote, or a safetensors file that holds `prompt_embeddings` alone, for this model.
+
+    A file's kind is told by its width: C, or 2 L C. Raises CheckpointError when it cannot be read, is of another type,
+    was made for another model, or leaves no position for a text.
+    """
+    path = existing_path(source)
+    if not path.is_dir():
+        return _soft_prompt(path, _only_tensor(path, check_floating(path, read_safetensors(path))), config)
+    files = read_adapter(path, tuple(KINDS))
+    prompt = _soft_prompt(path, _only_tensor(path, files.tensors), config)
+    _check_config(files, prompt, config)
+    return prompt
+
+
+def _only_tensor(path: Path, tensors: dict[str, StoredTensor]) -> np.ndarray:
+    if list(tensors) != [TENSOR]:
+        raise CheckpointError(
+            f"{path} must hold one tensor, {TENSOR}, as PEFT saves a soft prompt, and holds {listed(list(tensors))}."
+        )
+    return tensors[TENSOR].float32()
+
+
+def _soft_prompt(path: Path, array: np.ndarray, config: GPT2Config) -> SoftPrompt:
+    C, L, H, D = config.n_embd, config.n_layer, config.n_head, config.head_size
+    if array.ndim != 2 or array.shape[1] not in (C, 2 * L * C):
+        raise CheckpointError(
+            f"{path} holds {TENSOR} of shape {array.shape}, and this model takes a width of {C} (prompt tuning and "
+            f"p-tuning) or {2 * L * C} (prefix tuning): give the model that it was trained for."
+        )
+    P = len(array)
+    if not 0 < P < config.n_positions:
+        raise CheckpointError(
+            f"{path} holds {P} virtual tokens, and this model takes from 1 to {config.n_positions - 1}, because a text "
+            f"needs one of its {config.n_positions} positions at least: give a soft prompt of another length."
+        )
+    if array.shape[1] == C:
+        return SoftPrompt("prompt", embeds=array.copy())
+    layers = array.reshape(P, L, 2, H, D).transpose(2, 1, 3, 0, 4)  # (2, L, H, P, D)
+    keys, values = np.ascontiguousarray(layers)  # (L, H, P, D)
+    return SoftPrompt("prefix", keys=keys, values=values)
+
+
+def _check_config(files: AdapterFiles, prompt: SoftPrompt, config: GPT2Config) -> None:
+    wanted = {
+        "peft_type": [name for name, kind in KINDS.items() if kind == prompt.kind],
+        "num_virtual_tokens": [len(prompt)],
+        "token_dim": [config.n_embd],
+        "num_layers": [config.n_layer],
+        "num_attention_heads": [config.n_head],
+        "num_transformer_submodules": [1],
+    }
+    problems = [
+        f"{name} is {files.config[name]!r} and should be {' or '.join(map(str, allowed))}"
+        for name, allowed in wanted.items()
+        if files.config.get(name) is not None and files.config[name] not in allowed
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{files.path / 'adapter_config.json'} does not describe the soft prompt beside it, or not one for this "
+            f"model: {'; '.join(problems)}. Give the model that it was trained for."
+        )

@@ -1,0 +1,63 @@
+"""From the name a user gives to the local folder that holds the checkpoint's files."""
+
+import os
+from pathlib import Path
+
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers.weight_files import FORMATS, describe
+from tinygpt.weights.random_checkpoint import is_random
+
+DEMO = Path(__file__).resolve().parent / "demo"
+
+
+def resolve(model: str | os.PathLike[str]) -> Path:
+    """The folder of `model`: "demo" (the embedded checkpoint), a local folder, or a Hub id, which is downloaded.
+
+    Raises CheckpointError when it is none of them, as a random checkpoint, or the folder is no checkpoint.
+    """
+    if not isinstance(model, (str, os.PathLike)) or not str(model):
+        raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or a Hub id.")
+    if model == "demo":
+        return DEMO
+    if is_random(model):
+        raise CheckpointError(f"{model} is drawn in memory and has no files: give a checkpoint that has.")
+    try:
+        folder = _local_folder(model)
+        if folder is None:
+            from tinygpt.weights.hub import download
+
+            folder = download(str(model))
+        _check_is_checkpoint(folder)
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
+        raise CheckpointError(f"{model} cannot be read: {error}.") from error
+    return folder
+
+
+def _local_folder(model: str | os.PathLike[str]) -> Path | None:
+    """The folder that `model` names, or None where it can only be a Hub id."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise CheckpointError(f"{model} is a file: give the folder that holds it and config.json.")
+    if _is_meant_as_path(model):
+        raise CheckpointError(f"There is no folder {model}: check the path, or give a Hub id such as 'gpt2'.")
+    return None
+
+
+def _is_meant_as_path(model: str | os.PathLike[str]) -> bool:
+    """A Hub id is `name` or `owner/name`; whatever cannot be one was meant as a path."""
+    text = str(model)
+    return not isinstance(model, str) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or "\\" in text
+
+
+def _check_is_checkpoint(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    weights = " or ".join(form.whole for form in FORMATS)
+    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    hint = f" Its subfolders {', '.join(inside)} look like checkpoints: give one of them." if inside else ""
+    raise CheckpointError(
+        f"{folder} is no checkpoint: it must hold config.json, {weights}, and the tokenizer's files, and "
+        f"{describe(folder)}.{hint}"
+    )

@@ -1,0 +1,191 @@
+"""Converted checkpoints: packed weights in one safetensors file, laid so that kernels read them where they lie.
+
+model.tinygpt.safetensors holds the CPU kernels' arrays by name. Its metadata says what they mean: `format` and
+`version` of this file, `dtype`, whether the head is `tied` to wte (and so stored once), the packing's own numbers,
+the `source`, and the `crc32` of all the data, which is verified at every load: it finds what a disk or a copy has
+damaged, in a third of the time that SHA-256 takes. The header is padded so that the data starts on a 64-byte boundary,
+and arrays that fill whole 64 bytes come first, so that each of them starts on one too. Two-byte arrays hold bfloat16.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from tinygpt.config import DTYPES, GPT2Config
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import Checkpoint, read_config
+from tinygpt.weights.containers.mapped_file import StoredTensor
+from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.weight_files import FORMATS
+from tinygpt.weights.open import resolve
+from tinygpt.weights.random_checkpoint import RandomCheckpoint, is_random
+
+PACKED_FILE = "model.tinygpt.safetensors"
+FORMAT, VERSION = "tinygpt packed weights", "2"
+BOUNDARY = 64  # bytes: the widest vector, and a cache line
+CONVERT_AGAIN = "convert the original checkpoint again with `python -m tinygpt convert`."
+# NumPy's dtypes by their names in the file, and by those that `read_safetensors` has for them.
+NAMES = {"float32": "F32", "uint8": "U8", "uint16": "BF16"}
+STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16"}
+
+Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
+
+
+@dataclass(frozen=True)
+class PackedCheckpoint:
+    """A converted checkpoint: `dtype` is the one that it was converted to, `tied` says that wte is the head.
+
+    `checksum` is that of the file's data: it is computed beside whatever else is to be loaded.
+    """
+
+    path: Path
+    config: GPT2Config
+    dtype: str
+    tied: bool
+    metadata: dict[str, str]
+    stored: dict[str, StoredTensor]
+    checksum: Future[str]
+
+    @classmethod
+    def open(cls, path: Path) -> "PackedCheckpoint":
+        """Open a folder that holds PACKED_FILE. Raises CheckpointError when that is damaged, or not of this version."""
+        file = path / PACKED_FILE
+        for form in FORMATS:
+            if (path / form.whole).exists():
+                raise CheckpointError(f"{path} holds both {PACKED_FILE} and {form.whole}: move one to another folder.")
+        config = read_config(path)
+        try:
+            stored = read_safetensors(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
+        metadata = _read_metadata(file)
+        tied = metadata["tied"] == "true"
+        return cls(path, config, metadata["dtype"], tied, metadata, stored, _begin_checksum(stored))
+
+    def arrays(self, layout: Layout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Views of the file, mapped into memory: writable, though what is written stays out of the file.
+
+        Raises one CheckpointError that lists all in which the file is not of this layout and packing, or one that
+        says that its data is damaged.
+        """
+        wanted = {**packing, "vocab_size": self.config.vocab_size}  # no array is as long: panels are padded
+        problems = [
+            f"its {name} is {self.metadata.get(name)} and {number} is asked for"
+            for name, number in wanted.items()
+            if self.metadata.get(name) != str(number)
+        ]
+        problems += _differences(self.stored, layout)
+        if problems:
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            raise CheckpointError(
+                f"{self.path / PACKED_FILE} does not hold what its config.json and this tinygpt ask for:\n{lines}\n"
+                f"Restore the two files as they were made together, or {CONVERT_AGAIN}"
+            )
+        if self.checksum.result() != self.metadata.get("crc32"):
+            raise CheckpointError(
+                f"{self.path / PACKED_FILE} is damaged, its data does not have the checksum in its header: copy it "
+                f"again, or {CONVERT_AGAIN}"
+            )
+        return {name: _view(self.stored[name], *layout[name]) for name in layout}
+
+
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint | PackedCheckpoint | RandomCheckpoint:
+    """Open "demo", a local folder, converted or not, "random:SHAPE", or a Hub id.
+
+    Raises CheckpointError as their `open` does.
+    """
+    if is_random(model):
+        return RandomCheckpoint.open(model)
+    path = resolve(model)
+    return PackedCheckpoint.open(path) if (path / PACKED_FILE).exists() else Checkpoint.open(path)
+
+
+def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
+    """Write PACKED_FILE into the folder and read it back. CheckpointError where the disk did not keep the data."""
+    ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
+    checksum = _checksum(_bytes(array) for _, array in ordered)
+    about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
+    path = folder / PACKED_FILE
+    with path.open("wb") as file:
+        file.write(_header(ordered, {name: str(value) for name, value in about.items()}))
+        for _, array in ordered:
+            file.write(_bytes(array))
+        file.flush()
+        os.fsync(file.fileno())
+    if _checksum([_data(read_safetensors(path))]) != checksum:
+        raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
+    return path
+
+
+def _header(ordered: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str]) -> bytes:
+    entries, start = {"__metadata__": metadata}, 0
+    for name, array in ordered:
+        offsets = [start, start := start + array.nbytes]
+        entries[name] = {"dtype": NAMES[array.dtype.name], "shape": array.shape, "data_offsets": offsets}
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % BOUNDARY)  # the format allows spaces after the JSON, and no gaps in the data
+    return struct.pack("<Q", len(text)) + text
+
+
+def _read_metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="numpy") as opened:
+        metadata = opened.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is a safetensors file that was not made by tinygpt's convert: {CONVERT_AGAIN}")
+    if metadata.get("version") != VERSION:
+        raise CheckpointError(
+            f"{file} is in version {metadata.get('version')} of its format and this tinygpt reads version {VERSION}: "
+            f"{CONVERT_AGAIN}"
+        )
+    if metadata.get("dtype") not in DTYPES or metadata.get("tied") not in ("true", "false"):
+        raise CheckpointError(f"{file} has damaged metadata, {metadata}: {CONVERT_AGAIN}")
+    return metadata
+
+
+def _differences(stored: dict[str, StoredTensor], layout: Layout) -> Iterable[str]:
+    yield from (f"{name} is missing" for name in layout if name not in stored)
+    yield from (f"{name} is unexpected" for name in stored if name not in layout)
+    for name in layout.keys() & stored.keys():
+        (shape, dtype), tensor = layout[name], stored[name]
+        if tensor.shape != shape or tensor.dtype != STORED[dtype.name]:
+            yield f"{name} is {tensor.dtype} {tensor.shape} and should be {STORED[dtype.name]} {shape}"
+        elif tensor.offset % (BOUNDARY if dtype.itemsize * np.prod(shape) % BOUNDARY == 0 else dtype.itemsize):
+            yield f"{name} does not start on its boundary"
+
+
+def _view(tensor: StoredTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return np.ndarray(shape, dtype, tensor.file.data, tensor.offset)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _data(stored: Mapping[str, StoredTensor]) -> memoryview:
+    """All of the file that lies behind its header."""
+    data = memoryview(next(iter(stored.values())).file.data)
+    return data[min(tensor.offset for tensor in stored.values()) :]
+
+
+def _begin_checksum(stored: Mapping[str, StoredTensor]) -> Future[str]:
+    """Read the data in a thread of its own: zlib lets go of the interpreter's lock."""
+    reader = ThreadPoolExecutor(1)
+    future = reader.submit(lambda: _checksum([_data(stored)]))
+    reader.shutdown(wait=False)
+    return future
+
+
+def _checksum(parts: Iterable[memoryview]) -> str:
+    """The CRC-32 of all parts, end to end, as 8 hex digits."""
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return f"{checksum:08x}"
