@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.weights.containers.weight_files import read_weights
 from tinygpt.weights.json_file import read_json_object
 
@@ -68,7 +68,7 @@ def write_bfloat16(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 def embed(source: Path, output: Path) -> None:
     values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
-    config = GPT2Config.from_dict(values)
+    config = ModelConfig.from_dict(values)
     tensors = {name: tensor.float32() for name, tensor in read_weights(source).items()}
     output.mkdir(parents=True, exist_ok=True)
     write_bfloat16(output / "model.safetensors", tensors)

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from tinygpt import LLM
-from tinygpt.config import DTYPES, GPT2Config
+from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import reference
 from tinygpt.kernels.reference.model import attention_block, mlp_block
@@ -102,7 +102,7 @@ def random_windows(model: str, count: int) -> list[list[int]]:
 # Outliers.
 
 
-def outlier_channels(config: GPT2Config) -> np.ndarray:
+def outlier_channels(config: ModelConfig) -> np.ndarray:
     return np.array([1, 2, 3]) * config.n_embd // 4
 
 
@@ -137,7 +137,7 @@ def raise_residual(tensors: dict[str, np.ndarray], checkpoint: Checkpoint, token
 def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.ndarray]:
     """The residual stream's std over channels in front of each layer norm, for every token (T,)."""
     params, batch = reference.load_params(checkpoint), Batch.of([token_ids], [0], [0])
-    cache, stds = reference.new_cache(checkpoint.config, 1, len(token_ids)), {}
+    cache, stds = reference.new_kv_cache(checkpoint.config, 1, len(token_ids)), {}
     x = params["wte.weight"][token_ids].astype(np.float64) + params["wpe.weight"][: len(token_ids)]  # (T, C)
     for layer in range(checkpoint.config.n_layer):
         stds[f"h.{layer}.ln_1"] = x.std(axis=1)
@@ -167,7 +167,7 @@ def write_random(shape: str, folder: Path) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
     generator, tensors = np.random.default_rng(0), {}
-    for name, size in stored_shapes(GPT2Config.from_dict(fields)).items():
+    for name, size in stored_shapes(ModelConfig.from_dict(fields)).items():
         std = 0.02 / np.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
         if len(size) == 2 and name != "lm_head.weight":
             tensors[name] = generator.standard_normal(size, np.float32) * np.float32(std)

@@ -113,7 +113,7 @@ def problems(llm: LLM, report: Report, requests: int) -> list[str]:
         f"{report.ends.total()} of {requests} requests ended": report.ends.total() != requests,
         f"{len(scheduler.running)} still hold a row": bool(scheduler.running),
         f"{len(scheduler.waiting)} still wait": bool(scheduler.waiting),
-        f"{scheduler.rows.num_free} of {MAX_NUM_SEQS} rows are free": scheduler.rows.num_free != MAX_NUM_SEQS,
+        f"{scheduler.slots.num_free} of {MAX_NUM_SEQS} rows are free": scheduler.slots.num_free != MAX_NUM_SEQS,
         f"{report.differing} repeated requests differed": bool(report.differing),
         f"memory grew from {settled / 2**20:.1f} to {last / 2**20:.1f} MB": last > ALLOWED_GROWTH * settled,
         f"{report.most_samples} samples ran and waited": report.most_samples > MAX_QUEUE + MAX_NUM_SEQS,

@@ -175,7 +175,7 @@ def test_setup_cfg_names_every_package():
 
 def test_every_backend_has_the_same_interface():
     first, *others = (exports(f"tinygpt.kernels.{backend}") for backend in BACKENDS)
-    assert {"load_params", "new_cache", "new_workspace", "forward", "sample"} <= first.keys()
+    assert {"load_params", "new_kv_cache", "new_workspace", "forward", "sample"} <= first.keys()
     for other in others:
         assert {name: other.get(name) for name in first} == first  # one may offer more
 

@@ -1,4 +1,4 @@
-"""GPT2Config: the fields of a checkpoint's config.json that change the result. And the dtypes it can run in."""
+"""ModelConfig: the fields of a checkpoint's config.json that change the result. And the dtypes it can run in."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ BOOLEANS = (
 
 
 @dataclass(frozen=True)
-class GPT2Config:
+class ModelConfig:
     """A GPT-2 architecture, with Hugging Face's names and defaults. `n_inner=None` means 4 * n_embd."""
 
     vocab_size: int = 50257
@@ -84,7 +84,7 @@ class GPT2Config:
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @classmethod
-    def from_dict(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> "GPT2Config":
+    def from_dict(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
         """Read config.json and, where there is one, generation_config.json.
 
         As in transformers, the ids that end a text come from generation_config.json alone where that exists, even

@@ -1,4 +1,4 @@
-"""Limits: how much may run at once, which memory is laid out for before the start."""
+"""EngineConfig: how much may run at once, which memory is laid out for before the start."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ LOGIT_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineConfig:
     """LLM's docstring says what each is."""
 
     max_num_seqs: int
@@ -16,7 +16,7 @@ class Limits:
     max_num_batched_tokens: int
 
     @property
-    def num_rows(self) -> int:
+    def num_slots(self) -> int:
         """Of the KV cache: the scheduler's, and one more for `Engine.logits`."""
         return self.max_num_seqs + self.prefix_cache_seqs + 1
 

@@ -17,7 +17,7 @@ from tinygpt.engine.engine import Engine
 from tinygpt.engine.probe import attention_maps, check_pooling, pool
 from tinygpt.engine.scoring import read_continuations, score_of, scoring_request
 from tinygpt.engine.service import Service
-from tinygpt.engine_config import Limits
+from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.backend import (
     MAX_STEP_TOKENS,
@@ -111,7 +111,7 @@ class LLM:
         self._soft_prompts = SoftPrompts(soft_prompts, self.config)
         self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint)
         step_tokens = max_num_batched_tokens or max(MAX_STEP_TOKENS[device], max_num_seqs)
-        limits = Limits(max_num_seqs, prefix_cache_seqs, self.max_model_len, step_tokens)
+        limits = EngineConfig(max_num_seqs, prefix_cache_seqs, self.max_model_len, step_tokens)
         check_memory(device, checkpoint, dtype, kv_cache_dtype, limits)
         params = load_params(backend, checkpoint, dtype, threads)
         draft = None

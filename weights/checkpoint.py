@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.weights.architectures.gpt2 import is_transposed
 from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.containers.weight_files import read_weights
@@ -24,7 +24,7 @@ class Checkpoint:
     """
 
     path: Path
-    config: GPT2Config
+    config: ModelConfig
     ignored: tuple[str, ...]
     tied: bool
     parameters: dict[str, StoredTensor]
@@ -56,9 +56,9 @@ class Checkpoint:
         return self.parameters["wte.weight" if self.tied and name == "lm_head.weight" else name]
 
 
-def read_config(folder: Path) -> GPT2Config:
+def read_config(folder: Path) -> ModelConfig:
     generation = folder / "generation_config.json"
-    return GPT2Config.from_dict(
+    return ModelConfig.from_dict(
         read_json_object(folder / "config.json"),
         read_json_object(generation) if generation.exists() else None,
     )

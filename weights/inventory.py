@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.architectures.gpt2 import canonical_name, is_ignored, stored_shapes
 from tinygpt.weights.containers.mapped_file import STORED_AS, StoredTensor
@@ -21,7 +21,7 @@ class Inventory:
     tied: bool
 
 
-def take_inventory(path: Path, stored: dict[str, StoredTensor], config: GPT2Config) -> Inventory:
+def take_inventory(path: Path, stored: dict[str, StoredTensor], config: ModelConfig) -> Inventory:
     """Match the tensors in the files of `path` to the parameters that `config` asks for.
 
     Raises one CheckpointError that lists everything missing, unexpected, misshapen or of a dtype that cannot be

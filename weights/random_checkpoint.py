@@ -6,17 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.architectures.gpt2 import is_transposed, stored_shapes
 
 PREFIX = "random:"
 SHAPES = {
-    "tiny": GPT2Config(n_layer=2, n_embd=64, n_head=2),
-    "124M": GPT2Config(),
-    "355M": GPT2Config(n_layer=24, n_embd=1024, n_head=16),
-    "774M": GPT2Config(n_layer=36, n_embd=1280, n_head=20),
-    "1.5B": GPT2Config(n_layer=48, n_embd=1600, n_head=25),
+    "tiny": ModelConfig(n_layer=2, n_embd=64, n_head=2),
+    "124M": ModelConfig(),
+    "355M": ModelConfig(n_layer=24, n_embd=1024, n_head=16),
+    "774M": ModelConfig(n_layer=36, n_embd=1280, n_head=20),
+    "1.5B": ModelConfig(n_layer=48, n_embd=1600, n_head=25),
 }
 STD = np.float32(0.02)
 
@@ -31,7 +31,7 @@ class RandomCheckpoint:
     """
 
     path: Path
-    config: GPT2Config
+    config: ModelConfig
     tied = True
 
     @classmethod

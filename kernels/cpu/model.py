@@ -80,7 +80,7 @@ class Buffers(NamedTuple):
     token_ids: np.ndarray  # (N,)
     embeds: np.ndarray  # (N, C)    in place of the embedding of a token whose id is negative
     positions: np.ndarray  # (N,)
-    token_rows: np.ndarray  # (N,)      the cache row of each token
+    token_slots: np.ndarray  # (N,)      the cache row of each token
     tiles: np.ndarray  # (N + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
     logit_rows: np.ndarray  # (R,)
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
@@ -100,7 +100,7 @@ class Step(NamedTuple):
     token_ids: np.ndarray  # (N,)
     embeds: np.ndarray  # (N, C)
     positions: np.ndarray  # (N,)
-    token_rows: np.ndarray  # (N,)
+    token_slots: np.ndarray  # (N,)
     tiles: np.ndarray  # (tiles + 1,)
     logit_rows: np.ndarray  # (R,)
 
@@ -137,7 +137,7 @@ def _fill(buffers: Buffers, batch) -> None:
         given = np.flatnonzero(batch.token_ids < 0)
         buffers.embeds[given] = batch.embeds[-1 - batch.token_ids[given]]
     buffers.positions[:n] = batch.positions
-    buffers.token_rows[:n] = np.repeat(batch.rows, np.diff(batch.seq_starts))
+    buffers.token_slots[:n] = np.repeat(batch.slots, np.diff(batch.seq_starts))
     buffers.tiles[: tiles.size] = tiles
     buffers.logit_rows[:r] = batch.logit_rows
     buffers.sizes[:] = n, tiles.size - 1, r
@@ -160,7 +160,7 @@ def _forward(team, params, cache, buffers):
     b, (n, tiles, r) = buffers, (buffers.sizes[0], buffers.sizes[1], buffers.sizes[2])
     x, logits = b.x[:n], b.logits[:r]
     step = Step(
-        b.token_ids[:n], b.embeds[:n], b.positions[:n], b.token_rows[:n], b.tiles[: tiles + 1], b.logit_rows[:r]
+        b.token_ids[:n], b.embeds[:n], b.positions[:n], b.token_slots[:n], b.tiles[: tiles + 1], b.logit_rows[:r]
     )
     embed(team, x, step.token_ids, step.embeds, step.positions, params.wte, params.wte_factors, params.wpe)  # (N, C)
     layers = params.attention_scales.size
@@ -183,8 +183,8 @@ def attention_block(team, x, layer, params, cache, buffers, step):
     layer_norm(team, b.normed, x, b.every[:n], p.ln_1_weight[layer], p.ln_1_bias[layer], p.epsilon)  # (N, C)
     linear(team, qkv, b.normed, p.c_attn, layer, p.c_attn_bias[layer], NONE, REPLACE, p.embd_segments)  # (N, 3C)
     keep_rows(team, b.queries, layer, qkv)
-    write_kv(team, k, v, qkv, step.positions, step.token_rows)
-    attend(team, attended, qkv, k, v, step.positions, step.token_rows, step.tiles, scale)  # (N, C)
+    write_kv(team, k, v, qkv, step.positions, step.token_slots)
+    attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale)  # (N, C)
     convert(team, b.heads, attended)
     linear(team, x, b.heads, p.attn_proj, layer, p.attn_proj_bias[layer], NONE, ADD, p.head_segments)
 

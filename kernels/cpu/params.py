@@ -151,15 +151,15 @@ def _stack(checkpoint, names: list[str]) -> np.ndarray:
     return np.stack([checkpoint.tensor(name) for name in names])
 
 
-def new_cache(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
+def new_kv_cache(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     """Zeros: memory that no sequence has reached costs nothing yet. float32 for float32, else bfloat16."""
     k, v = _cache_shapes(config, max_num_seqs, max_model_len, dtype)
     kind = np.float32 if dtype == "float32" else np.uint16
     return KVCache(_small_pages(k, kind), _small_pages(v, kind))
 
 
-def cache_bytes(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
-    """What `new_cache` would take when it is full."""
+def kv_cache_bytes(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
+    """What `new_kv_cache` would take when it is full."""
     shapes = _cache_shapes(config, max_num_seqs, max_model_len, dtype)
     return (4 if dtype == "float32" else 2) * sum(math.prod(shape) for shape in shapes)
 
@@ -193,7 +193,7 @@ def new_workspace(
         token_ids=np.zeros(n, np.int32),
         embeds=_zeros((n, c)),
         positions=np.zeros(n, np.int32),
-        token_rows=np.zeros(n, np.int32),
+        token_slots=np.zeros(n, np.int32),
         tiles=np.zeros(n + 1, np.int32),
         logit_rows=np.zeros(r, np.int32),
         sizes=np.zeros(3, np.int64),

@@ -1,6 +1,6 @@
 """Moving keys and values in and out of the cache's rows, between steps. attention.py has the layout.
 
-Positions past those that are put into a row are nobody's afterwards.
+Positions past those that are put into a slot are nobody's afterwards.
 """
 
 import functools
@@ -16,25 +16,25 @@ MOVE_THREADS = 128
 COPY, READ, WRITE = "copy", "read", "write"
 
 
-def copy_positions(cache, source_row: int, target_row: int, start: int, stop: int) -> None:
-    """Give positions start to stop of `target_row` the keys and values of `source_row`, bit for bit."""
+def copy_positions(cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
+    """Give positions start to stop of `target_slot` the keys and values of `source_slot`, bit for bit."""
     for array, is_paired in _parts(cache):
-        _move(cache, COPY, is_paired, array, array, source_row, target_row, start, stop)
+        _move(cache, COPY, is_paired, array, array, source_slot, target_slot, start, stop)
 
 
-def read_positions(cache, row: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of a row's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16."""
+def read_positions(cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of a slot's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16."""
     shape, found = (cache.num_layers, cache.num_heads, stop - start, cache.padded_head), []
     for array, is_paired in _parts(cache):
         buffer = cache.device.zeros(shape, array.dtype)
-        _move(cache, READ, is_paired, array, buffer, row, 0, start, stop)
+        _move(cache, READ, is_paired, array, buffer, slot, 0, start, stop)
         values = cache.device.read(buffer).reshape(shape)
         found.append(np.ascontiguousarray(values[..., :head_size]))  # (L, H, T, D)
     return found[0], found[1]
 
 
-def write_positions(cache, row: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-    """Put keys and values (L, H, n, D) into positions start to start + n of a row.
+def write_positions(cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+    """Put keys and values (L, H, n, D) into positions start to start + n of a slot.
 
     They are of the cache's type, as `read_positions` gives them, or float32, which is rounded to it.
     """
@@ -43,7 +43,7 @@ def write_positions(cache, row: int, start: int, k: np.ndarray, v: np.ndarray) -
             values = to_bfloat16(values)
         padding = [(0, 0)] * 3 + [(0, cache.padded_head - values.shape[3])]
         buffer = cache.device.array(np.pad(values, padding))  # (L, H, n, Dp)
-        _move(cache, WRITE, is_paired, array, buffer, row, 0, start, start + values.shape[2])
+        _move(cache, WRITE, is_paired, array, buffer, slot, 0, start, start + values.shape[2])
         cache.device.synchronize()  # the buffer is given back
 
 
@@ -52,35 +52,37 @@ def _parts(cache) -> tuple[tuple, tuple]:
     return (cache.k, False), (cache.v, not cache.is_float32)
 
 
-def _move(cache, purpose: str, is_paired: bool, array, other, row: int, target_row: int, start: int, stop: int) -> None:
+def _move(
+    cache, purpose: str, is_paired: bool, array, other, slot: int, target_slot: int, start: int, stop: int
+) -> None:
     if stop > start:
-        shape = cache.num_rows, cache.num_heads, cache.padded_len, cache.padded_head
-        places = row, target_row, start, stop - start
+        shape = cache.num_slots, cache.num_heads, cache.padded_len, cache.padded_head
+        places = slot, target_slot, start, stop - start
         grid = (stop - start, cache.num_heads, cache.num_layers)
         cache.device.launch(_move_kernel(purpose, is_paired), grid, MOVE_THREADS, array, other, *shape, *places)
 
 
 @functools.cache
 def _move_kernel(purpose: str, is_paired: bool):
-    """move(array, other, num_rows, num_heads, padded_len, padded_head, row, target_row, start, count).
+    """move(array, other, num_slots, num_heads, padded_len, padded_head, slot, target_slot, start, count).
 
-    A block for a position, a head and a layer. COPY: from a row of the cache `array` to target_row of the same; READ:
+    A block for a position, a head and a layer. COPY: from a slot of the cache `array` to target_slot of the same; READ:
     to `other` (L, H, count, Dp); WRITE: from it.
     """
 
     @device_function
-    def element(num_rows, num_heads, padded_len, padded_head, row, head, position, d):
-        plane = ((int64(cuda.blockIdx.z) * num_rows + row) * num_heads + head) * padded_len
+    def element(num_slots, num_heads, padded_len, padded_head, slot, head, position, d):
+        plane = ((int64(cuda.blockIdx.z) * num_slots + slot) * num_heads + head) * padded_len
         if is_paired:
             return (plane + position - position % 2) * padded_head + d * 2 + position % 2
         return (plane + position) * padded_head + d
 
-    def move(array, other, num_rows, num_heads, padded_len, padded_head, row, target_row, start, count):
+    def move(array, other, num_slots, num_heads, padded_len, padded_head, slot, target_slot, start, count):
         i, head = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
         for d in range(int32(cuda.threadIdx.x), padded_head, int32(MOVE_THREADS)):
-            at = element(num_rows, num_heads, padded_len, padded_head, row, head, start + i, d)
+            at = element(num_slots, num_heads, padded_len, padded_head, slot, head, start + i, d)
             if purpose == COPY:
-                to = element(num_rows, num_heads, padded_len, padded_head, target_row, head, start + i, d)
+                to = element(num_slots, num_heads, padded_len, padded_head, target_slot, head, start + i, d)
                 array[to] = array[at]
             else:
                 index = ((int64(cuda.blockIdx.z) * num_heads + head) * count + i) * padded_head + d

@@ -8,11 +8,11 @@ from tinygpt.kernels.cuda.workspace import workspace_bytes
 
 
 def bytes_needed(
-    config: Any, dtype: str, tied: bool, kv_cache_dtype: str, num_rows: int, max_model_len: int, *step: int
+    config: Any, dtype: str, tied: bool, kv_cache_dtype: str, num_slots: int, max_model_len: int, *step: int
 ) -> dict[str, int]:
-    """By what it is for. num_rows and max_model_len: of the KV cache. step: new_workspace's tokens and logits."""
+    """By what it is for. num_slots and max_model_len: of the KV cache. step: new_workspace's tokens and logits."""
     return {
         "weights": load.params_bytes(config, dtype, tied),
-        "KV cache": load.cache_bytes(config, num_rows, max_model_len, kv_cache_dtype),
+        "KV cache": load.kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
         "buffers": workspace_bytes(config, sizes_of(config, *step), dtype),
     }

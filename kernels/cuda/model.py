@@ -57,7 +57,7 @@ class Shape:
         """num_ahead: steps of this shape that follow one another, each with one more position."""
         tokens, positions = batch.token_ids.size, int(batch.context_lens.max()) + num_ahead - 1
         chunks = min(rounded_up(-(-positions // CHUNK)), workspace.sizes.max_chunks)
-        is_decode = tokens == batch.rows.size and tokens <= workspace.sizes.decode_tokens
+        is_decode = tokens == batch.slots.size and tokens <= workspace.sizes.decode_tokens
         tiles = 0 if is_decode else rounded_up(query_tiles(batch.seq_starts).size - 1)
         return cls(rounded_up(tokens), rounded_up(batch.logit_rows.size), chunks, tiles)
 
@@ -107,7 +107,7 @@ def fill_inputs(workspace: Workspace, batch) -> None:
             "sizes": np.array([batch.token_ids.size, batch.logit_rows.size], np.int32),
             "token_ids": batch.token_ids,
             "positions": batch.positions,
-            "token_rows": np.repeat(batch.rows, np.diff(batch.seq_starts)),
+            "token_slots": np.repeat(batch.slots, np.diff(batch.seq_starts)),
             "logit_rows": batch.logit_rows,
             "tiles": bounds,
         },
@@ -135,8 +135,8 @@ def embed(params: Params, workspace: Workspace, shape: Shape) -> None:
 def attention_block(params: Params, layer: int, cache: KVCache, workspace: Workspace, shape: Shape) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
     w, inputs = workspace, workspace.inputs
-    shapes = cache.num_rows, cache.padded_len, cache.num_heads, cache.head_size, cache.padded_head
-    heads = Heads(w.q, cache.k, cache.v, inputs.positions, inputs.token_rows, *shapes)
+    shapes = cache.num_slots, cache.padded_len, cache.num_heads, cache.head_size, cache.padded_head
+    heads = Heads(w.q, cache.k, cache.v, inputs.positions, inputs.token_slots, *shapes)
     normed_linear(params, "ln_1", "c_attn", layer, workspace, shape, heads, QKV)  # (N, 3C)
     attend(params, layer, cache, workspace, shape)  # (N, C)
     linear(params, "attn_proj", layer, workspace, shape.tokens, w.x, w.attended, ADD)  # (N, C)
@@ -146,7 +146,7 @@ def attend(params: Params, layer: int, cache: KVCache, workspace: Workspace, sha
     """attended (N, C): each new token over its sequence's cache up to its own position."""
     w, inputs, size, family = workspace, workspace.inputs, cache.padded_head, family_of(params.dtype)
     launch, scale = w.device.launch, float(params.config.attention_scale(layer))
-    keys = w.q, cache.k, cache.v, layer, cache.num_rows, cache.padded_len, inputs.positions, inputs.token_rows
+    keys = w.q, cache.k, cache.v, layer, cache.num_slots, cache.padded_len, inputs.positions, inputs.token_slots
     out = cache.head_size, row_size(params, "attn_proj")
     if shape.tiles:
         grid = shape.tiles, cache.num_heads

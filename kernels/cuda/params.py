@@ -38,7 +38,7 @@ class KVCache:
     k: Any
     v: Any
     num_layers: int
-    num_rows: int
+    num_slots: int
     num_heads: int
     padded_len: int
     head_size: int
@@ -116,7 +116,7 @@ def _linear_bytes(n: int, k: int, dtype: str) -> int:
     return features * (step_count(k) * STEP * ITEM_BYTES[dtype] + 4)
 
 
-def new_cache(config: Any, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
+def new_kv_cache(config: Any, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     device = devices.card()
     shape = _cache_shape(config, max_num_seqs, max_model_len)
     kind = np.float32 if dtype == "float32" else np.uint16
@@ -125,8 +125,8 @@ def new_cache(config: Any, max_num_seqs: int, max_model_len: int, dtype: str = "
     return KVCache(device, k, v, layers, rows, heads, length, config.head_size, padded, dtype == "float32")
 
 
-def cache_bytes(config: Any, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
-    """What `new_cache` takes of the card's memory."""
+def kv_cache_bytes(config: Any, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
+    """What `new_kv_cache` takes of the card's memory."""
     return 2 * (4 if dtype == "float32" else 2) * math.prod(_cache_shape(config, max_num_seqs, max_model_len))
 
 

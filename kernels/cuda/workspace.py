@@ -27,14 +27,14 @@ class Inputs:
     sizes: Any  # (NUM_SIZES,)
     token_ids: Any  # (N,)
     positions: Any  # (N,)
-    token_rows: Any  # (N,) the cache row of each token
+    token_slots: Any  # (N,) the cache row of each token
     logit_rows: Any  # (R,)
     tiles: Any  # bounds of runs of up to QUERY_TILE tokens of one sequence; the rest are empty
 
     def write(self, device: Any, parts: dict[str, np.ndarray]) -> None:
         """Fill the parts from their beginning on; the rest of each is 0."""
         values, start = np.zeros(self.everything.size, np.int32), 0
-        for name in ("sizes", "token_ids", "positions", "token_rows", "logit_rows", "tiles"):
+        for name in ("sizes", "token_ids", "positions", "token_slots", "logit_rows", "tiles"):
             values[start : start + parts[name].size] = parts[name]
             start += getattr(self, name).size
         device.write(self.everything, values)
@@ -134,7 +134,7 @@ def _new_inputs(device: Any, sizes: Sizes) -> Inputs:
         "sizes": NUM_SIZES,
         "token_ids": n,
         "positions": n,
-        "token_rows": n,
+        "token_slots": n,
         "logit_rows": r,
         "tiles": 2 * n + 2,  # a tile has one token at least, and their number is rounded up
     }

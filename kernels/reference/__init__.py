@@ -2,10 +2,10 @@
 
 from tinygpt.kernels.reference.kv_cache import copy_positions, read_positions, write_positions
 from tinygpt.kernels.reference.model import (
-    cache_bytes,
     forward,
+    kv_cache_bytes,
     load_params,
-    new_cache,
+    new_kv_cache,
     new_workspace,
     trace,
 )
@@ -14,12 +14,12 @@ from tinygpt.kernels.reference.sampling import sample, top_logprobs
 from tinygpt.kernels.reference.warpers import filter_logits
 
 __all__ = [
-    "cache_bytes",
     "copy_positions",
     "filter_logits",
     "forward",
+    "kv_cache_bytes",
     "load_params",
-    "new_cache",
+    "new_kv_cache",
     "new_workspace",
     "process_logits",
     "read_positions",

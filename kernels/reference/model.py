@@ -41,12 +41,12 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
     return Params(checkpoint.config, {name: checkpoint.tensor(name) for name in names})
 
 
-def new_cache(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
+def new_kv_cache(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     shape = (config.n_layer, max_num_seqs, config.n_head, max_model_len, config.head_size)
     return KVCache(np.zeros(shape), np.zeros(shape))
 
 
-def cache_bytes(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
+def kv_cache_bytes(config, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
     return 2 * 8 * config.n_layer * max_num_seqs * max_model_len * config.n_embd
 
 
@@ -96,7 +96,7 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, cache: KVC
     qkv = linear(params, f"h.{layer}.attn.c_attn", x)  # (N, 3C)
     q, k, v = (part.reshape(heads) for part in np.split(qkv, 3, axis=1))  # (N, H, D)
     out = np.empty(heads)  # (N, H, D)
-    for s, row in enumerate(batch.rows):
+    for s, row in enumerate(batch.slots):
         new = slice(batch.seq_starts[s], batch.seq_starts[s + 1])
         positions, length = batch.positions[new], batch.context_lens[s]
         cache.k[layer, row, :, positions] = k[new]

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.bench.work import block_operations, cache_bytes, head_operations, weight_bytes
-from tinygpt.config import GPT2Config
+from tinygpt.bench.work import block_operations, head_operations, kv_cache_bytes, weight_bytes
+from tinygpt.config import ModelConfig
 from tinygpt.weights.random_checkpoint import PREFIX, SHAPES
 
 MODELS = ("124M", "355M", "774M", "1.5B")
@@ -42,11 +42,11 @@ class Case:
         shape = self.batch, length
         return np.random.default_rng(seed).integers(0, vocab_size, shape).tolist()
 
-    def bytes_read(self, config: GPT2Config, dtype: str) -> float:
+    def bytes_read(self, config: ModelConfig, dtype: str) -> float:
         """By one step: each weight once, and the keys and values of every sequence."""
-        return weight_bytes(config, dtype) + cache_bytes(config, dtype, self.batch * self.context)
+        return weight_bytes(config, dtype) + kv_cache_bytes(config, dtype, self.batch * self.context)
 
-    def operations(self, config: GPT2Config) -> float:
+    def operations(self, config: ModelConfig) -> float:
         """Of a prefill; the logits are the last token's alone."""
         return block_operations(config, PREFILL_TOKENS, (PREFILL_TOKENS + 1) / 2) + head_operations(config, 1)
 
@@ -76,7 +76,7 @@ class Job:
         return PREFIX + self.model
 
     @property
-    def config(self) -> GPT2Config:
+    def config(self) -> ModelConfig:
         return SHAPES[self.model]
 
     def as_json(self) -> dict[str, Any]:
@@ -88,6 +88,6 @@ class Job:
         return cls(**{**values, "runs": runs})
 
 
-def least_seconds(engine: str, config: GPT2Config) -> float:
+def least_seconds(engine: str, config: ModelConfig) -> float:
     """What has to be left for a case to be begun: about what it takes, torch.compile's compilation above all."""
     return 15 + 2.5 * config.n_layer if engine == "compiled" else 8 + config.n_layer / 6

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tinygpt.bench.work import TILES, block_operations, cache_bytes, head_operations, weight_bytes
-from tinygpt.config import GPT2Config
+from tinygpt.bench.work import TILES, block_operations, head_operations, kv_cache_bytes, weight_bytes
+from tinygpt.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def floor(case: Case, config: dict, dtype: str, limits: dict[str, float]) -> Flo
 
     config: config.json's content. limits: bytes a second "bandwidth", operations a second for each kind of tile.
     """
-    config = GPT2Config.from_dict(config)
+    config = ModelConfig.from_dict(config)
     in_blocks, in_head = (limits[kind] for kind in TILES[dtype])
     blocks = block_operations(config, new_tokens(case), cached_positions(case))
     seconds = {
@@ -56,10 +56,10 @@ def floor(case: Case, config: dict, dtype: str, limits: dict[str, float]) -> Flo
     return Floor(1e3 * seconds[limit], limit)
 
 
-def bytes_read(case: Case, config: GPT2Config, dtype: str) -> float:
+def bytes_read(case: Case, config: ModelConfig, dtype: str) -> float:
     if case.is_prefill:  # keys and values are written, and read again from the caches
         return weight_bytes(config, dtype)
-    return weight_bytes(config, dtype) + cache_bytes(config, dtype, case.batch * cached_positions(case))
+    return weight_bytes(config, dtype) + kv_cache_bytes(config, dtype, case.batch * cached_positions(case))
 
 
 def cached_positions(case: Case) -> float:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 
 CARD = """\
 # A small GPT-2 that has read {corpus}
@@ -46,7 +46,7 @@ class Training:
     trained_with: str
 
 
-def write_card(training: Training, config: GPT2Config, num_parameters: int, samples: list[str], folder: Path) -> None:
+def write_card(training: Training, config: ModelConfig, num_parameters: int, samples: list[str], folder: Path) -> None:
     (folder / "training.json").write_text(json.dumps(asdict(training), indent=2) + "\n", encoding="utf-8")
     facts = asdict(training) | {
         "corpus_tokens": training.corpus_tokens / 1e6,

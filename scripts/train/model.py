@@ -10,14 +10,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.weights.architectures.gpt2 import is_transposed
 
 STD = 0.02
 
 
 class Attention(nn.Module):
-    def __init__(self, config: GPT2Config, dropout: float):
+    def __init__(self, config: ModelConfig, dropout: float):
         super().__init__()
         self.n_head, self.dropout = config.n_head, dropout
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPT2Config):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.inner_size)
         self.c_proj = nn.Linear(config.inner_size, config.n_embd)
@@ -44,7 +44,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPT2Config, dropout: float):
+    def __init__(self, config: ModelConfig, dropout: float):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.attn = Attention(config, dropout)
@@ -60,7 +60,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Logits of token ids (B, T); with targets (B, T), their mean cross-entropy in nats instead."""
 
-    def __init__(self, config: GPT2Config, dropout: float = 0.0):
+    def __init__(self, config: ModelConfig, dropout: float = 0.0):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -107,7 +107,7 @@ def write_weights(model: GPT, folder: Path) -> None:
     partial.replace(folder / "model.safetensors")
 
 
-def write_config(config: GPT2Config, folder: Path) -> None:
+def write_config(config: ModelConfig, folder: Path) -> None:
     values = asdict(config)
     values["eos_token_id"] = values.pop("eos_token_ids")[0]
     values |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "dtype": "float32"}

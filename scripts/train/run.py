@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.json_file import read_json_object
 
@@ -72,7 +72,7 @@ def read_tokens(arguments: argparse.Namespace, state: Path) -> Tokens:
 def new_model(arguments: argparse.Namespace, folder: Path, device: str) -> GPT:
     """Of the shape asked for, with the vocabulary that the tokenizer in `folder` has. Writes its config.json there."""
     vocab_size = len(read_json_object(folder / "vocab.json"))
-    config = GPT2Config(
+    config = ModelConfig(
         vocab_size=vocab_size,
         n_positions=arguments.positions,
         n_embd=arguments.width,

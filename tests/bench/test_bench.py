@@ -29,7 +29,7 @@ from tinygpt.bench.presets import running
 from tinygpt.bench.records import Setup, record_of
 from tinygpt.bench.sweep import Case, cases_of, prompts_to_continue, prompts_to_read, run_case
 from tinygpt.cli import main as cli
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.kernels.cpu.simd import peak
 from tinygpt.kernels.cpu.simd.tiles import PANEL, TILE_ROWS
@@ -212,7 +212,7 @@ def test_prompts_to_continue_are_distinct():
 
 # The work of a pass, counted by hand for GPT-2 124M and a tiny model.
 
-TINY = GPT2Config(vocab_size=10, n_positions=5, n_embd=4, n_layer=2, n_head=1, n_inner=6)
+TINY = ModelConfig(vocab_size=10, n_positions=5, n_embd=4, n_layer=2, n_head=1, n_inner=6)
 
 
 def test_work_of_a_tiny_model():
@@ -222,18 +222,18 @@ def test_work_of_a_tiny_model():
     assert work.weight_bytes(TINY, "float32") == 4 * (224 + 40)
     assert work.weight_bytes(TINY, "int4", 3, 2) == 3 * 0.625 * 224 + 2 * 40
     assert work.model_bytes(TINY, "bfloat16") == 2 * (224 + 40) + 4 * (2 * 42 + 20 + 8)
-    assert work.cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * 4 * 2
+    assert work.kv_cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * 4 * 2
     assert work.block_operations(TINY, 3, 5) == 3 * (2 * 224 + 2 * 5 * 2 * 4 * 2)
     assert work.head_operations(TINY, 3) == 3 * 2 * 40
 
 
 def test_work_of_gpt2():
-    assert work.weight_bytes(GPT2Config(), "float32") == 4 * (124_439_808 - 1024 * 768 - 121_344)
-    assert work.block_operations(GPT2Config(), 1, 0) == 2 * 84_934_656
+    assert work.weight_bytes(ModelConfig(), "float32") == 4 * (124_439_808 - 1024 * 768 - 121_344)
+    assert work.block_operations(ModelConfig(), 1, 0) == 2 * 84_934_656
 
 
 def test_an_untied_head_is_counted():
-    untied = GPT2Config(**{**vars(TINY), "tie_word_embeddings": False})
+    untied = ModelConfig(**{**vars(TINY), "tie_word_embeddings": False})
     assert work.num_parameters(untied) - work.num_parameters(TINY) == 40
     assert work.model_bytes(untied, "int4") - work.model_bytes(TINY, "int4") == 40
     assert work.weight_bytes(untied, "int4") == work.weight_bytes(TINY, "int4")

@@ -20,7 +20,7 @@ from tinygpt.bench.presets import (
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import markdown
 from tinygpt.bench.presets.running import fitting, here, prepared, random_prompts
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import perplexity
 from tinygpt.weights.random_checkpoint import SHAPES
@@ -149,10 +149,10 @@ def test_a_dtype_is_measured_once():
 
 
 def test_cases_without_a_place_are_named():
-    fits, notes = fitting(PresetOptions("demo"), GPT2Config(n_positions=100), [(50, 50), (51, 50), (1, 100)])
+    fits, notes = fitting(PresetOptions("demo"), ModelConfig(n_positions=100), [(50, 50), (51, 50), (1, 100)])
     assert fits == [(50, 50)]
     assert notes == ["Left out (-): prompt + new tokens of 51 + 50, 1 + 100 do not fit the 100 positions of demo."]
-    assert fitting(PresetOptions("demo"), GPT2Config(n_positions=100), [(50, 50)])[1] == []
+    assert fitting(PresetOptions("demo"), ModelConfig(n_positions=100), [(50, 50)])[1] == []
 
 
 def test_random_prompts_begin_differently_and_are_the_same_each_time():

@@ -446,8 +446,8 @@ def test_text_needs_a_tokenizer(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
 def test_the_kv_cache_has_the_dtype_that_is_asked_for(run, monkeypatch, name):
-    made, new_cache = [], kernels.new_cache
-    monkeypatch.setattr(kernels, "new_cache", lambda *sizes: made.append(sizes) or new_cache(*sizes))
+    made, new_kv_cache = [], kernels.new_kv_cache
+    monkeypatch.setattr(kernels, "new_kv_cache", lambda *sizes: made.append(sizes) or new_kv_cache(*sizes))
     assert run(f"Once --max-tokens 1 --kv-cache-dtype {name}").code == 0
     assert [sizes[-1] for sizes in made] == [name]
 

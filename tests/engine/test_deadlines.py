@@ -68,7 +68,7 @@ def test_a_running_sample_keeps_what_it_has(llm, later):
     assert [chunk.token_id for chunk in chunks] == [*whole.token_ids[:5], None]
     assert [chunk.finish_reason for chunk in chunks] == [None] * 5 + ["length"]
     assert whole.text.startswith("".join(chunk.text for chunk in chunks))
-    assert llm._engine.scheduler.rows.num_free == 1
+    assert llm._engine.scheduler.slots.num_free == 1
 
 
 def test_one_that_waits_ends_without_a_token(llm, later):

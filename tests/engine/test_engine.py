@@ -32,7 +32,7 @@ def nothing_is_left_behind(request):
     if "llm" in request.fixturenames:
         gc.collect()  # streams that a failed test left open
         scheduler = request.getfixturevalue("llm")._engine.scheduler
-        assert (scheduler.running, len(scheduler.waiting), scheduler.rows.num_free) == ([], 0, 4)
+        assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_closing_generate_as_finished_frees_the_rows(llm):
     outputs = llm.generate_as_finished(PROMPTS, [SamplingParams(max_tokens=n) for n in (1, 50, 50, 50, 50)])
     assert next(outputs)[0] == 0
     outputs.close()
-    assert llm._engine.scheduler.rows.num_free == 4
+    assert llm._engine.scheduler.slots.num_free == 4
 
 
 # Sampling.
@@ -344,9 +344,9 @@ def test_a_stream_comes_one_token_at_a_time(llm):
 def test_a_stream_that_is_closed_early_frees_its_row(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
     next(stream)
-    assert llm._engine.scheduler.rows.num_free == 3
+    assert llm._engine.scheduler.slots.num_free == 3
     stream.close()
-    assert llm._engine.scheduler.rows.num_free == 4
+    assert llm._engine.scheduler.slots.num_free == 4
     with pytest.raises(StopIteration):
         next(stream)
 
@@ -570,7 +570,7 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_engine_goes_on(damaged
         assert generate_one(damaged, [3, 4], SHORT).token_ids == good
     with pytest.raises(TinyGPTError, match="not finite"):
         list(damaged.stream([3, 4], params))
-    assert damaged._engine.scheduler.rows.num_free == 2
+    assert damaged._engine.scheduler.slots.num_free == 2
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

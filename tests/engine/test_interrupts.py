@@ -10,7 +10,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.engine.beams import Beams
 from tinygpt.engine.engine import Engine
 from tinygpt.engine.scheduler import Scheduler
-from tinygpt.engine.step_lock import Turn
+from tinygpt.engine.step_lock import StepLock
 from tinygpt.errors import TinyGPTError, is_ctrl_c
 from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.tokenizer.text_stream import TextStream
@@ -69,7 +69,7 @@ def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None) -> list:
             llm.step()
         except KeyboardInterrupt:
             num_interrupts += 1
-    assert (len(ended), scheduler.running, scheduler.rows.num_free) == (len(requests), [], 8)
+    assert (len(ended), scheduler.running, scheduler.slots.num_free) == (len(requests), [], 8)
     assert num_interrupts > 1
     return [request.output() for request in requests]
 
@@ -84,7 +84,7 @@ PLACES = [
     (Scheduler, "_share"),
     (Scheduler, "remove"),
     (Scheduler, "schedule"),
-    (Turn, "begin_or_wait"),
+    (StepLock, "begin_or_wait"),
 ]
 
 
@@ -163,17 +163,17 @@ def test_a_sequence_that_is_interrupted_half_way_fails(llm, monkeypatch):
 
 @pytest.mark.parametrize("name", ["begin_or_wait", "_begin_next"])
 def test_ctrl_c_just_when_a_turn_has_begun(llm, monkeypatch, name):
-    begin = getattr(Turn, name)
+    begin = getattr(StepLock, name)
 
     def interrupted(turn):
         begin(turn)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Turn, name, interrupted)
+        patch.setattr(StepLock, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.step() if name == "begin_or_wait" else llm.logits([1])
-    assert llm._engine._turn._owner is None
+    assert llm._engine._step_lock._owner is None
     assert llm.generate([[1]], asked())
 
 

@@ -54,7 +54,7 @@ class Machine:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: str, kv_cache_dtype: str, length: int, threads: int) -> "Machine":
-        cache = cpu.new_cache(checkpoint.config, SLOTS, length, kv_cache_dtype)
+        cache = cpu.new_kv_cache(checkpoint.config, SLOTS, length, kv_cache_dtype)
         for array in cache:
             array.fill(NAN[array.dtype])  # what an earlier sequence left behind must never be felt
         tokens = SEQUENCES * length

@@ -1,72 +1,72 @@
-"""The rows of the KV cache by themselves: taken, given back, kept and forgotten."""
+"""The slots of the KV cache by themselves: taken, given back, kept and forgotten."""
 
 import pytest
 
-from tinygpt.engine.kv_slots import SINGLE_USE_IDS, RowTable, common_prefix
+from tinygpt.engine.kv_slots import SINGLE_USE_IDS, SlotTable, common_prefix
 
 
-def kept(rows: RowTable) -> list[list[int]]:
+def kept(slots: SlotTable) -> list[list[int]]:
     """What is kept, the least recently used first."""
-    return [token_ids for _, token_ids in rows.kept]
+    return [token_ids for _, token_ids in slots.kept]
 
 
-def take_all(rows: RowTable, *prompts: list[int]) -> list[int]:
-    return [rows.take(prompt)[0] for prompt in prompts]
+def take_all(slots: SlotTable, *prompts: list[int]) -> list[int]:
+    return [slots.take(prompt)[0] for prompt in prompts]
 
 
 def test_rows_are_taken_in_order_and_the_last_given_back_is_next():
-    rows = RowTable(3, 0)
-    assert (rows.num_free, take_all(rows, [1], [2], [3]), rows.num_free) == (3, [0, 1, 2], 0)
-    rows.release(1, [2])
-    assert (rows.num_free, kept(rows), rows.take([2, 3])) == (1, [], (1, 0))
+    slots = SlotTable(3, 0)
+    assert (slots.num_free, take_all(slots, [1], [2], [3]), slots.num_free) == (3, [0, 1, 2], 0)
+    slots.release(1, [2])
+    assert (slots.num_free, kept(slots), slots.take([2, 3])) == (1, [], (1, 0))
 
 
 def test_a_prompt_that_goes_on_takes_the_kept_row():
-    rows = RowTable(2, 2)
-    a, b = take_all(rows, [1, 2], [5])
-    rows.release(a, [1, 2, 3])
-    rows.release(b, [1, 9])
-    assert rows.take([1, 2, 3, 4]) == (a, 3)
-    assert (kept(rows), rows.num_free) == ([[1, 9]], 1)
+    slots = SlotTable(2, 2)
+    a, b = take_all(slots, [1, 2], [5])
+    slots.release(a, [1, 2, 3])
+    slots.release(b, [1, 9])
+    assert slots.take([1, 2, 3, 4]) == (a, 3)
+    assert (kept(slots), slots.num_free) == ([[1, 9]], 1)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [1, 2], [1, 2, 4, 5], [7]])
 def test_any_other_prompt_takes_an_empty_row_and_nothing_is_lost(prompt):
-    rows = RowTable(2, 1)
-    rows.release(rows.take([1])[0], [1, 2, 3])
-    row, num_held = rows.take(prompt)
-    assert (row, num_held, kept(rows)) == (1, 0, [[1, 2, 3]])
+    slots = SlotTable(2, 1)
+    slots.release(slots.take([1])[0], [1, 2, 3])
+    slot, num_held = slots.take(prompt)
+    assert (slot, num_held, kept(slots)) == (1, 0, [[1, 2, 3]])
 
 
 def test_the_least_recently_used_goes_first():
-    rows = RowTable(4, 2)
-    a, b, c = take_all(rows, [1], [2], [3])
-    rows.release(a, [1, 1])
-    rows.release(b, [2, 2])
-    rows.touch(a)
-    rows.release(c, [3, 3])
-    assert kept(rows) == [[1, 1], [3, 3]]
-    assert rows.num_free == 4
+    slots = SlotTable(4, 2)
+    a, b, c = take_all(slots, [1], [2], [3])
+    slots.release(a, [1, 1])
+    slots.release(b, [2, 2])
+    slots.touch(a)
+    slots.release(c, [3, 3])
+    assert kept(slots) == [[1, 1], [3, 3]]
+    assert slots.num_free == 4
 
 
 def test_what_another_row_covers_is_not_kept_twice():
-    rows = RowTable(4, 3)
-    a, b, c, d = take_all(rows, [1], [1], [1], [9])
-    rows.release(d, [9])
-    rows.release(a, [1, 2])
-    rows.release(b, [1, 2, 3])  # all of the row before, and more
-    assert kept(rows) == [[9], [1, 2, 3]]
-    rows.touch(d)
-    rows.release(c, [1, 2, 3])
-    assert kept(rows) == [[9], [1, 2, 3]]  # and the row that holds it has been of use
-    assert rows.num_free == 4
+    slots = SlotTable(4, 3)
+    a, b, c, d = take_all(slots, [1], [1], [1], [9])
+    slots.release(d, [9])
+    slots.release(a, [1, 2])
+    slots.release(b, [1, 2, 3])  # all of the slot before, and more
+    assert kept(slots) == [[9], [1, 2, 3]]
+    slots.touch(d)
+    slots.release(c, [1, 2, 3])
+    assert kept(slots) == [[9], [1, 2, 3]]  # and the slot that holds it has been of use
+    assert slots.num_free == 4
 
 
 @pytest.mark.parametrize("token_ids", [[], [SINGLE_USE_IDS, 5]])
 def test_a_row_of_no_use_is_empty(token_ids):
-    rows = RowTable(1, 1)
-    rows.release(rows.take([1])[0], token_ids)
-    assert (kept(rows), rows.num_free) == ([], 1)
+    slots = SlotTable(1, 1)
+    slots.release(slots.take([1])[0], token_ids)
+    assert (kept(slots), slots.num_free) == ([], 1)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_whoever_else_comes_and_goes(alone, busy, visits):
     got = run(busy, visits)
     scheduler = busy._engine.scheduler
     assert (scheduler.running, len(scheduler.waiting)) == ([], 0)
-    assert scheduler.rows.num_free == busy._engine.limits.max_num_seqs
+    assert scheduler.slots.num_free == busy._engine.limits.max_num_seqs
     for visit, outputs in zip(visits, got, strict=True):
         if outputs is not None:
             assert outputs == alone.generate([visit.prompt], visit.params)[0].outputs

@@ -1,4 +1,4 @@
-"""The scheduler without a model: who runs in a step, with how many tokens, in which row, and what is copied there."""
+"""The scheduler without a model: who runs in a step, with how many tokens, in which slot, and what is copied there."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinygpt.engine.kv_slots import RowTable
+from tinygpt.engine.kv_slots import SlotTable
 from tinygpt.engine.scheduler import WORTH_WAITING, Scheduler
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling_params import SamplingParams
@@ -24,22 +24,22 @@ def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None)
 class Cache:
     """A KV cache that holds the token of each position, and the copies that were made in it."""
 
-    def __init__(self, rows: int):
-        self.rows = [{} for _ in range(rows)]
+    def __init__(self, slots: int):
+        self.slots = [{} for _ in range(slots)]
         self.copies = []
 
     def copy_positions(self, source: int, target: int, start: int, stop: int) -> None:
         assert 0 <= start < stop
         self.copies.append((source, target, start, stop))
         for position in range(start, stop):
-            self.rows[target][position] = self.rows[source][position]
+            self.slots[target][position] = self.slots[source][position]
 
     def write(self, sequence: Sequence, count: int) -> None:
         """What a step does; the positions before the new ones must be the sequence's own by then."""
         ids, start = sequence.token_ids, sequence.num_cached
-        row = self.rows[sequence.row]
-        assert [row[position] for position in range(start)] == ids[:start]
-        row.update({start + i: token_id for i, token_id in enumerate(sequence.next_token_ids(count))})
+        slot = self.slots[sequence.slot]
+        assert [slot[position] for position in range(start)] == ids[:start]
+        slot.update({start + i: token_id for i, token_id in enumerate(sequence.next_token_ids(count))})
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, int]]:
@@ -60,24 +60,24 @@ def cache_of(scheduler: Scheduler) -> Cache:
     return scheduler._copy_positions.__self__
 
 
-def scheduler_of(*sequences: Sequence, rows: int = 4, tokens: int = 100, kept: int = 0) -> Scheduler:
-    scheduler = Scheduler(RowTable(rows, kept), tokens, Cache(rows + kept).copy_positions)
+def scheduler_of(*sequences: Sequence, slots: int = 4, tokens: int = 100, kept: int = 0) -> Scheduler:
+    scheduler = Scheduler(SlotTable(slots, kept), tokens, Cache(slots + kept).copy_positions)
     for sequence in sequences:
         scheduler.add(sequence)
     return scheduler
 
 
 def test_nothing_to_do():
-    assert scheduler_of(rows=2, tokens=8).schedule() == []
+    assert scheduler_of(slots=2, tokens=8).schedule() == []
 
 
 def test_first_come_first_served_and_each_row_is_used_again():
     a, b, c, d = (new_sequence(2, max_tokens) for max_tokens in (2, 1, 3, 1))
-    scheduler = scheduler_of(a, b, c, d, rows=2)
+    scheduler = scheduler_of(a, b, c, d, slots=2)
     assert run_step(scheduler) == [(a, 2), (b, 2)]
-    assert (a.row, b.row, c.row, b.finish_reason) == (0, None, None, "length")
+    assert (a.slot, b.slot, c.slot, b.finish_reason) == (0, None, None, "length")
     assert run_step(scheduler) == [(a, 1), (c, 2)]
-    assert (a.row, c.row) == (None, 1)
+    assert (a.slot, c.slot) == (None, 1)
     assert run_step(scheduler) == [(c, 1), (d, 2)]
     assert run_step(scheduler) == [(c, 1)]
     assert (scheduler.running, list(scheduler.waiting), scheduler.schedule()) == ([], [], [])
@@ -106,7 +106,7 @@ def test_chunks_carry_the_tokens_in_order():
 
 def test_decoding_comes_before_prompts_however_old():
     long, short = new_sequence(30, 5), new_sequence(2, 5)
-    scheduler = scheduler_of(short, rows=3, tokens=10)
+    scheduler = scheduler_of(short, slots=3, tokens=10)
     run_step(scheduler)
     scheduler.add(long)
     late = new_sequence(3, 5)
@@ -126,24 +126,24 @@ def test_a_prompt_of_one_token_is_as_short_as_decoding_and_overtakes_long_ones()
 
 def test_one_that_ends_early_leaves_its_row():
     a, b = new_sequence(2, 10), new_sequence(2, 10)
-    scheduler = scheduler_of(a, b, rows=1)
+    scheduler = scheduler_of(a, b, slots=1)
     run_step(scheduler, EOS)
-    assert (a.finish_reason, a.row) == ("stop", None)
+    assert (a.finish_reason, a.slot) == ("stop", None)
     assert run_step(scheduler) == [(b, 2)]
-    assert b.row == 0
+    assert b.slot == 0
 
 
 @pytest.mark.parametrize("removed", [0, 1, 2, 3])
 def test_remove_wherever_it_is(removed):
     sequences = [new_sequence(2, 4) for _ in range(4)]
-    scheduler = scheduler_of(*sequences, rows=2)
+    scheduler = scheduler_of(*sequences, slots=2)
     run_step(scheduler)
     scheduler.remove(sequences[removed])
     scheduler.remove(sequences[removed])  # a second time does nothing
-    assert sequences[removed].row is None
+    assert sequences[removed].slot is None
     others = [s for i, s in enumerate(sequences) if i != removed]
     assert [s for s, _ in run_step(scheduler)] == others[:2]
-    assert {s.row for s in others[:2]} == {0, 1}
+    assert {s.slot for s in others[:2]} == {0, 1}
     while scheduler.waiting or scheduler.running:
         run_step(scheduler)
     assert all(s.finish_reason == "length" for s in others)
@@ -151,7 +151,7 @@ def test_remove_wherever_it_is(removed):
 
 
 def test_remove_of_one_never_added():
-    scheduler = scheduler_of(new_sequence(1), rows=1)
+    scheduler = scheduler_of(new_sequence(1), slots=1)
     scheduler.remove(new_sequence(1))
     assert len(scheduler.schedule()) == 1
 
@@ -233,7 +233,7 @@ def test_a_kept_row_that_was_copied_from_is_not_the_next_to_go():
     scheduler.add(branch)
     finish(scheduler)
     assert branch.num_reused == 10
-    assert [token_ids[0] for _, token_ids in scheduler.rows.kept] == [7, 7]
+    assert [token_ids[0] for _, token_ids in scheduler.slots.kept] == [7, 7]
 
 
 @pytest.mark.parametrize(("num_steps", "num_kept"), [(1, 0), (3, 1)])
@@ -244,25 +244,25 @@ def test_a_prompt_that_was_not_read_to_its_end_is_not_kept(num_steps, num_kept):
     for _ in range(num_steps):
         run_step(scheduler)
     scheduler.remove(a)
-    assert len(list(scheduler.rows.kept)) == num_kept
-    assert scheduler.rows.num_free == 4
+    assert len(list(scheduler.slots.kept)) == num_kept
+    assert scheduler.slots.num_free == 4
 
 
 def test_a_prefix_that_could_not_be_written_is_written_again():
     calls = []
 
     def write_prefix(sequence):
-        calls.append(sequence.row)
+        calls.append(sequence.slot)
         if len(calls) == 1:
             raise KeyboardInterrupt
 
     a, b = new_sequence(3, begin=7), new_sequence(3)
     a.soft_prompt = object()
-    scheduler = Scheduler(RowTable(1, 0), 10, Cache(1).copy_positions, write_prefix)
+    scheduler = Scheduler(SlotTable(1, 0), 10, Cache(1).copy_positions, write_prefix)
     scheduler.add(a, b)
     with pytest.raises(KeyboardInterrupt):
         scheduler.schedule()
-    assert (a.row, list(scheduler.waiting), scheduler.rows.num_free) == (None, [a, b], 1)
+    assert (a.slot, list(scheduler.waiting), scheduler.slots.num_free) == (None, [a, b], 1)
     assert [chunk.sequence for chunk in scheduler.schedule()] == [a]
     assert calls == [0, 0]
 
@@ -284,7 +284,7 @@ def test_a_conversation_goes_on_in_its_row_without_a_copy():
 
 
 @given(
-    rows=st.integers(1, 4),
+    slots=st.integers(1, 4),
     kept=st.integers(0, 3),
     spare=st.integers(0, 20),
     shapes=st.lists(
@@ -293,21 +293,21 @@ def test_a_conversation_goes_on_in_its_row_without_a_copy():
     arrivals=st.lists(st.integers(0, 10), min_size=12, max_size=12),
     removals=st.dictionaries(st.integers(0, 20), st.integers(0, 11)),
 )
-def test_any_load(rows, kept, spare, shapes, arrivals, removals):
-    """Whatever arrives and whatever is removed: budget, rows, order and contents hold, and all is served."""
-    budget = rows + spare
+def test_any_load(slots, kept, spare, shapes, arrivals, removals):
+    """Whatever arrives and whatever is removed: budget, slots, order and contents hold, and all is served."""
+    budget = slots + spare
     sequences = [new_sequence(*shape) for shape in shapes]
     coming = sorted(zip(arrivals, range(len(sequences)), sequences, strict=False))
     sequences = [sequence for _, _, sequence in coming]
-    scheduler, started = scheduler_of(rows=rows, tokens=budget, kept=kept), []
+    scheduler, started = scheduler_of(slots=slots, tokens=budget, kept=kept), []
     removed, step = set(), 0
     while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0][0] <= step:
             scheduler.add(coming.pop(0)[-1])
         chunks = scheduler.schedule()
         running = list(scheduler.running)
-        check_rows(scheduler, rows, kept)
-        assert len(running) == min(rows, len(running) + len(scheduler.waiting))  # no row idle while one waits
+        check_rows(scheduler, slots, kept)
+        assert len(running) == min(slots, len(running) + len(scheduler.waiting))  # no slot idle while one waits
         assert bool(running) <= sum(chunk.count for chunk in chunks) <= budget  # something goes on
         assert all(1 <= chunk.count <= chunk.sequence.num_uncached for chunk in chunks)
         decoding = {id(s) for s in running if s.num_uncached == 1}
@@ -321,19 +321,19 @@ def test_any_load(rows, kept, spare, shapes, arrivals, removals):
             scheduler.remove(gone)
     assert started == [s for s in sequences if s in started]  # in the order in which they came
     for s in sequences:
-        assert s.row is None
+        assert s.slot is None
         assert s.finish_reason == "length" or id(s) in removed
         if s.finish_reason:
             assert (len(s.new_token_ids), s.num_cached) == (s.params.max_tokens, len(s) - 1)
 
 
-def check_rows(scheduler: Scheduler, rows: int, kept: int) -> None:
-    """Each row is a running sequence's, or kept, or empty."""
-    used = [s.row for s in scheduler.running]
-    held = dict(scheduler.rows.kept)
-    assert sorted([*used, *held, *scheduler.rows._empty]) == list(range(rows + kept))
+def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:
+    """Each slot is a running sequence's, or kept, or empty."""
+    used = [s.slot for s in scheduler.running]
+    held = dict(scheduler.slots.kept)
+    assert sorted([*used, *held, *scheduler.slots._empty]) == list(range(slots + kept))
     assert len(held) <= kept
-    assert scheduler.rows.num_free == rows - len(used)
-    for row, token_ids in held.items():
-        content = cache_of(scheduler).rows[row]
+    assert scheduler.slots.num_free == slots - len(used)
+    for slot, token_ids in held.items():
+        content = cache_of(scheduler).slots[slot]
         assert [content[position] for position in range(len(token_ids))] == token_ids

@@ -33,13 +33,13 @@ def nothing_is_left_behind(request):
         llm = request.getfixturevalue("llm")
         with between_steps(llm):
             scheduler = llm._engine.scheduler
-            assert (scheduler.running, len(scheduler.waiting), scheduler.rows.num_free) == ([], 0, 4)
+            assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
         assert (llm._service._pending, llm._service._num_samples) == ({}, 0)
 
 
 def between_steps(llm: LLM):
     """A block in which no step is taken."""
-    return llm._engine._turn.taken()
+    return llm._engine._step_lock.taken()
 
 
 def test_a_future_has_what_generate_gives(llm):
@@ -64,7 +64,7 @@ def test_64_threads_at_once_lose_nothing(llm):
 
 def test_callers_share_steps(llm, monkeypatch):
     steps, forward = [], llm._engine._forward
-    monkeypatch.setattr(llm._engine, "_forward", lambda batch: steps.append(len(batch.rows)) or forward(batch))
+    monkeypatch.setattr(llm._engine, "_forward", lambda batch: steps.append(len(batch.slots)) or forward(batch))
     with between_steps(llm):
         futures = [llm.submit([i], SamplingParams(max_tokens=10, ignore_eos=True)) for i in range(4)]
     for future in futures:
@@ -148,7 +148,7 @@ def test_cancelling_during_the_run_frees_the_row_within_a_step(llm):
     assert future.cancel()
     may_go_on.set()
     with between_steps(llm):
-        assert (llm._engine.scheduler.running, sequence.row) == ([], None)
+        assert (llm._engine.scheduler.running, sequence.slot) == ([], None)
         assert len(sequence.new_token_ids) == 1
     assert future.cancelled()
 

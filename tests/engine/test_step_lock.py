@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tinygpt.engine.step_lock import Turn
+from tinygpt.engine.step_lock import StepLock
 from tinygpt.errors import RequestError
 
 
@@ -25,78 +25,78 @@ def wait_until(is_true) -> None:
         time.sleep(0.001)
 
 
-def is_waited_for(turn: Turn) -> bool:
-    return bool(turn._changed._waiters)
+def is_waited_for(lock: StepLock) -> bool:
+    return bool(lock._changed._waiters)
 
 
-def test_a_free_turn_begins():
-    turn = Turn(lambda: None)
+def test_a_free_lock_begins():
+    lock = StepLock(lambda: None)
     for _ in range(3):
-        assert turn.begin_or_wait()
-        turn.end()
+        assert lock.begin_or_wait()
+        lock.end()
 
 
-def test_another_threads_turn_serves_who_waits():
-    turn = Turn(lambda: None)
-    assert turn.begin_or_wait()
-    thread, results = in_thread(turn.begin_or_wait)
-    wait_until(lambda: is_waited_for(turn))
-    turn.end()
+def test_another_threads_step_serves_who_waits():
+    lock = StepLock(lambda: None)
+    assert lock.begin_or_wait()
+    thread, results = in_thread(lock.begin_or_wait)
+    wait_until(lambda: is_waited_for(lock))
+    lock.end()
     thread.join(30)
     assert results == [False]
-    assert turn.begin_or_wait()  # nobody has it
+    assert lock.begin_or_wait()  # nobody has it
 
 
 def test_other_work_comes_before_the_next_step():
-    turn, order = Turn(lambda: None), []
+    lock, order = StepLock(lambda: None), []
 
     def work():
-        with turn.taken():
+        with lock.taken():
             order.append("work")
 
     def step():
-        while not turn.begin_or_wait():
+        while not lock.begin_or_wait():
             pass
         order.append("step")
-        turn.end()
+        lock.end()
 
-    assert turn.begin_or_wait()
+    assert lock.begin_or_wait()
     worker, _ = in_thread(work)
-    wait_until(lambda: turn._num_queued == 1)
-    turn.end()
+    wait_until(lambda: lock._num_queued == 1)
+    lock.end()
     step()  # although the worker may still be asleep
     worker.join(30)
     assert order == ["work", "step"]
 
 
-def test_who_gives_up_waiting_leaves_the_turn_free(monkeypatch):
-    turn = Turn(lambda: None)
+def test_who_gives_up_waiting_leaves_the_lock_free(monkeypatch):
+    lock = StepLock(lambda: None)
 
     def interrupt(predicate):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(turn._changed, "wait_for", interrupt)
-        with pytest.raises(KeyboardInterrupt), turn.taken():
+        patch.setattr(lock._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt), lock.taken():
             pass
-    assert turn.begin_or_wait()
+    assert lock.begin_or_wait()
 
 
 def test_nobody_waits_for_itself():
-    turn = Turn(lambda: None)
-    with turn.taken():
-        for begin in (turn.begin_or_wait, turn.taken().__enter__):
+    lock = StepLock(lambda: None)
+    with lock.taken():
+        for begin in (lock.begin_or_wait, lock.taken().__enter__):
             with pytest.raises(RequestError, match="may submit requests, but not run them"):
                 begin()
-    assert turn.begin_or_wait()
+    assert lock.begin_or_wait()
 
 
-def test_tidying_waits_for_the_end_of_a_turn():
+def test_tidying_waits_for_a_release():
     tidied = []
-    turn = Turn(lambda: tidied.append(turn._owner))
-    turn.tidy()
-    with turn.taken():
-        turn.tidy()
+    lock = StepLock(lambda: tidied.append(lock._owner))
+    lock.tidy()
+    with lock.taken():
+        lock.tidy()
         assert len(tidied) == 1
     assert tidied == [None, None]
 
@@ -107,11 +107,11 @@ def test_tidying_is_not_entered_again():
 
     def tidy():
         depths.append(len(depths))
-        turn.tidy()
+        lock.tidy()
 
-    turn = Turn(tidy)
-    turn.tidy()
-    with turn.taken():
+    lock = StepLock(tidy)
+    lock.tidy()
+    with lock.taken():
         pass
     assert depths == [0, 1]
 
@@ -120,28 +120,28 @@ def test_who_waits_wakes_even_if_tidying_fails():
     def fail():
         raise MemoryError
 
-    turn = Turn(fail)
-    assert turn.begin_or_wait()
-    thread, results = in_thread(turn.begin_or_wait)
-    wait_until(lambda: is_waited_for(turn))
+    lock = StepLock(fail)
+    assert lock.begin_or_wait()
+    thread, results = in_thread(lock.begin_or_wait)
+    wait_until(lambda: is_waited_for(lock))
     for _ in range(2):  # the second time it is not its turn
         with contextlib.suppress(MemoryError):
-            turn.end()
+            lock.end()
     thread.join(30)
     assert results == [False]
-    assert turn.begin_or_wait()
+    assert lock.begin_or_wait()
 
 
-def test_nobody_ends_anothers_turn():
-    turn = Turn(lambda: None)
-    assert turn.begin_or_wait()
-    thread, _ = in_thread(turn.end)
+def test_nobody_releases_anothers_lock():
+    lock = StepLock(lambda: None)
+    assert lock.begin_or_wait()
+    thread, _ = in_thread(lock.end)
     thread.join(30)
-    assert turn._owner == threading.get_ident()
+    assert lock._owner == threading.get_ident()
 
 
-def test_a_turn_ends_with_an_error():
-    turn = Turn(lambda: None)
-    with pytest.raises(KeyError), turn.taken():
+def test_a_lock_is_released_after_an_error():
+    lock = StepLock(lambda: None)
+    with pytest.raises(KeyError), lock.taken():
         raise KeyError
-    assert turn.begin_or_wait()
+    assert lock.begin_or_wait()

@@ -25,9 +25,9 @@ def llm():
 def nothing_is_left_behind(llm):
     """After every test each row is free and nobody waits."""
     yield
-    with llm._engine._turn.taken():
+    with llm._engine._step_lock.taken():
         scheduler = llm._engine.scheduler
-        assert (scheduler.running, len(scheduler.waiting), scheduler.rows.num_free) == ([], 0, 4)
+        assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
 
 
 def run(main):
@@ -87,8 +87,8 @@ def test_a_cancelled_task_frees_its_row(llm):
         return sequence
 
     sequence = run(main())
-    with llm._engine._turn.taken():
-        assert sequence.row is None
+    with llm._engine._step_lock.taken():
+        assert sequence.slot is None
     assert sequence.finish_reason is None
 
 
@@ -98,8 +98,8 @@ def test_a_stream_that_is_left_frees_its_row(llm):
         await anext(stream)
         (sequence,) = llm._engine.scheduler.running
         await stream.aclose()
-        with llm._engine._turn.taken():
-            assert sequence.row is None
+        with llm._engine._step_lock.taken():
+            assert sequence.slot is None
             assert sequence.finish_reason is None
 
     run(main())
@@ -121,7 +121,7 @@ def test_errors_come_to_who_asked(llm):
             await door.generate([8193])
         with pytest.raises(RequestError, match="n is 2"):
             await read(door.stream([1], SamplingParams(n=2)))
-        with llm._engine._turn.taken():
+        with llm._engine._step_lock.taken():
             pending = asyncio.ensure_future(read(door.stream([1], LONG)))
             await asyncio.sleep(0)
             llm._service._fail_pending(RequestError("enough"))

@@ -1,4 +1,4 @@
-"""Beam search: the sequences and scores of transformers, and rows of the cache that hold what their beams need."""
+"""Beam search: the sequences and scores of transformers, and slots of the cache that hold what their beams need."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.factory import Recipe, make_model
-from tinygpt.sampling.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_rows
+from tinygpt.sampling.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
 
 TOLERANCE = 1e-4  # on scores
 Scorer = Callable[[list[int]], np.ndarray]  # token ids -> (V,) log probabilities of the next
@@ -243,15 +243,15 @@ def test_rows_hold_what_their_beams_continue(data):
     length = data.draw(st.integers(0, 5))
     held = {10 + i: data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)) for i in range(count)}
     held |= {20 + i: [] for i in range(data.draw(st.integers(0, 3)))}
-    used = [row for row in held if row < 20]
+    used = [slot for slot in held if slot < 20]
     sources = data.draw(st.lists(st.sampled_from(used), min_size=1, max_size=len(held)))
-    rows, copies = plan_rows(sources, held)
-    assert len(set(rows)) == len(rows)
-    assert not {c.source_row for c in copies} & {c.target_row for c in copies}
+    slots, copies = plan_slots(sources, held)
+    assert len(set(slots)) == len(slots)
+    assert not {c.source_slot for c in copies} & {c.target_slot for c in copies}
     assert len(copies) == len(sources) - len(set(sources))  # as many beams as possible stay in place
-    cache = {row: list(ids) for row, ids in held.items()}
+    cache = {slot: list(ids) for slot, ids in held.items()}
     for copy in data.draw(st.permutations(copies)):
-        cache[copy.target_row][copy.start :] = cache[copy.source_row][copy.start : copy.stop]
+        cache[copy.target_slot][copy.start :] = cache[copy.source_slot][copy.start : copy.stop]
         first = slice(copy.start, copy.start + 1)  # nothing is copied that is there already
-        assert held[copy.target_row][first] != held[copy.source_row][first] or copy.start == copy.stop
-    assert [cache[row] for row in rows] == [held[source] for source in sources]
+        assert held[copy.target_slot][first] != held[copy.source_slot][first] or copy.start == copy.stop
+    assert [cache[slot] for slot in slots] == [held[source] for source in sources]

@@ -21,7 +21,7 @@ from scripts.gpu.report import Bar, Results, Row, bars, closing, table_line
 from scripts.gpu.torch_engines import Eager, build_model
 from scripts.gpu.torch_graph import Graph
 from support.paths import ROOT
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 
 DECODE_1, DECODE_8, DECODE_32 = map(Case.decode, (1, 8, 32))
 LIMITS = {"bandwidth": 4.3e12, "bfloat16": 790e12, "float32": 50e12}
@@ -62,7 +62,7 @@ def test_nothing_measured_meets_no_bar():
 
 @pytest.mark.parametrize(("factor", "verdict"), [(0.99, "met"), (1.01, "not met")])
 def test_bars_are_met_up_to_their_limit(factor, verdict):
-    half_of_bandwidth = DECODE_1.bytes_read(GPT2Config(n_layer=24, n_embd=1024, n_head=16), "bfloat16") / 4.3e9 / 0.5
+    half_of_bandwidth = DECODE_1.bytes_read(ModelConfig(n_layer=24, n_embd=1024, n_head=16), "bfloat16") / 4.3e9 / 0.5
     rows = [
         row(DECODE_1, 0.25 * factor),
         row(DECODE_32, 0.4 * factor),
@@ -171,7 +171,7 @@ def test_our_steps_are_timed_by_the_difference_of_two_lengths(monkeypatch):
     now, lengths = 0.0, []
 
     class LLM:
-        config, _engine = GPT2Config(), SimpleNamespace(_workspace=None)
+        config, _engine = ModelConfig(), SimpleNamespace(_workspace=None)
 
         def generate(self, prompts, params):
             nonlocal now

@@ -16,7 +16,7 @@ from scripts.peers.engine import SteppingEngine
 from scripts.peers.prepare import Place, Setup
 from scripts.peers.processes import PeerError, Worker, make_form, provide_folder, run_logged
 from scripts.peers.table import Agreement, Row, markdown
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 
 SMALL_GPT2 = {"n_layer": 12, "n_embd": 768, "n_inner": None, "vocab_size": 50257}
 DECODE_1, _, DECODE_32, PREFILL = CASES
@@ -58,7 +58,7 @@ def test_floor_is_what_the_machine_allows(case, dtype, seconds, limit):
 
 
 def test_every_cached_position_of_every_sequence_is_read():
-    at_0, at_1000 = (bytes_read(Case("", 8, prompt, 2), GPT2Config(), "bfloat16") for prompt in (0, 1000))
+    at_0, at_1000 = (bytes_read(Case("", 8, prompt, 2), ModelConfig(), "bfloat16") for prompt in (0, 1000))
     assert at_1000 - at_0 == 8 * 1000 * 2 * 12 * 768 * 2
 
 

@@ -21,7 +21,7 @@ from scripts.train.model import GPT, write_config, write_weights
 from scripts.train.validation import validate
 from support.paths import ROOT
 from tinygpt import LLM
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 
 MARK = "<|endoftext|>"
 SMALL = "--merges 300 --layers 2 --width 32 --heads 2 --positions 64 --batch-tokens 512 --warmup-steps 5 --device cpu"
@@ -182,7 +182,7 @@ def test_impossible_settings_are_refused(corpus, tmp_path, change, reason):
 
 
 def small_trainer(**plan) -> Trainer:
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    config = ModelConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     token_ids = torch.randint(50, (500,), generator=torch.Generator().manual_seed(0))
     fixed = {"batch_tokens": 64, "learning_rate": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, "clip": 1.0, "seed": 0}
     torch.manual_seed(0)

@@ -1,11 +1,11 @@
-"""GPT2Config against transformers' own reading of the same config.json, and what is refused by name."""
+"""ModelConfig against transformers' own reading of the same config.json, and what is refused by name."""
 
 import json
 
 import pytest
 
 from support.tiny_checkpoint import CONFIG
-from tinygpt.config import ACTIVATIONS, GPT2Config
+from tinygpt.config import ACTIVATIONS, ModelConfig
 from tinygpt.errors import CheckpointError
 
 ACCEPTED = [
@@ -43,7 +43,7 @@ def test_fields_mean_what_transformers_means(base, fields):
     from transformers import GPT2Config as Theirs
 
     values = {**base, **fields}
-    ours, theirs = GPT2Config.from_dict(values), Theirs.from_dict(dict(values))
+    ours, theirs = ModelConfig.from_dict(values), Theirs.from_dict(dict(values))
     assert {name: getattr(ours, name) for name in COMPARED} == {name: getattr(theirs, name) for name in COMPARED}
     assert ours.eos_token_ids == as_tuple(theirs.eos_token_id)
 
@@ -62,13 +62,13 @@ def test_generation_config_decides_what_ends_a_text_as_in_transformers(tmp_path,
     else:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
         theirs = GenerationConfig.from_pretrained(tmp_path)
-    assert GPT2Config.from_dict(CONFIG, generation).eos_token_ids == as_tuple(theirs.eos_token_id)
+    assert ModelConfig.from_dict(CONFIG, generation).eos_token_ids == as_tuple(theirs.eos_token_id)
 
 
 def test_bos_comes_from_either_file():
-    assert GPT2Config.from_dict(CONFIG, {"bos_token_id": 7}).bos_token_id == 7
-    assert GPT2Config.from_dict(CONFIG, {"bos_token_id": None}).bos_token_id == CONFIG["bos_token_id"]
-    assert GPT2Config.from_dict(CONFIG, {}).bos_token_id == CONFIG["bos_token_id"]
+    assert ModelConfig.from_dict(CONFIG, {"bos_token_id": 7}).bos_token_id == 7
+    assert ModelConfig.from_dict(CONFIG, {"bos_token_id": None}).bos_token_id == CONFIG["bos_token_id"]
+    assert ModelConfig.from_dict(CONFIG, {}).bos_token_id == CONFIG["bos_token_id"]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -140,35 +140,35 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value!r}"[:40] for name, value in REFUSED])
 def test_impossible_and_unimplemented_fields_are_refused_by_name(name, value):
     with pytest.raises(CheckpointError, match=name):
-        GPT2Config.from_dict({**CONFIG, name: value})
+        ModelConfig.from_dict({**CONFIG, name: value})
 
 
 @pytest.mark.parametrize("value", [None, False, 0])
 def test_cross_attention_may_be_absent_in_any_spelling(value):
-    assert GPT2Config.from_dict({**CONFIG, "add_cross_attention": value}) == GPT2Config.from_dict(CONFIG)
+    assert ModelConfig.from_dict({**CONFIG, "add_cross_attention": value}) == ModelConfig.from_dict(CONFIG)
 
 
 def test_cross_attention_is_refused_as_it_was_given():
     with pytest.raises(CheckpointError, match="add_cross_attention is 'yes' and"):
-        GPT2Config.from_dict({**CONFIG, "add_cross_attention": "yes"})
+        ModelConfig.from_dict({**CONFIG, "add_cross_attention": "yes"})
 
 
 def test_an_alias_is_refused_by_the_name_it_stands_for():
     with pytest.raises(CheckpointError, match="n_embd is 0"):
-        GPT2Config.from_dict({**CONFIG, "hidden_size": 0})
+        ModelConfig.from_dict({**CONFIG, "hidden_size": 0})
 
 
 def test_all_problems_are_named_at_once():
     wrong = {"model_type": "opt", "activation_function": "mish", "n_embd": -1, "tie_word_embeddings": 0}
     with pytest.raises(CheckpointError) as error:
-        GPT2Config.from_dict({**CONFIG, **wrong, "eos_token_id": "x"})
+        ModelConfig.from_dict({**CONFIG, **wrong, "eos_token_id": "x"})
     for name in [*wrong, "eos_token_id"]:
         assert f"{name} is" in str(error.value)
 
 
 def test_sizes_and_scales_derived_from_the_fields():
-    config = GPT2Config(n_embd=20, n_head=4, scale_attn_by_inverse_layer_idx=True)
+    config = ModelConfig(n_embd=20, n_head=4, scale_attn_by_inverse_layer_idx=True)
     assert (config.head_size, config.inner_size) == (5, 80)
     assert config.attention_scale(2) == 5**-0.5 / 3
-    assert GPT2Config(n_inner=7, scale_attn_weights=False).inner_size == 7
-    assert GPT2Config(scale_attn_weights=False).attention_scale(3) == 1.0
+    assert ModelConfig(n_inner=7, scale_attn_weights=False).inner_size == 7
+    assert ModelConfig(scale_attn_weights=False).attention_scale(3) == 1.0

@@ -113,7 +113,7 @@ def plain(tmp_path_factory) -> Case:
 
 def logits(checkpoint, ids: list[int], backend=reference) -> np.ndarray:
     params = backend.load_params(checkpoint)
-    cache = backend.new_cache(checkpoint.config, 1, len(ids))
+    cache = backend.new_kv_cache(checkpoint.config, 1, len(ids))
     workspace = backend.new_workspace(checkpoint.config, len(ids), len(ids))
     return np.array(backend.forward(params, Batch.of([ids], [0], [0], "all"), cache, workspace))
 

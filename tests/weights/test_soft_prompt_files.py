@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
 
@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
 P, L, H, D = 5, 3, 2, 4
-CONFIG = GPT2Config(vocab_size=23, n_positions=16, n_embd=H * D, n_layer=L, n_head=H)
+CONFIG = ModelConfig(vocab_size=23, n_positions=16, n_embd=H * D, n_layer=L, n_head=H)
 TUNINGS = {
     "prompt-tuning": (peft.PromptTuningConfig, {}),
     "p-tuning-mlp": (peft.PromptEncoderConfig, {"encoder_hidden_size": 6}),
@@ -139,7 +139,7 @@ def test_files_that_do_not_fit_are_refused_by_name(written, tmp_path, change, na
 
 
 def test_a_model_of_another_size_is_refused(written):
-    other = GPT2Config(n_positions=16, n_embd=6, n_layer=L, n_head=H)
+    other = ModelConfig(n_positions=16, n_embd=6, n_layer=L, n_head=H)
     with pytest.raises(CheckpointError, match=r"takes a width of 6 \(prompt tuning and p-tuning\) or 36"):
         read_soft_prompt(written, other)
 

@@ -12,7 +12,7 @@ from tinygpt.bench.measure import Measurement
 from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
 from tinygpt.bench.words import threads_text
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.engine.scheduler import WORTH_WAITING
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import MAX_STEP_TOKENS, load_backend, resolve_dtype
@@ -36,7 +36,7 @@ class Plan:
     threads: tuple[int, ...]
     cases: tuple[Case, ...]
     repetitions: int
-    config: GPT2Config
+    config: ModelConfig
 
     def __len__(self) -> int:
         return len(self.dtypes) * len(self.threads) * len(self.cases)
@@ -181,7 +181,7 @@ def _check_numbers(flag: str, numbers: Collection[int], least: int, also: str = 
             raise RequestError(f"{flag} gives {number} and must give {least} or more{also}.")
 
 
-def _check_length(model: str, config: GPT2Config, longest: Case) -> None:
+def _check_length(model: str, config: ModelConfig, longest: Case) -> None:
     if longest.length <= config.n_positions:
         return
     if not longest.new_tokens:

@@ -30,13 +30,13 @@ from tinygpt.bench.measure import Measurement
 from tinygpt.bench.words import parameters_text
 from tinygpt.bench.work import (
     block_operations,
-    cache_bytes,
     head_operations,
+    kv_cache_bytes,
     model_bytes,
     num_parameters,
     weight_bytes,
 )
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 
 # GGML's names.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
@@ -66,7 +66,7 @@ class Setup:
     build: Build
     cpu: str
     model: str
-    config: GPT2Config
+    config: ModelConfig
     dtype: str
     threads: int
     step_tokens: int  # new tokens in a step, at most
@@ -156,7 +156,7 @@ def _generation(setup: Setup, measurement: Measurement, i: int) -> Effort:
     return Effort(
         run.together,
         tokens,
-        weight_bytes(config, setup.dtype, run.num_together) + cache_bytes(config, setup.dtype, tokens * attended),
+        weight_bytes(config, setup.dtype, run.num_together) + kv_cache_bytes(config, setup.dtype, tokens * attended),
         block_operations(config, tokens, attended),
         head_operations(config, tokens),
     )

@@ -1,7 +1,7 @@
 """What a pass through the model takes at least: bytes that are read, and operations. A multiplication and an addition
 are two operations."""
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 
 # Bytes of one weight in the blocks, of one in the head, and of one number in the KV cache. The scales of int8 are too
 # few to count; int4 has a bfloat16 scale and offset for every 32 weights, and an int8 head.
@@ -15,50 +15,50 @@ TILES = {
 }
 
 
-def num_parameters(config: GPT2Config) -> int:
+def num_parameters(config: ModelConfig) -> int:
     """All of them, a tied head counted once."""
     return block_weights(config) + head_weights(config) * (1 if config.tie_word_embeddings else 2) + _others(config)
 
 
-def model_bytes(config: GPT2Config, dtype: str) -> int:
+def model_bytes(config: ModelConfig, dtype: str) -> int:
     """What all parameters take in memory: biases, layer norms and position embeddings are float32."""
     in_block, in_head, _ = BYTES[dtype]
     embeddings = head_weights(config) * (1 if config.tie_word_embeddings else 2)
     return int(in_block * block_weights(config) + in_head * embeddings + 4 * _others(config))
 
 
-def weight_bytes(config: GPT2Config, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None) -> float:
+def weight_bytes(config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None) -> float:
     """Read by so many passes: the matrices of all blocks, and the head where logits are wanted (None: in all)."""
     in_block, in_head, _ = BYTES[dtype]
     num_logit_passes = num_passes if num_logit_passes is None else num_logit_passes
     return num_passes * in_block * block_weights(config) + num_logit_passes * in_head * head_weights(config)
 
 
-def cache_bytes(config: GPT2Config, dtype: str, num_positions: float) -> float:
+def kv_cache_bytes(config: ModelConfig, dtype: str, num_positions: float) -> float:
     """Of the keys and values of so many positions."""
     return BYTES[dtype][2] * num_positions * 2 * config.n_layer * config.n_embd
 
 
-def block_operations(config: GPT2Config, num_tokens: float, num_attended: float) -> float:
+def block_operations(config: ModelConfig, num_tokens: float, num_attended: float) -> float:
     """Of so many tokens in all blocks, each of which attends to `num_attended` positions, on average."""
     return num_tokens * (2 * block_weights(config) + 4 * num_attended * config.n_layer * config.n_embd)
 
 
-def head_operations(config: GPT2Config, num_logit_rows: float) -> float:
+def head_operations(config: ModelConfig, num_logit_rows: float) -> float:
     """Of the logits of so many tokens."""
     return 2 * num_logit_rows * head_weights(config)
 
 
-def block_weights(config: GPT2Config) -> int:
+def block_weights(config: ModelConfig) -> int:
     """Numbers in the matrices of all blocks."""
     return config.n_layer * (4 * config.n_embd * config.n_embd + 2 * config.n_embd * config.inner_size)
 
 
-def head_weights(config: GPT2Config) -> int:
+def head_weights(config: ModelConfig) -> int:
     return config.vocab_size * config.n_embd
 
 
-def _others(config: GPT2Config) -> int:
+def _others(config: ModelConfig) -> int:
     """wpe, the biases of the matrices (3C + C + F + C) and the layer norms' gains and biases."""
     biases = 5 * config.n_embd + config.inner_size
     norms = 2 * (2 * config.n_layer + 1) * config.n_embd

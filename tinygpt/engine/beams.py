@@ -11,7 +11,7 @@ import numpy as np
 from tinygpt.engine.kv_slots import common_prefix
 from tinygpt.request.loop_detection import is_looping
 from tinygpt.request.sequence import Sequence
-from tinygpt.sampling.beam_search import Beam, BeamRules, BeamSearch, Candidates, Hypothesis, plan_rows
+from tinygpt.sampling.beam_search import Beam, BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
 from tinygpt.sampling.sampler import NOT_FINITE, NOTHING_LEFT, process_scores
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.text_stream import TextStream
@@ -79,17 +79,17 @@ class Beams:
             sequence.fail(error)
 
     def _place(self, beams: list[Beam], copy_positions: Callable[[int, int, int, int], None]) -> None:
-        """Give each new beam a sequence whose row holds all of its tokens but the last."""
+        """Give each new beam a sequence whose slot holds all of its tokens but the last."""
         now = time.perf_counter()
-        sources = [self._running[beam.sources[-1]].row for beam in beams]
-        rows, copies = plan_rows(sources, {s.row: s.token_ids for s in self._sequences})
+        sources = [self._running[beam.sources[-1]].slot for beam in beams]
+        slots, copies = plan_slots(sources, {s.slot: s.token_ids for s in self._sequences})
         for copy in copies:
-            copy_positions(copy.source_row, copy.target_row, copy.start, copy.stop)
-        of_row = {sequence.row: sequence for sequence in self._sequences}
-        self._running = [of_row[row] for row in rows]
+            copy_positions(copy.source_slot, copy.target_slot, copy.start, copy.stop)
+        of_slot = {sequence.slot: sequence for sequence in self._sequences}
+        self._running = [of_slot[slot] for slot in slots]
         self._missing = set(self._running)
         for sequence, source, beam in zip(self._running, sources, beams, strict=True):
-            if sequence.row != source:
+            if sequence.slot != source:
                 sequence.controls = None  # its notes are of other tokens
             sequence.new_token_ids = beam.token_ids
             sequence.num_cached = len(sequence) - 1
@@ -104,7 +104,7 @@ class Beams:
                 self._give(sequence, hypotheses[i])
             if not sequence.is_finished:
                 sequence.expire()
-            sequence.num_cached = common_prefix(held, sequence.token_ids)  # of its row, which others may use again
+            sequence.num_cached = common_prefix(held, sequence.token_ids)  # of its slot, which others may use again
 
     def _give(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
         sequence.score = hypothesis.score

@@ -6,9 +6,9 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.engine.kv_slots import common_prefix
-from tinygpt.engine_config import Limits
+from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import (
     check_memory,
@@ -26,11 +26,11 @@ from tinygpt.weights.stored.packed import open_checkpoint
 
 
 class DraftModel:
-    """Runs each sequence a few tokens ahead, in a KV cache that has the rows of the larger model's.
+    """Runs each sequence a few tokens ahead, in a KV cache that has the slots of the larger model's.
 
     Tokens are drawn by the same numbers that the larger model will draw by, so a guess is right as often as the two
     models agree, greedily or not.
-    max_model_len: positions of a row. max_num_tokens: new tokens in a step of this model.
+    max_model_len: positions of a slot. max_num_tokens: new tokens in a step of this model.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DraftModel:
         self._backend, self._params, self._cache, self._workspace = backend, params, cache, workspace
         self._max_model_len = max_model_len
         self._max_num_tokens = max_num_tokens
-        self._held: dict[int, list[int]] = {}  # row -> the tokens it holds
+        self._held: dict[int, list[int]] = {}  # slot -> the tokens it holds
         self._plain_params: WeakKeyDictionary[Sequence, SamplingParams] = WeakKeyDictionary()
 
     def propose(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[int]]:
@@ -71,7 +71,7 @@ class DraftModel:
         if sequence not in self._plain_params:  # users' functions are not called for guesses
             plain = replace(sequence.params, logits_processors=None, logprobs=None, best_of=None)
             self._plain_params[sequence] = plain
-        num_held = common_prefix(self._held.get(sequence.row, []), sequence.token_ids)
+        num_held = common_prefix(self._held.get(sequence.slot, []), sequence.token_ids)
         return Sequence(
             sequence.prompt_token_ids,
             self._plain_params[sequence],
@@ -81,7 +81,7 @@ class DraftModel:
             text=None,
             new_token_ids=list(sequence.new_token_ids),
             num_cached=min(num_held, len(sequence) - 1),
-            row=sequence.row,
+            slot=sequence.slot,
         )
 
     def _catch_up(self, guesses: list[Sequence]) -> None:
@@ -105,21 +105,21 @@ class DraftModel:
         batch = Batch.of(
             [guess.next_token_ids(count) for guess, count in chunks],
             [guess.num_cached for guess, _ in chunks],
-            [guess.row for guess, _ in chunks],
+            [guess.slot for guess, _ in chunks],
             [num_logits] * len(chunks),
         )
         logits = self._backend.forward(self._params, batch, self._cache, self._workspace)  # (R, V)
         for guess, count in chunks:
             guess.num_cached += count
-            self._held[guess.row] = guess.token_ids[: guess.num_cached]
+            self._held[guess.slot] = guess.token_ids[: guess.num_cached]
         return logits
 
 
 def load_draft_model(
     model: str,
     num_speculative_tokens: int,
-    target: GPT2Config,
-    limits: Limits,
+    target: ModelConfig,
+    limits: EngineConfig,
     device: str,
     dtype: str,
     kv_cache_dtype: str,
@@ -143,7 +143,7 @@ def load_draft_model(
     check_memory(device, checkpoint, dtype, kv_cache_dtype, limits)
     params = load_params(backend, checkpoint, dtype, threads)
     try:
-        cache = backend.new_cache(config, limits.num_rows, max_model_len, kv_cache_dtype)
+        cache = backend.new_kv_cache(config, limits.num_slots, max_model_len, kv_cache_dtype)
     except MemoryError:
         raise RequestError(
             f"this machine cannot give the memory for the KV cache of draft_model {model!r}: lower max_num_seqs, "

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.engine.beams import predict
 from tinygpt.engine.deadlines import Deadlines
 from tinygpt.engine.draft_model import DraftModel
-from tinygpt.engine.kv_slots import RowTable
+from tinygpt.engine.kv_slots import SlotTable
 from tinygpt.engine.multi_step import draws_of, num_steps_ahead, take_tokens
 from tinygpt.engine.scheduler import Chunk, Scheduler
 from tinygpt.engine.spec_decode import Draft, Speculator
 from tinygpt.engine.step_input import replace_virtual
-from tinygpt.engine.step_lock import Turn
-from tinygpt.engine_config import LOGIT_ROWS, Limits
+from tinygpt.engine.step_lock import StepLock
+from tinygpt.engine_config import LOGIT_ROWS, EngineConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import new_workspace
 from tinygpt.execution.batch import Batch
@@ -40,8 +40,8 @@ class Engine:
         self,
         backend: ModuleType,
         params: Any,
-        config: GPT2Config,
-        limits: Limits,
+        config: ModelConfig,
+        limits: EngineConfig,
         dtype: str,
         kv_cache_dtype: str,
         threads: int,
@@ -57,93 +57,95 @@ class Engine:
         num_tokens = limits.max_num_batched_tokens
         self._workspace = new_workspace(backend, config, num_tokens, limits.max_num_logits, threads, dtype)
         self._speculator = Speculator(num_tokens, limits.max_num_logits, draft_model)
-        rows = RowTable(limits.max_num_seqs, limits.prefix_cache_seqs)
-        self.scheduler = Scheduler(rows, limits.max_num_batched_tokens, self._copy_positions, self._write_prefix)
+        slots = SlotTable(limits.max_num_seqs, limits.prefix_cache_seqs)
+        self.scheduler = Scheduler(slots, limits.max_num_batched_tokens, self._copy_positions, self._write_prefix)
         self._deadlines = Deadlines()
         self._removed: deque[Sequence] = deque()  # not yet forgotten by the scheduler
-        self._turn = Turn(self._forget_removed)
+        self._step_lock = StepLock(self._forget_removed)
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Have sequences run from the next step on, or as soon as there are rows for them."""
+        """Have sequences run from the next step on, or as soon as there are slots for them."""
         for sequence in sequences:
             self._deadlines.add(sequence)
         self.scheduler.add(*sequences)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Forget sequences, whether or not they have ended; their rows are free at once, or after the step."""
+        """Forget sequences, whether or not they have ended; their slots are free at once, or after the step."""
         self._removed.extend(sequences)
-        self._turn.tidy()
+        self._step_lock.tidy()
 
     def step(self) -> None:
         """Advance every running sequence: one forward pass, one new token for each that is not still in its prompt.
 
         If another thread is at it, wait for the end of its step instead. RequestError if the engine is closed.
         """
-        self._turn.refuse_owner()
+        self._step_lock.refuse_owner()
         try:
-            if self._turn.begin_or_wait():
+            if self._step_lock.begin_or_wait():
                 self._check_open()
                 self._step()
         finally:
-            self._turn.end()
+            self._step_lock.end()
 
     def refuse_within_step(self) -> None:
         """RequestError in a function that a step calls."""
-        self._turn.refuse_owner()
+        self._step_lock.refuse_owner()
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
         """Teacher-forced logits, (T, V) float32, of a sequence that is no part of the steps."""
-        with self._turn.taken():
+        with self._step_lock.taken():
             self._check_open()
             # A copy: the next step writes over it.
             return np.concatenate([self._forward(batch).copy() for batch in self._spare_row_batches(token_ids, "all")])
 
     def hidden_states(self, token_ids: list[int], layers: slice = slice(None)) -> np.ndarray:
         """(L + 1, T, C) float32, or those of some layers: their inputs, and last what ln_f makes of the output."""
-        with self._turn.taken():
+        with self._step_lock.taken():
             self._check_open()
             return np.concatenate([hidden[layers].copy() for hidden, _ in self._trace(token_ids)], axis=1)
 
     def queries_and_keys(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Queries (L, T, C) float32, and keys (L, H, T, D) as the cache holds them."""
-        with self._turn.taken():
+        with self._step_lock.taken():
             self._check_open()
             queries = np.concatenate([queries for _, queries in self._trace(token_ids)], axis=1)  # (L, T, C)
-            row, head_size = self.limits.num_rows - 1, self._head_size
-            return queries, self._backend.read_positions(self._cache, row, 0, len(token_ids), head_size)[0]
+            slot, head_size = self.limits.num_slots - 1, self._head_size
+            return queries, self._backend.read_positions(self._cache, slot, 0, len(token_ids), head_size)[0]
 
     @cached_property
     def origin(self) -> dict[str, Any]:
         """What keys and values come from, beside the tokens. It takes a look at all weights, once."""
-        with self._turn.taken():
+        with self._step_lock.taken():
             self._check_open()
             return {**self._about, "weights": fingerprint(self._params)}
 
     def keys_and_values(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """(L, H, T, D) each, in the cache's type, of a sequence that is no part of the steps.
 
-        What a kept row holds of it is copied, and the rest computed.
+        What a kept slot holds of it is copied, and the rest computed.
         """
-        row = self.limits.num_rows - 1
-        with self._turn.taken():
+        slot = self.limits.num_slots - 1
+        with self._step_lock.taken():
             self._check_open()
-            num_held, source = self.scheduler.rows.find(token_ids)
+            num_held, source = self.scheduler.slots.find(token_ids)
             if num_held:
-                self._copy_positions(source, row, 0, num_held)
+                self._copy_positions(source, slot, 0, num_held)
             for batch in self._spare_row_batches(token_ids, [0], num_held):
                 self._forward(batch)
-            return self._backend.read_positions(self._cache, row, 0, len(token_ids), self._head_size)
+            return self._backend.read_positions(self._cache, slot, 0, len(token_ids), self._head_size)
 
     def keep(self, token_ids: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Put a sequence's keys and values, as `keys_and_values` gives them, among those of ended sequences."""
-        with self._turn.taken():
+        with self._step_lock.taken():
             self._check_open()
             if token_ids:
-                self.scheduler.rows.put(token_ids, lambda row: self._backend.write_positions(self._cache, row, 0, k, v))
+                self.scheduler.slots.put(
+                    token_ids, lambda slot: self._backend.write_positions(self._cache, slot, 0, k, v)
+                )
 
     def close(self) -> None:
         """Give the memory back. Any later step raises RequestError."""
-        with self._turn.taken():
+        with self._step_lock.taken():
             self._params = self._cache = self._workspace = self._speculator = None
 
     def _trace(self, token_ids: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -153,10 +155,10 @@ class Engine:
     def _spare_row_batches(
         self, token_ids: list[int], logits_of: str | list[int], num_held: int = 0
     ) -> Iterator[Batch]:
-        """A sequence that is no part of the steps, in chunks: it runs in the row that these never use."""
+        """A sequence that is no part of the steps, in chunks: it runs in the slot that these never use."""
         size = min(LOGIT_ROWS, self.limits.max_num_batched_tokens)
         for start in range(num_held, len(token_ids), size):
-            yield Batch.of([token_ids[start : start + size]], [start], [self.limits.num_rows - 1], logits_of)
+            yield Batch.of([token_ids[start : start + size]], [start], [self.limits.num_slots - 1], logits_of)
 
     def _step(self) -> None:
         self._remove_finished()  # of a step that was interrupted
@@ -185,7 +187,7 @@ class Engine:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """Free the row of a sequence that has ended, and tell."""
+        """Free the slot of a sequence that has ended, and tell."""
         try:
             self.scheduler.remove(sequence)
         finally:
@@ -204,8 +206,8 @@ class Engine:
         counts = [chunk.num_logits for chunk in chunks]
         for i, draft in drafts.items():
             token_ids[i], counts[i] = token_ids[i] + draft, counts[i] + len(draft)
-        starts, rows = [c.sequence.num_cached for c in chunks], [c.sequence.row for c in chunks]
-        logits = self._forward(Batch.of(token_ids, starts, rows, counts, embeds))  # (R, V)
+        starts, slots = [c.sequence.num_cached for c in chunks], [c.sequence.slot for c in chunks]
+        logits = self._forward(Batch.of(token_ids, starts, slots, counts, embeds))  # (R, V)
         last = [end - 1 - len(drafts.get(i, ())) for i, end in enumerate(itertools.accumulate(counts))]
         sampled = [i for i, chunk in enumerate(chunks) if chunk.is_sampled]
         found = self._read_prompt_logprobs(logits, chunks, last)
@@ -225,8 +227,8 @@ class Engine:
     def _advance_ahead(self, chunks: list[Chunk], steps: int) -> None:
         """Take several steps at once, of sequences that all decode."""
         sequences = [chunk.sequence for chunk in chunks]
-        starts, rows = [s.num_cached for s in sequences], [s.row for s in sequences]
-        batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, rows)
+        starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
+        batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
         on = self._params, batch, self._cache, self._workspace
         take_tokens(chunks, self._backend.run_ahead(*on, *draws_of(chunks), steps))  # (steps, S)
 
@@ -268,13 +270,13 @@ class Engine:
     def _forward(self, batch: Batch) -> np.ndarray:
         return self._backend.forward(self._params, batch, self._cache, self._workspace)  # (R, V)
 
-    def _copy_positions(self, source_row: int, target_row: int, start: int, stop: int) -> None:
-        self._backend.copy_positions(self._cache, source_row, target_row, start, stop)
+    def _copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
+        self._backend.copy_positions(self._cache, source_slot, target_slot, start, stop)
 
     def _write_prefix(self, sequence: Sequence) -> None:
         prompt = sequence.soft_prompt.prompt
         if prompt.kind == "prefix":
-            self._backend.write_positions(self._cache, sequence.row, 0, prompt.keys, prompt.values)
+            self._backend.write_positions(self._cache, sequence.slot, 0, prompt.keys, prompt.values)
             sequence.num_cached = len(prompt)
 
     def _forget_removed(self) -> None:
@@ -304,13 +306,14 @@ def _take(sequence: Sequence, token: Any) -> None:
         sequence.fail(error)
 
 
-def _new_cache(backend: ModuleType, config: GPT2Config, limits: Limits, dtype: str) -> Any:
-    sizes = config, limits.num_rows, limits.max_model_len, dtype
+def _new_cache(backend: ModuleType, config: ModelConfig, limits: EngineConfig, dtype: str) -> Any:
+    sizes = config, limits.num_slots, limits.max_model_len, dtype
     try:
-        return backend.new_cache(*sizes)
+        return backend.new_kv_cache(*sizes)
     except MemoryError:
+        size = backend.kv_cache_bytes(*sizes) / 2**30
         raise RequestError(
             f"the KV cache for max_num_seqs={limits.max_num_seqs}, prefix_cache_seqs={limits.prefix_cache_seqs} and "
-            f"{limits.max_model_len} positions takes {backend.cache_bytes(*sizes) / 2**30:.1f} GiB, which this machine "
+            f"{limits.max_model_len} positions takes {size:.1f} GiB, which this machine "
             "cannot give: lower max_num_seqs, prefix_cache_seqs or max_model_len."
         ) from None

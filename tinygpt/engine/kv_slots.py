@@ -1,4 +1,4 @@
-"""RowTable: the rows of the KV cache: which are taken, and which hold the tokens of a sequence that has ended.
+"""SlotTable: the slots of the KV cache: which are taken, and which hold the tokens of a sequence that has ended.
 
 Keys and values of a position depend on the tokens up to it and on nothing else, bit for bit, so they may be used again
 wherever a prompt begins with the same tokens.
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from tinygpt.request.soft_prompts import SINGLE_USE_IDS
 
 
-class RowTable:
-    """`max_num_seqs` rows to take at once, and beside them up to `prefix_cache_seqs` that keep what they hold.
+class SlotTable:
+    """`max_num_seqs` slots to take at once, and beside them up to `prefix_cache_seqs` that keep what they hold.
 
-    Token ids are all that is known of a row's content. The least recently used of the kept rows is emptied first.
+    Token ids are all that is known of a slot's content. The least recently used of the kept slots is emptied first.
     """
 
     def __init__(self, max_num_seqs: int, prefix_cache_seqs: int):
         self.prefix_cache_seqs = prefix_cache_seqs
         self._empty = list(range(max_num_seqs + prefix_cache_seqs))[::-1]
-        self._kept: dict[int, list[int]] = {}  # row -> the ids it holds, the least recently used first
+        self._kept: dict[int, list[int]] = {}  # slot -> the ids it holds, the least recently used first
 
     @property
     def num_free(self) -> int:
@@ -27,36 +27,36 @@ class RowTable:
 
     @property
     def kept(self) -> Iterator[tuple[int, list[int]]]:
-        """Each row that is kept, and the token ids it holds."""
+        """Each slot that is kept, and the token ids it holds."""
         return iter(self._kept.items())
 
     def take(self, prompt: list[int]) -> tuple[int, int]:
-        """A row for a prompt of token ids, and how many of its tokens the row holds.
+        """A slot for a prompt of token ids, and how many of its tokens the slot holds.
 
-        That is a kept row if the prompt goes on where it ends: nothing is lost then. Otherwise an empty one, of which
+        That is a kept slot if the prompt goes on where it ends: nothing is lost then. Otherwise an empty one, of which
         there always is one, as long as `num_free` is not 0.
         """
-        row = next((row for row, token_ids in self._kept.items() if _goes_on(prompt, token_ids)), None)
-        return (self._empty.pop(), 0) if row is None else (row, len(self._kept.pop(row)))
+        slot = next((slot for slot, token_ids in self._kept.items() if _goes_on(prompt, token_ids)), None)
+        return (self._empty.pop(), 0) if slot is None else (slot, len(self._kept.pop(slot)))
 
-    def release(self, row: int, token_ids: list[int]) -> None:
-        """Take back a row that holds `token_ids`. Keep it, if these can come again and no other holds them and more."""
+    def release(self, slot: int, token_ids: list[int]) -> None:
+        """Take back a slot that holds `token_ids`. Keep it if these can come again and no other holds them all."""
         if not token_ids or token_ids[0] <= SINGLE_USE_IDS:
-            self._empty.append(row)
+            self._empty.append(slot)
             return
         covering = next((other for other, ids in self._kept.items() if ids[: len(token_ids)] == token_ids), None)
         if covering is not None:
             self.touch(covering)
-            self._empty.append(row)
+            self._empty.append(slot)
             return
         for other in [other for other, ids in self._kept.items() if token_ids[: len(ids)] == ids]:
             self._forget(other)
-        self._kept[row] = token_ids
+        self._kept[slot] = token_ids
         while len(self._kept) > self.prefix_cache_seqs:
             self._forget(next(iter(self._kept)))
 
     def put(self, token_ids: list[int], write: Callable[[int], None]) -> None:
-        """Have `write` fill a row with what `token_ids` stand for, and keep it, as far as rows are kept at all."""
+        """Have `write` fill a slot with what `token_ids` stand for, and keep it, as far as slots are kept at all."""
         if not self.prefix_cache_seqs:
             return
         if not self._empty:
@@ -65,17 +65,17 @@ class RowTable:
         self.release(self._empty.pop(), token_ids)
 
     def find(self, token_ids: list[int]) -> tuple[int, int | None]:
-        """How many of these tokens the kept row holds that holds most of them, and that row."""
-        found = [(common_prefix(token_ids, held), row) for row, held in self._kept.items()]
+        """How many of these tokens the kept slot holds that holds most of them, and that slot."""
+        found = [(common_prefix(token_ids, held), slot) for slot, held in self._kept.items()]
         return max(found, default=(0, None))
 
-    def touch(self, row: int) -> None:
-        """Note that a kept row was of use."""
-        self._kept[row] = self._kept.pop(row)
+    def touch(self, slot: int) -> None:
+        """Note that a kept slot was of use."""
+        self._kept[slot] = self._kept.pop(slot)
 
-    def _forget(self, row: int) -> None:
-        del self._kept[row]
-        self._empty.append(row)
+    def _forget(self, slot: int) -> None:
+        del self._kept[slot]
+        self._empty.append(slot)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

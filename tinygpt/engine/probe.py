@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 
 POOLINGS = {
@@ -22,7 +22,7 @@ def check_pooling(pooling: str) -> None:
         raise RequestError(f"pooling is {pooling!r} and must be one of {', '.join(map(repr, POOLINGS))}.")
 
 
-def attention_maps(queries: np.ndarray, keys: np.ndarray, config: GPT2Config) -> np.ndarray:
+def attention_maps(queries: np.ndarray, keys: np.ndarray, config: ModelConfig) -> np.ndarray:
     """softmax(scale q·k) over the positions up to each query's, (L, H, T, T) float32.
 
     queries (L, T, C) float32; keys (L, H, T, D) as the cache holds them: float32, or bfloat16 in uint16.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.outputs import ContinuationScore
 from tinygpt.request.prompts import Prompt, checked_ids, describe_positions, read_prompt
@@ -17,7 +17,7 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
 def read_continuations(
-    prompt: Any, continuations: Seq[Any], config: GPT2Config, tokenizer_of: Callable[[], Tokenizer]
+    prompt: Any, continuations: Seq[Any], config: ModelConfig, tokenizer_of: Callable[[], Tokenizer]
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Of each continuation: the ids of what comes before it, and its own. `LLM.score` says what belongs to which."""
     prompt = _text_or_ids(prompt)

@@ -18,7 +18,7 @@ IDLE_SECONDS = 1.0
 class Service:
     """Takes steps while a submitted request is unfinished, and sleeps otherwise.
 
-    max_queue: samples that may wait for a row, beside those that run; None is any number.
+    max_queue: samples that may wait for a slot, beside those that run; None is any number.
     """
 
     def __init__(self, engine: Engine, max_queue: int | None):
@@ -31,7 +31,7 @@ class Service:
         self._is_closed = False
 
     def submit(self, request: Request) -> "Future[RequestOutput]":
-        """Have `request` run. Cancelling the future, which works until it has a result, frees its rows.
+        """Have `request` run. Cancelling the future, which works until it has a result, frees its slots.
 
         Raises QueueFullError if there is no room for it.
         """

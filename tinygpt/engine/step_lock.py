@@ -1,4 +1,4 @@
-"""Turn: one Python thread at a time works on the engine; a step that another thread takes serves all of them."""
+"""StepLock: one Python thread at a time works on the engine; a step that another thread takes serves all of them."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from tinygpt.errors import RequestError
 
 
-class Turn:
+class StepLock:
     """Like a lock, but who only wants a step taken does not queue for it, and who wants it for other work gets it next.
 
     tidy: called, by one thread at a time, at the end of each turn and by `tidy` between turns. The condition's own lock

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from tinygpt import config
-from tinygpt.engine_config import Limits
+from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
 from tinygpt.weights.adapters.lora import LoraCheckpoint
 from tinygpt.weights.checkpoint import Checkpoint
@@ -73,7 +73,7 @@ def load_params(backend: ModuleType, checkpoint: AnyCheckpoint, dtype: str, thre
     return packed.params_of(checkpoint.arrays(layout, packed.PACKING), checkpoint.config, dtype)
 
 
-def check_memory(device: str, checkpoint: AnyCheckpoint, dtype: str, kv_cache_dtype: str, limits: Limits) -> None:
+def check_memory(device: str, checkpoint: AnyCheckpoint, dtype: str, kv_cache_dtype: str, limits: EngineConfig) -> None:
     """RequestError, before anything is loaded, if a model takes more memory than a card has free.
 
     Other devices share the machine's memory, of which nobody knows how much it can give until it is asked.
@@ -83,7 +83,7 @@ def check_memory(device: str, checkpoint: AnyCheckpoint, dtype: str, kv_cache_dt
     from tinygpt.kernels.cuda.memory import bytes_needed
     from tinygpt.kernels.cuda.runtime.device import card
 
-    rows, steps = (limits.num_rows, limits.max_model_len), (limits.max_num_batched_tokens, limits.max_num_logits)
+    rows, steps = (limits.num_slots, limits.max_model_len), (limits.max_num_batched_tokens, limits.max_num_logits)
     needed = bytes_needed(checkpoint.config, dtype, checkpoint.tied, kv_cache_dtype, *rows, *steps)
     free, total = card().free_bytes(), sum(needed.values())
     if total > free:
@@ -105,7 +105,7 @@ def _need_card() -> None:
 
 
 def new_workspace(
-    backend: ModuleType, config: config.GPT2Config, num_tokens: int, num_logits: int, threads: int, dtype: str
+    backend: ModuleType, config: config.ModelConfig, num_tokens: int, num_logits: int, threads: int, dtype: str
 ) -> Any:
     """The backend's Workspace for steps of num_tokens; RequestError if memory does not suffice."""
     try:

@@ -15,7 +15,7 @@ class Batch:
     token_ids: np.ndarray  # (N,)
     positions: np.ndarray  # (N,)    position of each token in its sequence, from 0
     seq_starts: np.ndarray  # (S+1,)  tokens of sequence s: seq_starts[s]:seq_starts[s+1]
-    rows: np.ndarray  # (S,)    the sequence's row in the KV cache
+    slots: np.ndarray  # (S,)    the sequence's slot in the KV cache
     context_lens: np.ndarray  # (S,)    positions of the sequence that are cached once this step is written
     logit_rows: np.ndarray  # (R,)    indices among the N tokens whose logits are wanted
     embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j in place of an embedding of the model's
@@ -25,15 +25,15 @@ class Batch:
         cls,
         chunks: Seq[Seq[int]],
         starts: Seq[int],
-        rows: Seq[int],
+        slots: Seq[int],
         logits_of: str | Seq[int] = "last",
         embeds: np.ndarray = NO_EMBEDS,
     ) -> "Batch":
         """Lay the next tokens of each sequence end to end.
 
-        chunks[s] are the new tokens of sequence s, starts[s] the position of the first of them, rows[s]
-        its cache row. `logits_of` is "all" (every token), "last" (each sequence's last token), or a count for
-        each sequence: that many of its last tokens.
+        chunks[s] are the new tokens of sequence s, starts[s] the position of the first of them, slots[s]
+        its slot of the KV cache. `logits_of` is "all" (every token), "last" (each sequence's last token), or a count
+        for each sequence: that many of its last tokens.
         """
         starts = np.array(starts, np.int32)  # (S,)
         if all(len(chunk) == 1 for chunk in chunks):  # decoding: no array for each of them
@@ -51,7 +51,7 @@ class Batch:
         else:
             counts = np.array(logits_of, np.int32)  # (S,)
             logit_rows = _runs(seq_starts[1:] - counts, counts)  # (R,)
-        return cls(token_ids, positions, seq_starts, np.array(rows, np.int32), context_lens, logit_rows, embeds)
+        return cls(token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds)
 
 
 def _bounds(lens: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 
@@ -30,7 +30,7 @@ def prompt_list(prompts: Any) -> list:
     return [prompts] if prompts and all(_is_index(item) for item in prompts) else prompts
 
 
-def read_prompt(prompt: Any, config: GPT2Config, tokenizer_of) -> Prompt:
+def read_prompt(prompt: Any, config: ModelConfig, tokenizer_of) -> Prompt:
     """Encode a text, or check token ids. An empty prompt starts at the BOS token.
 
     `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none.
@@ -51,7 +51,7 @@ def read_prompt(prompt: Any, config: GPT2Config, tokenizer_of) -> Prompt:
     return Prompt(text, token_ids)
 
 
-def read_ids(what: str, given: Any, config: GPT2Config, tokenizer_of, max_model_len: int) -> list[int]:
+def read_ids(what: str, given: Any, config: ModelConfig, tokenizer_of, max_model_len: int) -> list[int]:
     """The token ids of a text, or checked ones, that `what` are wanted of and that nothing is to follow.
 
     Raises RequestError for none, for ids outside the vocabulary and for more than max_model_len.

@@ -36,7 +36,7 @@ class Sequence:
     num_dropped: int = 0  # tokens that have left the window
     num_cached: int = 0  # positions in the KV cache
     num_reused: int = 0  # of those, the ones that others had computed
-    row: int | None = None  # in the KV cache, while running
+    slot: int | None = None  # of the KV cache, while running
     awaited: "Sequence | None" = None  # it computes what both prompts begin with...
     num_awaited: int = 0  # ...and this many tokens are that
     finish_reason: Literal["stop", "length"] | None = None

@@ -1,7 +1,7 @@
 """Soft prompts: vectors in place of a prompt's first words, which requests ask for by name or bring along.
 
 In a sequence they are virtual tokens: ids below 0 that no other soft prompt ever has. So prompts that begin with the
-same ids still begin with the same keys and values, and what the KV cache knows of its rows stays right.
+same ids still begin with the same keys and values, and what the KV cache knows of its slots stays right.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
@@ -38,7 +38,7 @@ class SoftPrompts:
     sources: a folder or file, as `read_soft_prompt` takes it, for each name.
     """
 
-    def __init__(self, sources: Mapping[str, str | os.PathLike[str]] | None, config: GPT2Config):
+    def __init__(self, sources: Mapping[str, str | os.PathLike[str]] | None, config: ModelConfig):
         self._config = config
         self._next_id = -1
         self._lock = threading.Lock()

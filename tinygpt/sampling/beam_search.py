@@ -199,36 +199,36 @@ def _best(hypotheses: list[Hypothesis], n: int) -> list[Hypothesis]:
 
 @dataclass(frozen=True)
 class Copy:
-    """Positions start:stop of one row of the KV cache, to be copied to another row."""
+    """Positions start:stop of one slot of the KV cache, to be copied to another slot."""
 
-    source_row: int
-    target_row: int
+    source_slot: int
+    target_slot: int
     start: int
     stop: int
 
 
-def plan_rows(sources: Seq[int], token_ids: dict[int, list[int]]) -> tuple[list[int], list[Copy]]:
+def plan_slots(sources: Seq[int], token_ids: dict[int, list[int]]) -> tuple[list[int], list[Copy]]:
     """Where each new beam runs, and what has to be copied there first.
 
-    sources: for each new beam the row of the one that it continues. token_ids: the tokens whose keys and values each
-    row of the request holds, empty for a row not yet in use; at least as many rows as new beams.
+    sources: for each new beam the slot of the one that it continues. token_ids: the tokens whose keys and values each
+    slot of the request holds, empty for a slot not yet in use; at least as many slots as new beams.
 
-    The first beam to continue a row stays in it; the others take rows that nobody continues. So nothing is copied
-    from a row that is copied to, and the copies may be made in any order. What two rows have in common, bit for bit,
+    The first beam to continue a slot stays in it; the others take slots that nobody continues. So nothing is copied
+    from a slot that is copied to, and the copies may be made in any order. What two slots have in common, bit for bit,
     is not copied.
     """
-    free = [row for row in token_ids if row not in sources]
-    rows: list[int] = []
+    free = [slot for slot in token_ids if slot not in sources]
+    slots: list[int] = []
     copies = []
     for source in sources:
-        if source not in rows:
-            rows.append(source)
+        if source not in slots:
+            slots.append(source)
             continue
         target = free.pop(0)
-        rows.append(target)
+        slots.append(target)
         start = _common_length(token_ids[source], token_ids[target])
         copies.append(Copy(source, target, start, len(token_ids[source])))
-    return rows, copies
+    return slots, copies
 
 
 def _common_length(a: list[int], b: list[int]) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import AdapterFiles, listed, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
@@ -84,7 +84,7 @@ class LoraCheckpoint:
         return self.checkpoint.path
 
     @property
-    def config(self) -> GPT2Config:
+    def config(self) -> ModelConfig:
         return self.checkpoint.config
 
     def tensor(self, name: str) -> np.ndarray:
@@ -134,7 +134,7 @@ class _Target:
         return LowRankUpdate(*((_transposed(a), _transposed(b)) if self.is_embedding else (a, b)), self.scale)
 
 
-def _sort(files: AdapterFiles, lora: LoraConfig, config: GPT2Config) -> _Contents:
+def _sort(files: AdapterFiles, lora: LoraConfig, config: ModelConfig) -> _Contents:
     """Total, as for a checkpoint: every tensor is used or ignored by name, and every one that is asked for is there."""
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
     shapes = stored_shapes(config)

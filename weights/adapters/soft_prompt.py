@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import AdapterFiles, check_floating, existing_path, listed, read_adapter
 from tinygpt.weights.containers.mapped_file import StoredTensor
@@ -38,7 +38,7 @@ class SoftPrompt:
         return len(self.embeds) if self.kind == "prompt" else self.keys.shape[2]
 
 
-def read_soft_prompt(source: str | os.PathLike[str], config: GPT2Config) -> SoftPrompt:
+def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> SoftPrompt:
     """Read a folder that PEFT wrote, or a safetensors file that holds `prompt_embeddings` alone, for this model.
 
     A file's kind is told by its width: C, or 2 L C. Raises CheckpointError when it cannot be read, is of another type,
@@ -61,7 +61,7 @@ def _only_tensor(path: Path, tensors: dict[str, StoredTensor]) -> np.ndarray:
     return tensors[TENSOR].float32()
 
 
-def _soft_prompt(path: Path, array: np.ndarray, config: GPT2Config) -> SoftPrompt:
+def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftPrompt:
     C, L, H, D = config.n_embd, config.n_layer, config.n_head, config.head_size
     if array.ndim != 2 or array.shape[1] not in (C, 2 * L * C):
         raise CheckpointError(
@@ -81,7 +81,7 @@ def _soft_prompt(path: Path, array: np.ndarray, config: GPT2Config) -> SoftPromp
     return SoftPrompt("prefix", keys=keys, values=values)
 
 
-def _check_config(files: AdapterFiles, prompt: SoftPrompt, config: GPT2Config) -> None:
+def _check_config(files: AdapterFiles, prompt: SoftPrompt, config: ModelConfig) -> None:
     wanted = {
         "peft_type": [name for name, kind in KINDS.items() if kind == prompt.kind],
         "num_virtual_tokens": [len(prompt)],

@@ -2,7 +2,7 @@
 
 import re
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 
 # Wrappers that a model may have been saved in: GPT2LMHeadModel and other parents, DataParallel, torch.compile.
 _WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
@@ -26,7 +26,7 @@ def is_transposed(name: str) -> bool:
     return name.startswith("h.") and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
-def stored_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape that every parameter has in a checkpoint's files, by canonical name."""
     C, V = config.n_embd, config.vocab_size
     layer_shapes = _layer_shapes(C, config.inner_size)

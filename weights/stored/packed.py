@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from tinygpt.config import DTYPES, GPT2Config
+from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint, read_config
 from tinygpt.weights.containers.mapped_file import StoredTensor
@@ -47,7 +47,7 @@ class PackedCheckpoint:
     """
 
     path: Path
-    config: GPT2Config
+    config: ModelConfig
     dtype: str
     tied: bool
     metadata: dict[str, str]

@@ -57,20 +57,20 @@ def scratch_size(head_size: int) -> int:
 
 
 @kernel
-def write_kv(team, k_cache, v_cache, qkv, positions, token_rows):
+def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
     """Put the new tokens' keys and values in their place. A phase; an item is a head.
 
     k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v_cache (S, H, T / P, padded D, P), qkv (N, 3C), positions and
-    token_rows (N,).
+    token_slots (N,).
     """
     heads = k_cache.shape[1]
     size = qkv.shape[1] // (3 * heads)
     head = claim(team, heads)
     while head >= 0:
         for n in range(positions.size):
-            row, position = token_rows[n], positions[n]
+            row, position = token_slots[n], positions[n]
             if n + 1 < positions.size:  # a key is a line for each step: have the next one's fetched meanwhile
-                column = _column(k_cache, token_rows[n + 1], head, positions[n + 1])
+                column = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
                 for step in range(k_cache.shape[3]):
                     expect_write(column + step * KEY_BLOCK * STEP_BYTES)
             key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
@@ -90,7 +90,7 @@ def _column(k_cache, row, head, position):
 
 
 @kernel
-def attend(team, out, qkv, k_cache, v_cache, positions, token_rows, tiles, scale):
+def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale):
     """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
 
     A phase; an item is a tile of queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one
@@ -104,7 +104,7 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_rows, tiles, scale
         head, tile = item // count * share, item % count
         first, last = tiles[tile], tiles[tile + 1]
         for h in range(head, min(head + share, heads)):
-            _attend_tile(first, last, token_rows[first], h, out, qkv, k_cache, v_cache, positions, scale, team.scratch)
+            _attend_tile(first, last, token_slots[first], h, out, qkv, k_cache, v_cache, positions, scale, team.scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)

@@ -14,11 +14,11 @@ at about the same time, so that three of four find it in the L1 cache.
 
 dtype is "float32" or "bfloat16", and size is Dp, the head size rounded up to a multiple of 32. The flat arrays:
     q            (N, H, Dp), unscaled; bfloat16 as uint16, here and below
-    k_cache      (L, num_rows, H, padded_len, Dp); padded_len is a multiple of CHUNK
-    v_cache      the same in float32; (L, num_rows, H, padded_len / 2, Dp, 2) in bfloat16
+    k_cache      (L, num_slots, H, padded_len, Dp); padded_len is a multiple of CHUNK
+    v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
     attended     (N, width), head by head; columns from H * head_size on are left alone
     partials     (N, H, max_chunks, 2 + Dp) float32: a chunk's highest score, sum of weights, weighted values
-    positions, token_rows  (N,) int32: of each token, its position and its row of the cache
+    positions, token_slots  (N,) int32: of each token, its position and its row of the cache
     sizes        sizes[0], int32: how many tokens there are; what is launched for others returns at once
     tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence, positions ascending
 """
@@ -48,8 +48,8 @@ def attend_chunks_kernel(size: int, dtype: str):
     attend_chunk, prefetch_chunk = chunk_function(attention_products(size, dtype), size), prefetch_function(size, dtype)
 
     def attend_chunks(
-        partials, q, k_cache, v_cache, layer, num_rows, padded_len,
-        positions, token_rows, sizes, num_heads, scale, max_chunks,
+        partials, q, k_cache, v_cache, layer, num_slots, padded_len,
+        positions, token_slots, sizes, num_heads, scale, max_chunks,
     ):  # fmt: skip
         n, head, lane = int32(cuda.blockIdx.z), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x & 31)
         chunk = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
@@ -58,7 +58,7 @@ def attend_chunks_kernel(size: int, dtype: str):
         last = int32(positions[n] - chunk * CHUNK)  # of the chunk's keys
         if last < 0:
             return
-        start = cache_start(layer, num_rows, token_rows[n], num_heads, head, padded_len * size) + chunk * CHUNK * size
+        start = cache_start(layer, num_slots, token_slots[n], num_heads, head, padded_len * size) + chunk * CHUNK * size
         if lane == 0:
             prefetch_chunk(k_cache, v_cache, start, last)
         attend_chunk(partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks, scale)
@@ -181,8 +181,8 @@ def attend_tiles_kernel(size: int, dtype: str):
     VALUES, TURNS = BLOCKS * HELD, QUERY_TILE // (TILE_WARPS * QUERIES)
 
     def attend_tiles(
-        attended, q, k_cache, v_cache, layer, num_rows, padded_len,
-        positions, token_rows, tiles, num_heads, head_size, width, scale,
+        attended, q, k_cache, v_cache, layer, num_slots, padded_len,
+        positions, token_slots, tiles, num_heads, head_size, width, scale,
     ):  # fmt: skip
         tile, head = int32(cuda.gridDim.x - 1 - cuda.blockIdx.x), int32(cuda.blockIdx.y)
         warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
@@ -205,7 +205,7 @@ def attend_tiles_kernel(size: int, dtype: str):
             for i in range(VALUES):
                 values[i] = float32(0)
 
-            start = cache_start(layer, num_rows, token_rows[first], num_heads, head, padded_len * size)
+            start = cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
             last = positions[first + count - 1]
             while last >= 0:
                 weigh_keys(chunk_highest, chunk_total, packed, words, newest, k_cache, start, scale, lane)
@@ -236,6 +236,6 @@ def attend_tiles_kernel(size: int, dtype: str):
 
 
 @device_function
-def cache_start(layer, num_rows, row, num_heads, head, head_elements):
+def cache_start(layer, num_slots, row, num_heads, head, head_elements):
     """The element of a cache where a head of a row begins."""
-    return int64((layer * num_rows + row) * num_heads + head) * head_elements
+    return int64((layer * num_slots + row) * num_heads + head) * head_elements

@@ -51,8 +51,8 @@ class Heads(NamedTuple):
     k_cache: Any
     v_cache: Any
     positions: Any  # (N,) int32
-    token_rows: Any  # (N,) int32, the cache row of each token
-    num_rows: int
+    token_slots: Any  # (N,) int32, the cache row of each token
+    num_slots: int
     padded_len: int
     num_heads: int
     head_size: int
@@ -273,7 +273,7 @@ def _put_in_heads(is_float32: bool):
             store_head(heads.q, int64(token) * (heads.num_heads * heads.padded_head) + offset, value)
             return
         position = heads.positions[token]
-        row = int64(layer * heads.num_rows + heads.token_rows[token])
+        row = int64(layer * heads.num_slots + heads.token_slots[token])
         at = row * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
         if part == 1:
             store_head(heads.k_cache, at, value)

@@ -146,8 +146,8 @@ def run_persistent(
 
 def queue_persistent(persistent: Persistent, params: Params, cache: KVCache, workspace: Workspace, chunks: int) -> None:
     p, w, config, inputs = persistent, workspace, params.config, workspace.inputs
-    shapes = cache.num_rows, cache.padded_len, cache.num_heads, cache.head_size, cache.padded_head
-    heads = Heads(w.q, cache.k, cache.v, inputs.positions, inputs.token_rows, *shapes)
+    shapes = cache.num_slots, cache.padded_len, cache.num_heads, cache.head_size, cache.padded_head
+    heads = Heads(w.q, cache.k, cache.v, inputs.positions, inputs.token_slots, *shapes)
     arguments = (
         p.barrier,
         Embedding(params.wte, params.wpe, w.embeds),
@@ -192,7 +192,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
         ids, places = cuda.shared.array(FUSED_TOKENS, int32), cuda.shared.array(FUSED_TOKENS, int32)
         tokens = Tokens(ids, places, cuda.shared.array(FUSED_TOKENS, int32))
         h = all_heads
-        shapes = h.num_rows, h.padded_len, h.num_heads, h.head_size, h.padded_head
+        shapes = h.num_slots, h.padded_len, h.num_heads, h.head_size, h.padded_head
         heads = Heads(h.q, h.k_cache, h.v_cache, tokens.positions, tokens.rows, *shapes)
         first_row = int32(RING_BYTES // 2) + max_panels * int32(2 * ENDING)
         ring, endings = ring_address(shared_address(memory)), uint32(shared_address(memory) + uint32(RING_BYTES))
@@ -200,7 +200,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
         width, inner_width = attn_proj.num_steps * int32(STEP), mlp_proj.num_steps * int32(STEP)
         count, steps, goal = sizes[TOKENS], state[NUM_STEPS], int32(0)
 
-        find_tokens(tokens, token_ids, h.positions, h.token_rows, count)
+        find_tokens(tokens, token_ids, h.positions, h.token_slots, count)
         prefetch_panels(c_attn, int32(0), True)
         for step in range(steps):
             embed_tokens(x, embedding, tokens, columns, count)  # (N, C)

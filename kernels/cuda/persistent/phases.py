@@ -88,12 +88,12 @@ def all_arrive(barrier, goal):
 
 
 @device_function
-def find_tokens(tokens, token_ids, positions, token_rows, count):
+def find_tokens(tokens, token_ids, positions, token_slots, count):
     """Bring what is known of the tokens to shared memory, where it stays: positions grow by 1 with each step."""
     thread = int32(cuda.threadIdx.x)
     if thread < count:
         tokens.ids[thread], tokens.positions[thread] = token_ids[thread], positions[thread]
-        tokens.rows[thread] = token_rows[thread]
+        tokens.rows[thread] = token_slots[thread]
     cuda.syncthreads()
 
 
@@ -153,8 +153,8 @@ def attention_functions(size: int):
         """(head, n, chunk, last key of the chunk that counts, element of the caches where it begins)"""
         head, of_head = item % heads.num_heads, item // heads.num_heads
         n, chunk = of_head % count, of_head // count
-        row, head_elements = heads.token_rows[n], heads.padded_len * size
-        start = cache_start(layer, heads.num_rows, row, heads.num_heads, head, head_elements) + chunk * (CHUNK * size)
+        row, head_elements = heads.token_slots[n], heads.padded_len * size
+        start = cache_start(layer, heads.num_slots, row, heads.num_heads, head, head_elements) + chunk * (CHUNK * size)
         return head, n, chunk, int32(heads.positions[n] - chunk * CHUNK), start
 
     @device_function

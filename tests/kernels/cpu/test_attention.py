@@ -21,14 +21,14 @@ class Cache(NamedTuple):
     v: np.ndarray
 
 
-def new_cache(sequences: int, heads: int, size: int, length: int, dtype: str) -> Cache:
+def new_kv_cache(sequences: int, heads: int, size: int, length: int, dtype: str) -> Cache:
     blocks, kind, p = -(-length // KEY_BLOCK), *((np.float32, 1) if dtype == "float32" else (np.uint16, 2))
     k = unwritten(sequences, heads, blocks, -(-size // p), KEY_BLOCK, p, dtype=kind)
     return Cache(k, unwritten(sequences, heads, blocks * KEY_BLOCK // p, padded_head(size), p, dtype=kind))
 
 
-def write(cache: Cache, qkv, positions, token_rows) -> None:
-    write_kv(solo_team(), *cache, qkv, np.asarray(positions, np.int32), np.asarray(token_rows, np.int32))
+def write(cache: Cache, qkv, positions, token_slots) -> None:
+    write_kv(solo_team(), *cache, qkv, np.asarray(positions, np.int32), np.asarray(token_slots, np.int32))
 
 
 def as_float32(array: np.ndarray) -> np.ndarray:
@@ -65,15 +65,15 @@ def run_attend(run: Run, dtype: str = "float32", tiles_of=query_tiles) -> np.nda
     """The new tokens' attention, (new tokens, C), after everything was written in two steps."""
     bounds = np.concatenate([[0], np.cumsum(run.lengths)])
     rows = np.arange(len(run.lengths))[::-1] + 1  # no sequence lies in the row of its number
-    token_rows = np.repeat(rows, run.lengths).astype(np.int32)
+    token_slots = np.repeat(rows, run.lengths).astype(np.int32)
     positions = np.concatenate([np.arange(length) for length in run.lengths]).astype(np.int32)
     is_new = positions >= np.repeat(run.cached, run.lengths)
-    cache = new_cache(len(rows) + 1, run.heads, run.size, max(run.lengths), dtype)
+    cache = new_kv_cache(len(rows) + 1, run.heads, run.size, max(run.lengths), dtype)
     for part in (~is_new, is_new):
-        write(cache, run.qkv[part], positions[part], token_rows[part])
+        write(cache, run.qkv[part], positions[part], token_slots[part])
     starts = np.concatenate([[0], np.cumsum(np.diff(bounds) - run.cached)]).astype(np.int32)
     qkv, out = run.qkv[is_new], unwritten(is_new.sum(), run.heads * run.size)
-    scale, where = np.float32(run.size**-0.5), (positions[is_new], token_rows[is_new])
+    scale, where = np.float32(run.size**-0.5), (positions[is_new], token_slots[is_new])
     attend(solo_team(run.size), out, qkv, *cache, *where, tiles_of(starts).astype(np.int32), scale)
     return out
 
@@ -104,14 +104,14 @@ def random_run(lengths, cached, heads: int, size: int, spread: float = 1.0) -> R
 @pytest.mark.parametrize("size", [1, 5, 16, 20])
 def test_write_kv_writes_its_places_and_nothing_else(size, dtype):
     heads, random = 3, np.random.default_rng(size)
-    cache, qkv = new_cache(4, heads, size, 130, dtype), random_values(40, 3 * heads * size)
+    cache, qkv = new_kv_cache(4, heads, size, 130, dtype), random_values(40, 3 * heads * size)
     flat = np.sort(random.choice(4 * 130, size=40, replace=False))
-    token_rows, positions = flat // 130, flat % 130
-    write(cache, qkv, positions, token_rows)
+    token_slots, positions = flat // 130, flat % 130
+    write(cache, qkv, positions, token_slots)
     _, keys, values = rounded(qkv, dtype).reshape(40, 3, heads, size).transpose(1, 0, 2, 3)  # (N, H, D)
     k, v = plain(cache, size)
-    same_bits(k[token_rows, :, positions], keys)
-    same_bits(v[token_rows, :, positions], values)
+    same_bits(k[token_slots, :, positions], keys)
+    same_bits(v[token_slots, :, positions], values)
     cleared = set() if dtype == "float32" else {at + 1 for at in flat if at % 130 % 2 == 0} - set(flat)
     assert (~np.isnan(k)).sum() == values.size
     assert (~np.isnan(v)).sum() == values.size + len(cleared) * heads * size

@@ -66,7 +66,7 @@ def logits_in_pieces(dtype: str) -> np.ndarray:
     """(T, V), in chunks, on two threads, behind another sequence."""
     checkpoint, count = Checkpoint.open("demo"), 2 * len(TOKENS)
     params = cpu.load_params(checkpoint, dtype, 2)
-    cache = cpu.new_cache(checkpoint.config, 2, len(TOKENS), resolve_kv_cache_dtype("auto", "cpu", dtype))
+    cache = cpu.new_kv_cache(checkpoint.config, 2, len(TOKENS), resolve_kv_cache_dtype("auto", "cpu", dtype))
     workspace = cpu.new_workspace(checkpoint.config, count, count, 2, dtype)
     pieces, start = [], 0
     for size in CHUNKS:

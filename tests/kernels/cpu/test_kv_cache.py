@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
@@ -14,14 +14,14 @@ BACKENDS = pytest.mark.parametrize(
     ids=["cpu", "cpu-bf16", "reference"],
 )
 LENGTH = 3 * KEY_BLOCK
-CONFIG = GPT2Config(n_layer=2, n_head=3, n_embd=45, n_positions=LENGTH, vocab_size=50)
+CONFIG = ModelConfig(n_layer=2, n_head=3, n_embd=45, n_positions=LENGTH, vocab_size=50)
 RANGES = [(0, 1), (0, KEY_BLOCK), (5, 9), (KEY_BLOCK - 1, KEY_BLOCK + 1), (3, 2 * KEY_BLOCK + 7), (0, LENGTH), (9, 9)]
 
 
 def filled_cache(backend, dtype):
     """Three rows of random values that the dtype can hold, written a range at a time."""
     random = np.random.default_rng(0)
-    cache = backend.new_cache(CONFIG, 3, LENGTH, dtype)
+    cache = backend.new_kv_cache(CONFIG, 3, LENGTH, dtype)
     shape = (3, CONFIG.n_layer, CONFIG.n_head, LENGTH, CONFIG.head_size)
     k, v = (random.integers(-200, 200, shape).astype(np.float32) for _ in "kv")  # 8 bits: bfloat16 holds them
     for row in range(3):
@@ -64,7 +64,7 @@ def test_copy_changes_these_positions_and_no_other(backend, dtype, start, stop):
 
 def test_write_rounds_float32_to_the_cache_as_the_kernel_does():
     random = np.random.default_rng(1)
-    cache = cpu.new_cache(CONFIG, 1, LENGTH, "bfloat16")
+    cache = cpu.new_kv_cache(CONFIG, 1, LENGTH, "bfloat16")
     shape = (CONFIG.n_layer, CONFIG.n_head, 5, CONFIG.head_size)
     values = random.standard_normal(shape).astype(np.float32)
     cpu.write_positions(cache, 0, 3, values, values)

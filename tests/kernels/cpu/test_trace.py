@@ -27,7 +27,7 @@ def machine(backend, folder, dtype):
     cache_dtype = "float32" if dtype == "float32" else "bfloat16"
     return (
         backend.load_params(checkpoint, dtype, 2),
-        backend.new_cache(checkpoint.config, 1, 96, cache_dtype),
+        backend.new_kv_cache(checkpoint.config, 1, 96, cache_dtype),
         backend.new_workspace(checkpoint.config, 96, 96, 2, dtype),
     )
 

@@ -91,11 +91,11 @@ class Attention:
         return k_cache.ravel(), v_cache.ravel()
 
     def inputs(self, step):
-        """The arguments that both ways of attending begin with, then positions and token_rows."""
+        """The arguments that both ways of attending begin with, then positions and token_slots."""
         q = np.concatenate([self.stored(tokens.q[start:stop]) for tokens, start, stop in step])
         positions = np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in step])
-        token_rows = np.concatenate([np.full(stop - start, tokens.row, np.int32) for tokens, start, stop in step])
-        return q.ravel(), *self.caches(step), LAYER, ROWS, self.positions, positions, token_rows
+        token_slots = np.concatenate([np.full(stop - start, tokens.row, np.int32) for tokens, start, stop in step])
+        return q.ravel(), *self.caches(step), LAYER, ROWS, self.positions, positions, token_slots
 
     def unwritten_result(self, count: int) -> np.ndarray:
         return unwritten(count * self.width, dtype=np.float32 if self.dtype == "float32" else np.uint16)
@@ -126,10 +126,10 @@ class Attention:
 
     def prefill(self, step, tiles=None) -> np.ndarray:
         tiles = query_tiles(step) if tiles is None else tiles
-        *inputs, positions, token_rows = self.inputs(step)
+        *inputs, positions, token_slots = self.inputs(step)
         attended = self.unwritten_result(len(positions))
         grid = (len(tiles) - 1, self.heads)
-        given = (attended, *inputs, positions, token_rows, np.array(tiles, np.int32))
+        given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
         given = (*given, self.heads, self.size, self.width, self.scale)
         simulate(attend_tiles_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
         return self.result(attended)

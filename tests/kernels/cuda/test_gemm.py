@@ -76,8 +76,8 @@ def test_activations_give_the_same_bits(dtype, purpose):
 def test_queries_keys_and_values_go_to_the_same_places(dtype):
     count, heads, size = 33, 3, 5
     inputs, weights = case(count, 3 * heads * size, heads * size, dtype)
-    positions, token_rows = [*range(3, 33), 0, 1, 2], [2] * 30 + [0] * 3
-    expected, result = (heads_of(dtype, count, 3, 64, heads, size, positions, token_rows) for _ in range(2))
+    positions, token_slots = [*range(3, 33), 0, 1, 2], [2] * 30 + [0] * 3
+    expected, result = (heads_of(dtype, count, 3, 64, heads, size, positions, token_slots) for _ in range(2))
     run_linear(expected, inputs, weights, 1, 0, count, dtype, 1, QKV)
     run_gemm(result, inputs, weights, 1, 0, count, dtype, SMALL, QKV)
     for name in ("q", "k_cache", "v_cache"):

@@ -102,20 +102,20 @@ def test_activations(activation):
         np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-5)
 
 
-def heads_of(dtype: str, count: int, rows: int, length: int, heads: int, size: int, positions, token_rows) -> Heads:
+def heads_of(dtype: str, count: int, rows: int, length: int, heads: int, size: int, positions, token_slots) -> Heads:
     padded = -(-size // 32) * 32
     kind = np.float32 if dtype == "float32" else np.uint16
     q, cache = np.zeros(count * heads * padded, kind), 2 * rows * heads * length * padded
-    places = np.array(positions, np.int32), np.array(token_rows, np.int32)
+    places = np.array(positions, np.int32), np.array(token_slots, np.int32)
     return Heads(q, np.zeros(cache, kind), np.zeros(cache, kind), *places, rows, length, heads, size, padded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_keys_and_values_go_to_their_places(dtype):
-    heads, size, layer, positions, token_rows = 3, 5, 1, [7, 0, 4], [2, 0, 2]
+    heads, size, layer, positions, token_slots = 3, 5, 1, [7, 0, 4], [2, 0, 2]
     columns, family = heads * size, "float32" if dtype == "float32" else "bfloat16"
     x, weight, bias = normal(3, columns), normal(2, 3 * columns, columns), normal(2, 3 * columns)
-    places = heads_of(dtype, 3, 3, 64, heads, size, positions, token_rows)
+    places = heads_of(dtype, 3, 3, 64, heads, size, positions, token_slots)
     run_linear(places, stored(x, dtype), packed(weight, bias, dtype), layer, 0, 3, dtype, 1, QKV)
     expected = seen(x, dtype) @ seen_weights(weight[layer], dtype).T.astype(np.float64) + bias[layer]
     tolerance = {"rtol": 2**-8, "atol": 1e-5}
@@ -129,7 +129,7 @@ def test_queries_keys_and_values_go_to_their_places(dtype):
     if family == "bfloat16":  # two positions side by side
         v_cache = v_cache.reshape(2, 3, heads, 32, 32, 2).swapaxes(-1, -2).reshape(2, 3, heads, 64, 32)
     written = np.zeros(k_cache.shape, bool)
-    for n, (position, row) in enumerate(zip(positions, token_rows, strict=True)):
+    for n, (position, row) in enumerate(zip(positions, token_slots, strict=True)):
         for cache, values in ((k_cache, k), (v_cache, v)):
             at = cache[layer, row, :, position, :size]
             np.testing.assert_allclose(at, values[n].reshape(heads, size), **tolerance)

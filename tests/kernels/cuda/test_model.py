@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support.cuda_device import SimulatedDevice
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.cuda.memory import bytes_needed
@@ -22,7 +22,7 @@ class Random:
 
     def __init__(self, **fields):
         sizes = {"vocab_size": V, "n_positions": T, "n_embd": 16, "n_layer": 2, "n_head": 2, **fields}
-        self.config = GPT2Config.from_dict({"model_type": "gpt2", **sizes})
+        self.config = ModelConfig.from_dict({"model_type": "gpt2", **sizes})
         c, f = self.config.n_embd, self.config.inner_size
         shapes = {"wte.weight": (V, c), "wpe.weight": (T, c), "lm_head.weight": (V, c)}
         shapes |= {f"ln_f.{kind}": (c,) for kind in ("weight", "bias")}
@@ -46,7 +46,7 @@ class Model:
     def __init__(self, backend, checkpoint: Random, dtype: str = "float32", num_tokens: int = 150):
         self.backend, config = backend, checkpoint.config
         self.params = backend.load_params(checkpoint, dtype)
-        self.cache = backend.new_cache(config, ROWS, T, "float32" if dtype == "float32" else "bfloat16")
+        self.cache = backend.new_kv_cache(config, ROWS, T, "float32" if dtype == "float32" else "bfloat16")
         self.workspace = backend.new_workspace(config, num_tokens, 80, 1, dtype)
 
     def forward(self, *batch) -> np.ndarray:

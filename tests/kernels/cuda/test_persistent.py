@@ -59,7 +59,7 @@ class Decoding:
         checkpoint.tensors["wte.weight"] *= 4  # so that a token depends on the last
         checkpoint.tensors["ln_f.bias"] *= 0
         model, random = Model(cuda, checkpoint, dtype, num_tokens=8), np.random.default_rng(1)
-        model.cache = cuda.new_cache(checkpoint.config, len(starts), T, "bfloat16")
+        model.cache = cuda.new_kv_cache(checkpoint.config, len(starts), T, "bfloat16")
         for row, start in enumerate(starts):
             k, v = random.standard_normal((2, n_layer, heads, start, n_embd // heads), np.float32)
             cuda.write_positions(model.cache, row, 0, k, v)

@@ -16,7 +16,7 @@ from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import ABSENT, Record, Study
 from tinygpt.bench.words import parameters_text, threads_text
 from tinygpt.bench.work import num_parameters
-from tinygpt.config import GPT2Config
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend, resolve_dtype
 from tinygpt.hardware.machine import cpu_name
@@ -78,7 +78,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     return [[int(first[i % vocab_size]), *token_ids] for i, token_ids in enumerate(rest)]
 
 
-def prepared(options: PresetOptions) -> tuple[PresetOptions, GPT2Config]:
+def prepared(options: PresetOptions) -> tuple[PresetOptions, ModelConfig]:
     """The options with the precisions that they come to, each once, and the model's config.
 
     Raises RequestError for what is impossible, and CheckpointError if the model cannot be found.
@@ -92,7 +92,7 @@ def prepared(options: PresetOptions) -> tuple[PresetOptions, GPT2Config]:
 
 
 def fitting(
-    options: PresetOptions, config: GPT2Config, cases: Iterable[tuple[int, int]]
+    options: PresetOptions, config: ModelConfig, cases: Iterable[tuple[int, int]]
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """The cases (prompt length, new tokens) that the model has positions for, and notes that name the others.
 
@@ -114,7 +114,7 @@ def progress(cases: Sequence[Case]) -> Iterable[Case]:
     return tqdm(cases, unit="case", disable=None)
 
 
-def here(study: Study, options: PresetOptions, config: GPT2Config) -> str:
+def here(study: Study, options: PresetOptions, config: ModelConfig) -> str:
     """What ours is measured on, and how that differs from the study's. Without a stop at its end."""
     threads, small = thread_count(options.threads), ", with fewer sizes and runs than the study has" * options.small
     parts = [f"{of_model(options, config)}, {threads_text(threads)} of {cpu_name()}{small}"]
@@ -125,7 +125,7 @@ def here(study: Study, options: PresetOptions, config: GPT2Config) -> str:
     return ". ".join(parts)
 
 
-def of_model(options: PresetOptions, config: GPT2Config) -> str:
+def of_model(options: PresetOptions, config: ModelConfig) -> str:
     return f"{model_name(options.model)}, {parameters_text(num_parameters(config))} parameters"
 
 
