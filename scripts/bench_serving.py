@@ -74,14 +74,25 @@ class Workload:
         return sum(p.max_tokens for p in self.params)
 
 
-class Timed:
-    """An object whose methods, or a module whose functions, add up the seconds spent in them."""
+class TimedLLM(LLM):
+    """An LLM that adds up the seconds that its steps take."""
 
-    def __init__(self, timed: object):
-        self.seconds, self._timed = 0.0, timed
+    seconds = 0.0
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        super().step()
+        self.seconds += time.perf_counter() - start
+
+
+class TimedRunner:
+    """A runner whose methods add up the seconds spent in them."""
+
+    def __init__(self, runner: object):
+        self.seconds, self._runner = 0.0, runner
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(self._timed, name)
+        function = getattr(self._runner, name)
         if not callable(function):
             return function
 
@@ -138,18 +149,15 @@ def throughput(llm: LLM, requests: int, repeats: int) -> dict[str, float]:
     return {name: work.num_new_tokens / statistics.median(took) for name, took in seconds.items()}
 
 
-def overhead(llm: LLM, params: SamplingParams, repeats: int) -> float:
+def overhead(llm: TimedLLM, params: SamplingParams, repeats: int) -> float:
     """The share of the engine's steps at batch 32 that is spent outside the backend; the median of the repeats."""
-    engine, backend, shares = llm._engine, llm._engine._backend, []
-    generator = random.Random(0)
+    generator, shares = random.Random(0), []
     prompts = [[generator.randrange(llm.config.vocab_size) for _ in range(8)] for _ in range(BATCH)]
-    try:
-        for turn in range(1 + repeats):
-            llm._engine, engine._backend = Timed(engine), Timed(backend)
+    for turn in range(1 + repeats):
+        llm.seconds = 0.0
+        with llm.engine.wrapped(TimedRunner) as runner:
             llm.generate(prompts, params)
-            shares += [1 - engine._backend.seconds / llm._engine.seconds] * (turn > 0)
-    finally:
-        llm._engine, engine._backend = engine, backend
+        shares += [1 - runner.seconds / llm.seconds] * (turn > 0)
     return statistics.median(shares)
 
 
@@ -162,7 +170,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    with LLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
+    with TimedLLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
         rates = throughput(llm, args.requests, args.repeats)
         shares = {name: overhead(llm, p, args.repeats) for name, p in (("greedy", GREEDY), ("all", EVERY_CONTROL))}
     print("| mixed workload | new tokens/s | continuous is faster by |\n| --- | --- | --- |")

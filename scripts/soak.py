@@ -87,7 +87,7 @@ def run_request(llm: LLM, prompt: str, params: SamplingParams, is_cancelled: boo
         except QueueFullError:
             with report.lock:
                 report.refusals += 1
-                report.most_samples = max(report.most_samples, llm._service._num_samples)
+                report.most_samples = max(report.most_samples, llm.service.num_samples)
             time.sleep(0.005)
     if is_cancelled:
         future.cancel()
@@ -107,13 +107,13 @@ def resident_bytes() -> int:
 
 
 def problems(llm: LLM, report: Report, requests: int) -> list[str]:
-    scheduler, memory = llm._engine.scheduler, report.memory
+    scheduler, memory = llm.engine.scheduler, report.memory
     settled, last = max(memory[: int(len(memory) * SETTLED)]), max(memory[-len(memory) // 10 :])
     found = {
         f"{report.ends.total()} of {requests} requests ended": report.ends.total() != requests,
-        f"{len(scheduler.running)} still hold a row": bool(scheduler.running),
+        f"{len(scheduler.running)} still hold a slot": bool(scheduler.running),
         f"{len(scheduler.waiting)} still wait": bool(scheduler.waiting),
-        f"{scheduler.slots.num_free} of {MAX_NUM_SEQS} rows are free": scheduler.slots.num_free != MAX_NUM_SEQS,
+        f"{scheduler.slots.num_free} of {MAX_NUM_SEQS} slots are free": scheduler.slots.num_free != MAX_NUM_SEQS,
         f"{report.differing} repeated requests differed": bool(report.differing),
         f"memory grew from {settled / 2**20:.1f} to {last / 2**20:.1f} MB": last > ALLOWED_GROWTH * settled,
         f"{report.most_samples} samples ran and waited": report.most_samples > MAX_QUEUE + MAX_NUM_SEQS,

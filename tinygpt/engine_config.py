@@ -1,6 +1,9 @@
-"""EngineConfig: how much may run at once, which memory is laid out for before the start."""
+"""EngineConfig: how much may run at once, for which memory is reserved before the start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinygpt.errors import RequestError
 
 # Rows whose logits are computed together when all are wanted: 64 x 50257 x 4 bytes are 13 MB.
 LOGIT_ROWS = 64
@@ -8,19 +11,58 @@ LOGIT_ROWS = 64
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """LLM's docstring says what each is."""
+    """LLM's docstring says what each field is. RequestError for an impossible one, or ones that contradict each other.
 
-    max_num_seqs: int
-    prefix_cache_seqs: int
-    max_model_len: int
-    max_num_batched_tokens: int
+    None is what a model and its backend suggest: `for_model` fills it in.
+    """
+
+    max_num_seqs: int = 32
+    prefix_cache_seqs: int = 4
+    max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_queue: int | None = None
+    num_speculative_tokens: int = 4
+
+    def __post_init__(self):
+        _check_count("max_num_seqs", self.max_num_seqs, 1)
+        _check_count("prefix_cache_seqs", self.prefix_cache_seqs, 0)
+        _check_count("max_model_len", self.max_model_len, 1, is_optional=True)
+        _check_count("max_queue", self.max_queue, 0, is_optional=True)
+        _check_count("max_num_batched_tokens", self.max_num_batched_tokens, 1, is_optional=True)
+        _check_count("num_speculative_tokens", self.num_speculative_tokens, 1)
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise RequestError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: "
+                "each sample that runs needs a token of every step, so raise the one or lower the other."
+            )
+
+    def for_model(self, n_positions: int, max_step_tokens: int) -> "EngineConfig":
+        """The same for a model of n_positions, on a backend that computes max_step_tokens in a step at best."""
+        if self.max_model_len is not None and self.max_model_len > n_positions:
+            raise RequestError(f"max_model_len is {self.max_model_len} and this model has {n_positions} positions.")
+        return replace(
+            self,
+            max_model_len=self.max_model_len or n_positions,
+            max_num_batched_tokens=self.max_num_batched_tokens or max(max_step_tokens, self.max_num_seqs),
+        )
 
     @property
     def num_slots(self) -> int:
-        """Of the KV cache: the scheduler's, and one more for `Engine.logits`."""
+        """Of the KV cache: the scheduler's, and a spare one for sequences that are no part of the steps."""
         return self.max_num_seqs + self.prefix_cache_seqs + 1
 
     @property
+    def spare_slot(self) -> int:
+        return self.num_slots - 1
+
+    @property
     def max_num_logits(self) -> int:
-        """Tokens of a step whose logits may be wanted: one of each sequence, and LOGIT_ROWS of prompts and guesses."""
+        """Tokens of a step whose logits may be wanted: one of each sequence, and LOGIT_ROWS of prompts and drafts."""
         return LOGIT_ROWS + self.max_num_seqs
+
+
+def _check_count(name: str, value: Any, least: int, is_optional: bool = False) -> None:
+    if value is None and is_optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RequestError(f"{name} is {value!r} and must be a whole number, {least} or more.")

@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tinygpt.engine.engine import Engine
 from tinygpt.errors import RequestError
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.request.prompts import checked_ids, read_prompt
+from tinygpt.request.prompts import checked_ids
 from tinygpt.request.truncation import Window, window_of
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.stored.session_file import SavedSession, checked_file, read_session, write_session
+
+if TYPE_CHECKING:  # LLM makes sessions
+    from tinygpt.llm import LLM
 
 
 class Session:
@@ -21,9 +23,8 @@ class Session:
     A session is for one thread at a time. Several may run at once, and share the LLM's steps.
     """
 
-    def __init__(self, llm: Any, engine: Engine, token_ids: list[int]):
-        self._llm = llm  # it makes sessions, so its class cannot be named here
-        self._engine = engine
+    def __init__(self, llm: "LLM", token_ids: list[int]):
+        self._llm = llm
         self._token_ids = token_ids  # another list after each change but those of a stream
         self._window: Window | None = None  # of the last call
         self._is_closed = False
@@ -47,7 +48,7 @@ class Session:
         self._check_open()
         addition = addition if isinstance(addition, str) else checked_ids(addition)
         if addition:  # an empty prompt would be BOS
-            added = read_prompt(addition, self._llm.config, lambda: self._llm.tokenizer).token_ids
+            added = self._llm.read_prompt(addition).token_ids
             self._token_ids = self._token_ids + added
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
@@ -67,14 +68,14 @@ class Session:
         RequestError, from the iterator too, once the session has been changed by anything else.
         """
         params = self._checked(params)
-        prompt = read_prompt(self._token_ids, self._llm.config, lambda: self._llm.tokenizer)
+        prompt = self._llm.read_prompt(self._token_ids)
         chunks = self._llm.stream(prompt.token_ids, params)
         return self._stream(chunks, self._token_ids, prompt.token_ids, params)
 
     def fork(self) -> "Session":
         """Another session with the same tokens so far, which goes its own way from here."""
         self._check_open()
-        other = Session(self._llm, self._engine, list(self._token_ids))
+        other = Session(self._llm, list(self._token_ids))
         other._window = self._window
         return other
 
@@ -95,8 +96,9 @@ class Session:
         """
         path = checked_file(path)
         first, cached = self._context()
-        k, v = self._engine.keys_and_values(cached)
-        write_session(path, SavedSession(self.token_ids, first, k, v), self._engine.origin)
+        probe = self._llm.engine.probe
+        k, v = probe.keys_and_values(cached)
+        write_session(path, SavedSession(self.token_ids, first, k, v), probe.origin())
 
     def close(self) -> None:
         """Forget the tokens; any later call raises RequestError. Keys and values go when others need their place."""
@@ -148,8 +150,9 @@ class Session:
             raise RequestError("this session has been closed: make a new one.")
 
 
-def load_session(llm: Any, engine: Engine, path: str | os.PathLike[str]) -> Session:
+def load_session(llm: "LLM", path: str | os.PathLike[str]) -> Session:
     """A session as it was saved. Raises CheckpointError if the file is damaged or another model's."""
-    saved = read_session(checked_file(path), engine.origin, engine.limits.max_model_len)
-    engine.keep(saved.cached_token_ids, saved.k, saved.v)
-    return Session(llm, engine, saved.token_ids)
+    probe = llm.engine.probe
+    saved = read_session(checked_file(path), probe.origin(), llm.max_model_len)
+    probe.keep(saved.cached_token_ids, saved.k, saved.v)
+    return Session(llm, saved.token_ids)

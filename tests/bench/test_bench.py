@@ -163,10 +163,10 @@ def test_short_prompts_of_a_batch_are_read_in_one_step():
 
 
 def test_the_engine_gets_its_backend_back(llm):
-    backend = llm._engine._backend
+    backend = llm.engine.runner
     with pytest.raises(RequestError):
         measure._run(llm, [[10**9]], None)
-    assert llm._engine._backend is backend
+    assert llm.engine.runner is backend
 
 
 def test_impossible_prompts_are_refused(llm):

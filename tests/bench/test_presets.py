@@ -172,7 +172,7 @@ def test_markdown():
 def test_memory_is_given_back_though_there_is_no_tokenizer():
     """What fastertransformer measures of a case is not to hold the weights of the one before."""
     llm = LLM("random:tiny", max_num_seqs=1)
-    weights = weakref.ref(llm._engine._params.wpe)
+    weights = weakref.ref(llm.engine.runner._params.wpe)
     with pytest.raises(CheckpointError, match="tokenizer"):
         llm.tokenizer  # noqa: B018
     gc.collect()

@@ -264,7 +264,7 @@ def test_a_killed_convert_leaves_no_checkpoint(source, tmp_path):
 def test_auto_is_the_checkpoints_own_dtype(tiny_int8, source):
     for model, expected in ((tiny_int8, "Int8Weight"), (source, "Float32Weight")):
         with LLM(str(model), max_num_seqs=1) as llm:
-            assert type(llm._engine._params.c_fc).__name__ == expected
+            assert type(llm.engine.runner._params.c_fc).__name__ == expected
     with LLM(str(tiny_int8), dtype="int8", max_num_seqs=1) as llm:
         assert llm.logits([1, 2]).shape == (2, tiny_checkpoint.V)
 

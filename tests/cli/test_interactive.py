@@ -183,7 +183,7 @@ def test_ctrl_c_ends_the_sample_and_keeps_what_was_written(talk, llm, monkeypatc
     first = session.text.removeprefix("Once")
     session.extend("\nAnd then")
     assert (code, out) == (0, f"{first}\n{session.generate(SamplingParams(**BASE, seed=8)).outputs[0].text}\n")
-    assert llm._engine.scheduler.running == []
+    assert llm.engine.scheduler.running == []
 
 
 class Terminal:

@@ -68,7 +68,7 @@ def test_a_running_sample_keeps_what_it_has(llm, later):
     assert [chunk.token_id for chunk in chunks] == [*whole.token_ids[:5], None]
     assert [chunk.finish_reason for chunk in chunks] == [None] * 5 + ["length"]
     assert whole.text.startswith("".join(chunk.text for chunk in chunks))
-    assert llm._engine.scheduler.slots.num_free == 1
+    assert llm.engine.scheduler.slots.num_free == 1
 
 
 def test_one_that_waits_ends_without_a_token(llm, later):
@@ -86,7 +86,7 @@ def test_one_that_waits_ends_without_a_token(llm, later):
     assert metrics.queue_time == metrics.finished - metrics.arrival
     waiting.close()
     running.close()
-    assert not llm._engine.scheduler.waiting
+    assert not llm.engine.scheduler.waiting
 
 
 def test_logprobs_of_a_prompt_that_was_not_read_to_its_end(llm, later):

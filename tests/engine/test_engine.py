@@ -31,7 +31,7 @@ def nothing_is_left_behind(request):
     yield
     if "llm" in request.fixturenames:
         gc.collect()  # streams that a failed test left open
-        scheduler = request.getfixturevalue("llm")._engine.scheduler
+        scheduler = request.getfixturevalue("llm").engine.scheduler
         assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
 
 
@@ -129,7 +129,7 @@ def test_closing_generate_as_finished_frees_the_rows(llm):
     outputs = llm.generate_as_finished(PROMPTS, [SamplingParams(max_tokens=n) for n in (1, 50, 50, 50, 50)])
     assert next(outputs)[0] == 0
     outputs.close()
-    assert llm._engine.scheduler.slots.num_free == 4
+    assert llm.engine.scheduler.slots.num_free == 4
 
 
 # Sampling.
@@ -336,7 +336,7 @@ def test_a_stream_is_the_text_of_generate_bit_by_bit(llm, params):
 def test_a_stream_comes_one_token_at_a_time(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
     assert next(stream).text
-    (sequence,) = llm._engine.scheduler.running
+    (sequence,) = llm.engine.scheduler.running
     assert len(sequence.new_token_ids) == 1
     stream.close()
 
@@ -344,16 +344,16 @@ def test_a_stream_comes_one_token_at_a_time(llm):
 def test_a_stream_that_is_closed_early_frees_its_row(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
     next(stream)
-    assert llm._engine.scheduler.slots.num_free == 3
+    assert llm.engine.scheduler.slots.num_free == 3
     stream.close()
-    assert llm._engine.scheduler.slots.num_free == 4
+    assert llm.engine.scheduler.slots.num_free == 4
     with pytest.raises(StopIteration):
         next(stream)
 
 
 def test_a_stream_that_is_never_read_holds_nothing(llm):
     stream = llm.stream(PROMPTS[0], GREEDY)
-    assert (llm._engine.scheduler.running, len(llm._engine.scheduler.waiting)) == ([], 0)
+    assert (llm.engine.scheduler.running, len(llm.engine.scheduler.waiting)) == ([], 0)
     del stream
 
 
@@ -570,7 +570,7 @@ def test_logits_that_are_not_numbers_are_an_error_and_the_engine_goes_on(damaged
         assert generate_one(damaged, [3, 4], SHORT).token_ids == good
     with pytest.raises(TinyGPTError, match="not finite"):
         list(damaged.stream([3, 4], params))
-    assert damaged._engine.scheduler.slots.num_free == 2
+    assert damaged.engine.scheduler.slots.num_free == 2
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

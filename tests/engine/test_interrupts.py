@@ -55,14 +55,14 @@ def check(outputs, expected) -> None:
 
 def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None) -> list:
     """What becomes of requests where whoever takes the steps is interrupted, and takes another one."""
-    requests, ended, num_interrupts = [llm._request(*request) for request in given], [], 0
-    scheduler = llm._engine.scheduler
+    requests, ended, num_interrupts = [llm._inputs.request(*request) for request in given], [], 0
+    scheduler = llm.engine.scheduler
     for request in requests:
         request.when_finished(lambda: ended.append(True))
         if request.params.num_beams == 1:
             for sequence in request.sequences:
                 sequence.on_chunk = on_chunk
-        llm._engine.add(request.sequences)
+        llm.engine.add(request.sequences)
     steps = iter(range(1000))  # enough for any number of interrupts
     while (scheduler.waiting or scheduler.running) and next(steps, None) is not None:
         try:
@@ -131,15 +131,15 @@ def test_ctrl_c_while_several_expire(llm):
     def on_chunk(chunk):
         raise KeyboardInterrupt
 
-    requests = [llm._request([i], asked(max_tokens=400, max_time=1e-9)) for i in range(3)]
+    requests = [llm._inputs.request([i], asked(max_tokens=400, max_time=1e-9)) for i in range(3)]
     for request in requests:
         request.sequences[0].on_chunk = on_chunk
-        llm._engine.add(request.sequences)
+        llm.engine.add(request.sequences)
     for _ in requests:
         with pytest.raises(KeyboardInterrupt):
             llm.step()
     assert [request.output().outputs[0].stop_reason for request in requests] == ["max_time"] * 3
-    assert not llm._engine.scheduler.waiting
+    assert not llm.engine.scheduler.waiting
 
 
 def test_a_sequence_that_is_interrupted_half_way_fails(llm, monkeypatch):
@@ -148,9 +148,9 @@ def test_a_sequence_that_is_interrupted_half_way_fails(llm, monkeypatch):
     def push_later(text, token_id):
         raise KeyboardInterrupt
 
-    request, ended = llm._request([1, 2], asked()), []
+    request, ended = llm._inputs.request([1, 2], asked()), []
     request.when_finished(lambda: ended.append(True))
-    llm._engine.add(request.sequences)
+    llm.engine.add(request.sequences)
     with monkeypatch.context() as patch:
         patch.setattr(TextStream, "push_later", push_later)
         with pytest.raises(KeyboardInterrupt):
@@ -173,7 +173,7 @@ def test_ctrl_c_just_when_a_turn_has_begun(llm, monkeypatch, name):
         patch.setattr(StepLock, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.step() if name == "begin_or_wait" else llm.logits([1])
-    assert llm._engine._step_lock._owner is None
+    assert llm.engine._step_lock._owner is None
     assert llm.generate([[1]], asked())
 
 

@@ -73,7 +73,7 @@ visits = st.builds(Visit, prompts, params, st.integers(0, 12), st.sampled_from([
 
 def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
     """Each visit's samples, None for one that was given up before its end."""
-    requests = [llm._request(visit.prompt, visit.params) for visit in visits]
+    requests = [llm._inputs.request(visit.prompt, visit.params) for visit in visits]
     finished = set()
     for i, request in enumerate(requests):
         request.when_finished(lambda i=i: finished.add(i))
@@ -81,9 +81,9 @@ def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
     while len(finished | gone) < len(visits):
         for i, visit in enumerate(visits):
             if visit.arrival == step:
-                llm._engine.add(requests[i].sequences)
+                llm.engine.add(requests[i].sequences)
             if visit.patience is not None and visit.arrival + visit.patience == step and i not in finished:
-                llm._engine.remove(requests[i].sequences)
+                llm.engine.remove(requests[i].sequences)
                 gone.add(i)
         llm.step()
         step += 1
@@ -95,9 +95,9 @@ def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
 def test_whoever_else_comes_and_goes(alone, busy, visits):
     """Tokens, texts, logprobs: equal, not close."""
     got = run(busy, visits)
-    scheduler = busy._engine.scheduler
+    scheduler = busy.engine.scheduler
     assert (scheduler.running, len(scheduler.waiting)) == ([], 0)
-    assert scheduler.slots.num_free == busy._engine.limits.max_num_seqs
+    assert scheduler.slots.num_free == busy.engine.engine_config.max_num_seqs
     for visit, outputs in zip(visits, got, strict=True):
         if outputs is not None:
             assert outputs == alone.generate([visit.prompt], visit.params)[0].outputs
@@ -105,8 +105,10 @@ def test_whoever_else_comes_and_goes(alone, busy, visits):
 
 def computed(llm: LLM, monkeypatch) -> list[int]:
     """Will hold the number of tokens of each step that `llm` takes."""
-    counts, forward = [], llm._engine._forward
-    monkeypatch.setattr(llm._engine, "_forward", lambda batch: counts.append(batch.token_ids.size) or forward(batch))
+    counts, forward = [], llm.engine.runner.forward
+    monkeypatch.setattr(
+        llm.engine.runner, "forward", lambda batch: counts.append(batch.token_ids.size) or forward(batch)
+    )
     return counts
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinygpt.engine.kv_slots import SlotTable
-from tinygpt.engine.scheduler import WORTH_WAITING, Scheduler
-from tinygpt.request.sequence import Sequence
+from tinygpt.engine.prefix_sharing import WORTH_WAITING
+from tinygpt.engine.scheduler import Scheduler
+from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0
@@ -48,16 +49,16 @@ def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, in
     for chunk in chunks:
         is_sampled = chunk.is_sampled
         cache_of(scheduler).write(chunk.sequence, chunk.count)
-        chunk.sequence.num_cached += chunk.count
+        chunk.sequence.advance(chunk.count)
         if is_sampled:
-            chunk.sequence.append(token_id)
+            chunk.sequence.take(SampledToken(token_id))
     for sequence in scheduler.finished:
         scheduler.remove(sequence)
     return [(chunk.sequence, chunk.count) for chunk in chunks]
 
 
 def cache_of(scheduler: Scheduler) -> Cache:
-    return scheduler._copy_positions.__self__
+    return scheduler._sharing._copy_positions.__self__
 
 
 def scheduler_of(*sequences: Sequence, slots: int = 4, tokens: int = 100, kept: int = 0) -> Scheduler:

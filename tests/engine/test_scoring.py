@@ -97,14 +97,14 @@ def test_an_empty_prompt_is_the_bos_token(llm, prompt):
 def test_the_prompt_is_read_once(monkeypatch):
     context = np.random.default_rng(0).integers(V, size=100).tolist()
     with LLM("demo", max_num_seqs=2) as llm:
-        tokens, logits, forward = [], [], llm._engine._forward
+        tokens, logits, forward = [], [], llm.engine.runner.forward
 
         def count(batch):
             tokens.append(batch.token_ids.size)
             logits.append(batch.logit_rows.size)
             return forward(batch)
 
-        monkeypatch.setattr(llm._engine, "_forward", count)
+        monkeypatch.setattr(llm.engine.runner, "forward", count)
         llm.score(context, [[1], [2, 3], [4, 5, 6], [7]])
     # The prompt's last token again for each, whose logits they want, and of no continuation the last.
     assert sum(tokens) == 100 + (1 + 1) + (1 + 2) + 1

@@ -32,14 +32,14 @@ def nothing_is_left_behind(request):
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
         with between_steps(llm):
-            scheduler = llm._engine.scheduler
+            scheduler = llm.engine.scheduler
             assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
-        assert (llm._service._pending, llm._service._num_samples) == ({}, 0)
+        assert (llm.service._pending, llm.service.num_samples) == ({}, 0)
 
 
 def between_steps(llm: LLM):
     """A block in which no step is taken."""
-    return llm._engine._step_lock.taken()
+    return llm.engine._step_lock.taken()
 
 
 def test_a_future_has_what_generate_gives(llm):
@@ -63,8 +63,8 @@ def test_64_threads_at_once_lose_nothing(llm):
 
 
 def test_callers_share_steps(llm, monkeypatch):
-    steps, forward = [], llm._engine._forward
-    monkeypatch.setattr(llm._engine, "_forward", lambda batch: steps.append(len(batch.slots)) or forward(batch))
+    steps, forward = [], llm.engine.runner.forward
+    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: steps.append(len(batch.slots)) or forward(batch))
     with between_steps(llm):
         futures = [llm.submit([i], SamplingParams(max_tokens=10, ignore_eos=True)) for i in range(4)]
     for future in futures:
@@ -144,11 +144,11 @@ def test_cancelling_during_the_run_frees_the_row_within_a_step(llm):
 
     future = llm.submit([1], LONG, on_chunk)
     assert has_begun.wait(SECONDS)
-    sequence = llm._engine.scheduler.running[0]
+    sequence = llm.engine.scheduler.running[0]
     assert future.cancel()
     may_go_on.set()
     with between_steps(llm):
-        assert (llm._engine.scheduler.running, sequence.slot) == ([], None)
+        assert (llm.engine.scheduler.running, sequence.slot) == ([], None)
         assert len(sequence.new_token_ids) == 1
     assert future.cancelled()
 
@@ -252,7 +252,7 @@ def test_a_callback_of_a_future_is_its_own_business(llm, error):
 def test_a_step_that_is_broken_off_leaves_nobody_waiting(llm, monkeypatch):
     with monkeypatch.context() as patch:
         with between_steps(llm):
-            patch.setattr(llm._engine, "_forward", raiser(SystemExit(1)))
+            patch.setattr(llm.engine.runner, "forward", raiser(SystemExit(1)))
             futures = [llm.submit([i], LONG) for i in range(6)]
         for future in futures:  # not SystemExit, which would end who asks
             with pytest.raises(RuntimeError, match=r"broken off by SystemExit\(1\)"):
@@ -296,7 +296,7 @@ def test_a_step_that_fails_leaves_nobody_waiting(llm, monkeypatch):
 
     with monkeypatch.context() as patch:
         with between_steps(llm):
-            patch.setattr(llm._engine, "_forward", fail)
+            patch.setattr(llm.engine.runner, "forward", fail)
             futures = [llm.submit([i], LONG) for i in range(6)]
         for future in futures:
             with pytest.raises(MemoryError, match="no more"):
@@ -308,7 +308,7 @@ def test_the_thread_ends_without_work_and_comes_back(llm, monkeypatch):
     monkeypatch.setattr("tinygpt.engine.service.IDLE_SECONDS", 0.001)
     for _ in range(3):
         future = llm.submit([1], params_for(1))
-        thread = llm._service._thread
+        thread = llm.service._thread
         future.result(SECONDS)
         if thread is not None:
             thread.join(SECONDS)

@@ -59,8 +59,8 @@ def plain(output) -> list[tuple]:
 
 def count_steps(llm: LLM, monkeypatch) -> list:
     """A list that grows by one with each pass through the model."""
-    passes, forward = [], llm._engine._forward
-    monkeypatch.setattr(llm._engine, "_forward", lambda batch: passes.append(batch) or forward(batch))
+    passes, forward = [], llm.engine.runner.forward
+    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: passes.append(batch) or forward(batch))
     return passes
 
 

@@ -25,8 +25,8 @@ def llm():
 def nothing_is_left_behind(llm):
     """After every test each row is free and nobody waits."""
     yield
-    with llm._engine._step_lock.taken():
-        scheduler = llm._engine.scheduler
+    with llm.engine._step_lock.taken():
+        scheduler = llm.engine.scheduler
         assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
 
 
@@ -78,16 +78,16 @@ def test_the_loop_goes_on_meanwhile(llm):
 def test_a_cancelled_task_frees_its_row(llm):
     async def main():
         task = asyncio.ensure_future(AsyncLLM(llm).generate([1], LONG))
-        while not llm._engine.scheduler.running:
+        while not llm.engine.scheduler.running:
             await asyncio.sleep(0.001)
-        (sequence,) = llm._engine.scheduler.running
+        (sequence,) = llm.engine.scheduler.running
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         return sequence
 
     sequence = run(main())
-    with llm._engine._step_lock.taken():
+    with llm.engine._step_lock.taken():
         assert sequence.slot is None
     assert sequence.finish_reason is None
 
@@ -96,9 +96,9 @@ def test_a_stream_that_is_left_frees_its_row(llm):
     async def main():
         stream = AsyncLLM(llm).stream([1], LONG)
         await anext(stream)
-        (sequence,) = llm._engine.scheduler.running
+        (sequence,) = llm.engine.scheduler.running
         await stream.aclose()
-        with llm._engine._step_lock.taken():
+        with llm.engine._step_lock.taken():
             assert sequence.slot is None
             assert sequence.finish_reason is None
 
@@ -121,10 +121,10 @@ def test_errors_come_to_who_asked(llm):
             await door.generate([8193])
         with pytest.raises(RequestError, match="n is 2"):
             await read(door.stream([1], SamplingParams(n=2)))
-        with llm._engine._step_lock.taken():
+        with llm.engine._step_lock.taken():
             pending = asyncio.ensure_future(read(door.stream([1], LONG)))
             await asyncio.sleep(0)
-            llm._service._fail_pending(RequestError("enough"))
+            llm.service._fail_pending(RequestError("enough"))
         with pytest.raises(RequestError, match="enough"):
             await pending
 

@@ -35,8 +35,10 @@ def alone():
 @pytest.fixture
 def steps(llm, monkeypatch):
     """Will hold the number of tokens of each step that `llm` takes."""
-    counts, forward = [], llm._engine._forward
-    monkeypatch.setattr(llm._engine, "_forward", lambda batch: counts.append(batch.token_ids.size) or forward(batch))
+    counts, forward = [], llm.engine.runner.forward
+    monkeypatch.setattr(
+        llm.engine.runner, "forward", lambda batch: counts.append(batch.token_ids.size) or forward(batch)
+    )
     return counts
 
 
@@ -114,7 +116,7 @@ def test_a_stream_that_is_closed_keeps_what_it_gave(llm, alone):
     given = [next(stream).token_id for _ in range(3)]
     stream.close()
     assert session.token_ids == TEXT[:5] + given
-    assert llm._engine.scheduler.running == []
+    assert llm.engine.scheduler.running == []
     assert session.generate(PARAMS).outputs == alone.generate([TEXT[:5] + given], PARAMS)[0].outputs
 
 
@@ -222,8 +224,8 @@ def test_a_saved_session_goes_on_without_being_computed_again(tmp_path, monkeypa
         expected = session.generate(PARAMS)
     with LLM("demo", dtype, device, max_num_seqs=1, prefix_cache_seqs=1) as llm:
         loaded = llm.load_session(path)
-        counts, forward = [], llm._engine._forward
-        monkeypatch.setattr(llm._engine, "_forward", lambda b: counts.append(b.token_ids.size) or forward(b))
+        counts, forward = [], llm.engine.runner.forward
+        monkeypatch.setattr(llm.engine.runner, "forward", lambda b: counts.append(b.token_ids.size) or forward(b))
         loaded.extend([5, 6])
         output = loaded.generate(PARAMS)
     assert (output.prompt_token_ids, output.outputs) == (expected.prompt_token_ids, expected.outputs)

@@ -209,8 +209,8 @@ def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
     prompt = tuned.case.random_ids(30)
     num_own = 0 if name == "prefix" else P  # a prefix is not computed at all
     with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, prefix_cache_seqs=2) as llm:
-        counts, forward = [], llm._engine._forward
-        monkeypatch.setattr(llm._engine, "_forward", lambda b: counts.append(b.token_ids.size) or forward(b))
+        counts, forward = [], llm.engine.runner.forward
+        monkeypatch.setattr(llm.engine.runner, "forward", lambda b: counts.append(b.token_ids.size) or forward(b))
         outputs = llm.generate([prompt, prompt[:25]], params_of(name, max_tokens=1))
         assert sum(counts) == num_own + 30 + 1
         (later,) = llm.generate([[*prompt, 5]], params_of(name, max_tokens=1))

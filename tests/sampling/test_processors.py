@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tinygpt.kernels.cpu.sampling import processors as cpu
 from tinygpt.kernels.reference import processors as reference
 from tinygpt.request.sequence import Sequence
-from tinygpt.sampling.metadata import SequenceControls, gather_controls
+from tinygpt.sampling.metadata import SamplingState, gather_processors
 from tinygpt.sampling_params import SamplingParams
 
 V = 30
@@ -54,10 +54,10 @@ def sequence_of(prompt, new, **fields):
 def process(backend, rows, sequences):
     """All rows at once, as a step does it."""
     logits = np.stack(rows)
-    of_rows = [SequenceControls(sequence, logits.shape[1]) for sequence in sequences]
+    of_rows = [SamplingState(sequence, logits.shape[1]) for sequence in sequences]
     for notes, sequence in zip(of_rows, sequences, strict=True):
         notes.update(sequence.new_token_ids)
-    backend.process_logits(logits, gather_controls(range(len(rows)), of_rows))
+    backend.process_logits(logits, gather_processors(range(len(rows)), of_rows))
     return logits
 
 
@@ -180,15 +180,15 @@ def test_rows_of_soft_prompts_are_no_tokens(backend):
 def test_notes_of_a_sequence_grow_with_it():
     fields = CASES["all"][0] | {"presence_penalty": 0.5, "min_tokens": 2}
     sequence = sequence_of([1, 2, 1], [], **fields)
-    notes = SequenceControls(sequence, V)
+    notes = SamplingState(sequence, V)
     for token_id in [2, 1, 1, 4]:
         sequence.new_token_ids.append(token_id)
         notes.update(sequence.new_token_ids)
         fresh, grown = random_row(3)[None], random_row(3)[None]
-        again = SequenceControls(sequence, V)
+        again = SamplingState(sequence, V)
         again.update(sequence.new_token_ids)
-        reference.process_logits(fresh, gather_controls([0], [again]))
-        reference.process_logits(grown, gather_controls([0], [notes]))
+        reference.process_logits(fresh, gather_processors([0], [again]))
+        reference.process_logits(grown, gather_processors([0], [notes]))
         np.testing.assert_array_equal(fresh, grown)
 
 
@@ -226,6 +226,6 @@ def test_other_rows_stay_as_they_are(backend):
     logits = np.stack([random_row(seed) for seed in range(4)])
     before = logits.copy()
     sequences = [sequence_of([1], [], suppress_tokens=[i]) for i in (5, 6)]
-    backend.process_logits(logits, gather_controls([3, 1], [SequenceControls(s, V) for s in sequences]))
+    backend.process_logits(logits, gather_processors([3, 1], [SamplingState(s, V) for s in sequences]))
     changed = [(3, 5), (1, 6)]
     assert [(r, i) for r, i in np.argwhere(logits != before).tolist()] == sorted(changed)

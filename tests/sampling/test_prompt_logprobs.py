@@ -83,8 +83,8 @@ def test_whatever_else_is_asked_for(llm, alone, fields):
 def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
     """One prompt pass for all samples, after which others may use what was computed."""
     with LLM("demo", max_num_seqs=8) as llm:
-        rows, forward = [], llm._engine._forward
-        monkeypatch.setattr(llm._engine, "_forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
+        rows, forward = [], llm.engine.runner.forward
+        monkeypatch.setattr(llm.engine.runner, "forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
         llm.generate([PROMPT], asked(prompt_logprobs=None, max_tokens=1))
         assert rows == [1]
         (output,) = llm.generate([PROMPT], asked(max_tokens=1, n=3))
@@ -95,11 +95,11 @@ def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
 @pytest.mark.parametrize("num_seqs", [1, 3, 100])
 def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs):
     with LLM("demo", max_num_seqs=num_seqs, max_model_len=256) as llm:
-        rows, forward = [], llm._engine._forward
-        monkeypatch.setattr(llm._engine, "_forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
+        rows, forward = [], llm.engine.runner.forward
+        monkeypatch.setattr(llm.engine.runner, "forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
         prompts = [[i, *PROMPT[i : i + 150]] for i in range(6)]
         llm.generate(prompts, [asked(prompt_logprobs=0 if i % 3 else None) for i in range(6)])
-        assert LOGIT_ROWS <= max(rows) <= llm._engine.limits.max_num_logits
+        assert LOGIT_ROWS <= max(rows) <= llm.engine.engine_config.max_num_logits
 
 
 # max_num_seqs, max_num_batched_tokens, prefix_cache_seqs

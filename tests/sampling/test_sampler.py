@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
+from support.bare_runner import BareRunner
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.kernels import cpu, reference
 from tinygpt.request.sequence import Sequence
-from tinygpt.sampling.sampler import choose
+from tinygpt.sampling.sampler import Sampler
 
 V = 40
 EOS = (7, 11)
@@ -33,13 +34,18 @@ def logits_of(rows, seed=0):
     return (np.random.default_rng(seed).standard_normal((rows, V)) * 3).astype(np.float32)
 
 
-def choose_one(backend, sequence, logits):
-    return choose(backend, None, logits.copy(), [sequence])
+def sample(backend, logits, sequences):
+    return Sampler(BareRunner(backend, V)).sample(logits.copy(), sequences)
+
+
+def sample_one(backend, sequence, logits):
+    (token,) = sample(backend, logits, [sequence])
+    return token
 
 
 def fresh(sequence):
     """As the sequence was before anything was chosen for it."""
-    return dataclasses.replace(sequence, controls=None)
+    return dataclasses.replace(sequence, sampling_state=None)
 
 
 def log_softmax(scores):
@@ -101,27 +107,25 @@ asked = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(asked, min_size=1, max_size=6), st.integers(0, 99))
-def test_a_row_is_chosen_as_if_alone(sequences, seed):
+def test_a_row_is_sampled_as_if_alone(sequences, seed):
     logits = logits_of(len(sequences), seed)
-    together = choose(cpu, None, logits.copy(), sequences)
+    together = sample(cpu, logits, sequences)
     for r, sequence in enumerate(sequences):
-        alone = choose_one(cpu, fresh(sequence), logits[r : r + 1])
-        for name in ("token_ids", "logprobs", "chosen_logprobs", "errors"):
-            assert getattr(alone, name) == getattr(together, name)[r : r + 1]
+        assert sample_one(cpu, fresh(sequence), logits[r : r + 1]) == together[r]
 
 
 @settings(max_examples=150, deadline=None)
 @given(asked, st.integers(0, 99))
-def test_backends_choose_the_same(sequence, seed):
+def test_backends_sample_the_same(sequence, seed):
     logits = logits_of(1, seed)
-    ours, theirs = (choose_one(backend, fresh(sequence), logits) for backend in (cpu, reference))
-    assert (ours.token_ids, ours.errors) == (theirs.token_ids, theirs.errors)
-    np.testing.assert_equal(ours.logprobs[0] is None, theirs.logprobs[0] is None)
-    np.testing.assert_allclose(*(np.array(c.chosen_logprobs, np.float64) for c in (ours, theirs)), rtol=1e-6, atol=1e-6)
+    ours, theirs = (sample_one(backend, fresh(sequence), logits) for backend in (cpu, reference))
+    assert (ours.token_id, ours.error) == (theirs.token_id, theirs.error)
+    assert (ours.logprobs is None, ours.logprob is None) == (theirs.logprobs is None, theirs.logprob is None)
+    np.testing.assert_allclose(*(np.array([t.logprob], np.float64) for t in (ours, theirs)), rtol=1e-6, atol=1e-6)
 
 
 def test_no_rows():
-    assert choose(cpu, None, np.empty((0, V), np.float32), []).token_ids == []
+    assert sample(cpu, np.empty((0, V), np.float32), []) == []
 
 
 # What is chosen, and reported.
@@ -138,20 +142,20 @@ def test_logprobs_raw_and_processed(backend, temperature):
     if temperature:
         scores = np.where(scores >= np.sort(scores)[-5], scores / np.float32(temperature), -np.inf)
     for mode, expected in [("raw", log_softmax(logits[0])), ("processed", log_softmax(scores))]:
-        chosen = choose_one(backend, sequence_of(logprobs=7, logprobs_mode=mode, **fields), logits)
+        token = sample_one(backend, sequence_of(logprobs=7, logprobs_mode=mode, **fields), logits)
         best = [i for i in np.argsort(-expected, kind="stable")[:7].tolist() if expected[i] > -np.inf]
-        assert list(chosen.logprobs[0]) == list(dict.fromkeys((*best, *chosen.token_ids)))
-        np.testing.assert_allclose(list(chosen.logprobs[0].values()), expected[list(chosen.logprobs[0])], atol=1e-6)
-        assert chosen.chosen_logprobs[0] == chosen.logprobs[0][chosen.token_ids[0]]
+        assert list(token.logprobs) == list(dict.fromkeys((*best, token.token_id)))
+        np.testing.assert_allclose(list(token.logprobs.values()), expected[list(token.logprobs)], atol=1e-6)
+        assert token.logprob == token.logprobs[token.token_id]
 
 
 @BACKENDS
 def test_what_is_not_asked_for_is_not_reported(backend):
     plain, best_of = sequence_of(), sequence_of(n=1, best_of=2)
-    assert choose_one(backend, plain, logits_of(1)).chosen_logprobs == [None]
-    chosen = choose_one(backend, best_of, logits_of(1))
-    assert chosen.logprobs == [None]
-    np.testing.assert_allclose(chosen.chosen_logprobs[0], log_softmax(logits_of(1)[0])[chosen.token_ids[0]])
+    assert sample_one(backend, plain, logits_of(1)).logprob is None
+    token = sample_one(backend, best_of, logits_of(1))
+    assert token.logprobs is None
+    np.testing.assert_allclose(token.logprob, log_softmax(logits_of(1)[0])[token.token_id])
 
 
 @BACKENDS
@@ -165,7 +169,7 @@ def test_users_functions_come_after_the_processors_and_before_temperature(backen
         return scores
 
     sequence = sequence_of([-7, 1, 2], [5], suppress_tokens=[4], temperature=0.5, logits_processors=[look, look])
-    assert choose_one(backend, sequence, logits).token_ids == [33]
+    assert sample_one(backend, sequence, logits).token_id == 33
     expected = logits[0].copy()
     expected[4] = -np.inf
     assert [call[:2] for call in seen] == [([1, 2], [5])] * 2
@@ -176,7 +180,7 @@ def test_users_functions_come_after_the_processors_and_before_temperature(backen
 def test_a_users_function_may_keep_its_scores():
     kept = []
     logits = logits_of(1)
-    choose_one(cpu, sequence_of(logits_processors=lambda p, n, scores: kept.append(scores) or scores / 2), logits)
+    sample_one(cpu, sequence_of(logits_processors=lambda p, n, scores: kept.append(scores) or scores / 2), logits)
     np.testing.assert_array_equal(kept[0], logits[0])
 
 
@@ -185,17 +189,17 @@ def test_top_p_decays_and_is_reset():
     sequence = sequence_of(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_ids=[9], temperature=1.0)
     used = []
     for token_id in [1, 2, 3, 9, 4]:
-        choose_one(cpu, sequence, logits_of(1))
-        used.append(sequence.controls.warpers[2])
+        sample_one(cpu, sequence, logits_of(1))
+        used.append(sequence.sampling_state.warpers[2])
         sequence.new_token_ids.append(token_id)
-    choose_one(cpu, sequence, logits_of(1))
-    assert [*used, sequence.controls.warpers[2]] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
+    sample_one(cpu, sequence, logits_of(1))
+    assert [*used, sequence.sampling_state.warpers[2]] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
 
 
 def test_decay_off_leaves_p_alone():
     sequence = sequence_of(top_p=0.1, top_p_min=0.5, new=[1, 2], temperature=1.0)
-    choose_one(cpu, sequence, logits_of(1))
-    assert sequence.controls.warpers[2] == 0.1
+    sample_one(cpu, sequence, logits_of(1))
+    assert sequence.sampling_state.warpers[2] == 0.1
 
 
 # What goes wrong stays in its row.
@@ -232,12 +236,12 @@ def test_an_error_is_of_one_row_alone(backend, fields, damage, error, temperatur
     if damage is not None:
         logits[1] = damage
     sequences = [sequence_of(temperature=temperature, logprobs=2, **(fields if r == 1 else {})) for r in range(3)]
-    chosen = choose(backend, None, logits.copy(), sequences)
-    assert (chosen.errors[0], chosen.errors[2]) == (None, None)
-    assert re.search(error, chosen.errors[1])
-    assert (chosen.token_ids[1], chosen.logprobs[1], chosen.chosen_logprobs[1]) == (-1, None, None)
+    tokens = sample(backend, logits, sequences)
+    assert (tokens[0].error, tokens[2].error) == (None, None)
+    assert re.search(error, tokens[1].error)
+    assert tokens[1][:3] == (-1, None, None)
     for r in (0, 2):
-        assert chosen.token_ids[r] == choose_one(backend, fresh(sequences[r]), logits[r : r + 1]).token_ids[0] >= 0
+        assert tokens[r].token_id == sample_one(backend, fresh(sequences[r]), logits[r : r + 1]).token_id >= 0
 
 
 # Whole generations, against transformers.

@@ -1,18 +1,19 @@
 """measure: a batch of prompts through LLM.generate, again and again, and where the time went."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tinygpt.bench.memory import forget_peak, peak_memory
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.execution.batch import Batch
+from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
-CHOOSING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
+SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
 
 
 @dataclass(frozen=True)
@@ -65,33 +66,34 @@ def measure(
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: Any) -> Run:
-    with _timed(llm, len(prompts)) as backend:
+    wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts))
+    with llm.engine.wrapped(wrap) as timed:
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
         total = time.perf_counter() - start
     first_tokens = [output.metrics.first_token - start for output in outputs if output.metrics.first_token is not None]
-    times = backend.prompt, backend.generation, backend.sampling, max(first_tokens, default=0.0), total
-    return Run(*times, backend.num_steps, backend.num_prompt_steps, backend.together, backend.num_together)
+    times = timed.prompt, timed.generation, timed.sampling, max(first_tokens, default=0.0), total
+    return Run(*times, timed.num_steps, timed.num_prompt_steps, timed.together, timed.num_together)
 
 
-class TimedBackend:
-    """A backend that is another one, with a stopwatch for a batch of `batch_size`: so the engine needs none."""
+class TimedRunner:
+    """A runner that is another one, with a stopwatch for a batch of `batch_size`: so the engine needs none."""
 
-    def __init__(self, backend: Any, scheduler: Scheduler, batch_size: int):
-        self._backend, self._scheduler, self._batch_size = backend, scheduler, batch_size
+    has_multi_step = False  # it would take several steps with no pass to be seen
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, batch_size: int):
+        self._runner, self._scheduler, self._batch_size = runner, scheduler, batch_size
         self.prompt = self.generation = self.sampling = self.together = 0.0  # seconds
         self.num_steps = self.num_prompt_steps = self.num_together = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "run_ahead":  # it would take several steps with no pass to be seen
-            raise AttributeError(name)
-        function = getattr(self._backend, name)
-        return self._timed_choice(function) if name in CHOOSING else function
+        function = getattr(self._runner, name)
+        return self._timed_sampling(function) if name in SAMPLING else function
 
-    def forward(self, params: Any, batch: Batch, cache: Any, workspace: Any) -> Any:
+    def forward(self, batch: Batch) -> Any:
         is_reading = any(s.num_cached < len(s.prompt_token_ids) for s in self._scheduler.running)
         start = time.perf_counter()
-        logits = self._backend.forward(params, batch, cache, workspace)
+        logits = self._runner.forward(batch)
         seconds = time.perf_counter() - start
         self.num_steps += 1
         if is_reading:
@@ -104,7 +106,7 @@ class TimedBackend:
                 self.num_together += 1
         return logits
 
-    def _timed_choice(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed_sampling(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -113,13 +115,3 @@ class TimedBackend:
                 self.sampling += time.perf_counter() - start
 
         return timed
-
-
-@contextmanager
-def _timed(llm: LLM, batch_size: int) -> Iterator[TimedBackend]:
-    engine = llm._engine
-    backend, engine._backend = engine._backend, TimedBackend(engine._backend, engine.scheduler, batch_size)
-    try:
-        yield engine._backend
-    finally:
-        engine._backend = backend

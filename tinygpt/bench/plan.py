@@ -13,13 +13,13 @@ from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
 from tinygpt.bench.words import threads_text
 from tinygpt.config import ModelConfig
-from tinygpt.engine.scheduler import WORTH_WAITING
+from tinygpt.engine.prefix_sharing import WORTH_WAITING
 from tinygpt.errors import RequestError
-from tinygpt.execution.backend import MAX_STEP_TOKENS, load_backend, resolve_dtype
+from tinygpt.execution.backend import load_backend
+from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.machine import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.weights.stored.packed import open_checkpoint
 
 NOT_ONE = (
     ", or 0, which is no generation: the first new token comes with the reading of the prompt, so that one alone "
@@ -62,7 +62,7 @@ class Plan:
         those of a batch are read in one step, as otherwise the first would end before the last begins to decode."""
         short = [case for case in self.cases if case.new_tokens and case.prompt_length <= WORTH_WAITING]
         at_once = max((case.batch_size * case.prompt_length for case in short), default=0)
-        return max(MAX_STEP_TOKENS["cpu"], self.max_batch_size, at_once)
+        return max(load_backend("cpu", "auto").MAX_STEP_TOKENS, self.max_batch_size, at_once)
 
     @property
     def max_length(self) -> int:
@@ -111,13 +111,11 @@ def make_plan(
     _check_numbers("--repetitions", [repetitions], 1)
     _check_numbers("--new-tokens", set(new_tokens) - {0}, 2, NOT_ONE)
     counts = tuple(dict.fromkeys(map(thread_count, threads)))
-    for dtype in dtypes:
-        load_backend("cpu", dtype)
-    checkpoint = open_checkpoint(model)
-    resolved = tuple(dict.fromkeys(resolve_dtype(dtype, "cpu", checkpoint) for dtype in dtypes))
+    sources = [ModelSource.open(model, dtype) for dtype in dtypes]
+    resolved, config = tuple(dict.fromkeys(source.dtype for source in sources)), sources[0].config
     cases = cases_of(batch_sizes, prompt_lengths, new_tokens)
-    _check_length(model, checkpoint.config, max(cases, key=lambda case: case.length))
-    return Plan(model, resolved, counts, cases, repetitions, checkpoint.config)
+    _check_length(model, config, max(cases, key=lambda case: case.length))
+    return Plan(model, resolved, counts, cases, repetitions, config)
 
 
 def run_plan(plan: Plan, records: list[Record], show_progress: bool = False) -> None:

@@ -1,18 +1,18 @@
 """Beams: a beam search in the engine: its sequences run like all others, and take their next tokens together."""
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from tinygpt.engine.kv_slots import common_prefix
+from tinygpt.engine.prefix_sharing import CopyPositions
 from tinygpt.request.loop_detection import is_looping
-from tinygpt.request.sequence import Sequence
+from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling.beam_search import Beam, BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
-from tinygpt.sampling.sampler import NOT_FINITE, NOTHING_LEFT, process_scores
+from tinygpt.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.text_stream import TextStream
 
@@ -21,9 +21,10 @@ from tinygpt.tokenizer.text_stream import TextStream
 class Prediction:
     """What the model says comes after a beam; with the log probabilities to report, where they are asked for."""
 
-    candidates: Candidates
+    candidates: Candidates | None
     best: dict[int, float] | None = None
     of_candidates: dict[int, float] | None = None
+    error: str | None = None  # why nothing can be said
 
 
 class Beams:
@@ -41,15 +42,17 @@ class Beams:
         self._search = BeamSearch(rules, _stop_finder(sequences[0], new_text))
         self._running = sequences[:1]  # the sequence of each running beam
         self._missing = set(sequences)  # those whose predictions have not come yet
-        self._predictions: dict[Sequence, Prediction | str] = {}
+        self._predictions: dict[Sequence, Prediction] = {}
         self._steps: list[list[Prediction]] = []  # kept where log probabilities are asked for
+        for sequence in sequences:
+            sequence.beams = self
 
-    def take(self, sequence: Sequence, prediction: Prediction | str) -> None:
-        """Note what comes after one of the sequences, or its error in place of that."""
+    def take(self, sequence: Sequence, prediction: Prediction) -> None:
+        """Note what comes after one of the sequences."""
         self._predictions[sequence] = prediction
         self._missing.discard(sequence)
 
-    def advance(self, copy_positions: Callable[[int, int, int, int], None]) -> None:
+    def advance(self, copy_positions: CopyPositions) -> None:
         """If all predictions have come, choose the next tokens of all sequences, or end them."""
         if self._missing or self._sequences[0].is_finished:
             return
@@ -57,7 +60,7 @@ class Beams:
         self._predictions.clear()
         if self._sequences[0].params.logprobs is not None:
             self._steps.append(step)
-        if errors := [prediction for prediction in step if isinstance(prediction, str)]:
+        if errors := [prediction.error for prediction in step if prediction.error is not None]:
             self._fail(errors[0])
             return
         self._search.advance([prediction.candidates for prediction in step])
@@ -78,9 +81,8 @@ class Beams:
         for sequence in self._sequences:
             sequence.fail(error)
 
-    def _place(self, beams: list[Beam], copy_positions: Callable[[int, int, int, int], None]) -> None:
+    def _place(self, beams: list[Beam], copy_positions: CopyPositions) -> None:
         """Give each new beam a sequence whose slot holds all of its tokens but the last."""
-        now = time.perf_counter()
         sources = [self._running[beam.sources[-1]].slot for beam in beams]
         slots, copies = plan_slots(sources, {s.slot: s.token_ids for s in self._sequences})
         for copy in copies:
@@ -89,32 +91,27 @@ class Beams:
         self._running = [of_slot[slot] for slot in slots]
         self._missing = set(self._running)
         for sequence, source, beam in zip(self._running, sources, beams, strict=True):
-            if sequence.slot != source:
-                sequence.controls = None  # its notes are of other tokens
-            sequence.new_token_ids = beam.token_ids
-            sequence.num_cached = len(sequence) - 1
-            sequence.first_token_time = sequence.first_token_time or now
+            sequence.become(beam.token_ids, is_another=sequence.slot != source)
 
     def _finish(self) -> None:
         hypotheses = self._search.best(self._sequences[0].params.n)
         for i, sequence in enumerate(self._sequences):
             held = sequence.token_ids[: sequence.num_cached]
-            sequence.new_token_ids = []
+            sequence.restart(hypotheses[i].score if i < len(hypotheses) else None)
             if i < len(hypotheses):
                 self._give(sequence, hypotheses[i])
             if not sequence.is_finished:
                 sequence.expire()
-            sequence.num_cached = common_prefix(held, sequence.token_ids)  # of its slot, which others may use again
+            sequence.rewind(common_prefix(held, sequence.token_ids))  # of its slot, which others may use again
 
     def _give(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
-        sequence.score = hypothesis.score
         for i, (token_id, source) in enumerate(zip(hypothesis.beam.token_ids, hypothesis.beam.sources, strict=True)):
             if not self._steps:
-                sequence.append(token_id)
+                sequence.take(SampledToken(token_id))
                 continue
             prediction = self._steps[i][source]
             logprob = prediction.of_candidates[token_id]
-            sequence.append(token_id, {**prediction.best, token_id: logprob}, logprob)
+            sequence.take(SampledToken(token_id, {**prediction.best, token_id: logprob}, logprob))
 
 
 def beam_rules(params: SamplingParams, eos_token_ids: Seq[int]) -> BeamRules:
@@ -131,37 +128,32 @@ def beam_rules(params: SamplingParams, eos_token_ids: Seq[int]) -> BeamRules:
     )
 
 
-def predict(backend: ModuleType, logits: np.ndarray, sequences: Seq[Sequence]) -> list[Prediction | str]:
-    """What comes after each of these beams, from its row of `logits` (R, V); an error where that cannot be said.
+def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Prediction]:
+    """What comes after each of these beams, from its row of `logits` (R, V).
 
     As in transformers, the processors change log probabilities, where without beams they change logits.
     """
-    log_probs = np.stack([_log_softmax(row) for row in logits])  # (R, V)
+    log_probs = sampler.runner.log_softmax(logits)  # (R, V)
     scores = log_probs.copy()
-    errors = process_scores(backend, scores, sequences)
-    return [error or _prediction(*row) for error, *row in zip(errors, log_probs, scores, sequences, strict=True)]
+    errors = sampler.process(scores, sequences)
+    return [
+        _prediction(sampler, *row) if error is None else Prediction(None, error=error)
+        for error, *row in zip(errors, log_probs, scores, sequences, strict=True)
+    ]
 
 
-def _prediction(log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence) -> Prediction | str:
+def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence) -> Prediction:
     if not np.isfinite(log_probs.max()):  # max() hands a NaN on
-        return NOT_FINITE.format(len(sequence) - 1)
-    candidates = Candidates.of(scores, sequence.beams.rules.num_candidates)
-    params = sequence.params
+        return Prediction(None, error=NOT_FINITE.format(len(sequence) - 1))
+    candidates, params = Candidates.of(scores, sequence.beams.rules.num_candidates), sequence.params
     if params.logprobs is None or not candidates.token_ids.size:
         return Prediction(candidates)
-    reported = log_probs if params.logprobs_mode == "raw" else _log_softmax(scores)
+    reported = log_probs if params.logprobs_mode == "raw" else sampler.runner.log_softmax(scores[None])[0]  # (V,)
     best = Candidates.of(reported, params.logprobs)
     of_candidates = zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True)
     return Prediction(
         candidates, dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True)), dict(of_candidates)
     )
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    """(V,) float32, in float32 as in transformers."""
-    with np.errstate(invalid="ignore"):  # logits that are not finite give NaN, which is looked for
-        scores = logits - logits.max()
-        return scores - np.log(np.exp(scores).sum())
 
 
 def _stop_finder(sequence: Sequence, new_text: Callable[[], TextStream] | None) -> Callable[[list[int]], bool] | None:

@@ -1,67 +1,49 @@
-"""Engine: the step loop, and what a step needs: parameters, KV cache, workspace, scheduler."""
+"""Engine: the step loop: schedule, run, sample, record."""
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from functools import cached_property
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from tinygpt.config import ModelConfig
-from tinygpt.engine.beams import predict
+from tinygpt.engine import multi_step
+from tinygpt.engine.beams import Prediction, predict
 from tinygpt.engine.deadlines import Deadlines
 from tinygpt.engine.draft_model import DraftModel
 from tinygpt.engine.kv_slots import SlotTable
-from tinygpt.engine.multi_step import draws_of, num_steps_ahead, take_tokens
+from tinygpt.engine.probe import Probe
 from tinygpt.engine.scheduler import Chunk, Scheduler
-from tinygpt.engine.spec_decode import Draft, Speculator
-from tinygpt.engine.step_input import replace_virtual
+from tinygpt.engine.spec_decode import Drafter, confirm_drafts
+from tinygpt.engine.step_input import StepInput, rows_of
 from tinygpt.engine.step_lock import StepLock
-from tinygpt.engine_config import LOGIT_ROWS, EngineConfig
+from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
-from tinygpt.execution.backend import new_workspace
-from tinygpt.execution.batch import Batch
-from tinygpt.execution.fingerprint import fingerprint
-from tinygpt.request.sequence import Sequence
-from tinygpt.sampling.sampler import choose
+from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.request.sequence import SampledToken, Sequence
+from tinygpt.sampling.sampler import Sampler
 
 
 class Engine:
     """Runs sequences, any number of which may be added and removed between steps, by any Python thread.
 
     Whoever wants a sequence to go on calls `step`. One thread takes a step at a time, for all sequences.
+    runner: the model; `wrapped` puts another in its place for a while.
     """
 
-    def __init__(
-        self,
-        backend: ModuleType,
-        params: Any,
-        config: ModelConfig,
-        limits: EngineConfig,
-        dtype: str,
-        kv_cache_dtype: str,
-        threads: int,
-        draft_model: DraftModel | None = None,
-    ):
-        self.limits = limits
-        self._backend = backend
-        self._about = {**asdict(config), "device": backend.__name__.rpartition(".")[2]}
-        self._about |= {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-        self._head_size, self._vocab_size = config.head_size, config.vocab_size
-        self._params = params
-        self._cache = _new_cache(backend, config, limits, kv_cache_dtype)
-        num_tokens = limits.max_num_batched_tokens
-        self._workspace = new_workspace(backend, config, num_tokens, limits.max_num_logits, threads, dtype)
-        self._speculator = Speculator(num_tokens, limits.max_num_logits, draft_model)
-        slots = SlotTable(limits.max_num_seqs, limits.prefix_cache_seqs)
-        self.scheduler = Scheduler(slots, limits.max_num_batched_tokens, self._copy_positions, self._write_prefix)
+    def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None = None):
+        """engine_config: as its `for_model` gives it, and as the runner was made with."""
+        self.engine_config = engine_config
+        self.runner = runner
+        self._sampler = Sampler(runner)
+        max_num_tokens = engine_config.max_num_batched_tokens
+        self._drafter = Drafter(max_num_tokens, engine_config.max_num_logits, draft_model)
+        slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
+        self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._write_prefix)
+        self.probe = Probe(runner, slots, engine_config, self._hold_steps)
         self._deadlines = Deadlines()
         self._removed: deque[Sequence] = deque()  # not yet forgotten by the scheduler
         self._step_lock = StepLock(self._forget_removed)
+        self._is_closed = False
 
     def add(self, sequences: list[Sequence]) -> None:
         """Have sequences run from the next step on, or as soon as there are slots for them."""
@@ -82,7 +64,7 @@ class Engine:
         self._step_lock.refuse_owner()
         try:
             if self._step_lock.begin_or_wait():
-                self._check_open()
+                self.check_open()
                 self._step()
         finally:
             self._step_lock.end()
@@ -91,85 +73,99 @@ class Engine:
         """RequestError in a function that a step calls."""
         self._step_lock.refuse_owner()
 
-    def logits(self, token_ids: list[int]) -> np.ndarray:
-        """Teacher-forced logits, (T, V) float32, of a sequence that is no part of the steps."""
-        with self._step_lock.taken():
-            self._check_open()
-            # A copy: the next step writes over it.
-            return np.concatenate([self._forward(batch).copy() for batch in self._spare_row_batches(token_ids, "all")])
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise RequestError("this LLM has been closed: make a new one.")
 
-    def hidden_states(self, token_ids: list[int], layers: slice = slice(None)) -> np.ndarray:
-        """(L + 1, T, C) float32, or those of some layers: their inputs, and last what ln_f makes of the output."""
-        with self._step_lock.taken():
-            self._check_open()
-            return np.concatenate([hidden[layers].copy() for hidden, _ in self._trace(token_ids)], axis=1)
-
-    def queries_and_keys(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Queries (L, T, C) float32, and keys (L, H, T, D) as the cache holds them."""
-        with self._step_lock.taken():
-            self._check_open()
-            queries = np.concatenate([queries for _, queries in self._trace(token_ids)], axis=1)  # (L, T, C)
-            slot, head_size = self.limits.num_slots - 1, self._head_size
-            return queries, self._backend.read_positions(self._cache, slot, 0, len(token_ids), head_size)[0]
-
-    @cached_property
-    def origin(self) -> dict[str, Any]:
-        """What keys and values come from, beside the tokens. It takes a look at all weights, once."""
-        with self._step_lock.taken():
-            self._check_open()
-            return {**self._about, "weights": fingerprint(self._params)}
-
-    def keys_and_values(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(L, H, T, D) each, in the cache's type, of a sequence that is no part of the steps.
-
-        What a kept slot holds of it is copied, and the rest computed.
-        """
-        slot = self.limits.num_slots - 1
-        with self._step_lock.taken():
-            self._check_open()
-            num_held, source = self.scheduler.slots.find(token_ids)
-            if num_held:
-                self._copy_positions(source, slot, 0, num_held)
-            for batch in self._spare_row_batches(token_ids, [0], num_held):
-                self._forward(batch)
-            return self._backend.read_positions(self._cache, slot, 0, len(token_ids), self._head_size)
-
-    def keep(self, token_ids: list[int], k: np.ndarray, v: np.ndarray) -> None:
-        """Put a sequence's keys and values, as `keys_and_values` gives them, among those of ended sequences."""
-        with self._step_lock.taken():
-            self._check_open()
-            if token_ids:
-                self.scheduler.slots.put(
-                    token_ids, lambda slot: self._backend.write_positions(self._cache, slot, 0, k, v)
-                )
+    def refuse_calls(self) -> None:
+        """From now on, any call raises RequestError."""
+        self._is_closed = True
 
     def close(self) -> None:
-        """Give the memory back. Any later step raises RequestError."""
+        """Refuse any later call, and give the memory back when the running step has ended."""
+        self.refuse_calls()
         with self._step_lock.taken():
-            self._params = self._cache = self._workspace = self._speculator = None
+            self.runner.close()
+            self._drafter.close()
 
-    def _trace(self, token_ids: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for batch in self._spare_row_batches(token_ids, [0]):
-            yield self._backend.trace(self._params, batch, self._cache, self._workspace)
-
-    def _spare_row_batches(
-        self, token_ids: list[int], logits_of: str | list[int], num_held: int = 0
-    ) -> Iterator[Batch]:
-        """A sequence that is no part of the steps, in chunks: it runs in the slot that these never use."""
-        size = min(LOGIT_ROWS, self.limits.max_num_batched_tokens)
-        for start in range(num_held, len(token_ids), size):
-            yield Batch.of([token_ids[start : start + size]], [start], [self.limits.num_slots - 1], logits_of)
+    @contextmanager
+    def wrapped(self, wrap: Callable[[ModelRunner], Any]) -> Iterator[Any]:
+        """In the block, steps go through wrap(runner): for those who want to watch them, as benchmarks do."""
+        plain = self.runner
+        self.runner = self._sampler.runner = wrap(plain)
+        try:
+            yield self.runner
+        finally:
+            self.runner = self._sampler.runner = plain
 
     def _step(self) -> None:
-        self._remove_finished()  # of a step that was interrupted
+        """Schedule, run, sample, record.
+
+        Nothing changes before a step is recorded: one that is interrupted, as by Ctrl-C, is simply taken again.
+        """
+        self._end_finished()  # of a step that was interrupted
         self._expire(self._deadlines.pop_expired(time.perf_counter()))
         chunks = self.scheduler.schedule()
-        if chunks:  # none: another thread's step has finished everything
-            self._advance(chunks)
+        drafts = self._drafter.propose(chunks)
+        num_steps = 1 if drafts else self._num_steps(chunks)
+        if num_steps > 1:
+            multi_step.take_steps(self.runner, chunks, num_steps)
+        elif chunks:  # none: another thread's step has finished everything
+            step = StepInput.of(chunks, drafts)
+            logits = self.runner.forward(step.batch)  # (R, V)
+            prompt_logprobs = self._read_prompt_logprobs(logits, step)
+            tokens, predictions = self._sample(logits, step)
+            self._record(step, prompt_logprobs, iter(tokens), iter(predictions))
+            confirm_drafts(self._sampler, logits, step)
+        self._advance_beams()
+        self._end_finished()
+
+    def _num_steps(self, chunks: list[Chunk]) -> int:
+        return multi_step.num_steps(self.runner, self._sampler, chunks, self.engine_config.max_model_len)
+
+    def _read_prompt_logprobs(self, logits: Any, step: StepInput) -> dict[int, list[dict[int, float]]]:
+        """What the step finds out about prompts, by the index of the chunk."""
+        return {
+            i: chunk.sequence.prompt_logprobs.read(self.runner, chunk.sequence.num_cached, logits[step.prompt_rows(i)])
+            for i, chunk in enumerate(step.chunks)
+            if chunk.num_prompt_logits
+        }
+
+    def _sample(self, logits: Any, step: StepInput) -> tuple[list[SampledToken], list[Prediction]]:
+        """The tokens of the sequences whose last token is in the step, and of those in a beam search, predictions."""
+        tokens = predictions = []
+        sampled, searched = step.sampled, step.searched
+        if searched:  # first: the sampler may write over the logits
+            rows = [row for row, _ in searched]
+            predictions = predict(self._sampler, logits[rows], [sequence for _, sequence in searched])
+        if sampled:
+            rows = [row for row, _ in sampled]
+            tokens = self._sampler.sample(rows_of(logits, rows), [sequence for _, sequence in sampled])
+        return tokens, predictions
+
+    def _record(
+        self,
+        step: StepInput,
+        prompt_logprobs: dict[int, list[dict[int, float]]],
+        tokens: Iterator[SampledToken],
+        predictions: Iterator[Prediction],
+    ) -> None:
+        """Give each sequence what was found for it. What is computed counts last: the same positions again are the
+        same bits, so that an interrupt may come between any two sequences."""
+        for i, chunk in enumerate(step.chunks):
+            sequence = chunk.sequence
+            if i in prompt_logprobs:
+                sequence.prompt_logprobs.note(sequence.num_cached, prompt_logprobs[i])
+            if chunk.is_sampled and sequence.beams is not None:
+                sequence.beams.take(sequence, next(predictions))
+            elif chunk.is_sampled:
+                sequence.take(next(tokens))
+            sequence.advance(chunk.count)
+
+    def _advance_beams(self) -> None:
         for beams in dict.fromkeys(sequence.beams for sequence in self.scheduler.running):
             if beams is not None:
-                beams.advance(self._copy_positions)
-        self._remove_finished()
+                beams.advance(self.runner.copy_positions)
 
     def _expire(self, sequences: list[Sequence]) -> None:
         for i, sequence in enumerate(sequences):
@@ -182,7 +178,7 @@ class Engine:
             finally:
                 self._end(sequence)
 
-    def _remove_finished(self) -> None:
+    def _end_finished(self) -> None:
         for sequence in self.scheduler.finished:
             self._end(sequence)
 
@@ -191,129 +187,25 @@ class Engine:
         try:
             self.scheduler.remove(sequence)
         finally:
-            on_end, sequence.on_end = sequence.on_end, None
-            if on_end is not None:
-                on_end()
-
-    def _advance(self, chunks: list[Chunk]) -> None:
-        drafts = self._speculator.propose(chunks)
-        steps = 1 if drafts else num_steps_ahead(self._backend, chunks, self._vocab_size, self.limits.max_model_len)
-        if steps > 1:
-            self._advance_ahead(chunks, steps)
-            return
-        token_ids = [chunk.sequence.next_token_ids(chunk.count) for chunk in chunks]
-        embeds = replace_virtual(chunks, token_ids)  # (E, C)
-        counts = [chunk.num_logits for chunk in chunks]
-        for i, draft in drafts.items():
-            token_ids[i], counts[i] = token_ids[i] + draft, counts[i] + len(draft)
-        starts, slots = [c.sequence.num_cached for c in chunks], [c.sequence.slot for c in chunks]
-        logits = self._forward(Batch.of(token_ids, starts, slots, counts, embeds))  # (R, V)
-        last = [end - 1 - len(drafts.get(i, ())) for i, end in enumerate(itertools.accumulate(counts))]
-        sampled = [i for i, chunk in enumerate(chunks) if chunk.is_sampled]
-        found = self._read_prompt_logprobs(logits, chunks, last)
-        last_logits = logits[[last[i] for i in sampled]] if len(sampled) < len(logits) else logits
-        tokens = self._choose(last_logits, [chunks[i].sequence for i in sampled]) if sampled else iter(())
-        # Nothing has changed so far: a step that is interrupted, as by Ctrl-C, is simply taken again. From here on that
-        # holds for each sequence, as what is computed counts last: the same positions again are the same bits.
-        for i, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            if i in found:
-                sequence.prompt_logprobs.note(sequence.num_cached, found[i])
-            if chunk.is_sampled:
-                _take(sequence, next(tokens))
-            sequence.num_cached += chunk.count
-        self._confirm(logits, [Draft(chunks[i].sequence, draft, last[i]) for i, draft in drafts.items()])
-
-    def _advance_ahead(self, chunks: list[Chunk], steps: int) -> None:
-        """Take several steps at once, of sequences that all decode."""
-        sequences = [chunk.sequence for chunk in chunks]
-        starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
-        batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
-        on = self._params, batch, self._cache, self._workspace
-        take_tokens(chunks, self._backend.run_ahead(*on, *draws_of(chunks), steps))  # (steps, S)
-
-    def _read_prompt_logprobs(
-        self, logits: np.ndarray, chunks: list[Chunk], last: list[int]
-    ) -> dict[int, list[dict[int, float]]]:
-        """What the step finds out about prompts, by the index of the chunk.
-
-        last[i] is the row of `logits` (R, V) after chunks[i]'s last token.
-        """
-        found = {}
-        for i, (chunk, row) in enumerate(zip(chunks, last, strict=True)):
-            if count := chunk.num_prompt_logits:
-                wanted, rows = chunk.sequence.prompt_logprobs, logits[row + 1 - count : row + 1]
-                found[i] = wanted.read(self._backend, chunk.sequence.num_cached, rows)
-        return found
-
-    def _confirm(self, logits: np.ndarray, drafts: list[Draft]) -> None:
-        """Go on with the sequences whose tokens are what was guessed: the logits after those are there already."""
-        num_tokens = 0
-        while drafts := [draft for draft in drafts if draft.is_confirmed(num_tokens)]:
-            num_tokens += 1
-            tokens = self._choose(logits[[d.row + num_tokens for d in drafts]], [d.sequence for d in drafts])
-            for draft, token in zip(drafts, tokens, strict=True):
-                _take(draft.sequence, token)
-                draft.sequence.num_cached += 1
-
-    def _choose(self, logits: np.ndarray, sequences: list[Sequence]) -> Iterator[Any]:
-        """What `_take` gives each sequence, from its row of logits (R, V)."""
-        of_beams = [r for r, sequence in enumerate(sequences) if sequence.beams is not None]
-        if not of_beams:
-            chosen = choose(self._backend, self._workspace, logits, sequences)
-            return zip(chosen.token_ids, chosen.logprobs, chosen.chosen_logprobs, chosen.errors, strict=True)
-        others = [r for r, sequence in enumerate(sequences) if sequence.beams is None]
-        tokens = self._choose(logits[others], [sequences[r] for r in others]) if others else iter(())
-        predictions = iter(predict(self._backend, logits[of_beams], [sequences[r] for r in of_beams]))
-        return (next(tokens if sequence.beams is None else predictions) for sequence in sequences)
-
-    def _forward(self, batch: Batch) -> np.ndarray:
-        return self._backend.forward(self._params, batch, self._cache, self._workspace)  # (R, V)
-
-    def _copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        self._backend.copy_positions(self._cache, source_slot, target_slot, start, stop)
+            sequence.tell_ended()
 
     def _write_prefix(self, sequence: Sequence) -> None:
         prompt = sequence.soft_prompt.prompt
         if prompt.kind == "prefix":
-            self._backend.write_positions(self._cache, sequence.slot, 0, prompt.keys, prompt.values)
-            sequence.num_cached = len(prompt)
+            self.runner.write_positions(sequence.slot, 0, prompt.keys, prompt.values)
+            sequence.reuse(len(prompt))
 
     def _forget_removed(self) -> None:
         while self._removed:
             sequence = self._removed[0]
-            sequence.on_end = None
+            sequence.when_ended(None)
             self.scheduler.remove(sequence)
             if not sequence.is_finished:
                 sequence.fail("it was cancelled.")
-            self._removed.popleft()  # not before: if this is interrupted, the next turn's end does it
+            self._removed.popleft()  # not before: if this is interrupted, the next end of a step does it
 
-    def _check_open(self) -> None:
-        if self._params is None:
-            raise RequestError("this LLM has been closed: make a new one.")
-
-
-def _take(sequence: Sequence, token: Any) -> None:
-    """Give a sequence its next token, the logprobs to report and that of the token, or an error instead; or, to a beam,
-    what is to come next."""
-    if sequence.beams is not None:
-        sequence.beams.take(sequence, token)
-        return
-    token_id, logprobs, logprob, error = token
-    if error is None:
-        sequence.append(token_id, logprobs, logprob)
-    else:
-        sequence.fail(error)
-
-
-def _new_cache(backend: ModuleType, config: ModelConfig, limits: EngineConfig, dtype: str) -> Any:
-    sizes = config, limits.num_slots, limits.max_model_len, dtype
-    try:
-        return backend.new_kv_cache(*sizes)
-    except MemoryError:
-        size = backend.kv_cache_bytes(*sizes) / 2**30
-        raise RequestError(
-            f"the KV cache for max_num_seqs={limits.max_num_seqs}, prefix_cache_seqs={limits.prefix_cache_seqs} and "
-            f"{limits.max_model_len} positions takes {size:.1f} GiB, which this machine "
-            "cannot give: lower max_num_seqs, prefix_cache_seqs or max_model_len."
-        ) from None
+    @contextmanager
+    def _hold_steps(self) -> Iterator[None]:
+        with self._step_lock.taken():
+            self.check_open()
+            yield

@@ -1,53 +1,45 @@
-"""Running ahead: several decode steps at once, where the backend can choose tokens by itself and nobody has to look.
+"""Multi-step: several decode steps in one call, where the backend samples by itself and nobody has to look in between.
 
-A card takes a decode step in less time than Python needs to make one and to wait for it. What is chosen is the same
-as step by step: a sequence that turns out to have ended before the last of the steps takes none of the later tokens.
+A GPU takes a decode step in less time than Python needs to prepare one and to wait for it. The tokens are those of
+single steps: a sequence that turns out to have ended before the last of the steps takes none of the later ones.
 """
 
-from types import ModuleType
-
-import numpy as np
-
 from tinygpt.engine.scheduler import Chunk
+from tinygpt.execution.batch import Batch
+from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.sampling.metadata import gather_warpers
-from tinygpt.sampling.sampler import NOT_FINITE, is_drawn_alone
+from tinygpt.sampling.sampler import Sampler, draws_of, sampled
 
 # Steps at once: few enough that a new request, or a reader of a stream, waits some milliseconds at most.
 MAX_STEPS = 16
 
 
-def num_steps_ahead(backend: ModuleType, chunks: list[Chunk], vocab_size: int, max_model_len: int) -> int:
+def num_steps(runner: ModelRunner, sampler: Sampler, chunks: list[Chunk], max_model_len: int) -> int:
     """How many steps may be taken at once for these chunks; 1: one step, looked at before the next."""
-    if not hasattr(backend, "run_ahead"):
+    if not chunks or not runner.has_multi_step:
         return 1
     steps = MAX_STEPS
     for chunk in chunks:
         sequence = chunk.sequence
         if not chunk.is_sampled or chunk.count > 1 or chunk.num_prompt_logits or sequence.beams is not None:
             return 1
-        if sequence.window is not None or not is_drawn_alone(sequence, vocab_size):
+        if sequence.window is not None or not sampler.is_drawn_alone(sequence):
             return 1
         room = max_model_len - sequence.num_cached
         steps = min(steps, room, sequence.params.max_tokens - len(sequence.new_token_ids))
     return steps
 
 
-def take_tokens(chunks: list[Chunk], token_ids: np.ndarray) -> None:
-    """Give each sequence its tokens of (steps, S), up to the one that ends it."""
-    for of_step in token_ids.tolist():
-        for chunk, token_id in zip(chunks, of_step, strict=True):
-            sequence = chunk.sequence
+def take_steps(runner: ModelRunner, chunks: list[Chunk], steps: int) -> None:
+    """Take so many steps, and give each sequence its tokens up to the one that ends it."""
+    sequences = [chunk.sequence for chunk in chunks]
+    starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
+    batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
+    warpers = gather_warpers([s.sampling_state for s in sequences])
+    for token_ids in runner.multi_step(batch, warpers, *draws_of(sequences), steps).tolist():  # (steps, S)
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.is_finished:
                 continue
-            if token_id < 0:
-                sequence.fail(NOT_FINITE.format(len(sequence) - 1))
-                continue
-            sequence.append(token_id)
-            sequence.num_cached += 1
-
-
-def draws_of(chunks: list[Chunk]) -> tuple:
-    """What the sequences' tokens are drawn by: their warpers, seeds and sample indices."""
-    sequences = [chunk.sequence for chunk in chunks]
-    seeds, indices = ([getattr(s, name) for s in sequences] for name in ("seed", "index"))
-    return gather_warpers([s.controls for s in sequences]), np.array(seeds, np.uint64), np.array(indices, np.uint64)
+            sequence.take(sampled(token_id, sequence))
+            if token_id >= 0:
+                sequence.advance(1)

@@ -56,9 +56,16 @@ def scoring_request(
             f"to {max_model_len + 1} tokens together, the last of which needs no position."
         )
     token_ids, params = context + continuation[:-1], SamplingParams(max_tokens=1)
-    sequence = Sequence(token_ids, params, seed=0, index=0, eos_token_ids=frozenset(), text=None)
-    sequence.soft_prompt = virtual
-    sequence.prompt_logprobs = PromptLogprobs(len(context) - 1, continuation, num_best=1)
+    sequence = Sequence(
+        token_ids,
+        params,
+        seed=0,
+        index=0,
+        eos_token_ids=frozenset(),
+        text=None,
+        soft_prompt=virtual,
+        prompt_logprobs=PromptLogprobs(len(context) - 1, continuation, num_best=1),
+    )
     return Request(Prompt(None, token_ids), params, [sequence])
 
 

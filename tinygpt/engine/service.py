@@ -18,15 +18,15 @@ IDLE_SECONDS = 1.0
 class Service:
     """Takes steps while a submitted request is unfinished, and sleeps otherwise.
 
-    max_queue: samples that may wait for a slot, beside those that run; None is any number.
+    num_samples: of all submitted requests that have not ended. No more than the engine's max_queue may wait.
     """
 
-    def __init__(self, engine: Engine, max_queue: int | None):
+    def __init__(self, engine: Engine):
         self._engine = engine
-        self._max_queue = max_queue
+        self._max_queue = engine.engine_config.max_queue
         self._changed = threading.Condition()
         self._pending: dict[Future[RequestOutput], Request] = {}
-        self._num_samples = 0  # of the pending requests
+        self.num_samples = 0  # of the pending requests
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -39,7 +39,7 @@ class Service:
         with self._changed:
             self._check_room(len(request.sequences))
             self._pending[future] = request
-            self._num_samples += len(request.sequences)
+            self.num_samples += len(request.sequences)
             request.when_finished(partial(self._resolve, future))
             future.add_done_callback(self._forget_cancelled)
             self._engine.add(request.sequences)
@@ -54,18 +54,18 @@ class Service:
         self._fail_pending(RequestError("this LLM was closed before the request was finished."))
 
     def _check_room(self, count: int) -> None:
-        if self._is_closed:
-            raise RequestError("this LLM has been closed: make a new one.")
+        self._engine.check_open()
         if self._max_queue is None:
             return
-        if count > self._max_queue + self._engine.limits.max_num_seqs:
+        max_num_seqs = self._engine.engine_config.max_num_seqs
+        if count > self._max_queue + max_num_seqs:
             raise RequestError(
                 f"the request has {count} samples, but max_queue is {self._max_queue} and max_num_seqs "
-                f"{self._engine.limits.max_num_seqs}: there is never room for more than those together, so split the "
+                f"{max_num_seqs}: there is never room for more than those together, so split the "
                 "request, or raise one of them."
             )
-        waiting = max(self._num_samples - self._engine.limits.max_num_seqs, 0)
-        if waiting + count > self._max_queue + max(self._engine.limits.max_num_seqs - self._num_samples, 0):
+        waiting = max(self.num_samples - max_num_seqs, 0)
+        if waiting + count > self._max_queue + max(max_num_seqs - self.num_samples, 0):
             raise QueueFullError(
                 f"{waiting} samples are waiting and {count} more were submitted, but max_queue is {self._max_queue}: "
                 "submit again later, or raise max_queue."
@@ -96,7 +96,7 @@ class Service:
         with self._changed:
             request = self._pending.pop(future, None)
             if request is not None:
-                self._num_samples -= len(request.sequences)
+                self.num_samples -= len(request.sequences)
             return request
 
     def _resolve(self, future: Future) -> None:

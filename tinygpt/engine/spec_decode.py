@@ -1,42 +1,32 @@
-"""Speculation: guess the next tokens, so that one step of the model can confirm several at once.
+"""Spec decode: draft the next tokens, so that one step of the model can confirm several at once.
 
-What is chosen never depends on a guess: the model's logits at a position are the same bits however many tokens a step
-has, and draws are keyed by position. A guess only saves steps, where it is the token that is chosen anyway.
+What is sampled never depends on a draft: the model's logits at a position are the same bits however many tokens a step
+has, and draws are keyed by position. A draft only saves steps, where it is the token that is sampled anyway.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 from tinygpt.engine.draft_model import DraftModel
 from tinygpt.engine.scheduler import Chunk
-from tinygpt.request.sequence import Sequence
+from tinygpt.engine.step_input import StepInput
+from tinygpt.sampling.sampler import Sampler
 
 
-@dataclass(frozen=True)
-class Draft:
-    """What was guessed to follow a sequence's last token, and has gone through the model behind it."""
-
-    sequence: Sequence
-    token_ids: list[int]
-    row: int  # of the step's logits, those after the last token; those after token_ids[i] are i + 1 further
-
-    def is_confirmed(self, index: int) -> bool:
-        """Whether the token that the sequence has just been given is token_ids[index], and not its last."""
-        if index == len(self.token_ids) or self.sequence.is_finished:
-            return False
-        return self.sequence.new_token_ids[-1] == self.token_ids[index]
-
-
-class Speculator:
-    """Guesses for the sequences of a step, as far as they want it and the step has room for more tokens.
+class Drafter:
+    """Drafts for the sequences of a step, as far as they want them and the step has room for more tokens.
 
     max_num_tokens, max_num_logits: how many tokens a step may have, and of how many it may want the logits.
-    draft_model: guesses for all sequences that do not look their tokens up.
+    draft_model: drafts for all sequences that do not look their tokens up.
     """
 
     def __init__(self, max_num_tokens: int, max_num_logits: int, draft_model: DraftModel | None):
         self._max_num_tokens = max_num_tokens
         self._max_num_logits = max_num_logits
         self._draft_model = draft_model
+
+    def close(self) -> None:
+        """Give the draft model's memory back."""
+        self._draft_model = None
 
     def propose(self, chunks: list[Chunk]) -> dict[int, list[int]]:
         """What may come after chunks[i], by i; only for chunks that reach their sequence's last token."""
@@ -60,7 +50,7 @@ class Speculator:
         return {i: draft for i, draft in drafts.items() if draft}
 
     def _num_wanted(self, chunk: Chunk) -> int:
-        """Tokens to guess for a sequence; a step that confirms them all yields one more than that."""
+        """Tokens to draft for a sequence; a step that confirms them all yields one more than that."""
         sequence = chunk.sequence
         count = sequence.params.prompt_lookup_num_tokens
         if not count and self._draft_model is not None:
@@ -70,6 +60,25 @@ class Speculator:
         if sequence.window is not None:
             count = min(count, sequence.window.size - len(sequence) + sequence.num_dropped)
         return min(count, sequence.params.max_tokens - len(sequence.new_token_ids) - 1)
+
+
+def confirm_drafts(sampler: Sampler, logits: Any, step: StepInput) -> None:
+    """Go on with the sequences whose next tokens are those drafted: the logits (R, V) after them are there already."""
+    num_tokens, running = 0, list(step.drafts)
+    while running := [i for i in running if _is_confirmed(step.chunks[i], step.drafts[i], num_tokens)]:
+        num_tokens += 1
+        sequences = [step.chunks[i].sequence for i in running]
+        tokens = sampler.sample(logits[[step.last_rows[i] + num_tokens for i in running]], sequences)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.take(token)
+            sequence.advance(1)
+
+
+def _is_confirmed(chunk: Chunk, draft: list[int], index: int) -> bool:
+    """Whether the token that the chunk's sequence has just been given is draft[index], and not its last."""
+    if index == len(draft) or chunk.sequence.is_finished:
+        return False
+    return chunk.sequence.new_token_ids[-1] == draft[index]
 
 
 def propose_by_lookup(token_ids: list[int], count: int, max_ngram: int) -> list[int]:

@@ -1,14 +1,69 @@
-"""What a step reads: the tokens of its chunks, virtual ones replaced."""
+"""StepInput: what one step computes: the next tokens of each chunk and its draft, laid end to end."""
 
+import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from tinygpt.engine.scheduler import Chunk
-from tinygpt.execution.batch import NO_EMBEDS
+from tinygpt.execution.batch import NO_EMBEDS, Batch
+from tinygpt.request.sequence import Sequence
 
 
-def replace_virtual(chunks: Seq[Chunk], token_ids: list[list[int]]) -> np.ndarray:
+@dataclass(frozen=True)
+class StepInput:
+    """The chunks of a step, as a batch, and where the logits lie that each of them wants.
+
+    drafts: the tokens that were drafted to follow chunks[i], by i; they go through the model behind it.
+    last_rows: the row of the step's logits after chunks[i]'s own last token; those after its draft follow.
+    """
+
+    chunks: list[Chunk]
+    drafts: Mapping[int, list[int]]
+    batch: Batch
+    last_rows: list[int]
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], drafts: Mapping[int, list[int]]) -> "StepInput":
+        token_ids = [chunk.sequence.next_token_ids(chunk.count) for chunk in chunks]
+        embeds = _replace_virtual(chunks, token_ids)  # (E, C)
+        counts = [chunk.num_logits for chunk in chunks]
+        for i, draft in drafts.items():
+            token_ids[i], counts[i] = token_ids[i] + draft, counts[i] + len(draft)
+        starts, slots = [c.sequence.num_cached for c in chunks], [c.sequence.slot for c in chunks]
+        batch = Batch.of(token_ids, starts, slots, counts, embeds)
+        last_rows = [end - 1 - len(drafts.get(i, ())) for i, end in enumerate(itertools.accumulate(counts))]
+        return cls(chunks, drafts, batch, last_rows)
+
+    @property
+    def sampled(self) -> list[tuple[int, Sequence]]:
+        """The sequences whose next token is to be sampled, each with the row of the logits that it is sampled from."""
+        return [(row, sequence) for row, sequence in self._ends if sequence.beams is None]
+
+    @property
+    def searched(self) -> list[tuple[int, Sequence]]:
+        """Those whose next token a beam search chooses."""
+        return [(row, sequence) for row, sequence in self._ends if sequence.beams is not None]
+
+    @property
+    def _ends(self) -> list[tuple[int, Sequence]]:
+        pairs = zip(self.last_rows, self.chunks, strict=True)
+        return [(row, chunk.sequence) for row, chunk in pairs if chunk.is_sampled]
+
+    def prompt_rows(self, i: int) -> slice:
+        """The rows of logits in which the prompt of chunks[i] finds its log probabilities."""
+        return slice(self.last_rows[i] + 1 - self.chunks[i].num_prompt_logits, self.last_rows[i] + 1)
+
+
+def rows_of(logits: Any, rows: Seq[int]) -> Any:
+    """Rows of the logits (R, V); all of them without a copy."""
+    return logits if len(rows) == len(logits) else logits[rows]
+
+
+def _replace_virtual(chunks: Seq[Chunk], token_ids: list[list[int]]) -> np.ndarray:
     """Let the virtual tokens among token_ids[i], those of chunks[i], be -1-j: row j of the embeddings returned (E, C).
 
     A prefix's keys and values are in the cache before its sequence's first step, so it has none here.

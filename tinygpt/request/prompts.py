@@ -20,7 +20,7 @@ class Prompt:
 
 def prompt_list(prompts: Any) -> list:
     """One text, one list of token ids, or a list of either: always as a list of prompts."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Prompt)):
         return [prompts]
     if isinstance(prompts, (bytes, dict)) or not isinstance(prompts, Iterable):
         raise RequestError(
@@ -31,10 +31,12 @@ def prompt_list(prompts: Any) -> list:
 
 
 def read_prompt(prompt: Any, config: ModelConfig, tokenizer_of) -> Prompt:
-    """Encode a text, or check token ids. An empty prompt starts at the BOS token.
+    """Encode a text, or check token ids; a Prompt has been read already. An empty prompt starts at the BOS token.
 
     `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none.
     """
+    if isinstance(prompt, Prompt):
+        return prompt
     if isinstance(prompt, str):
         text, token_ids = prompt, tokenizer_of().encode(prompt) if prompt else []
     else:

@@ -32,7 +32,7 @@ class Request:
                 call()
 
         for sequence in self.sequences:
-            sequence.on_end = end_one
+            sequence.when_ended(end_one)
 
     def output(self) -> RequestOutput:
         """What a finished request gives back; the error of the first sequence that failed, if any did."""

@@ -3,21 +3,38 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tinygpt.errors import is_ctrl_c
 from tinygpt.outputs import StreamChunk
 from tinygpt.request.loop_detection import is_looping
+from tinygpt.request.soft_prompts import VirtualTokens
 from tinygpt.request.truncation import Window
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.text_stream import TextStream
+
+if TYPE_CHECKING:  # for annotations alone: both lie above this folder
+    from tinygpt.engine.beams import Beams
+    from tinygpt.sampling.metadata import SamplingState
+    from tinygpt.sampling.prompt_logprobs import PromptLogprobs
+
+
+class SampledToken(NamedTuple):
+    """What the sampler gives a sequence: its next token, or an error in place of one."""
+
+    token_id: int  # -1 where there is an error
+    logprobs: dict[int, float] | None = None  # to report: of the most probable tokens and this one
+    logprob: float | None = None  # of this one, where it is asked for or ranks several samples
+    error: str | None = None  # why no token could be chosen
 
 
 @dataclass(eq=False)
 class Sequence:
     """One sample of one request. Knows no arrays and no model.
 
-    on_chunk is called with each token's text during the step, on_end once when the sample has ended by itself.
+    Whoever makes a sequence fills the first group of fields, which never change. All others change by the methods of
+    this class alone, but for the two that are marked.
+    on_chunk is called with each token's text during the step.
     """
 
     prompt_token_ids: list[int]
@@ -29,31 +46,35 @@ class Sequence:
     deadline: float | None = None  # by time.perf_counter()
     window: Window | None = None  # None: it never has more tokens than there are positions
     on_chunk: Callable[[StreamChunk], None] | None = None
-    on_end: Callable[[], None] | None = None
+    soft_prompt: VirtualTokens | None = None  # what the ids below 0 stand for, which its prompt begins with
+    prompt_logprobs: "PromptLogprobs | None" = None  # those of tokens that are given, where asked for
+
+    # What was chosen, and what came of it.
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    num_dropped: int = 0  # tokens that have left the window
-    num_cached: int = 0  # positions in the KV cache
-    num_reused: int = 0  # of those, the ones that others had computed
-    slot: int | None = None  # of the KV cache, while running
-    awaited: "Sequence | None" = None  # it computes what both prompts begin with...
-    num_awaited: int = 0  # ...and this many tokens are that
+    score: float | None = None  # by which a beam search ranked it
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     error: str | None = None  # why it could not go on
-    controls: object | None = None  # what `choose` notes about it
-    beams: object | None = None  # the search that chooses its tokens, where it is a beam
-    score: float | None = None  # by which that search ranked it
-    soft_prompt: object | None = None  # what the ids below 0 stand for, which its prompt begins with
-    prompt_logprobs: object | None = None  # those of tokens that are given, where asked for
+
+    # Where it stands.
+    slot: int | None = None  # of the KV cache, while running
+    num_cached: int = 0  # positions in that slot
+    num_reused: int = 0  # of those, the ones that others had computed
+    num_dropped: int = 0  # tokens that have left the window
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
+    # Written by others.
+    sampling_state: "SamplingState | None" = None  # the sampler's notes
+    beams: "Beams | None" = None  # the search that chooses its tokens; by Beams
+
     def __post_init__(self):
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self._end_token_ids = eos.union(self.params.stop_token_ids)
+        self._on_end: Callable[[], None] | None = None
         if self.window is not None:
             self.num_dropped = self.window.num_dropped(len(self))
 
@@ -93,20 +114,60 @@ class Sequence:
             return self.new_token_ids[-1:]
         return self.context_token_ids[self.num_cached : self.num_cached + count]
 
+    # The KV cache: where the sequence lies in it, and how far it is computed.
+
+    def enter(self, slot: int, num_cached: int) -> None:
+        """Run in `slot`, which holds the sequence's first tokens already."""
+        self.scheduled_time = time.perf_counter()
+        self.slot, self.num_cached, self.num_reused = slot, num_cached, num_cached
+
+    def leave(self) -> None:
+        self.slot = None
+
+    def reuse(self, stop: int) -> None:
+        """The positions up to `stop` have been copied from another slot."""
+        self.num_reused += stop - self.num_cached
+        self.num_cached = stop
+
+    def advance(self, count: int) -> None:
+        """The next `count` positions have been computed."""
+        self.num_cached += count
+
     def slide(self) -> None:
         """Let the oldest tokens leave: the others get other positions, and are to be computed again."""
         self.num_dropped = self.window.num_dropped(len(self))
         self.num_cached = min(self.num_cached, self.window.num_fixed)
 
-    def append(self, token_id: int, logprobs: dict[int, float] | None = None, logprob: float | None = None) -> None:
-        """Take the next token, the logprobs to report for it and its own. Sets the finish reason if it was the last."""
+    # Its tokens, and its end.
+
+    def take(self, token: SampledToken) -> None:
+        """Go on with what the sampler chose. Sets the finish reason if that was the last token."""
+        if token.error is not None:
+            self.fail(token.error)
+            return
         try:
-            chunk = self._append(token_id, logprobs, logprob)
+            chunk = self._append(token)
         except BaseException:  # Ctrl-C: who comes by it may not be who waits for this sequence, and it is half done
             self.fail("it was interrupted while it was given a token.")
             raise
         if self.on_chunk is not None:
             self._give(chunk)
+
+    def become(self, token_ids: list[int], is_another: bool) -> None:
+        """Go on as a beam with these new tokens, all cached but the last; `is_another`: not the one that it was."""
+        if is_another:
+            self.sampling_state = None  # it is about other tokens
+        self.new_token_ids = token_ids
+        self.num_cached = len(self) - 1
+        self.first_token_time = self.first_token_time or time.perf_counter()
+
+    def restart(self, score: float | None) -> None:
+        """Forget all new tokens, to be given those of a finished hypothesis; None: there is none for this sequence."""
+        self.new_token_ids, self.score = [], score
+
+    def rewind(self, num_cached: int) -> None:
+        """Only the first num_cached positions of the slot are this sequence's."""
+        self.num_cached = num_cached
 
     def expire(self) -> None:
         """End with what there is: the time of the request is over."""
@@ -118,14 +179,24 @@ class Sequence:
         """End without a result: an error that whoever made the request is to see, and no neighbour of it."""
         self.error = error
 
-    def _append(self, token_id: int, logprobs: dict[int, float] | None, logprob: float | None) -> StreamChunk | None:
+    def when_ended(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called once, when the sample has ended by itself; None: nobody wants to know any more."""
+        self._on_end = call
+
+    def tell_ended(self) -> None:
+        call, self._on_end = self._on_end, None
+        if call is not None:
+            call()
+
+    def _append(self, token: SampledToken) -> StreamChunk | None:
+        token_id = token.token_id
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.new_token_ids.append(token_id)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-        if logprob is not None:
-            self.cumulative_logprob += logprob
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
+        if token.logprob is not None:
+            self.cumulative_logprob += token.logprob
         ends, text = token_id in self._end_token_ids, ""
         if self.text is not None and not ends:
             if self.on_chunk is not None or self.params.stop:

@@ -1,12 +1,14 @@
-"""Controls: what the sequences of a step ask of choosing their tokens, as arrays that any backend reads."""
+"""Sampling metadata: what the sequences of a step ask of the sampler, as arrays that any backend reads."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from tinygpt.request.sequence import Sequence
+from tinygpt.sampling_params import SamplingParams
 
 HISTORY_ROOM = 1024  # tokens that a history has room for at first; max_tokens may be any number
 TOP_P_RULES = {"hf": 0, "openai": 1, "fastertransformer": 2}
@@ -29,7 +31,7 @@ class Ragged(NamedTuple):
         return self.values[self.bounds[i] : self.bounds[i + 1]]
 
 
-class Controls(NamedTuple):
+class Processors(NamedTuple):
     """What changes the scores of P rows of logits before a token is chosen; i below is 0 to P - 1."""
 
     rows: np.ndarray  # (P,) int64, which rows of the logits
@@ -60,37 +62,48 @@ class Warpers(NamedTuple):
     eta_cutoff: np.ndarray
 
 
-class SequenceControls:
-    """One sequence's part of both, made once and kept up to date as the sequence grows; it never gets shorter."""
+@dataclass(frozen=True)
+class Edits:
+    """The tokens that a request favours, forbids or alone allows, as arrays of ids (int32)."""
+
+    bias_ids: np.ndarray
+    biases: np.ndarray  # float32, one for each of bias_ids
+    words: list[np.ndarray]  # the ids of each word that may not come
+    allowed_ids: np.ndarray  # empty: all may come
+    suppressed_ids: np.ndarray
+    forbidden_at_first: np.ndarray  # until there are min_tokens: the suppressed ones, and those that end the sequence
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int) -> "Edits":
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
+        ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
+        suppressed_ids = _ids(params.suppress_tokens)
+        return cls(
+            bias_ids=_ids(token_id for token_id, _ in params.logit_bias),
+            biases=np.array([bias for _, bias in params.logit_bias], np.float32),
+            words=[_ids(word) for word in params.bad_words_ids if word not in {(i,) for i in eos_token_ids}],
+            allowed_ids=_ids(params.allowed_token_ids or ()),
+            suppressed_ids=suppressed_ids,
+            forbidden_at_first=np.concatenate((suppressed_ids, ends)),
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.words or self.bias_ids.size or self.allowed_ids.size or self.forbidden_at_first.size)
+
+
+class SamplingState:
+    """What one sequence asks of the sampler, made once and kept up to date as it grows; it never gets shorter."""
 
     def __init__(self, sequence: Sequence, vocab_size: int):
         params = self.params = sequence.params
-        self.warpers = (
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            TOP_P_RULES[params.top_p_rule],
-            params.min_p,
-            params.typical_p,
-            params.epsilon_cutoff,
-            params.eta_cutoff,
-        )
+        given = {name: getattr(params, name) for name in Warpers._fields}
+        self.warpers = tuple({**given, "top_p_rule": TOP_P_RULES[params.top_p_rule]}.values())
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else sequence.eos_token_ids)
-        self._ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
-        self.bias_ids = _ids(token_id for token_id, _ in params.logit_bias)
-        self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
-        self.words = [_ids(word) for word in params.bad_words_ids if word not in {(i,) for i in sequence.eos_token_ids}]
-        self.allowed_ids = _ids(params.allowed_token_ids or ())
-        self._suppressed_ids = _ids(params.suppress_tokens)
-        self._forbidden_at_first = np.concatenate((self._suppressed_ids, self._ends))
-        self.uses_history = bool(
-            self.penalties != (1.0, 0.0, 0.0)
-            or params.no_repeat_ngram_size
-            or any(word.size > 1 for word in self.words)
-        )
-        is_edited = self.words or params.logit_bias or params.allowed_token_ids or params.suppress_tokens
-        self.is_processed = bool(self.uses_history or is_edited or self._ends.size)
+        self.edits = Edits.of(params, sequence.eos_token_ids, vocab_size)
+        has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size
+        self.uses_history = bool(has_penalties or any(word.size > 1 for word in self.edits.words))
+        self.is_processed = self.uses_history or not self.edits.is_empty
         self.changes_scores = bool(self.is_processed or params.logits_processors)
         is_ranked = params.best_of is not None and params.best_of > params.n
         self.wants_logprobs = params.logprobs is not None or is_ranked
@@ -128,7 +141,8 @@ class SequenceControls:
 
     @property
     def forbidden_ids(self) -> np.ndarray:
-        return self._forbidden_at_first if self._num_new < self.params.min_tokens else self._suppressed_ids
+        is_early = self._num_new < self.params.min_tokens
+        return self.edits.forbidden_at_first if is_early else self.edits.suppressed_ids
 
     def _new_history(self) -> np.ndarray:
         history = np.empty(len(self.prompt_token_ids) + min(self.params.max_tokens, HISTORY_ROOM), np.int32)
@@ -143,29 +157,29 @@ class SequenceControls:
         self.warpers = (temperature, top_k, top_p, *others)
 
 
-def gather_controls(rows: Seq[int], of_rows: Seq[SequenceControls]) -> Controls:
-    """The controls of `rows`, of one row at least."""
-    repetition, frequency, presence = np.array([c.penalties for c in of_rows], np.float32).T.copy()
-    words = [word for c in of_rows for word in c.words]
-    return Controls(
+def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
+    """What the sequences of `rows` ask for, of one row at least."""
+    repetition, frequency, presence = np.array([s.penalties for s in states], np.float32).T.copy()
+    words = [word for s in states for word in s.edits.words]
+    return Processors(
         rows=np.array(rows, np.int64),
-        token_ids=Ragged.of([c.token_ids for c in of_rows]),
-        num_prompt_tokens=np.array([c.num_prompt_tokens for c in of_rows], np.int64),
+        token_ids=Ragged.of([s.token_ids for s in states]),
+        num_prompt_tokens=np.array([s.num_prompt_tokens for s in states], np.int64),
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
-        no_repeat_ngram_size=np.array([c.params.no_repeat_ngram_size for c in of_rows], np.int64),
-        bias_ids=Ragged.of([c.bias_ids for c in of_rows]),
-        biases=Ragged.of([c.biases for c in of_rows]),
+        no_repeat_ngram_size=np.array([s.params.no_repeat_ngram_size for s in states], np.int64),
+        bias_ids=Ragged.of([s.edits.bias_ids for s in states]),
+        biases=Ragged.of([s.edits.biases for s in states]),
         words=Ragged.of(words) if words else _NO_WORDS,
-        word_bounds=np.cumsum([0, *(len(c.words) for c in of_rows)]),
-        allowed_ids=Ragged.of([c.allowed_ids for c in of_rows]),
-        forbidden_ids=Ragged.of([c.forbidden_ids for c in of_rows]),
+        word_bounds=np.cumsum([0, *(len(s.edits.words) for s in states)]),
+        allowed_ids=Ragged.of([s.edits.allowed_ids for s in states]),
+        forbidden_ids=Ragged.of([s.forbidden_ids for s in states]),
     )
 
 
-def gather_warpers(of_rows: Seq[SequenceControls]) -> Warpers:
-    return Warpers(*np.array([c.warpers for c in of_rows], np.float64).reshape(-1, len(Warpers._fields)).T.copy())
+def gather_warpers(states: Seq[SamplingState]) -> Warpers:
+    return Warpers(*np.array([s.warpers for s in states], np.float64).reshape(-1, len(Warpers._fields)).T.copy())
 
 
 def _ids(token_ids: Iterable[int]) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import numpy as np
 
+from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.sampling.sampler import NOT_FINITE
 
 
@@ -39,12 +39,12 @@ class PromptLogprobs:
         """How many positions from `start` on may be computed at once where num_logits may have their logits."""
         return math.inf if self.is_complete else max(self.first - start, 0) + num_logits
 
-    def read(self, backend: ModuleType, start: int, logits: np.ndarray) -> list[dict[int, float]]:
+    def read(self, runner: ModelRunner, start: int, logits: np.ndarray) -> list[dict[int, float]]:
         """What the logits (R, V) of position `start` and those behind it, from `first` on, say of their targets."""
         index = self._index(start)
         targets = self.targets[index : index + len(logits)]
         rows = logits[: len(targets)]  # after the last position of a prompt comes no target
-        return [self._read_row(backend, row, target) for row, target in zip(rows, targets, strict=True)]
+        return [self._read_row(runner, row, target) for row, target in zip(rows, targets, strict=True)]
 
     def note(self, start: int, found: list[dict[int, float]]) -> None:
         """Note what `read` found from position `start` on; a second time, as after an interrupt, changes nothing."""
@@ -65,8 +65,8 @@ class PromptLogprobs:
         wrong = (i for i, logprob in enumerate(self.logprobs) if math.isnan(logprob))
         return next((NOT_FINITE.format(self.first + i) for i in wrong), None)
 
-    def _read_row(self, backend: ModuleType, logits: np.ndarray, target: int) -> dict[int, float]:
+    def _read_row(self, runner: ModelRunner, logits: np.ndarray, target: int) -> dict[int, float]:
         if not np.isfinite(logits).all():
             return {target: math.nan}
-        ids, values, value = backend.top_logprobs(logits, target, self.num_best)
+        ids, values, value = runner.top_logprobs(logits, target, self.num_best)
         return {**dict(zip(ids.tolist(), values.tolist(), strict=True)), target: float(value)}

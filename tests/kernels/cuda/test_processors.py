@@ -11,7 +11,7 @@ from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.sampling import controls as layout
 from tinygpt.kernels.cuda.sampling.controls import pack_controls
 from tinygpt.kernels.cuda.sampling.processors import process_rows
-from tinygpt.sampling.metadata import Controls, Ragged
+from tinygpt.sampling.metadata import Processors, Ragged
 
 V = 37
 FLOATS = np.float32([-np.inf, -0.0, 0.0, 1e38, -1e38, 1e-45, 0.1, -3.7, 12.3])
@@ -24,7 +24,7 @@ def ragged(arrays, dtype=np.int32):
 def controls_of(rows):
     """Each row a dict of what it asks for; what it leaves out is off."""
     words = [word for row in rows for word in row.get("words", [])]
-    return Controls(
+    return Processors(
         rows=np.array([row["row"] for row in rows]),
         token_ids=ragged([row.get("token_ids", []) for row in rows]),
         num_prompt_tokens=np.array([row.get("num_prompt_tokens", 0) for row in rows]),

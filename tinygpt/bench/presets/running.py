@@ -18,11 +18,10 @@ from tinygpt.bench.words import parameters_text, threads_text
 from tinygpt.bench.work import num_parameters
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
-from tinygpt.execution.backend import load_backend, resolve_dtype
+from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.machine import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.weights.stored.packed import open_checkpoint
 
 RANDOM_PROMPTS = (
     "Ours: prompts of the study's lengths, of random tokens that begin differently, so that nothing is known before "
@@ -84,11 +83,9 @@ def prepared(options: PresetOptions) -> tuple[PresetOptions, ModelConfig]:
     Raises RequestError for what is impossible, and CheckpointError if the model cannot be found.
     """
     thread_count(options.threads)
-    for dtype in options.dtypes:
-        load_backend("cpu", dtype)
-    checkpoint = open_checkpoint(options.model)
-    dtypes = dict.fromkeys(resolve_dtype(dtype, "cpu", checkpoint) for dtype in options.dtypes)
-    return replace(options, dtypes=tuple(dtypes)), checkpoint.config
+    sources = [ModelSource.open(options.model, dtype) for dtype in options.dtypes]
+    dtypes = tuple(dict.fromkeys(source.dtype for source in sources))
+    return replace(options, dtypes=dtypes), sources[0].config
 
 
 def fitting(

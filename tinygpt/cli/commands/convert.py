@@ -62,20 +62,21 @@ def _becoming(target: Path) -> Iterator[Path]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     """Fill the folder; the sizes of the weights' files in bytes, before and after."""
-    from tinygpt.execution.backend import load_backend, load_params
+    from tinygpt.execution.model_source import ModelSource
     from tinygpt.hardware.threads import thread_count
     from tinygpt.kernels.cpu import packed
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
     from tinygpt.weights.random_checkpoint import is_random
-    from tinygpt.weights.stored.packed import PackedCheckpoint, open_checkpoint, write_packed
+    from tinygpt.weights.stored.packed import PackedCheckpoint, write_packed
 
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
-    checkpoint = open_checkpoint(args.source)
+    source = ModelSource.open(args.source, args.dtype)
+    checkpoint = source.checkpoint
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
     with elapsed(f"packing {args.source} as {args.dtype}"):
-        params = load_params(load_backend("cpu", args.dtype), checkpoint, args.dtype, thread_count(args.threads))
+        params = source.load_params(thread_count(args.threads))
     metadata = {
         "dtype": args.dtype,
         "tied": str(checkpoint.tied).lower(),

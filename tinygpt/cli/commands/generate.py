@@ -17,6 +17,7 @@ from tinygpt.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
     from tinygpt.outputs import RequestOutput
+    from tinygpt.request.prompts import Prompt
 
 USAGE = "tinygpt generate [flags] [PROMPT ...]"
 SUMMARY = "continue a prompt, or every prompt of a file"
@@ -101,14 +102,18 @@ def _read_stdin() -> str:
         raise RequestError(f"stdin is not UTF-8 text: see its byte {error.start}, or convert it first.") from None
 
 
-def _run_prompt(args: argparse.Namespace, prompt: str, params: SamplingParams) -> None:
+def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> None:
+    prompt = None
+
     def check(llm: "LLM") -> None:
+        nonlocal prompt
         if not args.json:
             _ = llm.tokenizer  # text is asked for: raise the error that says why there is none
+        prompt = llm.read_prompt(text)  # encoded once
         say_truncated(llm.num_truncated_tokens(prompt, params))
 
     llm = loading.load_llm(args, check)
-    front = prompt if args.echo else ""
+    front = text if args.echo else ""
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     if is_one and not args.json and not args.no_stream:
         speed = _stream(llm, prompt, params, front)
@@ -122,7 +127,7 @@ def _run_prompt(args: argparse.Namespace, prompt: str, params: SamplingParams) -
     say(f"{speed}{sampling.seed_note(params)}")
 
 
-def _stream(llm: "LLM", prompt: str, params: SamplingParams, front: str) -> Speed:
+def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> Speed:
     print(front, end="", flush=True)
     started, times = time.perf_counter(), []
     for chunk in llm.stream(prompt, params):

@@ -92,12 +92,11 @@ def _stored_packed(path: Path) -> "dict[str, StoredTensor]":
 
 def _check_packed(path: Path) -> tuple[str, bool]:
     """Load it, which is quick: its dtype, and whether it is tied."""
-    from tinygpt.execution.backend import load_backend, load_params
-    from tinygpt.weights.stored.packed import PackedCheckpoint
+    from tinygpt.execution.model_source import ModelSource
 
-    checkpoint = PackedCheckpoint.open(path)
-    load_params(load_backend("cpu", checkpoint.dtype), checkpoint, checkpoint.dtype, 1)
-    return checkpoint.dtype, checkpoint.tied
+    source = ModelSource.open(str(path))
+    source.load_params(threads=1)
+    return source.dtype, source.checkpoint.tied
 
 
 def _tensor(tensor: "StoredTensor") -> dict[str, Any]:

@@ -1,0 +1,34 @@
+"""Arithmetic in NumPy on what any backend hands out, for the few things that are asked for rarely."""
+
+import numpy as np
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Of each row of (R, V) float32, in float32 as in transformers. Rows that are not finite give NaN."""
+    with np.errstate(invalid="ignore"):
+        rows = [row - row.max() for row in logits]  # (V,) each
+        return np.stack([row - np.log(np.exp(row).sum()) for row in rows])  # (R, V)
+
+
+def attention_maps(queries: np.ndarray, keys: np.ndarray, scales: list[float]) -> np.ndarray:
+    """softmax(scale q·k) over the positions up to each query's, (L, H, T, T) float32.
+
+    queries (L, T, C) float32; keys (L, H, T, D) as a KV cache holds them: float32, or bfloat16 in uint16; scales (L,).
+    """
+    layers, heads, length, size = keys.shape
+    maps = np.zeros((layers, heads, length, length), np.float32)
+    is_past = np.tri(length, dtype=bool)  # (T, T)
+    for layer in range(layers):
+        q = queries[layer].reshape(length, heads, size).swapaxes(0, 1)  # (H, T, D)
+        scores = q @ _float32(keys[layer]).swapaxes(1, 2)  # (H, T, T)
+        scores *= np.float32(scales[layer])
+        scores[:, ~is_past] = -np.inf
+        np.exp(scores - scores.max(-1, keepdims=True), out=maps[layer])
+        maps[layer] /= maps[layer].sum(-1, keepdims=True)
+    return maps
+
+
+def _float32(keys: np.ndarray) -> np.ndarray:
+    if keys.dtype == np.uint16:
+        return (keys.astype(np.uint32) << 16).view(np.float32)
+    return keys.astype(np.float32, copy=False)

@@ -1,0 +1,134 @@
+"""InputProcessor: from what a caller gives to a Request, everything about it checked before any work."""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.engine.beams import Beams, beam_rules
+from tinygpt.engine.scoring import read_continuations, scoring_request
+from tinygpt.engine_config import EngineConfig
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.outputs import StreamChunk
+from tinygpt.request.prompts import Prompt, prompt_list, read_ids, read_prompt
+from tinygpt.request.request import Request
+from tinygpt.request.sequence import Sequence
+from tinygpt.request.soft_prompts import SoftPrompts, VirtualTokens
+from tinygpt.request.truncation import Fitted, fit
+from tinygpt.sampling.prompt_logprobs import PromptLogprobs
+from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
+from tinygpt.tokenizer.text_stream import TextStream
+from tinygpt.tokenizer.tokenizer import Tokenizer
+
+OnChunk = Callable[[StreamChunk], None]
+
+
+class InputProcessor:
+    """Makes the requests of one model. Raises RequestError for whatever cannot be served as asked.
+
+    engine_config: as its `for_model` gives it. folder: of the tokenizer's files. soft_prompts: their sources, by name.
+    """
+
+    def __init__(self, config: ModelConfig, engine_config: EngineConfig, folder: Any, soft_prompts: Mapping | None):
+        self._config, self._engine_config = config, engine_config
+        self._soft_prompts = SoftPrompts(soft_prompts, config)
+        self._tokenizer, self._tokenizer_error = _load_tokenizer(folder)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; CheckpointError if it has none that can be read."""
+        if self._tokenizer is None:
+            raise CheckpointError(self._tokenizer_error)
+        return self._tokenizer
+
+    def read_prompt(self, prompt: Any) -> Prompt:
+        """A text or token ids, encoded and checked; a Prompt as it is."""
+        return read_prompt(prompt, self._config, lambda: self.tokenizer)
+
+    def read_ids(self, what: str, given: Any) -> list[int]:
+        """The token ids of a text, or checked ones, that `what` are wanted of and that nothing is to follow."""
+        return read_ids(what, given, self._config, lambda: self.tokenizer, self._engine_config.max_model_len)
+
+    def request(self, prompt: Any, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
+        """The request for a prompt, ready to run. on_chunk: called with each token's text as it is made."""
+        arrival = time.perf_counter()
+        prompt, virtual, fitted = self._fit(prompt, params)
+        sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
+        if fitted.params.num_beams > 1:
+            self._make_beams(sequences, fitted.params)
+        return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated)
+
+    def num_truncated_tokens(self, prompt: Any, params: SamplingParams) -> int:
+        """How many tokens of the prompt's beginning its `overflow` would leave out."""
+        _, _, fitted = self._fit(prompt, params)
+        return fitted.num_truncated
+
+    def scoring_requests(self, prompt: Any, continuations: Any, soft_prompt: str | None) -> list[Request]:
+        """One request for each continuation of the prompt, which finds its log probabilities."""
+        virtual = self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt))
+        pairs = read_continuations(prompt, prompt_list(continuations), self._config, lambda: self.tokenizer)
+        sizes = self._engine_config.max_model_len, self._config.n_positions
+        return [scoring_request(context, token_ids, virtual, *sizes) for context, token_ids in pairs]
+
+    def _fit(self, prompt: Any, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
+        """The prompt, its soft prompt, and both as they fit into the positions there are."""
+        prompt = self.read_prompt(prompt)
+        check_vocabulary(params, self._config.vocab_size)
+        if params.stop and self._tokenizer is None:
+            raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
+        if params.bad_words:
+            params = resolve_bad_words(params, self.tokenizer.encode)
+        virtual = self._soft_prompts.find(params)
+        token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
+        return prompt, virtual, fit(token_ids, params, self._engine_config.max_model_len, self._config.n_positions)
+
+    def _sequences(
+        self, prompt: Prompt, virtual: VirtualTokens | None, fitted: Fitted, arrival: float, on_chunk: OnChunk | None
+    ) -> list[Sequence]:
+        params = fitted.params
+        count = params.num_beams if params.num_beams > 1 else params.best_of or params.n
+        wanted = [None] * count
+        if params.prompt_logprobs is not None:  # the first sample finds them for all
+            wanted[0] = PromptLogprobs(len(virtual or ()), prompt.token_ids[1:], params.prompt_logprobs)
+        shared = {
+            "prompt_token_ids": fitted.token_ids,
+            "params": params,
+            "seed": params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
+            "eos_token_ids": frozenset(self._eos_token_ids(params)),
+            "deadline": None if params.max_time is None else arrival + params.max_time,
+            "window": fitted.window,
+            "on_chunk": on_chunk,
+            "soft_prompt": virtual,
+        }
+        return [
+            Sequence(index=index, text=self._text_stream(params), prompt_logprobs=wanted[index], **shared)
+            for index in range(count)
+        ]
+
+    def _make_beams(self, sequences: list[Sequence], params: SamplingParams) -> None:
+        """Have sequences run as the beams of one search."""
+        if params.num_beams > self._engine_config.max_num_seqs:
+            raise RequestError(
+                f"num_beams is {params.num_beams} and max_num_seqs is {self._engine_config.max_num_seqs}: the beams of "
+                "a search run at once, so lower the one or raise the other."
+            )
+        Beams(sequences, beam_rules(params, self._eos_token_ids(params)), partial(self._text_stream, params))
+
+    def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        detokenizer = self._tokenizer.detokenizer()
+        return TextStream(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+
+
+def _load_tokenizer(folder: Any) -> tuple[Tokenizer | None, str]:
+    """The tokenizer, or the reason why there is none: token ids work without one."""
+    try:
+        return Tokenizer.from_folder(folder), ""
+    except CheckpointError as error:
+        return None, str(error)  # the error itself would keep the frames it went through, and all weights in them

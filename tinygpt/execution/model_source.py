@@ -1,0 +1,92 @@
+"""ModelSource: which checkpoint runs on which backend in which dtypes, decided and checked before a weight is read."""
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import RequestError
+from tinygpt.execution.backend import load_backend, name_of
+from tinygpt.weights.adapters.lora import LoraCheckpoint
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.random_checkpoint import RandomCheckpoint
+from tinygpt.weights.stored.packed import PackedCheckpoint, open_checkpoint
+
+AnyCheckpoint = Checkpoint | LoraCheckpoint | PackedCheckpoint | RandomCheckpoint
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """An opened checkpoint, and how it is to run. LLM's docstring says what each argument of `open` is."""
+
+    backend: ModuleType
+    checkpoint: AnyCheckpoint
+    dtype: str
+    kv_cache_dtype: str
+
+    @classmethod
+    def open(
+        cls,
+        model: str,
+        dtype: str = "auto",
+        device: str = "cpu",
+        kv_cache_dtype: str = "auto",
+        lora: str | os.PathLike[str] | None = None,
+    ) -> "ModelSource":
+        """Raises CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
+        backend = load_backend(device, dtype)
+        checkpoint = open_checkpoint(model)
+        if lora is not None:
+            checkpoint = LoraCheckpoint.open(checkpoint, lora)
+        dtype = resolve_dtype(dtype, backend, checkpoint)
+        return cls(backend, checkpoint, dtype, resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype))
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    def load_params(self, threads: int) -> Any:
+        """The backend's Params: packed now, or as they lie in a converted checkpoint.
+
+        Raises CheckpointError if that is damaged, or packed for other kernels.
+        """
+        if not isinstance(self.checkpoint, PackedCheckpoint):
+            return self.backend.load_params(self.checkpoint, self.dtype, threads)
+        packed, config = self.backend.PACKED, self.checkpoint.config
+        layout = packed.layout_of(config, self.dtype, self.checkpoint.tied)
+        return packed.params_of(self.checkpoint.arrays(layout, packed.PACKING), config, self.dtype)
+
+
+def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: AnyCheckpoint) -> str:
+    """The precision of the weights: "auto" is a converted checkpoint's own, and float32 for any other.
+
+    Raises RequestError if a converted checkpoint has another one, or is of no use to the backend.
+    """
+    if not isinstance(checkpoint, PackedCheckpoint):
+        return "float32" if dtype == "auto" else dtype
+    if backend.PACKED is None:
+        raise RequestError(
+            f"{checkpoint.path} is a converted checkpoint, which device {name_of(backend)!r} cannot read: give the "
+            "checkpoint that it was made from, or use device 'cpu'."
+        )
+    if dtype not in ("auto", checkpoint.dtype):
+        raise RequestError(
+            f"dtype is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave dtype at 'auto', or "
+            "give the checkpoint that it was made from."
+        )
+    return checkpoint.dtype
+
+
+def resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str) -> str:
+    """The precision of the KV cache: "auto" is the first that the backend has for weights of `dtype`."""
+    allowed = backend.kv_cache_dtypes(dtype)
+    if kv_cache_dtype == "auto":
+        return allowed[0]
+    if kv_cache_dtype not in allowed:
+        listed = ", ".join(map(repr, ("auto", *allowed)))
+        raise RequestError(
+            f"kv_cache_dtype is {kv_cache_dtype!r} and must be one of {listed} for {dtype} weights on device "
+            f"{name_of(backend)!r}."
+        )
+    return kv_cache_dtype
