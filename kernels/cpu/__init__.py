@@ -22,21 +22,3 @@ __all__ = [
     "trace",
     "write_positions",
 ]
-
-from tinygpt.kernels.cpu import packed as PACKED
-
-DTYPES = ("float32", "bfloat16", "int8", "int4")
-MAX_STEP_TOKENS = 512
-multi_step = None
-
-
-def kv_cache_dtypes(dtype):
-    return ("float32", "bfloat16") if dtype == "float32" else ("bfloat16", "float32")
-
-
-def check_device():
-    pass
-
-
-def check_memory(*a):
-    pass

@@ -28,20 +28,3 @@ __all__ = [
     "trace",
     "write_positions",
 ]
-
-PACKED = None
-DTYPES = ("float32",)
-MAX_STEP_TOKENS = 512
-multi_step = None
-
-
-def kv_cache_dtypes(dtype):
-    return ("float32",)
-
-
-def check_device():
-    pass
-
-
-def check_memory(*a):
-    pass
