@@ -230,7 +230,7 @@ class Engine:
         starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
         batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
         on = self._params, batch, self._cache, self._workspace
-        take_tokens(chunks, self._backend.run_ahead(*on, *draws_of(chunks), steps))  # (steps, S)
+        take_tokens(chunks, self._backend.multi_step(*on, *draws_of(chunks), steps))  # (steps, S)
 
     def _read_prompt_logprobs(
         self, logits: np.ndarray, chunks: list[Chunk], last: list[int]

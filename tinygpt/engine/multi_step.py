@@ -18,7 +18,7 @@ MAX_STEPS = 16
 
 def num_steps_ahead(backend: ModuleType, chunks: list[Chunk], vocab_size: int, max_model_len: int) -> int:
     """How many steps may be taken at once for these chunks; 1: one step, looked at before the next."""
-    if not hasattr(backend, "run_ahead"):
+    if backend.multi_step is None:
         return 1
     steps = MAX_STEPS
     for chunk in chunks:

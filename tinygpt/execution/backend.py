@@ -1,8 +1,7 @@
 """Choose the kernel package once; the engine calls it by the same names, whichever it is.
 
-Only the CPU's kernels have a layout to convert a checkpoint to, and are compiled ahead. Hence two exceptions:
-converting goes to `kernels.cpu.packed`, here and in the command convert, and compiling to `kernels.cpu.jit`, in the
-commands. Only a card may be absent, and has memory of its own: `kernels.cuda.device` and `.memory` are asked here.
+Only the CPU's kernels have a layout to convert a checkpoint to, and are compiled ahead: the command convert goes to
+`kernels.cpu.packed`, and the commands that compile to `kernels.cpu.jit`.
 """
 
 import importlib
@@ -12,6 +11,7 @@ from typing import Any
 from tinygpt import config
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
+from tinygpt.kernels.errors import DeviceError
 from tinygpt.weights.adapters.lora import LoraCheckpoint
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.random_checkpoint import RandomCheckpoint
@@ -35,9 +35,12 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     if dtype not in ("auto", *DTYPES[device]):
         allowed = ", ".join(map(repr, DTYPES[device]))
         raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only.")
-    if device == "cuda":
-        _need_card()
-    return importlib.import_module(f"tinygpt.kernels.{device}")
+    backend = importlib.import_module(f"tinygpt.kernels.{device}")
+    try:
+        backend.check_device()
+    except DeviceError as error:
+        raise RequestError(f"device is {device!r} and cannot be used: {error} Or use device 'cpu'.") from None
+    return backend
 
 
 def resolve_dtype(dtype: str, device: str, checkpoint: AnyCheckpoint) -> str:
@@ -67,8 +70,7 @@ def load_params(backend: ModuleType, checkpoint: AnyCheckpoint, dtype: str, thre
     """
     if not isinstance(checkpoint, PackedCheckpoint):
         return backend.load_params(checkpoint, dtype, threads)
-    from tinygpt.kernels.cpu import packed
-
+    packed = backend.PACKED
     layout = packed.layout_of(checkpoint.config, dtype, checkpoint.tied)
     return packed.params_of(checkpoint.arrays(layout, packed.PACKING), checkpoint.config, dtype)
 
@@ -78,30 +80,12 @@ def check_memory(device: str, checkpoint: AnyCheckpoint, dtype: str, kv_cache_dt
 
     Other devices share the machine's memory, of which nobody knows how much it can give until it is asked.
     """
-    if device != "cuda":
-        return
-    from tinygpt.kernels.cuda.memory import bytes_needed
-    from tinygpt.kernels.cuda.runtime.device import card
-
-    rows, steps = (limits.num_slots, limits.max_model_len), (limits.max_num_batched_tokens, limits.max_num_logits)
-    needed = bytes_needed(checkpoint.config, dtype, checkpoint.tied, kv_cache_dtype, *rows, *steps)
-    free, total = card().free_bytes(), sum(needed.values())
-    if total > free:
-        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
-        raise RequestError(
-            f"this takes {total / 2**30:.2f} GiB of the card's memory ({parts}) and {free / 2**30:.2f} GiB are "
-            "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
-            "dtype."
-        )
-
-
-def _need_card() -> None:
-    from tinygpt.kernels.cuda.runtime.device import DeviceError, card
-
+    sizes = limits.num_slots, limits.max_model_len, limits.max_num_batched_tokens, limits.max_num_logits
+    backend = importlib.import_module(f"tinygpt.kernels.{device}")
     try:
-        card()
+        backend.check_memory(checkpoint.config, checkpoint.tied, dtype, kv_cache_dtype, *sizes)
     except DeviceError as error:
-        raise RequestError(f"device is 'cuda' and cannot be used: {error} Or use device 'cpu'.") from None
+        raise RequestError(str(error)) from None
 
 
 def new_workspace(

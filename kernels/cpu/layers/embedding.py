@@ -1,11 +1,11 @@
 """Token and position embeddings of the new tokens."""
 
 import numpy as np
-from numba.extending import overload
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight, is_a
+from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16
+from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.tiles import PANEL
 
@@ -13,7 +13,7 @@ ROWS_PER_ITEM = 4
 
 
 @kernel
-def embed(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
+def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
     """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) stand for tokens below 0. A phase.
 
     wte is a weight of one layer, which a tied head shares: token t is column t % PANEL of panel t // PANEL.
@@ -34,22 +34,18 @@ def embed(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
     finish_phase(team)
 
 
-def weight_at(weight, panel, k, column):
-    """One weight of layer 0, as float32."""
-    raise NotImplementedError
+def _float32_at(weight, panel, k, column):
+    return weight.panels[0, panel, k, column]
 
 
-@overload(weight_at, inline="always")
-def _weight_at(weight, panel, k, column):
-    if is_a(weight, Float32Weight):
-        return lambda weight, panel, k, column: weight.panels[0, panel, k, column]
-    if is_a(weight, BFloat16Weight):
-        return lambda weight, panel, k, column: from_bfloat16(weight.panels[0, panel, k // 2, column, k % 2])
-    if is_a(weight, Int8Weight):
-        return _int8_at
-    return None
+def _bfloat16_at(weight, panel, k, column):
+    return from_bfloat16(weight.panels[0, panel, k // 2, column, k % 2])
 
 
 def _int8_at(weight, panel, k, column):
     level = np.int32(weight.panels[0, panel, k // 4, column, k % 4]) - np.int32(128)
     return np.float32(level) * weight.scales[0, panel * PANEL + column]
+
+
+# weight_at(weight, panel, k, column): one weight of layer 0, as float32.
+weight_at = by_type({Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at})

@@ -11,13 +11,14 @@ ROWS_PER_ITEM = 4  # a row takes less than a microsecond: about what claiming it
 
 
 @kernel
-def layer_norm(team, out, x, rows, weight, bias, epsilon):
+def layer_norm(team, out, x, rows, norm, layer, epsilon):
     """Row i of the operand `out` = layer norm of x[rows[i]]. A phase.
 
-    x (N, C), rows (R,), weight and bias (C,). Needs C values of the thread's scratch.
+    x (N, C), rows (R,), norm a Norm of formats.py. Needs C values of the thread's scratch.
     """
     items = max((rows.size + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
     normed = float32_at(address(team.scratch), x.shape[1])
+    weight, bias = norm.weight[layer], norm.bias[layer]
     item = claim(team, items)
     while item >= 0:
         for i in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, rows.size)):

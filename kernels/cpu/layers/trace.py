@@ -1,4 +1,4 @@
-"""A look inside a step: the residual stream before each layer, the queries, and what ln_f makes of the last."""
+"""Keeping what a step computes on its way, for a look inside."""
 
 import numpy as np
 
@@ -31,11 +31,3 @@ def keep_rows(team, kept, layer, rows):
 def nothing_kept() -> np.ndarray:
     """What a step that is not looked into keeps."""
     return np.empty((0, 0, 0), np.float32)
-
-
-def final_norm(params, x: np.ndarray) -> np.ndarray:
-    """ln_f of x (N, C), its gain and bias as they were before the head's smoothing divided them."""
-    centred = x - x.mean(-1, keepdims=True)
-    variance = (centred * centred).mean(-1, keepdims=True)
-    normed = centred / np.sqrt(variance + params.epsilon)
-    return (normed * params.ln_f_weight + params.ln_f_bias) * params.head_factors

@@ -22,6 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
 PUBLISHED, CLAIMS, DONE = 0, 8, 16  # indices into the board: 64 bytes apart
@@ -45,9 +46,7 @@ class Team(NamedTuple):
 
 def new_board() -> np.ndarray:
     """A board before its first step, on a cache line's boundary. Phase 1 is open."""
-    raw = np.zeros(BOARD_SIZE + 8, np.int64)
-    start = -raw.ctypes.data % 64 // 8
-    board = raw[start : start + BOARD_SIZE]
+    board = zeros((BOARD_SIZE,), np.int64)
     board[CLAIMS] = board[DONE] = ONE << SHIFT
     return board
 
