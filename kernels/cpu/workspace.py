@@ -10,7 +10,6 @@ from tinygpt.kernels.cpu.jit import inline
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
-from tinygpt.kernels.cpu.layers.trace import nothing_kept
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
 from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.tiles import GROUP, TILE_ROWS
@@ -69,7 +68,7 @@ def new_workspace(
 ) -> Workspace:
     """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
     n, r, c = max_num_tokens, max_num_logits, config.n_embd
-    attended = zeros((n, c))
+    attended, nothing = zeros((n, c)), np.empty((0, 0, 0), np.float32)
     buffers = Buffers(
         x=zeros((n, c)),
         normed=new_operand(dtype, n, c),
@@ -80,8 +79,8 @@ def new_workspace(
         final=new_operand(dtype, r, c),
         logits=zeros((r, config.vocab_size)),
         every=np.arange(n, dtype=np.int32),
-        hidden=nothing_kept(),
-        queries=nothing_kept(),
+        hidden=nothing,
+        queries=nothing,
         token_ids=np.zeros(n, np.int32),
         embeds=zeros((n, c)),
         positions=np.zeros(n, np.int32),

@@ -6,10 +6,8 @@ from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16
 from tinygpt.kernels.cpu.runtime.by_type import by_type
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.tiles import PANEL
-
-ROWS_PER_ITEM = 4
 
 
 @kernel
@@ -18,10 +16,9 @@ def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
 
     wte is a weight of one layer, which a tied head shares: token t is column t % PANEL of panel t // PANEL.
     """
-    items = max((token_ids.size + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
-    item = claim(team, items)
-    while item >= 0:
-        for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, token_ids.size)):
+    first, last = claim_rows(team, token_ids.size)
+    while first >= 0:
+        for n in range(first, last):
             if token_ids[n] < 0:
                 for c in range(x.shape[1]):
                     x[n, c] = embeds[n, c] + wpe[positions[n], c]
@@ -29,8 +26,8 @@ def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
             panel, column = token_ids[n] // PANEL, token_ids[n] % PANEL
             for c in range(x.shape[1]):
                 x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + wpe[positions[n], c]
-        complete(team, items)
-        item = claim(team, items)
+        complete_rows(team, token_ids.size)
+        first, last = claim_rows(team, token_ids.size)
     finish_phase(team)
 
 

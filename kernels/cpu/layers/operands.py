@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
 from tinygpt.kernels.cpu.runtime.by_type import by_type
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.tiles import GROUP, SCALES_BYTES
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
@@ -36,7 +36,6 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 )
 
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
-ROWS_PER_ITEM = 4
 NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
 
 
@@ -151,13 +150,12 @@ def _quantise(builder, values, target, scales) -> None:
 
 
 def _convert_rows(team, operand, x):
-    items = max((x.shape[0] + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
-    item = claim(team, items)
-    while item >= 0:
-        for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, x.shape[0])):
+    first, last = claim_rows(team, x.shape[0])
+    while first >= 0:
+        for n in range(first, last):
             put(operand, n, 0, float32_at(address(x) + n * x.shape[1] * 4, x.shape[1]))
-        complete(team, items)
-        item = claim(team, items)
+        complete_rows(team, x.shape[0])
+        first, last = claim_rows(team, x.shape[0])
     finish_phase(team)
 
 

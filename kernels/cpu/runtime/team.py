@@ -32,6 +32,8 @@ SHIFT = np.int64(24)  # up to 16 million items a phase; 2**39 phases last for ye
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
 ONE = np.int64(1)
 
+ROWS_PER_ITEM = 4  # of a phase over rows: a row takes less than a microsecond, about what claiming it costs
+
 SPINS = 4000  # pauses, some 50 us, before a waiting thread lets others have its core
 IDLE_SPINS = 20000  # and before one without a step goes to sleep
 
@@ -72,6 +74,24 @@ def complete(team, items):
         following = (team.phase[PHASE] + ONE) << SHIFT
         atomic_store(done, following)
         atomic_store(address(team.board) + CLAIMS * 8, following)
+
+
+@kernel
+def claim_rows(team, rows):
+    """For a phase over `rows` rows: the bounds of the next few; the first bound is -1 if none are left."""
+    item = claim(team, _row_items(rows))
+    return item * ROWS_PER_ITEM if item >= 0 else item, min((item + 1) * ROWS_PER_ITEM, rows)
+
+
+@kernel
+def complete_rows(team, rows):
+    """Say that rows that `claim_rows` gave are done."""
+    complete(team, _row_items(rows))
+
+
+@kernel
+def _row_items(rows):
+    return max((rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
 
 
 @kernel
