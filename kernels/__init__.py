@@ -1,1 +1,1 @@
-"""Arithmetic only: `reference` (NumPy, the specification) and `cpu` (Numba), one interface."""
+"""Arithmetic only, a folder for each backend: `reference` (NumPy, the specification), `cpu` (Numba), `cuda` (a GPU)."""

@@ -141,9 +141,9 @@ def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.
     x = params["wte.weight"][token_ids].astype(np.float64) + params["wpe.weight"][: len(token_ids)]  # (T, C)
     for layer in range(checkpoint.config.n_layer):
         stds[f"h.{layer}.ln_1"] = x.std(axis=1)
-        x = x + attention_block(params, layer, x, batch, cache)  # (T, C)
+        attention_block(params, layer, x, batch, cache)  # x: (T, C)
         stds[f"h.{layer}.ln_2"] = x.std(axis=1)
-        x = x + mlp_block(params, layer, x)  # (T, C)
+        mlp_block(params, layer, x)
     return {**stds, "ln_f": x.std(axis=1)}
 
 

@@ -1,18 +1,39 @@
-"""The CPU backend: Numba kernels over packed weights. Same names as every backend's."""
+"""The CPU backend: Numba kernels over packed weights.
 
-from tinygpt.kernels.cpu.kv_cache import copy_positions, read_positions, write_positions
-from tinygpt.kernels.cpu.model import forward, trace
-from tinygpt.kernels.cpu.params import kv_cache_bytes, load_params, new_kv_cache, new_workspace
+`model.py` is the page; beside it stand the parameters, the KV cache and the workspace that it works on, and in folders
+below it the kernels that it calls. Imports nothing of another backend, but for the reference's layer norm on the host.
+"""
+
+from tinygpt.kernels.cpu import packed as PACKED
+from tinygpt.kernels.cpu.kv_cache import (
+    copy_positions,
+    kv_cache_bytes,
+    new_kv_cache,
+    read_positions,
+    write_positions,
+)
+from tinygpt.kernels.cpu.model import forward
+from tinygpt.kernels.cpu.packing.weights import DTYPES
+from tinygpt.kernels.cpu.params import load_params
 from tinygpt.kernels.cpu.sampling.processors import process_logits
 from tinygpt.kernels.cpu.sampling.sampling import sample, top_logprobs
 from tinygpt.kernels.cpu.sampling.warpers import filter_logits
+from tinygpt.kernels.cpu.trace import trace
+from tinygpt.kernels.cpu.workspace import new_workspace
 
 __all__ = [
+    "DTYPES",
+    "MAX_STEP_TOKENS",
+    "PACKED",
+    "check_device",
+    "check_memory",
     "copy_positions",
     "filter_logits",
     "forward",
     "kv_cache_bytes",
+    "kv_cache_dtypes",
     "load_params",
+    "multi_step",
     "new_kv_cache",
     "new_workspace",
     "process_logits",
@@ -22,3 +43,30 @@ __all__ = [
     "trace",
     "write_positions",
 ]
+
+# Enough for the matrix products to run at full speed, few enough that a decoding sequence never waits long for
+# another's prompt.
+MAX_STEP_TOKENS = 512
+multi_step = None  # Python costs little beside a step: one at a time
+
+
+def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
+    return ("float32", "bfloat16") if dtype == "float32" else ("bfloat16", "float32")
+
+
+def check_device() -> None:
+    """Every CPU will do: vectors of 16 legalise to whatever it has."""
+
+
+def check_memory(
+    config,
+    tied: bool,
+    dtype: str,
+    kv_cache_dtype: str,
+    num_slots: int,
+    max_model_len: int,
+    max_num_tokens: int,
+    max_num_logits: int,
+) -> None:
+    """Nobody knows what the machine's memory can give until it is asked for it."""

@@ -16,35 +16,35 @@ MOVE_THREADS = 128
 COPY, READ, WRITE = "copy", "read", "write"
 
 
-def copy_positions(cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
+def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
     """Give positions start to stop of `target_slot` the keys and values of `source_slot`, bit for bit."""
-    for array, is_paired in _parts(cache):
-        _move(cache, COPY, is_paired, array, array, source_slot, target_slot, start, stop)
+    for array, is_paired in _parts(kv_cache):
+        _move(kv_cache, COPY, is_paired, array, array, source_slot, target_slot, start, stop)
 
 
-def read_positions(cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
+def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Copies of a slot's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16."""
-    shape, found = (cache.num_layers, cache.num_heads, stop - start, cache.padded_head), []
-    for array, is_paired in _parts(cache):
-        buffer = cache.device.zeros(shape, array.dtype)
-        _move(cache, READ, is_paired, array, buffer, slot, 0, start, stop)
-        values = cache.device.read(buffer).reshape(shape)
+    shape, found = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head), []
+    for array, is_paired in _parts(kv_cache):
+        buffer = kv_cache.device.zeros(shape, array.dtype)
+        _move(kv_cache, READ, is_paired, array, buffer, slot, 0, start, stop)
+        values = kv_cache.device.read(buffer).reshape(shape)
         found.append(np.ascontiguousarray(values[..., :head_size]))  # (L, H, T, D)
     return found[0], found[1]
 
 
-def write_positions(cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
     """Put keys and values (L, H, n, D) into positions start to start + n of a slot.
 
     They are of the cache's type, as `read_positions` gives them, or float32, which is rounded to it.
     """
-    for (array, is_paired), values in zip(_parts(cache), (k, v), strict=True):
+    for (array, is_paired), values in zip(_parts(kv_cache), (k, v), strict=True):
         if values.dtype != array.dtype:
             values = to_bfloat16(values)
-        padding = [(0, 0)] * 3 + [(0, cache.padded_head - values.shape[3])]
-        buffer = cache.device.array(np.pad(values, padding))  # (L, H, n, Dp)
-        _move(cache, WRITE, is_paired, array, buffer, slot, 0, start, start + values.shape[2])
-        cache.device.synchronize()  # the buffer is given back
+        padding = [(0, 0)] * 3 + [(0, kv_cache.padded_head - values.shape[3])]
+        buffer = kv_cache.device.array(np.pad(values, padding))  # (L, H, n, Dp)
+        _move(kv_cache, WRITE, is_paired, array, buffer, slot, 0, start, start + values.shape[2])
+        kv_cache.device.synchronize()  # the buffer is given back
 
 
 def _parts(cache) -> tuple[tuple, tuple]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tinygpt.kernels.batch import query_tiles, slots_of_tokens
 from tinygpt.kernels.cuda.layers.attention import (
     CHUNK,
     QUERY_TILE,
@@ -38,6 +39,7 @@ from tinygpt.kernels.cuda.params import KVCache, Params, family_of
 from tinygpt.kernels.cuda.runtime.warp import WARP
 from tinygpt.kernels.cuda.sampling.logits import DeviceLogits
 from tinygpt.kernels.cuda.workspace import LOGIT_ROWS, TOKENS, Workspace
+from tinygpt.kernels.reference.layers import normalise
 
 ATTENTION_WARPS = 4
 MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of TILE_TOKENS tokens, that a block of `linear` multiplies
@@ -58,22 +60,22 @@ class Shape:
         tokens, positions = batch.token_ids.size, int(batch.context_lens.max()) + num_ahead - 1
         chunks = min(rounded_up(-(-positions // CHUNK)), workspace.sizes.max_chunks)
         is_decode = tokens == batch.slots.size and tokens <= workspace.sizes.decode_tokens
-        tiles = 0 if is_decode else rounded_up(query_tiles(batch.seq_starts).size - 1)
+        tiles = 0 if is_decode else rounded_up(query_tiles(batch.seq_starts, QUERY_TILE).size - 1)
         return cls(rounded_up(tokens), rounded_up(batch.logit_rows.size), chunks, tiles)
 
 
-def forward(params: Params, batch, cache: KVCache, workspace: Workspace) -> DeviceLogits:
+def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> DeviceLogits:
     """Run one step: write its keys and values into the cache and return logits (R, V) float32.
 
     They stay on the card, in the workspace: the next step overwrites them. Does not wait for the card.
     """
     shape = Shape.of(batch, workspace)
     fill_inputs(workspace, batch)
-    workspace.graphs.run(shape, lambda: queue_step(params, cache, workspace, shape))
+    workspace.graphs.run(shape, lambda: queue_step(params, kv_cache, workspace, shape))
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
-def trace(params: Params, batch, cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
+def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
     """Run a step as `forward` and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32.
 
     The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
@@ -84,8 +86,8 @@ def trace(params: Params, batch, cache: KVCache, workspace: Workspace) -> tuple[
     embed(params, w, shape)
     for layer in range(params.config.n_layer):
         hidden.append(read_rows(w.device, w.x, n, params.config.n_embd))
-        attention_block(params, layer, cache, w, shape)
-        queries.append(read_queries(cache, w, n))
+        attention_block(params, layer, kv_cache, w, shape)
+        queries.append(read_queries(kv_cache, w, n))
         mlp_block(params, layer, w, shape)
     hidden.append(final_norm(params, read_rows(w.device, w.x, n, params.config.n_embd)))
     return np.stack(hidden), np.stack(queries)
@@ -98,7 +100,7 @@ def rounded_up(count: int) -> int:
 
 def fill_inputs(workspace: Workspace, batch) -> None:
     """Bring a batch to the device."""
-    tiles = query_tiles(batch.seq_starts)
+    tiles = query_tiles(batch.seq_starts, QUERY_TILE)
     bounds = np.full(workspace.inputs.tiles.size, tiles[-1], np.int32)  # of empty tiles
     bounds[: tiles.size] = tiles
     workspace.inputs.write(
@@ -107,7 +109,7 @@ def fill_inputs(workspace: Workspace, batch) -> None:
             "sizes": np.array([batch.token_ids.size, batch.logit_rows.size], np.int32),
             "token_ids": batch.token_ids,
             "positions": batch.positions,
-            "token_slots": np.repeat(batch.slots, np.diff(batch.seq_starts)),
+            "token_slots": slots_of_tokens(batch),
             "logit_rows": batch.logit_rows,
             "tiles": bounds,
         },
@@ -115,11 +117,11 @@ def fill_inputs(workspace: Workspace, batch) -> None:
     workspace.device.write(workspace.embeds, batch.embeds)
 
 
-def queue_step(params: Params, cache: KVCache, workspace: Workspace, shape: Shape) -> None:
+def queue_step(params: Params, kv_cache: KVCache, workspace: Workspace, shape: Shape) -> None:
     """Queue one step: its keys and values go into the cache, its logits into the workspace."""
     embed(params, workspace, shape)  # (N, C)
     for layer in range(params.config.n_layer):
-        attention_block(params, layer, cache, workspace, shape)  # (N, C)
+        attention_block(params, layer, kv_cache, workspace, shape)  # (N, C)
         mlp_block(params, layer, workspace, shape)  # (N, C)
     head(params, workspace, shape)  # (R, V)
 
@@ -132,14 +134,14 @@ def embed(params: Params, workspace: Workspace, shape: Shape) -> None:
     w.device.launch(embed_kernel(params.dtype), shape.tokens, EMBED_THREADS, w.x, *places, *tables)
 
 
-def attention_block(params: Params, layer: int, cache: KVCache, workspace: Workspace, shape: Shape) -> None:
+def attention_block(params: Params, layer: int, kv_cache: KVCache, workspace: Workspace, shape: Shape) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
     w, inputs = workspace, workspace.inputs
-    shapes = cache.num_slots, cache.padded_len, cache.num_heads, cache.head_size, cache.padded_head
-    heads = Heads(w.q, cache.k, cache.v, inputs.positions, inputs.token_slots, *shapes)
+    shapes = kv_cache.num_slots, kv_cache.padded_len, kv_cache.num_heads, kv_cache.head_size, kv_cache.padded_head
+    heads = Heads(w.q, kv_cache.k, kv_cache.v, inputs.positions, inputs.token_slots, *shapes)
     normed_linear(params, "ln_1", "c_attn", layer, workspace, shape, heads, QKV)  # (N, 3C)
-    attend(params, layer, cache, workspace, shape)  # (N, C)
-    linear(params, "attn_proj", layer, workspace, shape.tokens, w.x, w.attended, ADD)  # (N, C)
+    attend(params, layer, kv_cache, workspace, shape)  # (N, C)
+    add_projection(params, "attn_proj", layer, w.attended, workspace, shape)  # (N, C)
 
 
 def attend(params: Params, layer: int, cache: KVCache, workspace: Workspace, shape: Shape) -> None:
@@ -175,7 +177,7 @@ def mlp_block(params: Params, layer: int, workspace: Workspace, shape: Shape) ->
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     w = workspace
     normed_linear(params, "ln_2", "c_fc", layer, w, shape, w.inner, params.config.activation)  # (N, F)
-    linear(params, "mlp_proj", layer, w, shape.tokens, w.x, w.inner, ADD)  # (N, C)
+    add_projection(params, "mlp_proj", layer, w.inner, workspace, shape)  # (N, C)
 
 
 def head(params: Params, workspace: Workspace, shape: Shape) -> None:
@@ -232,6 +234,11 @@ def linear(
     device.launch(linear_kernel(dtype, tiles, purpose), grid, LINEAR_THREADS, *arguments)
 
 
+def add_projection(params: Params, name: str, layer: int, y, workspace: Workspace, shape: Shape) -> None:
+    """x (N, C) += linear(y): the end of each block, and the place where tensor-parallel ranks will sum their shares."""
+    linear(params, name, layer, workspace, shape.tokens, workspace.x, y, ADD)
+
+
 def weights_of(params: Params, name: str):
     return params.lm_head if name == "lm_head" else params.linears[name]
 
@@ -248,15 +255,6 @@ def width_of(params: Params, purpose: str) -> int:
     return params.config.n_embd if purpose == ADD else row_size(params, "mlp_proj")
 
 
-def query_tiles(seq_starts: np.ndarray) -> np.ndarray:
-    """Cut each sequence's new tokens into runs of up to QUERY_TILE; the bounds of the runs, (tiles + 1,)."""
-    starts, stops = seq_starts[:-1], seq_starts[1:]
-    if stops[-1] == starts.size:  # one token each, as in decoding
-        return seq_starts
-    runs = [np.arange(start, stop, QUERY_TILE) for start, stop in zip(starts, stops, strict=True)]
-    return np.concatenate([*runs, seq_starts[-1:]])
-
-
 def read_rows(device, array, count: int, columns: int) -> np.ndarray:
     return device.read(array[: count * columns]).reshape(count, columns)
 
@@ -270,7 +268,4 @@ def read_queries(cache: KVCache, workspace: Workspace, count: int) -> np.ndarray
 
 def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
     """ln_f of x (N, C), on the host."""
-    gain, bias = params.final_norm
-    centred = x - x.mean(-1, keepdims=True)
-    variance = (centred * centred).mean(-1, keepdims=True)
-    return centred / np.sqrt(variance + np.float32(params.config.layer_norm_epsilon)) * gain + bias
+    return normalise(x, *params.final_norm, params.config.layer_norm_epsilon)

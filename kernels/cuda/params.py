@@ -10,8 +10,8 @@ from tinygpt.kernels.cuda.layers.attention import CHUNK
 from tinygpt.kernels.cuda.layers.linear import Weights
 from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
-LINEARS = {"c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc", "mlp_proj": "mlp.c_proj"}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -80,8 +80,8 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
     wte = weights(["wte.weight"], no_bias)
     final_norm = checkpoint.tensor("ln_f.weight"), checkpoint.tensor("ln_f.bias")
     norms = {"ln_f": tuple(map(device.array, final_norm))}
-    for norm in ("ln_1", "ln_2"):
-        kinds = [stacked([f"h.{i}.{norm}.{kind}" for i in layers]) for kind in ("weight", "bias")]
+    for norm in NORMS:
+        kinds = [stacked([f"h.{i}.{norm}.{kind}" for i in layers]) for kind in KINDS]
         norms[norm] = tuple(map(device.array, kinds))
     return Params(
         device=device,
@@ -116,18 +116,18 @@ def _linear_bytes(n: int, k: int, dtype: str) -> int:
     return features * (step_count(k) * STEP * ITEM_BYTES[dtype] + 4)
 
 
-def new_kv_cache(config: Any, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> KVCache:
+def new_kv_cache(config: Any, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     device = devices.card()
-    shape = _cache_shape(config, max_num_seqs, max_model_len)
+    shape = _cache_shape(config, num_slots, max_model_len)
     kind = np.float32 if dtype == "float32" else np.uint16
     layers, rows, heads, length, padded = shape
     k, v = device.zeros(shape, kind), device.zeros(shape, kind)
     return KVCache(device, k, v, layers, rows, heads, length, config.head_size, padded, dtype == "float32")
 
 
-def kv_cache_bytes(config: Any, max_num_seqs: int, max_model_len: int, dtype: str = "float32") -> int:
+def kv_cache_bytes(config: Any, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
     """What `new_kv_cache` takes of the card's memory."""
-    return 2 * (4 if dtype == "float32" else 2) * math.prod(_cache_shape(config, max_num_seqs, max_model_len))
+    return 2 * (4 if dtype == "float32" else 2) * math.prod(_cache_shape(config, num_slots, max_model_len))
 
 
 def _cache_shape(config: Any, rows: int, length: int) -> tuple[int, int, int, int, int]:

@@ -1,24 +1,36 @@
-"""The NumPy backend: the readable specification of every kernel, and the oracle of the others."""
+"""The NumPy backend: the readable specification of every kernel, and the oracle of the others.
 
-from tinygpt.kernels.reference.kv_cache import copy_positions, read_positions, write_positions
-from tinygpt.kernels.reference.model import (
-    forward,
+Imports NumPy and nothing of another backend. `model.py` is the page to read first.
+"""
+
+from tinygpt.kernels.reference.kv_cache import (
+    copy_positions,
     kv_cache_bytes,
-    load_params,
     new_kv_cache,
-    new_workspace,
-    trace,
+    read_positions,
+    write_positions,
 )
+from tinygpt.kernels.reference.model import forward
+from tinygpt.kernels.reference.params import load_params
 from tinygpt.kernels.reference.processors import process_logits
 from tinygpt.kernels.reference.sampling import sample, top_logprobs
+from tinygpt.kernels.reference.trace import trace
 from tinygpt.kernels.reference.warpers import filter_logits
+from tinygpt.kernels.reference.workspace import new_workspace
 
 __all__ = [
+    "DTYPES",
+    "MAX_STEP_TOKENS",
+    "PACKED",
+    "check_device",
+    "check_memory",
     "copy_positions",
     "filter_logits",
     "forward",
     "kv_cache_bytes",
+    "kv_cache_dtypes",
     "load_params",
+    "multi_step",
     "new_kv_cache",
     "new_workspace",
     "process_logits",
@@ -28,3 +40,30 @@ __all__ = [
     "trace",
     "write_positions",
 ]
+
+DTYPES = ("float32",)
+MAX_STEP_TOKENS = 512
+PACKED = None  # there is no layout of its own to convert a checkpoint to
+multi_step = None  # a step at a time
+
+
+def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
+    """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
+    return ("float32",)
+
+
+def check_device() -> None:
+    """NumPy runs everywhere."""
+
+
+def check_memory(
+    config,
+    tied: bool,
+    dtype: str,
+    kv_cache_dtype: str,
+    num_slots: int,
+    max_model_len: int,
+    max_num_tokens: int,
+    max_num_logits: int,
+) -> None:
+    """Nobody knows what the machine's memory can give until it is asked for it."""

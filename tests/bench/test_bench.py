@@ -97,10 +97,10 @@ def test_passes_and_choices_are_told_apart(monkeypatch):
 
 def test_no_step_is_taken_unseen(monkeypatch):
     """A backend that runs ahead takes several steps at once."""
-    monkeypatch.setitem(SECONDS, "run_ahead", 5)
+    monkeypatch.setitem(SECONDS, "multi_step", 5)
     backend = FakeBackend(monkeypatch)
-    assert hasattr(backend, "run_ahead")
-    assert not hasattr(measure.TimedBackend(backend, SimpleNamespace(running=[]), 1), "run_ahead")
+    assert backend.multi_step is not None
+    assert measure.TimedBackend(backend, SimpleNamespace(running=[]), 1).multi_step is None
 
 
 def test_counts_of_one_prompt(llm):

@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.cpu import params as load
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
 from tinygpt.kernels.cpu.packing.pack import panel_count
+from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight
 from tinygpt.kernels.cpu.runtime.team import Team, begin_step, new_board
 from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
+from tinygpt.kernels.cpu.workspace import new_operand
 
 EPS = 2.0**-24  # half a unit in the last place of a float32 near 1
-DTYPES = tuple(load.FORMATS)
 SHAPES = [(1, 1), (3, 5), (7, 35), (17, 97), (50, 130), (13, 64), (6, 16)]
 
 
@@ -108,8 +108,8 @@ def from_bits(bits: np.ndarray) -> np.ndarray:
 def packed(weight: np.ndarray, dtype: str = "float32", is_transposed: bool = False, factors=None):
     """The weight (N, K) as its record of one layer; (K, N) where transposed."""
     n, k = weight.shape[::-1] if is_transposed else weight.shape
-    record, pack = load.FORMATS[dtype]
-    arrays = [unwritten(*array.shape, dtype=array.dtype) for array in load._new_weight(dtype, 1, n, k)]
+    record, pack = FORMATS[dtype]
+    arrays = [unwritten(*array.shape, dtype=array.dtype) for array in new_weight(dtype, 1, n, k)]
     factors = np.ones(k, np.float32) if factors is None else factors
     pack(weight, is_transposed, factors, *(array[0] for array in arrays), 0, panel_count(n))
     return record(*arrays)
@@ -148,7 +148,7 @@ def put_rows(operand, x):
 
 def operand_of(x: np.ndarray, dtype: str = "float32"):
     """The rows of x (M, K) as what a weight of this dtype is multiplied by."""
-    operand = load._new_operand(dtype, *x.shape)
+    operand = new_operand(dtype, *x.shape)
     put_rows(operand, x)
     return operand
 

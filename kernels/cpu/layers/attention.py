@@ -13,22 +13,13 @@ are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
+from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.simd.tiles import (
-    PANEL,
-    TILE_ROWS,
-    panel_add,
-    panel_add_bf16,
-    panel_tile,
-    panel_tile_bf16,
-    strip_add,
-    strip_add_bf16,
-)
+from tinygpt.kernels.cpu.simd.tiles import PANEL, STEP_BYTES, TILE_ROWS, panel_add, panel_tile, strip_add
 from tinygpt.kernels.cpu.simd.vector_ir import (
     LANES,
     address,
@@ -41,7 +32,8 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 )
 
 KEY_BLOCK = PANEL  # a block of keys is a tile's panel
-STEP_BYTES = 4
+KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES
+SCORE_BYTES = KEY_BLOCK * 4  # of a query's float32 scores of a block
 # With one query a head's tile takes less than a microsecond, and claiming one 0.2: items of several heads, as long as
 # there are this many items to share out.
 ENOUGH_ITEMS = 32
@@ -68,24 +60,26 @@ def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
     head = claim(team, heads)
     while head >= 0:
         for n in range(positions.size):
-            row, position = token_slots[n], positions[n]
+            slot, position = token_slots[n], positions[n]
             if n + 1 < positions.size:  # a key is a line for each step: have the next one's fetched meanwhile
                 column = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
                 for step in range(k_cache.shape[3]):
-                    expect_write(column + step * KEY_BLOCK * STEP_BYTES)
+                    expect_write(column + step * KEY_STEP_BYTES)
             key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
-            put_key(k_cache, _column(k_cache, row, head, position), float32_at(key, size))
+            put_key(k_cache, _column(k_cache, slot, head, position), float32_at(key, size))
             value = float32_at(key + heads * size * 4, size)
-            put_value(v_cache, address(v_cache) + row * v_cache.strides[0] + head * v_cache.strides[1], position, value)
+            put_value(
+                v_cache, address(v_cache) + slot * v_cache.strides[0] + head * v_cache.strides[1], position, value
+            )
         complete(team, heads)
         head = claim(team, heads)
     finish_phase(team)
 
 
 @kernel
-def _column(k_cache, row, head, position):
+def _column(k_cache, slot, head, position):
     """Where a position's key begins: its column of a block."""
-    block = row * k_cache.strides[0] + head * k_cache.strides[1] + position // KEY_BLOCK * k_cache.strides[2]
+    block = slot * k_cache.strides[0] + head * k_cache.strides[1] + position // KEY_BLOCK * k_cache.strides[2]
     return address(k_cache) + block + position % KEY_BLOCK * STEP_BYTES
 
 
@@ -111,14 +105,14 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
 
 
 @kernel
-def _attend_tile(first, last, row, head, out, qkv, k_cache, v_cache, positions, scale, scratch):
+def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, scratch):
     """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
     rows, steps, columns = last - first, k_cache.shape[3], v_cache.shape[3]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
     q = address(scratch)  # (TILE_ROWS, steps) of STEP_BYTES
     scores = q + TILE_ROWS * steps * STEP_BYTES  # (TILE_ROWS, KEY_BLOCK)
-    weights = scores + TILE_ROWS * KEY_BLOCK * 4  # (TILE_ROWS, KEY_BLOCK)
-    totals = weights + TILE_ROWS * KEY_BLOCK * 4  # (TILE_ROWS, columns)
+    weights = scores + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, KEY_BLOCK)
+    totals = weights + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, columns)
     highest = float32_at(totals + TILE_ROWS * columns * 4, TILE_ROWS)
     weight_sum = float32_at(totals + TILE_ROWS * columns * 4 + TILE_ROWS * 4, TILE_ROWS)
     for r in range(rows):
@@ -127,20 +121,21 @@ def _attend_tile(first, last, row, head, out, qkv, k_cache, v_cache, positions, 
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
         highest[r], weight_sum[r] = -np.inf, ZERO
 
-    k = address(k_cache) + row * k_cache.strides[0] + head * k_cache.strides[1]
-    v = address(v_cache) + row * v_cache.strides[0] + head * v_cache.strides[1]
+    k = address(k_cache) + slot * k_cache.strides[0] + head * k_cache.strides[1]
+    v = address(v_cache) + slot * v_cache.strides[0] + head * v_cache.strides[1]
     newest = positions[last - 1]
     for block in range(newest // KEY_BLOCK + 1):
         first_key = block * KEY_BLOCK
-        score_tile(k_cache, rows, q, steps, k + block * k_cache.strides[2], scores)
+        keys = k + block * k_cache.strides[2]
+        panel_tile(k_cache, rows, q, steps * STEP_BYTES, keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES)
         for r in range(rows):
-            row_scores = float32_at(scores + r * KEY_BLOCK * 4, KEY_BLOCK)
+            row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             total = float32_at(totals + r * columns * 4, columns)
             _softmax_step(row_scores, positions[first + r] + 1 - first_key, r, highest, weight_sum, total)
-            put_steps(v_cache, weights + r * KEY_BLOCK * 4, row_scores, ONE)
+            put_steps(v_cache, weights + r * SCORE_BYTES, row_scores, ONE)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
-        keys = min(KEY_BLOCK, newest + 1 - first_key)
-        _add_values(v_cache, rows, weights, v, first_key, keys, totals)
+        visible = min(KEY_BLOCK, newest + 1 - first_key)
+        _add_values(v_cache, rows, weights, v, first_key, visible, totals)
 
     for r in range(rows):
         share = ONE / weight_sum[r]
@@ -174,24 +169,14 @@ def _add_values(cache, rows, weights, start, first_key, keys, totals):
     row_bytes, steps, done = columns * STEP_BYTES, (keys + per_step - 1) // per_step, 0
     v = start + first_key // per_step * row_bytes
     while columns - done >= PANEL:
-        add_panel(cache, rows, weights, KEY_BLOCK * 4, v + done * 4, row_bytes, steps, totals + done * 4)
+        panel_add(cache, rows, weights, SCORE_BYTES, v + done * 4, row_bytes, steps, totals + done * 4, row_bytes)
         done += PANEL
     while done < columns:
-        add_strip(cache, rows, weights, KEY_BLOCK * 4, v + done * 4, row_bytes, steps, totals + done * 4)
+        strip_add(cache, rows, weights, SCORE_BYTES, v + done * 4, row_bytes, steps, totals + done * 4, row_bytes)
         done += LANES
 
 
-# What differs between the two types of cache.
-
-
-def put_key(cache, at, x):
-    """Put a key (D,) into its column of a block, which begins at `at`."""
-    raise NotImplementedError
-
-
-@overload(put_key)
-def _put_key(cache, at, x):
-    return _put_key_float32 if cache.dtype == types.float32 else _put_key_bfloat16
+# What differs between caches of float32 and of bfloat16, beside the tiles.
 
 
 def _put_key_float32(cache, at, x):
@@ -209,14 +194,8 @@ def _put_key_bfloat16(cache, at, x):
         column[(pairs - 1) * KEY_BLOCK] = np.uint32(to_bfloat16(x[x.size - 1]))
 
 
-def put_value(cache, start, position, x):
-    """Put a value (D,) where its position lies after `start`, the head's first."""
-    raise NotImplementedError
-
-
-@overload(put_value)
-def _put_value(cache, start, position, x):
-    return _put_value_float32 if cache.dtype == types.float32 else _put_value_bfloat16
+# put_key(cache, at, x): put a key (D,) into its column of a block, which begins at `at`.
+put_key = by_type({types.float32: _put_key_float32, types.uint16: _put_key_bfloat16})
 
 
 def _put_value_float32(cache, start, position, x):
@@ -236,20 +215,14 @@ def _put_value_bfloat16(cache, start, position, x):
             target[d] = np.uint32(to_bfloat16(x[d]))
 
 
+# put_value(cache, start, position, x): put a value (D,) where its position lies after `start`, the head's first.
+put_value = by_type({types.float32: _put_value_float32, types.uint16: _put_value_bfloat16})
+
+
 @kernel
 def _pair(low, high):
     """Two 16-bit numbers in one of 32 bits."""
     return np.uint32(np.uint32(low) & np.uint32(0xFFFF)) | np.uint32(np.uint32(high) << np.uint32(16))
-
-
-def put_steps(cache, target, x, scale):
-    """Put scale * x as the tile's left side multiplies it, rounded as the cache is."""
-    raise NotImplementedError
-
-
-@overload(put_steps)
-def _put_steps(cache, target, x, scale):
-    return _put_steps_float32 if cache.dtype == types.float32 else _put_steps_bfloat16
 
 
 def _put_steps_float32(cache, target, x, scale):
@@ -265,43 +238,5 @@ def _put_steps_bfloat16(cache, target, x, scale):
         values[i] = to_bfloat16(x[i] * scale)
 
 
-def score_tile(cache, rows, q, steps, block, scores):
-    """scores (rows, KEY_BLOCK) = q (rows, steps) times a block of keys."""
-    raise NotImplementedError
-
-
-@overload(score_tile)
-def _score_tile(cache, rows, q, steps, block, scores):
-    return _score_tile_float32 if cache.dtype == types.float32 else _score_tile_bfloat16
-
-
-def _score_tile_float32(cache, rows, q, steps, block, scores):
-    panel_tile(rows, q, steps * STEP_BYTES, block, KEY_BLOCK * STEP_BYTES, steps, scores, KEY_BLOCK * 4)
-
-
-def _score_tile_bfloat16(cache, rows, q, steps, block, scores):
-    panel_tile_bf16(rows, q, steps * STEP_BYTES, block, KEY_BLOCK * STEP_BYTES, steps, scores, KEY_BLOCK * 4)
-
-
-def add_panel(cache, rows, a, lda, b, ldb, steps, c):
-    """c (rows, PANEL) += a (rows, steps) times b (steps, PANEL), b being of the cache; C is as wide as B in bytes."""
-    raise NotImplementedError
-
-
-@overload(add_panel)
-def _add_panel(cache, rows, a, lda, b, ldb, steps, c):
-    if cache.dtype == types.float32:
-        return lambda cache, rows, a, lda, b, ldb, steps, c: panel_add(rows, a, lda, b, ldb, steps, c, ldb)
-    return lambda cache, rows, a, lda, b, ldb, steps, c: panel_add_bf16(rows, a, lda, b, ldb, steps, c, ldb)
-
-
-def add_strip(cache, rows, a, lda, b, ldb, steps, c):
-    """As add_panel, for LANES columns."""
-    raise NotImplementedError
-
-
-@overload(add_strip)
-def _add_strip(cache, rows, a, lda, b, ldb, steps, c):
-    if cache.dtype == types.float32:
-        return lambda cache, rows, a, lda, b, ldb, steps, c: strip_add(rows, a, lda, b, ldb, steps, c, ldb)
-    return lambda cache, rows, a, lda, b, ldb, steps, c: strip_add_bf16(rows, a, lda, b, ldb, steps, c, ldb)
+# put_steps(cache, target, x, scale): put scale * x as a tile's left side multiplies it, rounded as the cache is.
+put_steps = by_type({types.float32: _put_steps_float32, types.uint16: _put_steps_bfloat16})

@@ -4,12 +4,13 @@ A row of a tile is a panel, four vectors: as a loop over an array each of these 
 to do, so they are vector IR.
 """
 
-from numba.extending import overload
+from numba import types
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.activations import NONE, activate
-from tinygpt.kernels.cpu.layers.formats import Int8Weight, is_a
+from tinygpt.kernels.cpu.layers.formats import Int8Weight
 from tinygpt.kernels.cpu.layers.operands import put
+from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.simd.tiles import PANEL, PANEL_VECTORS, TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import (
     add,
@@ -33,27 +34,27 @@ copy_row = make_row_operation(PANEL_VECTORS, second)
 
 
 @kernel
-def finish_tile(rows, row, panel, out, weight, layer, bias, activation, add, segments, columns, scratch):
-    """out[row + r, columns of the panel] = or += activation(sum of segments * scales + bias), for `rows` rows."""
-    first = panel * PANEL
+def finish_tile(out, tile, linears, layer, segments, activation, add, columns, scratch):
+    """out[row + r, columns of the panel] = or += activation(sum of segments * scales + bias), for a tile's rows."""
+    first, has_bias = tile.panel * PANEL, linears.bias.size > 0
     used = min(PANEL, columns - first)
-    biases = address(bias) + first * 4
-    if bias.size and used < PANEL:
+    biases = address(linears.bias) + (layer * linears.bias.shape[1] + first) * 4
+    if has_bias and used < PANEL:
+        _copy_part(address(scratch) + BIASES * 4, biases, used)
         biases = address(scratch) + BIASES * 4
-        _copy_part(biases, address(bias) + first * 4, used)
-    for r in range(rows):
+    for r in range(tile.rows):
         y = address(scratch) + r * PANEL * 4
         for s in range(segments.size - 1):
-            scale_columns(y + s * SEGMENT_BYTES, weight, layer, panel)
+            scale_columns(linears.weight, y + s * SEGMENT_BYTES, layer, tile.panel)
         if segments.size == MAX_SEGMENTS + 1:  # (s0 + s1) + (s2 + s3)
             add_row(y, y + SEGMENT_BYTES)
             add_row(y + 2 * SEGMENT_BYTES, y + 3 * SEGMENT_BYTES)
             add_row(y, y + 2 * SEGMENT_BYTES)
-        if bias.size:
+        if has_bias:
             add_row(y, biases)
         if activation != NONE:
             activate(float32_at(y, PANEL), activation)
-        emit(out, row + r, first, y, used, add)
+        emit(out, tile.row + r, first, y, used, add)
 
 
 @kernel
@@ -64,32 +65,17 @@ def _copy_part(target, source, count):
         target[i] = source[i]
 
 
-def scale_columns(y, weight, layer, panel):
-    """Multiply a panel's row, at the address y, by the scales of its columns where a weight has such."""
-    raise NotImplementedError
-
-
-@overload(scale_columns)
-def _scale_columns(y, weight, layer, panel):
-    if is_a(weight, Int8Weight):
-        return _scale_columns_int8
-    return lambda y, weight, layer, panel: None
-
-
-def _scale_columns_int8(y, weight, layer, panel):
+def _scale_columns_int8(weight, y, layer, panel):
     multiply_row(y, address(weight.scales) + (layer * weight.scales.shape[1] + panel * PANEL) * 4)
 
 
-def emit(out, row, first, y, used, add):
-    """Put the `used` values at the address y into columns first to first + used of an array or an operand, or add."""
-    raise NotImplementedError
+def _leave_columns(weight, y, layer, panel):
+    pass
 
 
-@overload(emit)
-def _emit(out, row, first, y, used, add):
-    if hasattr(out, "instance_class"):
-        return lambda out, row, first, y, used, add: put(out, row, first, float32_at(y, used))
-    return _emit_float32
+# scale_columns(weight, y, layer, panel): multiply a panel's row, at the address y, by the scales of its columns where a
+# weight has such.
+scale_columns = by_type({Int8Weight: _scale_columns_int8}, otherwise=_leave_columns)
 
 
 def _emit_float32(out, row, first, y, used, add):
@@ -104,21 +90,31 @@ def _emit_float32(out, row, first, y, used, add):
         copy_row(start, y)
 
 
-def expect_tile(out, rows, row, panel):
-    """Have the lines fetched that a tile will be written to: a store that misses the caches holds up those after it."""
-    raise NotImplementedError
+def _emit_operand(out, row, first, y, used, add):
+    put(out, row, first, float32_at(y, used))
 
 
-@overload(expect_tile)
-def _expect_tile(out, rows, row, panel):
-    if hasattr(out, "instance_class"):
-        return lambda out, rows, row, panel: _expect_rows(out.values, rows, row, panel)
-    return lambda out, rows, row, panel: _expect_rows(out, rows, row, panel)
+# emit(out, row, first, y, used, add): put the `used` values at the address y into columns first to first + used of an
+# array or an operand, or add them.
+emit = by_type({types.float32: _emit_float32}, otherwise=_emit_operand)
 
 
 @kernel
-def _expect_rows(out, rows, row, panel):
-    start = address(out) + row * out.strides[0] + panel * PANEL * out.itemsize
-    for r in range(rows):
+def _expect_rows(out, tile):
+    start = address(out) + tile.row * out.strides[0] + tile.panel * PANEL * out.itemsize
+    for r in range(tile.rows):
         for byte in range(0, PANEL * out.itemsize, LINE_BYTES):
             expect_write(start + r * out.strides[0] + byte)
+
+
+def _expect_array(out, tile):
+    _expect_rows(out, tile)
+
+
+def _expect_operand(out, tile):
+    _expect_rows(out.values, tile)
+
+
+# expect_tile(out, tile): have the lines fetched that a tile will be written to, as a store that misses the caches holds
+# up those after it.
+expect_tile = by_type({types.float32: _expect_array}, otherwise=_expect_operand)

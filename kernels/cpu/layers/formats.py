@@ -1,10 +1,10 @@
-"""How weights, activations and the KV cache are held, one NamedTuple for each: Numba compiles by its type.
+"""How weights and activations are held, one NamedTuple for each: Numba compiles by its type.
 
 Weights lie in panels of PANEL output columns, step by step along K, so that a tile reads a panel from its first byte
 to its last. The layer axis comes first; wte and the head are one layer.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -46,6 +46,20 @@ class Int8Operand(NamedTuple):
     values: np.ndarray  # (N, K rounded up to GROUP) int8
     # (N, G, 4) float32: scale; -128 times the group's sum, an int32's bits; scale times the sum of each of its halves
     scales: np.ndarray
+
+
+class Linear(NamedTuple):
+    """A kind of linear layer, in all layers of the model."""
+
+    weight: Any  # (L, N, K), one of the records above
+    bias: np.ndarray  # (L, N) float32, or (1, 0) for none
+
+
+class Norm(NamedTuple):
+    """A kind of layer norm, in all layers of the model."""
+
+    weight: np.ndarray  # (L, C) float32
+    bias: np.ndarray  # (L, C) float32
 
 
 def is_a(numba_type, record: type) -> bool:

@@ -4,28 +4,26 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.operands import put
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
-
-ROWS_PER_ITEM = 4  # a row takes less than a microsecond: about what claiming it costs
 
 
 @kernel
-def layer_norm(team, out, x, rows, weight, bias, epsilon):
+def layer_norm(team, out, x, rows, norm, layer, epsilon):
     """Row i of the operand `out` = layer norm of x[rows[i]]. A phase.
 
-    x (N, C), rows (R,), weight and bias (C,). Needs C values of the thread's scratch.
+    x (N, C), rows (R,), norm a Norm of formats.py. Needs C values of the thread's scratch.
     """
-    items = max((rows.size + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
     normed = float32_at(address(team.scratch), x.shape[1])
-    item = claim(team, items)
-    while item >= 0:
-        for i in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, rows.size)):
+    weight, bias = norm.weight[layer], norm.bias[layer]
+    first, last = claim_rows(team, rows.size)
+    while first >= 0:
+        for i in range(first, last):
             row = float32_at(address(x) + rows[i] * x.shape[1] * 4, x.shape[1])
             normalise(normed, row, weight, bias, epsilon)
             put(out, i, 0, normed)
-        complete(team, items)
-        item = claim(team, items)
+        complete_rows(team, rows.size)
+        first, last = claim_rows(team, rows.size)
     finish_phase(team)
 
 

@@ -5,12 +5,13 @@ import functools
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand, is_a
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.simd.tiles import GROUP
+from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
+from tinygpt.kernels.cpu.runtime.by_type import by_type
+from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
+from tinygpt.kernels.cpu.simd.tiles import GROUP, SCALES_BYTES
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
@@ -35,7 +36,6 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 )
 
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
-ROWS_PER_ITEM = 4
 NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
 
 
@@ -52,22 +52,6 @@ def from_bfloat16(bits):
     return np.uint32(np.uint32(bits) << SIXTEEN).view(np.float32)
 
 
-def put(operand, row, first, values):
-    """Put float32 values (n,) into columns first to first + n of a row; `first` is a multiple of GROUP."""
-    raise NotImplementedError
-
-
-@overload(put)
-def _put(operand, row, first, values):
-    if is_a(operand, Float32Operand):
-        return _put_float32
-    if is_a(operand, BFloat16Operand):
-        return _put_bfloat16
-    if is_a(operand, Int8Operand):
-        return _put_int8
-    return None
-
-
 def _put_float32(operand, row, first, values):
     target = float32_at(address(operand.values) + (row * operand.values.shape[1] + first) * 4, values.size)
     for i in range(values.size):
@@ -82,16 +66,21 @@ def _put_bfloat16(operand, row, first, values):
 
 def _put_int8(operand, row, first, values):
     target = address(operand.values) + row * operand.values.shape[1] + first
-    scales = address(operand.scales) + (row * operand.scales.shape[1] + first // GROUP) * 16
+    scales = address(operand.scales) + (row * operand.scales.shape[1] + first // GROUP) * SCALES_BYTES
     if values.size == GROUP:  # the usual panel of a product, without a loop's preparations
         quantise_group(address(values), target, scales)
         return
     whole = values.size // GROUP
     for g in range(whole):
-        quantise_group(address(values) + g * GROUP * 4, target + g * GROUP, scales + g * 16)
+        quantise_group(address(values) + g * GROUP * 4, target + g * GROUP, scales + g * SCALES_BYTES)
     rest = values.size - whole * GROUP
     if rest:  # the operand's own row ends in zeros up to a whole group: quantised on the way
-        quantise_part(address(values) + whole * GROUP * 4, rest, target + whole * GROUP, scales + whole * 16)
+        quantise_part(address(values) + whole * GROUP * 4, rest, target + whole * GROUP, scales + whole * SCALES_BYTES)
+
+
+# put(operand, row, first, values): put float32 values (n,) into columns first to first + n of a row; `first` is a
+# multiple of GROUP.
+put = by_type({Float32Operand: _put_float32, BFloat16Operand: _put_bfloat16, Int8Operand: _put_int8})
 
 
 @intrinsic
@@ -160,24 +149,19 @@ def _quantise(builder, values, target, scales) -> None:
     store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(scales, 12), 4)
 
 
-def convert(team, operand, x):
-    """Put the rows of x (N, K) into the operand. A phase, unless the operand is made of x itself."""
-    raise NotImplementedError
-
-
-@overload(convert)
-def _convert(team, operand, x):
-    if is_a(operand, Float32Operand):
-        return lambda team, operand, x: None
-    return _convert_rows
-
-
 def _convert_rows(team, operand, x):
-    items = max((x.shape[0] + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
-    item = claim(team, items)
-    while item >= 0:
-        for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, x.shape[0])):
+    first, last = claim_rows(team, x.shape[0])
+    while first >= 0:
+        for n in range(first, last):
             put(operand, n, 0, float32_at(address(x) + n * x.shape[1] * 4, x.shape[1]))
-        complete(team, items)
-        item = claim(team, items)
+        complete_rows(team, x.shape[0])
+        first, last = claim_rows(team, x.shape[0])
     finish_phase(team)
+
+
+def _leave_rows(team, operand, x):
+    pass
+
+
+# convert(team, operand, x): put the rows of x (N, K) into the operand. A phase, unless the operand is made of x itself.
+convert = by_type({Float32Operand: _leave_rows}, otherwise=_convert_rows, argument=1)

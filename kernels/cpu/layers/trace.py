@@ -1,12 +1,8 @@
-"""A look inside a step: the residual stream before each layer, the queries, and what ln_f makes of the last."""
-
-import numpy as np
+"""Keeping what a step computes on its way, for a look inside."""
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
-
-ROWS_PER_ITEM = 4
 
 
 @kernel
@@ -15,27 +11,13 @@ def keep_rows(team, kept, layer, rows):
     if kept.size == 0:
         return
     columns = kept.shape[2]
-    items = max((rows.shape[0] + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
-    item = claim(team, items)
-    while item >= 0:
-        for n in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, rows.shape[0])):
+    first, last = claim_rows(team, rows.shape[0])
+    while first >= 0:
+        for n in range(first, last):
             source = float32_at(address(rows) + n * rows.shape[1] * 4, columns)
             target = float32_at(address(kept) + (layer * kept.shape[1] + n) * columns * 4, columns)
             for c in range(columns):
                 target[c] = source[c]
-        complete(team, items)
-        item = claim(team, items)
+        complete_rows(team, rows.shape[0])
+        first, last = claim_rows(team, rows.shape[0])
     finish_phase(team)
-
-
-def nothing_kept() -> np.ndarray:
-    """What a step that is not looked into keeps."""
-    return np.empty((0, 0, 0), np.float32)
-
-
-def final_norm(params, x: np.ndarray) -> np.ndarray:
-    """ln_f of x (N, C), its gain and bias as they were before the head's smoothing divided them."""
-    centred = x - x.mean(-1, keepdims=True)
-    variance = (centred * centred).mean(-1, keepdims=True)
-    normed = centred / np.sqrt(variance + params.epsilon)
-    return (normed * params.ln_f_weight + params.ln_f_bias) * params.head_factors

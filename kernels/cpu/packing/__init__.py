@@ -1,1 +1,1 @@
-"""How weights are held in each dtype, and made so when a checkpoint is loaded. May import simd and runtime."""
+"""From a checkpoint's matrices to panels in each dtype, once, at load. May import layers, simd and jit."""

@@ -13,14 +13,14 @@ BALANCE = {"int8": 0.5, "int4": 0.0}
 LEAST = 1e-6  # a channel that a layer norm switches off
 
 
-def smoothing_factors(weight: np.ndarray, gain: np.ndarray, bias: np.ndarray, dtype: str) -> np.ndarray:
-    """Factors (K,) float32 to multiply the columns of weight (N, K) by, and to divide the norm's gain and bias by.
+def smoothing_factors(weight: np.ndarray, norm_weight: np.ndarray, norm_bias: np.ndarray, dtype: str) -> np.ndarray:
+    """Factors (K,) float32 to multiply the columns of weight (N, K) by, and to divide the norm's weight and bias by.
 
-    sqrt(gain^2 + bias^2) is the size of a channel that leaves a layer norm.
+    sqrt(weight^2 + bias^2) of a norm is the size of a channel that leaves a layer norm.
     """
     if dtype not in BALANCE:
         return np.ones(weight.shape[1], np.float32)
-    channel = np.maximum(np.sqrt(gain**2 + bias**2), LEAST)
+    channel = np.maximum(np.sqrt(norm_weight**2 + norm_bias**2), LEAST)
     largest = np.abs(weight).max(axis=0)  # (K,)
     largest = np.where(largest > 0, largest, 1)
     factors = channel ** BALANCE[dtype] / largest ** (1 - BALANCE[dtype])

@@ -1,1 +1,1 @@
-"""How kernels are compiled and kept, and the threads that share a step. Imports nothing else of the backend."""
+"""The threads that share a step, and the choice of compiled code by type. May import simd and jit."""

@@ -22,6 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
 PUBLISHED, CLAIMS, DONE = 0, 8, 16  # indices into the board: 64 bytes apart
@@ -30,6 +31,8 @@ PHASE, JOINED = 0, 1  # indices into a thread's own phase array
 SHIFT = np.int64(24)  # up to 16 million items a phase; 2**39 phases last for years
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
 ONE = np.int64(1)
+
+ROWS_PER_ITEM = 4  # of a phase over rows: a row takes less than a microsecond, about what claiming it costs
 
 SPINS = 4000  # pauses, some 50 us, before a waiting thread lets others have its core
 IDLE_SPINS = 20000  # and before one without a step goes to sleep
@@ -45,9 +48,7 @@ class Team(NamedTuple):
 
 def new_board() -> np.ndarray:
     """A board before its first step, on a cache line's boundary. Phase 1 is open."""
-    raw = np.zeros(BOARD_SIZE + 8, np.int64)
-    start = -raw.ctypes.data % 64 // 8
-    board = raw[start : start + BOARD_SIZE]
+    board = zeros((BOARD_SIZE,), np.int64)
     board[CLAIMS] = board[DONE] = ONE << SHIFT
     return board
 
@@ -73,6 +74,24 @@ def complete(team, items):
         following = (team.phase[PHASE] + ONE) << SHIFT
         atomic_store(done, following)
         atomic_store(address(team.board) + CLAIMS * 8, following)
+
+
+@kernel
+def claim_rows(team, rows):
+    """For a phase over `rows` rows: the bounds of the next few; the first bound is -1 if none are left."""
+    item = claim(team, _row_items(rows))
+    return item * ROWS_PER_ITEM if item >= 0 else item, min((item + 1) * ROWS_PER_ITEM, rows)
+
+
+@kernel
+def complete_rows(team, rows):
+    """Say that rows that `claim_rows` gave are done."""
+    complete(team, _row_items(rows))
+
+
+@kernel
+def _row_items(rows):
+    return max((rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 1)
 
 
 @kernel

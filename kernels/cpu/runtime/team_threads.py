@@ -10,7 +10,7 @@ import numpy as np
 from tinygpt.kernels.cpu.runtime.team import JOINED, PUBLISHED, Team, new_board
 
 
-class Crew:
+class TeamThreads:
     """`threads` members: the calling thread leads, the others follow in threads of their own.
 
     A step is right with any number of followers present, so none is ever waited for.
@@ -74,7 +74,7 @@ class _Follower:
 
 
 class _Shared:
-    """What the followers read. Does not know the crew, so that a forgotten crew is collected and its threads end."""
+    """What the followers read. Does not know its TeamThreads: forgotten ones are collected, and the threads end."""
 
     def __init__(self, followers: list[_Follower]):
         self.followers = followers

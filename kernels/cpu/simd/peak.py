@@ -11,10 +11,10 @@ from tinygpt.kernels.cpu.simd.tiles import (
     GROUP,
     GROUPED_ROWS,
     PANEL,
+    SCALES_BYTES,
     TILE_ROWS,
     WEIGHT_GROUP,
     panel_tile,
-    panel_tile_bf16,
     panel_tile_int4,
     panel_tile_int8,
 )
@@ -45,15 +45,10 @@ def _seconds(pool: ThreadPoolExecutor, run: Callable[[tuple], object], arguments
 
 
 @jit
-def loop_float32(a, b, c, times):
+def loop_plain(a, b, c, times):
+    lda = a.shape[1] * a.itemsize
     for _ in range(times):
-        panel_tile(TILE_ROWS, address(a), a.shape[1] * 4, address(b), PANEL * 4, b.shape[0], address(c), PANEL * 4)
-
-
-@jit
-def loop_bfloat16(a, b, c, times):
-    for _ in range(times):
-        panel_tile_bf16(TILE_ROWS, address(a), a.shape[1] * 2, address(b), PANEL * 4, b.shape[0], address(c), PANEL * 4)
+        panel_tile(b, TILE_ROWS, address(a), lda, address(b), PANEL * 4, b.shape[0], address(c), PANEL * 4)
 
 
 @jit
@@ -61,7 +56,7 @@ def loop_int8(a, scales, b, b_scales, c, times):
     k, groups, x, s = a.shape[1], scales.shape[1], address(a), address(scales)
     for _ in range(times):
         panel_tile_int8(
-            GROUPED_ROWS, x, k, s, groups * 16, address(b), address(b_scales), groups, address(c), PANEL * 4
+            GROUPED_ROWS, x, k, s, groups * SCALES_BYTES, address(b), address(b_scales), groups, address(c), PANEL * 4
         )
 
 
@@ -70,7 +65,7 @@ def loop_int4(a, scales, b, b_scales, c, times):
     k, groups, x, s = a.shape[1], scales.shape[1], address(a), address(scales)
     for _ in range(times):
         panel_tile_int4(
-            GROUPED_ROWS, x, k, s, groups * 16, address(b), address(b_scales), groups, address(c), PANEL * 4
+            GROUPED_ROWS, x, k, s, groups * SCALES_BYTES, address(b), address(b_scales), groups, address(c), PANEL * 4
         )
 
 
@@ -102,8 +97,8 @@ def _aligned(shape: tuple[int, ...], kind: type) -> np.ndarray:
 
 
 LOOPS = {  # the loop, its rows, its arguments for a K
-    "float32": (loop_float32, TILE_ROWS, _plain_arguments(np.float32, 1)),
-    "bfloat16": (loop_bfloat16, TILE_ROWS, _plain_arguments(np.uint16, 2)),
+    "float32": (loop_plain, TILE_ROWS, _plain_arguments(np.float32, 1)),
+    "bfloat16": (loop_plain, TILE_ROWS, _plain_arguments(np.uint16, 2)),
     "int8": (loop_int8, GROUPED_ROWS, _grouped_arguments(1)),
     "int4": (loop_int4, GROUPED_ROWS, _grouped_arguments(2)),
 }

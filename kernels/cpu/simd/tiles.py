@@ -14,6 +14,8 @@ depend on its batch. Per step, N vectors of B are loaded, and 4 bytes of each of
 int8 and int4 add up integers over a group of K, exactly, and fold them to float32 once a group (see `make_grouped`).
 """
 
+import functools
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -49,11 +51,14 @@ STRIP = PANEL_VECTORS if HAS_AVX512 else 1
 # The grouped tiles keep integer and float accumulators: 3 x 64 takes 24 registers for them.
 GROUPED_ROWS = 3 if HAS_AVX512 else 1
 GROUP = 64  # values of K that share an activation's scale
-STEPS_PER_GROUP = GROUP // 4
+STEP_BYTES = 4  # of a row of A, and of a column of B, that a step multiplies
+STEPS_PER_GROUP = GROUP // STEP_BYTES
+SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales: its four entries
 # Bytes by which B is fetched ahead. The hardware does so by itself up to the end of a page of 4 KB, and starts anew in
 # the next: int4's short rows came from memory at 26 GB/s, and come at 47.
 AHEAD = 4096
 WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
+WEIGHT_SCALES_BYTES = 2 * PANEL * 2  # of a panel's WEIGHT_GROUP: bfloat16 scales, then offsets
 
 
 class BFloat(ir.types.Type):
@@ -134,18 +139,19 @@ def _load_ahead(builder, address, align: int):
     return load(builder, address, INTS, align)
 
 
-STEPS = {"f32": _step_f32, "bf16": _step_bf16}
+STEPS = {types.float32: _step_f32, types.uint16: _step_bf16}  # by the dtype of the array that holds B
 
 
-def make_tile(kind: str, vectors: int, adds: bool = False):
-    """The intrinsic tile(rows, a, lda, b, ldb, steps, c, ldc): addresses, strides in bytes; C += A @ B if it `adds`.
+def make_tile(vectors: int, adds: bool = False):
+    """The intrinsic tile(like, rows, a, lda, b, ldb, steps, c, ldc): addresses, strides in bytes; C += A @ B if it
+    `adds`. A and B are float32, or bfloat16 in pairs, as the values of the array `like` are, of which the type alone
+    counts.
 
     1 <= rows <= TILE_ROWS, steps >= 1. There is code for each number of rows.
     """
-    multiply = STEPS[kind]
     strip = min(STRIP, vectors)
 
-    def strip_code(builder, rows, a, lda, b, ldb, steps, c, ldc):
+    def strip_code(builder, rows, multiply, a, lda, b, ldb, steps, c, ldc):
         def size(n: int):
             return ir.Constant(a.type, n)
 
@@ -156,7 +162,7 @@ def make_tile(kind: str, vectors: int, adds: bool = False):
             b_k = [_load_ahead(builder, builder.add(b_row, size(v * VECTOR_BYTES)), 32) for v in range(strip)]
             sums = []
             for r in range(rows):
-                a_k = load(builder, builder.add(row_starts[r], builder.mul(k, size(4))), I32, 4)
+                a_k = load(builder, builder.add(row_starts[r], builder.mul(k, size(STEP_BYTES))), I32, 4)
                 a_k = broadcast(builder, a_k)
                 sums += [multiply(builder, a_k, b_k[v], accumulators[r * strip + v]) for v in range(strip)]
             return sums
@@ -167,19 +173,20 @@ def make_tile(kind: str, vectors: int, adds: bool = False):
         for at, total in zip(places, repeat(builder, steps, step, start), strict=True):
             store(builder, total, at, 4)
 
-    def code(builder, rows, a, lda, b, ldb, steps, c, ldc):
+    def code(builder, rows, multiply, a, lda, b, ldb, steps, c, ldc):
         for first in range(0, vectors, strip):
             b_strip = builder.add(b, ir.Constant(b.type, first * VECTOR_BYTES))
             c_strip = builder.add(c, ir.Constant(c.type, first * VECTOR_BYTES))
-            strip_code(builder, rows, a, lda, b_strip, ldb, steps, c_strip, ldc)
+            strip_code(builder, rows, multiply, a, lda, b_strip, ldb, steps, c_strip, ldc)
 
     @intrinsic
-    def tile(typingctx, rows, a, lda, b, ldb, steps, c, ldc):
+    def tile(typingctx, like, rows, a, lda, b, ldb, steps, c, ldc):
         def codegen(context, builder, signature, args):
-            for_each_height(builder, TILE_ROWS, code, *args)
+            _, rows, *places = args
+            for_each_height(builder, TILE_ROWS, code, rows, STEPS[like.dtype], *places)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 8), codegen
+        return types.void(like, *[types.intp] * 8), codegen
 
     return tile
 
@@ -197,7 +204,7 @@ def for_each_height(builder, highest: int, code, rows, *arguments) -> None:
     builder.position_at_end(done)
 
 
-def make_grouped_tile(kind: str):
+def make_grouped_tile(fold_group):
     """The intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc): addresses, strides in bytes.
 
     1 <= rows <= GROUPED_ROWS, groups >= 1. a: int8, GROUP values a group. scales: for each row and group 16 bytes: the
@@ -208,7 +215,6 @@ def make_grouped_tile(kind: str):
     b, int4: weights 0..15, two steps in a byte, the first in its low half; b_scales: for each WEIGHT_GROUP a row of
     bfloat16 scales and one of offsets, PANEL each: the weight is q * scale + offset.
     """
-    fold_group = {"int8": _int8_group, "int4": _int4_group}[kind]
 
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
         def size(n: int):
@@ -219,7 +225,7 @@ def make_grouped_tile(kind: str):
 
         def group(g, accumulators):
             a_rows = [builder.add(row(a, lda, r), builder.mul(g, size(GROUP))) for r in range(rows)]
-            s_rows = [builder.add(row(scales, lds, r), builder.mul(g, size(16))) for r in range(rows)]
+            s_rows = [builder.add(row(scales, lds, r), builder.mul(g, size(SCALES_BYTES))) for r in range(rows)]
             return fold_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators)
 
         sums = repeat(builder, groups, group, [ir.Constant(FLOATS, None)] * (rows * PANEL_VECTORS))
@@ -239,10 +245,10 @@ def make_grouped_tile(kind: str):
 
 
 def _integer_steps(builder, size, steps: int, a_rows, load_b, per_load: int, start):
-    """Integer sums of `steps` steps; load_b(i) gives the vectors of B for `per_load` steps together."""
+    """Integer sums of `steps` steps; load_b(builder, size, i) gives the vectors of B for `per_load` steps together."""
 
     def step(i, sums):
-        b_steps = load_b(i)
+        b_steps = load_b(builder, size, i)
         for j, b_k in enumerate(b_steps):
             k = builder.add(builder.mul(i, size(4 * per_load)), size(4 * j))
             new = []
@@ -264,7 +270,7 @@ def _grouped_load(a_rows):
 def _int8_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators):
     b_group, load_b_vector = builder.add(b, builder.mul(g, size(GROUP * PANEL))), _grouped_load(a_rows)
 
-    def load_b(i):
+    def load_b(builder, size, i):
         start = builder.add(b_group, builder.mul(i, size(4 * PANEL)))
         return [[load_b_vector(builder, builder.add(start, size(v * VECTOR_BYTES)), 64) for v in range(PANEL_VECTORS)]]
 
@@ -279,53 +285,54 @@ def _int8_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators):
 
 
 def _int4_group(builder, size, g, a_rows, s_rows, b, b_scales, accumulators):
-    halves, load_b_vector = GROUP // WEIGHT_GROUP, _grouped_load(a_rows)
     scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
-    for half in range(halves):
-        number = builder.add(builder.mul(g, size(halves)), size(half))
-        b_half = builder.add(b, builder.mul(number, size(WEIGHT_GROUP * PANEL // 2)))
+    parts = GROUP // WEIGHT_GROUP
 
-        def load_b(i, b_half=b_half):
-            start = builder.add(b_half, builder.mul(i, size(4 * PANEL)))
-            both = [
-                load_b_vector(builder, builder.add(start, size(v * VECTOR_BYTES)), 64) for v in range(PANEL_VECTORS)
-            ]
-            nibbles = ir.Constant(INTS, [0x0F0F0F0F] * LANES)
-            low = [builder.and_(x, nibbles) for x in both]
-            high = [builder.and_(builder.lshr(x, ir.Constant(INTS, [4] * LANES)), nibbles) for x in both]
-            return [low, high]
-
-        halves_of_a = [builder.add(a_row, size(half * WEIGHT_GROUP)) for a_row in a_rows]
+    def add_part(part: int, totals):
+        """Add one WEIGHT_GROUP of the group."""
+        number = builder.add(builder.mul(g, size(parts)), size(part))
+        b_part = builder.add(b, builder.mul(number, size(WEIGHT_GROUP * PANEL // 2)))
+        a_part = [builder.add(a_row, size(part * WEIGHT_GROUP)) for a_row in a_rows]
         zeros = [ir.Constant(INTS, None)] * (len(a_rows) * PANEL_VECTORS)
-        sums = _integer_steps(builder, size, WEIGHT_GROUP // 4, halves_of_a, load_b, 2, zeros)
-        row = builder.add(b_scales, builder.mul(number, size(2 * 2 * PANEL)))
-        b_scale, b_offset = (
-            [
-                builder.bitcast(_load_widened(builder, builder.add(row, size(2 * (kind * PANEL + v * LANES)))), FLOATS)
-                for v in range(PANEL_VECTORS)
-            ]
-            for kind in (0, 1)
-        )
-        a_sums = [broadcast(builder, load(builder, builder.add(s, size(8 + 4 * half)), F32, 4)) for s in s_rows]
+        sums = _integer_steps(builder, size, WEIGHT_GROUP // 4, a_part, _nibbles_of(b_part, a_rows), 2, zeros)
+        b_scale, b_offset = _scales_and_offsets(builder, size, number, b_scales)
+        a_sums = [broadcast(builder, load(builder, builder.add(s, size(8 + 4 * part)), F32, 4)) for s in s_rows]
         new = []
         for i, total in enumerate(sums):
             r, v = divmod(i, PANEL_VECTORS)
             scaled = builder.fmul(builder.sitofp(total, FLOATS), scales[r])
-            new.append(
-                multiply_add(
-                    builder, a_sums[r], b_offset[v], multiply_add(builder, scaled, b_scale[v], accumulators[i])
-                )
-            )
-        accumulators = new
-    return accumulators
+            without_offset = multiply_add(builder, scaled, b_scale[v], totals[i])
+            new.append(multiply_add(builder, a_sums[r], b_offset[v], without_offset))
+        return new
+
+    return functools.reduce(lambda totals, part: add_part(part, totals), range(parts), accumulators)
+
+
+def _nibbles_of(b, a_rows):
+    """load_b of `_integer_steps` for int4: the two steps that a byte holds."""
+    load_b_vector = _grouped_load(a_rows)
+
+    def load_b(builder, size, i):
+        start = builder.add(b, builder.mul(i, size(4 * PANEL)))
+        both = [load_b_vector(builder, builder.add(start, size(v * VECTOR_BYTES)), 64) for v in range(PANEL_VECTORS)]
+        nibbles, four = ir.Constant(INTS, [0x0F0F0F0F] * LANES), ir.Constant(INTS, [4] * LANES)
+        low = [builder.and_(x, nibbles) for x in both]
+        return [low, [builder.and_(builder.lshr(x, four), nibbles) for x in both]]
+
+    return load_b
+
+
+def _scales_and_offsets(builder, size, number, b_scales):
+    """The float32 scales and offsets of a panel's WEIGHT_GROUP, PANEL_VECTORS vectors each."""
+    row = builder.add(b_scales, builder.mul(number, size(WEIGHT_SCALES_BYTES)))
+    places = [builder.add(row, size(2 * i * LANES)) for i in range(2 * PANEL_VECTORS)]
+    vectors = [builder.bitcast(_load_widened(builder, at), FLOATS) for at in places]
+    return vectors[:PANEL_VECTORS], vectors[PANEL_VECTORS:]
 
 
 # Module-level names: a cached kernel cannot reach an intrinsic through a closure.
-panel_tile = make_tile("f32", PANEL_VECTORS)
-panel_tile_bf16 = make_tile("bf16", PANEL_VECTORS)
-panel_tile_int8 = make_grouped_tile("int8")
-panel_tile_int4 = make_grouped_tile("int4")
-panel_add = make_tile("f32", PANEL_VECTORS, adds=True)
-strip_add = make_tile("f32", 1, adds=True)
-panel_add_bf16 = make_tile("bf16", PANEL_VECTORS, adds=True)
-strip_add_bf16 = make_tile("bf16", 1, adds=True)
+panel_tile = make_tile(PANEL_VECTORS)
+panel_add = make_tile(PANEL_VECTORS, adds=True)
+strip_add = make_tile(1, adds=True)
+panel_tile_int8 = make_grouped_tile(_int8_group)
+panel_tile_int4 = make_grouped_tile(_int4_group)

@@ -123,10 +123,10 @@ def max_panels(params: Params) -> int:
 def run_persistent(
     persistent: Persistent, params: Params, batch: Any, cache: KVCache, workspace: Workspace, steps: int
 ) -> np.ndarray:
-    """Tokens (steps, S) of greedy steps, each going on with what the one before has chosen; as sampling.run_ahead.
+    """Tokens (steps, S) of greedy steps, each going on with what the one before has chosen; as sampling.multi_step.
 
     The batch has one new token for each sequence, and these are FUSED_TOKENS at most; can_persist says for which
-    models. The cache, and the workspace's token_ids and positions, become what run_ahead leaves there; its logits and
+    models. The cache, and the workspace's token_ids and positions, become what multi_step leaves there; its logits and
     draws stay. ValueError: too many sequences or steps. RuntimeError: blocks have waited for each other in vain.
     """
     p, w, count = persistent, workspace, batch.token_ids.size

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
+from tinygpt.kernels.cuda.runtime.jit import need_driver
+from tinygpt.kernels.errors import DeviceError
 
 __all__ = ["Device", "DeviceError", "card"]
 

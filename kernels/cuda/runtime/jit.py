@@ -8,12 +8,9 @@ if not hasattr(np, "row_stack"):  # numba-cuda asks NumPy 2.5 for a name that is
 from numba import cuda
 
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache
+from tinygpt.kernels.errors import DeviceError
 
 OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older card was ever tried
-
-
-class DeviceError(Exception):
-    """No card that the kernels run on. The message says what is missing."""
 
 
 def kernel(function):

@@ -60,10 +60,10 @@ def top_logprobs(logits: np.ndarray, token_id: int, n: int) -> tuple[np.ndarray,
     return on_host.top_logprobs(logits, token_id, n)
 
 
-def run_ahead(
+def multi_step(
     params: Params,
     batch: Any,
-    cache: KVCache,
+    kv_cache: KVCache,
     workspace: Workspace,
     warpers: Any,
     seeds: Any,
@@ -80,7 +80,7 @@ def run_ahead(
     """
     if steps > MAX_AHEAD:
         raise ValueError(f"{steps} steps ahead and the card keeps the tokens of {MAX_AHEAD}.")
-    on, draws = (params, batch, cache, workspace), (warpers, seeds, sample_indices)
+    on, draws = (params, batch, kv_cache, workspace), (warpers, seeds, sample_indices)
     is_greedy, count = bool((warpers.temperature == 0).all()), batch.token_ids.size
     if is_greedy and count <= FUSED_TOKENS and steps >= ENOUGH_STEPS and can_persist(params):
         return _contest(params, workspace, rounded_up(count)).run(*on, *draws, steps)
@@ -97,7 +97,7 @@ def run_steps(
     sample_indices: Any,
     steps: int,
 ) -> np.ndarray:
-    """`run_ahead`, as graphs of a step each."""
+    """`multi_step`, as graphs of a step each."""
     w, count, vocab_size = workspace, batch.token_ids.size, params.config.vocab_size
     shape, is_greedy = Shape.of(batch, w, steps), bool((warpers.temperature == 0).all())
     fill_inputs(w, batch)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import bfloat16_bits, check, from_bits, random_values, same_bits, solo_team, unwritten
+from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv
-from tinygpt.kernels.cpu.model import query_tiles
 from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
-from tinygpt.kernels.reference import model as reference
+from tinygpt.kernels.reference import layers as reference
 
 CACHES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
@@ -61,7 +61,7 @@ class Run(NamedTuple):
         return self.qkv.shape[1] // (3 * self.heads)
 
 
-def run_attend(run: Run, dtype: str = "float32", tiles_of=query_tiles) -> np.ndarray:
+def run_attend(run: Run, dtype: str = "float32", tiles_of=lambda starts: query_tiles(starts, TILE_ROWS)) -> np.ndarray:
     """The new tokens' attention, (new tokens, C), after everything was written in two steps."""
     bounds = np.concatenate([[0], np.cumsum(run.lengths)])
     rows = np.arange(len(run.lengths))[::-1] + 1  # no sequence lies in the row of its number
@@ -167,7 +167,7 @@ def test_attend_where_later_scores_dwarf_earlier_ones():
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [6], [7], [13, 1, 12, 5], [1, 100, 1]])
 def test_query_tiles(lengths):
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    bounds = query_tiles(starts)
+    bounds = query_tiles(starts, TILE_ROWS)
     assert (bounds[0], bounds[-1]) == (0, starts[-1])
     assert set(starts) <= set(bounds.tolist())  # no tile holds tokens of two sequences
     assert 1 <= np.diff(bounds).min() <= np.diff(bounds).max() <= TILE_ROWS

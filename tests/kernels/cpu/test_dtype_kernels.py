@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.kernel_tools import aligned, from_bits, operand_of, packed, random_values, same_bits, unpacked, unwritten
-from tinygpt.kernels.cpu import params as load
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.operands import NOTHING, from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing.pack import SHARES, panel_count
+from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.tiles import GROUP, GROUPED_ROWS, PANEL, TILE_ROWS, WEIGHT_GROUP
 
@@ -275,8 +275,8 @@ def test_grouped_tiles(dtype, rows, groups, ends):
 
 
 @jit
-def bf16_tile(rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_tile_bf16(rows, a, lda, b, ldb, steps, c, ldc)
+def bf16_tile(like, rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 35, 64])
@@ -299,7 +299,7 @@ def test_a_tile_of_bfloat16_pairs(rows, steps):
             c.ctypes.data,
             c.strides[0],
         )
-        bf16_tile(rows, *where)
+        bf16_tile(pairs, rows, *where)
         exact_a, exact_b = from_bits(a_bits).astype(float), from_bits(b_bits).astype(float)
         expected, scale = exact_a @ exact_b, np.abs(exact_a) @ np.abs(exact_b)
         is_whole = np.issubdtype(a.dtype, np.integer)
@@ -310,11 +310,11 @@ def test_a_tile_of_bfloat16_pairs(rows, steps):
 # Layout.
 
 
-@pytest.mark.parametrize(("dtype", "k"), list(itertools.product(load.FORMATS, WIDTHS)))
+@pytest.mark.parametrize(("dtype", "k"), list(itertools.product(DTYPES, WIDTHS)))
 def test_arrays_have_the_sizes_that_the_tiles_read(dtype, k):
     """Nothing is missing for K that is no multiple of a group, nor for columns that fill no panel."""
     values = unpacked(packed(np.ones((PANEL + 1, k), F32), dtype), dtype)
-    unit = load.K_UNIT[dtype]
+    unit = K_UNIT[dtype]
     assert values.shape == (panel_count(PANEL + 1) * PANEL, -(-k // unit) * unit)
     assert (np.abs(values[: PANEL + 1, :k] - 1) < 0.01).all()
     assert not values[PANEL + 1 :].any()

@@ -22,7 +22,7 @@ from tinygpt import LLM
 from tinygpt.execution.backend import resolve_kv_cache_dtype
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
-from tinygpt.kernels.cpu.model import _take_steps
+from tinygpt.kernels.cpu.model import take_steps
 from tinygpt.weights.checkpoint import Checkpoint
 
 
@@ -79,7 +79,7 @@ def logits_in_pieces(dtype: str) -> np.ndarray:
 
 def probe(dtype: str, output: Path) -> None:
     whole, pieces = whole_logits(dtype), logits_in_pieces(dtype)
-    assembly = "".join(_take_steps.inspect_asm().values())
+    assembly = "".join(take_steps.inspect_asm().values())
     wide = [register for register in ("ymm", "zmm") if register in assembly]
     np.savez(output, whole=whole, pieces=pieces, wide=np.array(wide, str), size=len(assembly))
 

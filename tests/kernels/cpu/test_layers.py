@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import (
-    DTYPES,
     EPS,
     SHAPES,
     aligned,
@@ -23,16 +22,17 @@ from support.kernel_tools import (
     unpacked,
     unwritten,
 )
-from tinygpt.kernels.cpu import params as load
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
-from tinygpt.kernels.cpu.layers.embedding import embed
-from tinygpt.kernels.cpu.layers.formats import Float32Operand
+from tinygpt.kernels.cpu.layers.embedding import embed_tokens
+from tinygpt.kernels.cpu.layers.formats import Float32Operand, Norm
 from tinygpt.kernels.cpu.layers.layer_norm import layer_norm
+from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.tiles import PANEL, TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, fma, max_lanes, sum_lanes, sum_squares_lanes
-from tinygpt.kernels.reference import model as reference
+from tinygpt.kernels.cpu.workspace import new_operand
+from tinygpt.kernels.reference import layers as reference
 
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
 ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
@@ -40,18 +40,18 @@ ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for nam
 
 
 @jit
-def call_panel(rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_tile(rows, a, lda, b, ldb, steps, c, ldc)
+def call_panel(like, rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc)
 
 
 @jit
-def call_panel_add(rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_add(rows, a, lda, b, ldb, steps, c, ldc)
+def call_panel_add(like, rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.panel_add(like, rows, a, lda, b, ldb, steps, c, ldc)
 
 
 @jit
-def call_strip_add(rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.strip_add(rows, a, lda, b, ldb, steps, c, ldc)
+def call_strip_add(like, rows, a, lda, b, ldb, steps, c, ldc):
+    tiles.strip_add(like, rows, a, lda, b, ldb, steps, c, ldc)
 
 
 TILES = [(call_panel, PANEL, False), (call_panel_add, PANEL, True), (call_strip_add, LANES, True)]
@@ -70,7 +70,8 @@ def test_tiles_accumulate_one_chain_in_the_order_of_k(rows, steps, tile, columns
     for k in range(steps):
         expected = (a[:, k, None].astype(np.float64) * b[k] + expected).astype(np.float32)
     stored = aligned(b)
-    tile(rows, a.ctypes.data, a.strides[0], stored.ctypes.data, stored.strides[0], steps, c.ctypes.data, c.strides[0])
+    places = [part for array in (a, stored) for part in (array.ctypes.data, array.strides[0])]
+    tile(stored, rows, *places, steps, c.ctypes.data, c.strides[0])
     same_bits(c[:rows, :columns].copy(), expected)
     assert np.isnan(c[rows:]).all()
     assert np.isnan(c[:, columns:]).all()
@@ -165,8 +166,14 @@ def test_activate(name, kind):
 
 def run_layer_norm(x, rows, weight, bias, epsilon=1e-5) -> np.ndarray:
     out = unwritten(len(rows), x.shape[1])
-    layer_norm(solo_team(), Float32Operand(out), x, np.asarray(rows, np.int32), weight, bias, np.float32(epsilon))
+    normalise(Float32Operand(out), x, np.asarray(rows, np.int32), weight, bias, epsilon)
     return out
+
+
+def normalise(out, x, rows, weight, bias, epsilon=1e-5) -> None:
+    """As the second of two layers, the first of which is all NaN."""
+    norm = Norm(*(np.stack([np.full_like(part, np.nan), part]) for part in (weight, bias)))
+    layer_norm(solo_team(), out, x, rows, norm, np.int64(1), np.float32(epsilon))
 
 
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-5, 0.1])
@@ -196,8 +203,8 @@ def test_a_row_of_layer_norm_has_the_same_bits_among_any_number(rows):
 def test_layer_norm_into_an_operand(dtype):
     x, weight, bias = random_values(13, 97), random_values(97, seed=1), random_values(97, seed=2)
     rows = np.array([3, 0, 12, 12], np.int32)
-    operand = load._new_operand(dtype, len(rows), 97)
-    layer_norm(solo_team(), operand, x, rows, weight, bias, np.float32(1e-5))
+    operand = new_operand(dtype, len(rows), 97)
+    normalise(operand, x, rows, weight, bias)
     for array, expected in zip(operand, operand_of(run_layer_norm(x, rows, weight, bias), dtype), strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), expected.view(np.uint8))
 
@@ -213,6 +220,6 @@ def test_embed(n, width, dtype):
     factors = np.exp2(random.integers(-2, 3, width)).astype(np.float32)  # powers of 2 change no rounding
     embeds = random_values(n, width, seed=2)
     token_ids[1::3] = -1  # embeds stand for these
-    embed(solo_team(), x, token_ids, embeds, positions, wte, factors, wpe)
+    embed_tokens(solo_team(), x, token_ids, embeds, positions, wte, factors, wpe)
     rows = unpacked(wte, dtype)[token_ids, :width].astype(np.float32)
     same_bits(x, np.where(token_ids[:, None] < 0, embeds, rows * factors) + wpe[positions])

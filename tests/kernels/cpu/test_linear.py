@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import (
-    DTYPES,
     SHAPES,
     bfloat16_bits,
     check,
@@ -23,18 +22,20 @@ from support.kernel_tools import (
     unwritten,
     values_of,
 )
-from tinygpt.kernels.cpu import params as load
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
+from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, linear, linear_to_operand, quarters, whole
 from tinygpt.kernels.cpu.layers.operands import convert, from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing.pack import pack_float32, panel_count
+from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.workspace import new_operand
 
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
 ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-FIRST = np.int64(0)  # the one layer of these weights
+ONLY = np.int64(0)  # the one layer of these weights
 
 
 # Packing.
@@ -146,7 +147,7 @@ def run_convert(team, operand, x):
 @pytest.mark.parametrize("dtype", DTYPES[1:])  # an operand of float32 is the array itself
 def test_convert_puts_every_row(dtype):
     x = random_values(11, 70)
-    operand, expected = load._new_operand(dtype, *x.shape), operand_of(x, dtype)
+    operand, expected = new_operand(dtype, *x.shape), operand_of(x, dtype)
     run_convert(solo_team(), operand, x)
     for array, put in zip(operand, expected, strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), put.view(np.uint8))
@@ -170,8 +171,8 @@ def random_layer(m: int, k: int, n: int, has_bias: bool = True) -> Layer:
 def run_linear(layer: Layer, dtype="float32", kind=activations.NONE, add=REPLACE, segments=None) -> np.ndarray:
     out = layer.before.copy() if add else unwritten(*layer.before.shape)
     segments = whole(layer.x.shape[1]) if segments is None else segments
-    x, weight = operand_of(layer.x, dtype), packed(layer.weight, dtype)
-    linear(solo_team(), out, x, weight, FIRST, layer.bias, kind, add, segments)
+    linears = Linear(packed(layer.weight, dtype), layer.bias[None])
+    linear(solo_team(), out, operand_of(layer.x, dtype), linears, ONLY, segments, kind, add)
     return out
 
 
@@ -185,7 +186,7 @@ def product_name(dtype: str) -> str:
 @pytest.mark.parametrize(("m", "k"), [*SHAPES, (5, 4 * GROUP), (9, 5 * GROUP)])
 def test_linear(m, k, n, has_bias, dtype):
     layer = random_layer(m, k, n, has_bias)
-    unit = load.K_UNIT[dtype]
+    unit = K_UNIT[dtype]
     x, weight = values_of(operand_of(layer.x, dtype), dtype), unpacked(packed(layer.weight, dtype), dtype)[:n]
     bias = layer.bias if has_bias else np.zeros(n)
     expected = x @ weight.T + bias
@@ -197,12 +198,16 @@ def test_linear(m, k, n, has_bias, dtype):
 
 
 def test_linear_takes_the_layer_it_is_told():
-    layers = [random_layer(3, 7, 5), random_layer(3, 7, 5)._replace(weight=random_values(5, 7, seed=9))]
+    layers = [
+        random_layer(3, 7, 5),
+        random_layer(3, 7, 5)._replace(weight=random_values(5, 7, seed=9), bias=random_values(5, seed=8)),
+    ]
     weight = type(packed(layers[0].weight))(np.concatenate([packed(layer.weight).panels for layer in layers]))
+    linears = Linear(weight, np.stack([layer.bias for layer in layers]))
     for i, layer in enumerate(layers):
         out = unwritten(3, 5)
         x = operand_of(layer.x)
-        linear(solo_team(), out, x, weight, np.int64(i), layer.bias, activations.NONE, REPLACE, whole(7))
+        linear(solo_team(), out, x, linears, np.int64(i), whole(7), activations.NONE, REPLACE)
         same_bits(out, run_linear(layer))
 
 
@@ -220,9 +225,9 @@ def test_linear_then_activation(name, kind, add):
 @pytest.mark.parametrize("n", [5, PANEL, PANEL + 35])
 def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
     layer, kind = random_layer(11, 35, n), activations.GELU_TANH
-    out = load._new_operand(dtype, 12, n)
-    x, weight = operand_of(layer.x, dtype), packed(layer.weight, dtype)
-    linear_to_operand(solo_team(), out, x, weight, FIRST, layer.bias, kind, whole(35), 11)
+    out = new_operand(dtype, 12, n)
+    x, linears = operand_of(layer.x, dtype), Linear(packed(layer.weight, dtype), layer.bias[None])
+    linear_to_operand(solo_team(), out, x, linears, ONLY, whole(35), kind, 11)
     expected = operand_of(np.vstack([run_linear(layer, dtype, kind), np.zeros((1, n), np.float32)]), dtype)
     for array, put in zip(out, expected, strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), put.view(np.uint8))
@@ -231,7 +236,7 @@ def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
 @EVERY_DTYPE
 @pytest.mark.parametrize("units", [4, 5, 7])
 def test_four_segments_are_added_in_pairs(units, dtype):
-    unit = load.K_UNIT[dtype]
+    unit = K_UNIT[dtype]
     layer, bounds = random_layer(9, units * unit, PANEL + 5), quarters(units, unit)
     sums = []
     for start, stop in itertools.pairwise(bounds):

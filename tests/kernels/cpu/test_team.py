@@ -29,7 +29,7 @@ from tinygpt.kernels.cpu.runtime.team import (
     new_board,
     pause,
 )
-from tinygpt.kernels.cpu.runtime.team_threads import Crew
+from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
 PATIENCE = 60  # seconds before something that must happen, some time, has failed to
@@ -85,12 +85,12 @@ class Task:
     def arrays(self):
         return self.counts, self.values, self.visits, self.busy, self.work
 
-    def run(self, crew: Crew) -> None:
+    def run(self, team: TeamThreads) -> None:
         """One step: from a new start, so that what an earlier step left would be seen."""
         self.steps += 1
         self.values[:] = -1
         self.values[-1, 0] = self.steps
-        crew.run(take_steps, *self.arrays)
+        team.run(take_steps, *self.arrays)
 
     def check(self) -> None:
         before = self.steps
@@ -107,10 +107,10 @@ def random_task(members: int, phases: int = 40, seed: int = 0, work: int = 20) -
     return Task(np.random.default_rng(seed).integers(1, 30, phases), members, work)
 
 
-def new_crew(members: int) -> Crew:
+def new_team(members: int) -> TeamThreads:
     scratch = np.zeros((members, 16), np.float32)
     scratch[:, 0] = np.arange(members)
-    return Crew(members, scratch)
+    return TeamThreads(members, scratch)
 
 
 def new_teams(members: int) -> list[Team]:
@@ -125,50 +125,50 @@ def wait_until(condition) -> None:
         time.sleep(0.001)
 
 
-def wait_until_asleep(crew: Crew) -> None:
-    followers = crew._shared.followers
+def wait_until_asleep(team: TeamThreads) -> None:
+    followers = team._shared.followers
     wait_until(lambda: all(follower.is_asleep and not follower.wake.is_set() for follower in followers))
 
 
 @pytest.fixture
-def crew(request):
-    crew = new_crew(request.param)
-    yield crew
-    crew.close()
+def team(request):
+    team = new_team(request.param)
+    yield team
+    team.close()
 
 
-def crews_of(*members: int):
-    return pytest.mark.parametrize("crew", members, indirect=True)
+def teams_of(*members: int):
+    return pytest.mark.parametrize("team", members, indirect=True)
 
 
-def members_of(crew: Crew) -> int:
-    return 1 + len(crew._shared.followers)
+def members_of(team: TeamThreads) -> int:
+    return 1 + len(team._shared.followers)
 
 
-@crews_of(*MEMBERS)
-def test_every_item_once_and_no_phase_overlaps(crew):
+@teams_of(*MEMBERS)
+def test_every_item_once_and_no_phase_overlaps(team):
     for seed in range(5):
-        task = random_task(members_of(crew), seed=seed)
+        task = random_task(members_of(team), seed=seed)
         for _ in range(20):
-            task.run(crew)
+            task.run(team)
             task.check()
 
 
-@crews_of(4)
-def test_phases_of_one_item_and_of_many(crew):
+@teams_of(4)
+def test_phases_of_one_item_and_of_many(team):
     task = Task([1, 1, 1, 1000, 1, 2, 1, 500, 1, 1], 4)
     for _ in range(20):
-        task.run(crew)
+        task.run(team)
         task.check()
 
 
-@crews_of(2, 4)
-def test_followers_take_their_share(crew):
+@teams_of(2, 4)
+def test_followers_take_their_share(team):
     """Not at once on a busy machine, but some time each member gets an item."""
-    task = Task([64] * 5, members_of(crew), work=200)
+    task = Task([64] * 5, members_of(team), work=200)
 
     def everyone_has_worked() -> bool:
-        task.run(crew)
+        task.run(team)
         return (task.busy > 0).all()
 
     wait_until(everyone_has_worked)
@@ -176,20 +176,20 @@ def test_followers_take_their_share(crew):
 
 
 @contextlib.contextmanager
-def nobody_wakes(crew: Crew):
-    for follower in crew._shared.followers:
+def nobody_wakes(team: TeamThreads):
+    for follower in team._shared.followers:
         follower.wake.set = lambda: None
     yield
-    for follower in crew._shared.followers:
+    for follower in team._shared.followers:
         del follower.wake.set  # closing must reach them
 
 
-@crews_of(4)
-def test_followers_that_never_wake(crew):
+@teams_of(4)
+def test_followers_that_never_wake(team):
     task = random_task(4)
-    with nobody_wakes(crew):
+    with nobody_wakes(team):
         for _ in range(10):
-            task.run(crew)
+            task.run(team)
             task.check()
     assert task.busy[1:].tolist() == [0, 0, 0]
 
@@ -256,14 +256,14 @@ def test_board():
     assert claim(team, 2) == 0
 
 
-@crews_of(2, 4)
-def test_another_task_never_meets_the_old_arguments(crew):
+@teams_of(2, 4)
+def test_another_task_never_meets_the_old_arguments(team):
     """Right after a step followers are awake, with its arguments: they must not take the next one with them."""
-    members = members_of(crew)
+    members = members_of(team)
     tasks = [random_task(members, phases, seed=phases, work=2) for phases in (3, 17, 8)]
     chosen = np.random.default_rng(0).integers(3, size=150)
     for i in chosen:
-        tasks[i].run(crew)
+        tasks[i].run(team)
         for task in (task for task in tasks if task.steps):
             task.check()
     assert [task.steps for task in tasks] == np.bincount(chosen).tolist()
@@ -271,42 +271,42 @@ def test_another_task_never_meets_the_old_arguments(crew):
 
 def test_a_follower_that_missed_a_step_does_not_take_it_up_with_another_task():
     """The other task may have more phases: they would reach into the next step's."""
-    crew, tasks = new_crew(2), [random_task(2, phases) for phases in (3, 17)]
-    (follower,) = crew._shared.followers
-    with nobody_wakes(crew):
-        tasks[0].run(crew)
-        crew._shared.set_task((take_steps, *tasks[1].arrays))
+    team, tasks = new_team(2), [random_task(2, phases) for phases in (3, 17)]
+    (follower,) = team._shared.followers
+    with nobody_wakes(team):
+        tasks[0].run(team)
+        team._shared.set_task((take_steps, *tasks[1].arrays))
         assert not join_step(follower.team)
-        tasks[1].run(crew)
+        tasks[1].run(team)
         assert join_step(follower.team)
 
 
 def test_a_sleeping_follower_keeps_no_old_task_alive():
-    crew, task, other = new_crew(3), random_task(3), random_task(3)
-    task.run(crew)
-    wait_until_asleep(crew)
+    team, task, other = new_team(3), random_task(3), random_task(3)
+    task.run(team)
+    wait_until_asleep(team)
     values = weakref.ref(task.values)
     del task
-    with nobody_wakes(crew):
-        other.run(crew)
+    with nobody_wakes(team):
+        other.run(team)
         gc.collect()
         assert values() is None
 
 
-def test_two_crews_at_once():
+def test_two_teams_at_once():
     tasks = [random_task(3, seed=seed) for seed in range(2)]
     problems = []
 
     def run(task: Task) -> None:
-        crew = new_crew(3)
+        team = new_team(3)
         try:
             for _ in range(100):
-                task.run(crew)
+                task.run(team)
                 task.check()
         except AssertionError as problem:
             problems.append(problem)
         finally:
-            crew.close()
+            team.close()
 
     threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
     for thread in threads:
@@ -318,16 +318,16 @@ def test_two_crews_at_once():
     assert [task.steps for task in tasks] == [100, 100]
 
 
-@crews_of(4)
-def test_followers_sleep_when_no_step_comes_and_wake_again(crew):
+@teams_of(4)
+def test_followers_sleep_when_no_step_comes_and_wake_again(team):
     task = Task([64] * 5, 4, work=200)
     for _ in range(3):
-        task.run(crew)
-        wait_until_asleep(crew)
+        task.run(team)
+        wait_until_asleep(team)
         done_asleep = task.busy[1:].sum()
 
         def someone_woke(done_asleep=done_asleep) -> bool:
-            task.run(crew)
+            task.run(team)
             return task.busy[1:].sum() > done_asleep
 
         wait_until(someone_woke)
@@ -342,22 +342,22 @@ def followers_since(before: set) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("end", ["close", "forget", "never used"])
-def test_a_crew_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
+def test_a_team_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
     before = set(threading.enumerate())
-    crew, task = new_crew(4), random_task(4)
+    team, task = new_team(4), random_task(4)
     threads = followers_since(before)
     assert [thread.name for thread in threads] == ["tinygpt-follower"] * 3
     assert all(thread.daemon for thread in threads)  # they must not keep the process alive
     if end != "never used":
-        task.run(crew)
+        task.run(team)
     values = weakref.ref(task.values)
     if end == "close":
-        crew.close()
-        crew.close()
-        kept = crew
+        team.close()
+        team.close()
+        kept = team
     else:
         kept = None
-    del crew, task
+    del team, task
     gc.collect()
     for thread in threads:
         thread.join(PATIENCE)
@@ -368,12 +368,12 @@ def test_a_crew_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
 
 
 def test_a_step_after_close_is_the_leaders_alone():
-    crew, task = new_crew(3), random_task(3)
-    task.run(crew)
-    crew.close()
+    team, task = new_team(3), random_task(3)
+    task.run(team)
+    team.close()
     busy = task.busy[1:].copy()
     for _ in range(5):
-        task.run(crew)
+        task.run(team)
         task.check()
     np.testing.assert_array_equal(task.busy[1:], busy)
 

@@ -111,7 +111,7 @@ def test_a_small_greedy_batch_may_go_either_way(monkeypatch, card):
     decoding = Decoding.of("bfloat16", [5])
     expected = decoding.run_ahead(2).tolist()
     for _ in range(2):
-        assert decoding.run_ahead(2, cuda.run_ahead).tolist() == expected
+        assert decoding.run_ahead(2, cuda.multi_step).tolist() == expected
     (found,) = decoding.model.workspace.contests.values()
     assert found.winner in (found.usual, found.other)
     assert found.winner is not None

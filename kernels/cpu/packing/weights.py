@@ -1,0 +1,75 @@
+"""The arrays of a weight in each dtype, and filling them from a checkpoint's matrices."""
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
+from tinygpt.kernels.cpu.packing.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
+from tinygpt.kernels.cpu.packing.smoothing import smoothing_factors
+from tinygpt.kernels.cpu.simd.memory import zeros
+from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.names import KINDS
+
+FORMATS = {
+    "float32": (Float32Weight, pack_float32),
+    "bfloat16": (BFloat16Weight, pack_bfloat16),
+    "int8": (Int8Weight, pack_int8),
+    "int4": (Int4Weight, pack_int4),
+}
+DTYPES = tuple(FORMATS)
+K_UNIT = {"float32": 1, "bfloat16": 2, "int8": GROUP, "int4": GROUP}  # what segments of K are whole numbers of
+PACK_SHARES = 16  # of a matrix, for any number of threads to take
+
+
+def head_dtype_of(dtype: str) -> str:
+    """The precision of wte and the head: four bits are too few for them."""
+    return "int8" if dtype == "int4" else dtype
+
+
+def pack_layers(checkpoint, names, norms, dtype: str, pool: ThreadPoolExecutor) -> tuple[tuple, np.ndarray]:
+    """Weights of one shape (N, K), one after another, and the factors (L, K) that they were multiplied by.
+
+    norms: the layer norms in front of them, whose channels may be evened out; None where there is none.
+    """
+    n, k = checkpoint.tensor(names[0]).shape
+    record, pack = FORMATS[dtype]
+    arrays = new_weight(dtype, len(names), n, k)
+    all_factors = np.ones((len(names), k), np.float32)
+    for layer, name in enumerate(names):
+        weight = checkpoint.tensor(name)  # (N, K)
+        if norms:
+            norm = (checkpoint.tensor(f"{norms[layer]}.{kind}") for kind in KINDS)
+            all_factors[layer] = smoothing_factors(weight, *norm, dtype)
+        is_transposed = not weight.flags.c_contiguous
+        source = np.ascontiguousarray(weight.T if is_transposed else weight)
+        _in_shares(pool, pack, panel_count(n), source, is_transposed, all_factors[layer], *(a[layer] for a in arrays))
+        checkpoint.release(name)
+    return record(*arrays), all_factors
+
+
+def _in_shares(pool: ThreadPoolExecutor, pack: Callable, panels: int, *arguments) -> None:
+    bounds = [i * panels // PACK_SHARES for i in range(PACK_SHARES + 1)]
+    for share in [pool.submit(pack, *arguments, *pair) for pair in itertools.pairwise(bounds)]:
+        share.result()
+
+
+def new_weight(dtype: str, layers: int, n: int, k: int) -> tuple[np.ndarray, ...]:
+    """Empty arrays for the dtype's record, in the order of its fields."""
+    return tuple(zeros(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
+
+
+def weight_layout(dtype: str, layers: int, n: int, k: int) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+    """Shape and dtype of each array of the dtype's record, for weights (N, K)."""
+    p, groups = panel_count(n), -(-k // GROUP)
+    if dtype == "float32":
+        return (((layers, p, k, PANEL), np.dtype(np.float32)),)
+    if dtype == "bfloat16":
+        return (((layers, p, -(-k // 2), PANEL, 2), np.dtype(np.uint16)),)
+    if dtype == "int8":
+        panels = (layers, p, groups * GROUP // 4, PANEL, 4)
+        return (panels, np.dtype(np.uint8)), ((layers, p * PANEL), np.dtype(np.float32))
+    panels = (layers, p, groups * GROUP // 8, PANEL, 4)
+    return (panels, np.dtype(np.uint8)), ((layers, p, groups * GROUP // WEIGHT_GROUP, 2, PANEL), np.dtype(np.uint16))

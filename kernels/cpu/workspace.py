@@ -1,0 +1,136 @@
+"""The buffers of a step, allocated once for the largest one, and the threads that share it."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinygpt.kernels.batch import query_tiles, slots_of_tokens
+from tinygpt.kernels.cpu.jit import inline
+from tinygpt.kernels.cpu.layers.attention import scratch_size
+from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
+from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
+from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
+from tinygpt.kernels.cpu.simd.memory import zeros
+from tinygpt.kernels.cpu.simd.tiles import GROUP, TILE_ROWS
+from tinygpt.kernels.cpu.simd.vector_ir import LANES
+
+
+class Buffers(NamedTuple):
+    """Every array of a step."""
+
+    x: np.ndarray  # (N, C)   the residual stream
+    normed: Any  # (N, C)   an operand of formats.py
+    qkv: np.ndarray  # (N, 3C)
+    attended: np.ndarray  # (N, C)
+    heads: Any  # (N, C)   the operand made of `attended`
+    inner: Any  # (N, F)   an operand
+    final: Any  # (R, C)   an operand
+    logits: np.ndarray  # (R, V)
+    every: np.ndarray  # (N,)     0, 1, 2, ...: layer norm of all rows
+    hidden: np.ndarray  # (L + 1, N, C) x before each layer and at the end, or (0, 0, 0): not kept
+    queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
+    # The batch, as the kernels need it.
+    token_ids: np.ndarray  # (N,)
+    embeds: np.ndarray  # (N, C)    in place of the embedding of a token whose id is negative
+    positions: np.ndarray  # (N,)
+    token_slots: np.ndarray  # (N,)      the KV slot of each token
+    tiles: np.ndarray  # (N + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
+    logit_rows: np.ndarray  # (R,)
+    sizes: np.ndarray  # (3,)      N, the number of tiles, R
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The buffers of a step, and the threads that share it."""
+
+    buffers: Buffers
+    team: TeamThreads
+
+
+class Step(NamedTuple):
+    """The parts of the buffers that a step uses."""
+
+    qkv: np.ndarray  # (N, 3C)
+    attended: np.ndarray  # (N, C)
+    logits: np.ndarray  # (R, V)
+    every: np.ndarray  # (N,)
+    token_ids: np.ndarray  # (N,)
+    embeds: np.ndarray  # (N, C)
+    positions: np.ndarray  # (N,)
+    token_slots: np.ndarray  # (N,)
+    tiles: np.ndarray  # (tiles + 1,)
+    logit_rows: np.ndarray  # (R,)
+
+
+def new_workspace(
+    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
+) -> Workspace:
+    """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
+    n, r, c = max_num_tokens, max_num_logits, config.n_embd
+    attended, nothing = zeros((n, c)), np.empty((0, 0, 0), np.float32)
+    buffers = Buffers(
+        x=zeros((n, c)),
+        normed=new_operand(dtype, n, c),
+        qkv=zeros((n, 3 * c)),
+        attended=attended,
+        heads=Float32Operand(attended) if dtype == "float32" else new_operand(dtype, n, c),
+        inner=new_operand(dtype, n, config.inner_size),
+        final=new_operand(dtype, r, c),
+        logits=zeros((r, config.vocab_size)),
+        every=np.arange(n, dtype=np.int32),
+        hidden=nothing,
+        queries=nothing,
+        token_ids=np.zeros(n, np.int32),
+        embeds=zeros((n, c)),
+        positions=np.zeros(n, np.int32),
+        token_slots=np.zeros(n, np.int32),
+        tiles=np.zeros(n + 1, np.int32),
+        logit_rows=np.zeros(r, np.int32),
+        sizes=np.zeros(3, np.int64),
+    )
+    scratch = max(SCRATCH, scratch_size(config.head_size), c)
+    return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))
+
+
+def new_operand(dtype: str, n: int, k: int):
+    """What n rows of k activations become before weights of `dtype` multiply them."""
+    if dtype == "float32":
+        return Float32Operand(zeros((n, k)))
+    if dtype == "bfloat16":
+        return BFloat16Operand(zeros((n, k + k % 2), np.uint16))
+    groups = -(-k // GROUP)
+    return Int8Operand(zeros((n, groups * GROUP), np.int8), zeros((n, groups, 4)))
+
+
+def fill(buffers: Buffers, batch) -> None:
+    """Put the batch where the kernels read it."""
+    tiles = query_tiles(batch.seq_starts, TILE_ROWS)
+    n, r = batch.token_ids.size, batch.logit_rows.size
+    buffers.token_ids[:n] = batch.token_ids
+    if batch.embeds.size:
+        given = np.flatnonzero(batch.token_ids < 0)
+        buffers.embeds[given] = batch.embeds[-1 - batch.token_ids[given]]
+    buffers.positions[:n] = batch.positions
+    buffers.token_slots[:n] = slots_of_tokens(batch)
+    buffers.tiles[: tiles.size] = tiles
+    buffers.logit_rows[:r] = batch.logit_rows
+    buffers.sizes[:] = n, tiles.size - 1, r
+
+
+@inline
+def step_of(b):
+    """The step that `fill` has put into the buffers."""
+    n, tiles, r = b.sizes[0], b.sizes[1], b.sizes[2]
+    return Step(
+        b.qkv[:n],
+        b.attended[:n],
+        b.logits[:r],
+        b.every[:n],
+        b.token_ids[:n],
+        b.embeds[:n],
+        b.positions[:n],
+        b.token_slots[:n],
+        b.tiles[: tiles + 1],
+        b.logit_rows[:r],
+    )
