@@ -40,8 +40,8 @@ from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, 
 from tinygpt.session import Session, load_session
 from tinygpt.tokenizer.text_stream import TextStream
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.adapters.lora import LoraCheckpoint
-from tinygpt.weights.stored.packed import open_checkpoint
+from tinygpt.weights.adapters.lora import merge_lora
+from tinygpt.weights.open import open_checkpoint
 
 
 class LLM:
@@ -98,7 +98,7 @@ class LLM:
         backend = load_backend(device, dtype)
         checkpoint = open_checkpoint(model)
         if lora is not None:
-            checkpoint = LoraCheckpoint.open(checkpoint, lora)
+            checkpoint = merge_lora(checkpoint, lora)
         given_dtype = dtype
         self.dtype = dtype = resolve_dtype(dtype, device, checkpoint)
         kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, device, dtype)

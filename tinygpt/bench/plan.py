@@ -19,7 +19,7 @@ from tinygpt.execution.backend import MAX_STEP_TOKENS, load_backend, resolve_dty
 from tinygpt.hardware.machine import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.weights.stored.packed import open_checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 NOT_ONE = (
     ", or 0, which is no generation: the first new token comes with the reading of the prompt, so that one alone "

@@ -22,7 +22,7 @@ from tinygpt.execution.batch import Batch
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.sampler import choose
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.stored.packed import open_checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 
 class DraftModel:

@@ -12,9 +12,7 @@ from typing import Any
 from tinygpt import config
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
-from tinygpt.weights.adapters.lora import LoraCheckpoint
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.random_checkpoint import RandomCheckpoint
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 # Which precisions each backend computes with: weights, and the KV cache.
@@ -25,7 +23,7 @@ KV_CACHE_DTYPES = ("float32", "bfloat16")
 # waits long for a neighbour's prompt.
 MAX_STEP_TOKENS = {"cpu": 512, "cuda": 2048, "reference": 512}
 
-AnyCheckpoint = Checkpoint | LoraCheckpoint | PackedCheckpoint | RandomCheckpoint
+AnyCheckpoint = Checkpoint | PackedCheckpoint
 
 
 def load_backend(device: str, dtype: str) -> ModuleType:

@@ -22,7 +22,7 @@ from tinygpt.execution.backend import load_backend, resolve_dtype
 from tinygpt.hardware.machine import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.weights.stored.packed import open_checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 RANDOM_PROMPTS = (
     "Ours: prompts of the study's lengths, of random tokens that begin differently, so that nothing is known before "

@@ -66,8 +66,9 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     from tinygpt.hardware.threads import thread_count
     from tinygpt.kernels.cpu import packed
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+    from tinygpt.weights.open import open_checkpoint
     from tinygpt.weights.random_checkpoint import is_random
-    from tinygpt.weights.stored.packed import PackedCheckpoint, open_checkpoint, write_packed
+    from tinygpt.weights.stored.packed import PackedCheckpoint, write_packed
 
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
@@ -88,5 +89,5 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
         for name in (*CONFIG_FILES, *TOKENIZER_FILES):
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, folder / name)
-    files = {tensor.file.path for tensor in checkpoint.parameters.values()}
+    files = {tensor.path for tensor in checkpoint.stored.values()}
     return sum(file.stat().st_size for file in files), after
