@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
-from tinygpt.weights.containers.weight_files import read_weights
+from tinygpt.weights.architectures.gpt2 import model_config
+from tinygpt.weights.containers import read_weights
 from tinygpt.weights.json_file import read_json_object
 
 DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
@@ -68,8 +68,8 @@ def write_bfloat16(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 def embed(source: Path, output: Path) -> None:
     values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
-    config = ModelConfig.from_dict(values)
-    tensors = {name: tensor.float32() for name, tensor in read_weights(source).items()}
+    config = model_config(values)
+    tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
     output.mkdir(parents=True, exist_ok=True)
     write_bfloat16(output / "model.safetensors", tensors)
     (output / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -26,8 +26,9 @@ from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import reference
 from tinygpt.kernels.reference.model import attention_block, mlp_block
-from tinygpt.weights.architectures.gpt2 import stored_shapes
+from tinygpt.weights.architectures.gpt2 import model_config, stored_shapes
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 SHAPES = {"124M": (12, 768, 12), "355M": (24, 1024, 16)}  # layers, width, heads
 RANDOM_WINDOWS = 2
@@ -95,7 +96,7 @@ def text_windows(model: str, text: str, count: int | None) -> list[list[int]]:
 
 
 def random_windows(model: str, count: int) -> list[list[int]]:
-    config = Checkpoint.open(model).config
+    config = open_checkpoint(model).config
     return np.random.default_rng(0).integers(config.vocab_size, size=(count, config.n_positions)).tolist()
 
 
@@ -152,9 +153,9 @@ OUTLIERS: dict[str, Callable] = {"large gains": amplify_gains, "large residual":
 
 def write_outliers(model: str, change: Callable, token_ids: list[int], folder: Path) -> str:
     """A copy of a checkpoint, changed, in a folder that does not exist yet; token_ids are what it may measure with."""
-    checkpoint = Checkpoint.open(model)
+    checkpoint = open_checkpoint(model)
     shutil.copytree(checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
-    tensors = {name: np.array(stored.float32()) for name, stored in checkpoint.parameters.items()}
+    tensors = {name: np.array(stored.float32()) for name, stored in checkpoint.stored.items()}
     change(tensors, checkpoint, token_ids)
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
@@ -167,7 +168,7 @@ def write_random(shape: str, folder: Path) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
     generator, tensors = np.random.default_rng(0), {}
-    for name, size in stored_shapes(ModelConfig.from_dict(fields)).items():
+    for name, size in stored_shapes(model_config(fields)).items():
         std = 0.02 / np.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
         if len(size) == 2 and name != "lm_head.weight":
             tensors[name] = generator.standard_normal(size, np.float32) * np.float32(std)

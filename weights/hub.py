@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.weight_files import FORMATS, shard_of_each_tensor
+from tinygpt.weights.containers import CONTAINERS
+from tinygpt.weights.containers.shards import INDEX, shard_of_each_tensor
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = (
@@ -22,15 +23,15 @@ TOKENIZER_FILES = (
 def download(repo_id: str) -> Path:
     """The local folder with the files of a Hub checkpoint that are needed, downloaded where they are not cached.
 
-    Safetensors are preferred to pytorch_model.bin and never both fetched. Raises CheckpointError when the id does
+    Safetensors are preferred to pytorch_model.bin, and never are both fetched. Raises CheckpointError when the id does
     not exist, access is denied, or the Hub cannot be reached and the cache does not hold the files.
     """
-    for form in FORMATS:
-        folder = _fetch(repo_id, [*CONFIG_FILES, *TOKENIZER_FILES, form.whole, form.index])
-        if (folder / form.whole).exists():
+    for name in CONTAINERS:
+        folder = _fetch(repo_id, [*CONFIG_FILES, *TOKENIZER_FILES, name, name + INDEX])
+        if (folder / name).exists():
             break
-        if (folder / form.index).exists():
-            _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / form.index).values())))
+        if (folder / (name + INDEX)).exists():
+            _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / (name + INDEX)).values())))
             break
     if not (folder / "config.json").exists():
         raise CheckpointError(

@@ -1,19 +1,32 @@
-"""From the name a user gives to the local folder that holds the checkpoint's files."""
+"""The one door: from the name that a user gives to the checkpoint."""
 
 import os
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.weight_files import FORMATS, describe
-from tinygpt.weights.random_checkpoint import is_random
+from tinygpt.weights.checkpoint import Checkpoint, read_checkpoint
+from tinygpt.weights.containers import CONTAINERS, describe
+from tinygpt.weights.random_checkpoint import is_random, open_random
+from tinygpt.weights.stored.packed import PACKED_FILE, PackedCheckpoint
 
 DEMO = Path(__file__).resolve().parent / "demo"
+
+
+def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | PackedCheckpoint:
+    """Open "demo", a local folder, converted or not, a Hub id, or "random:SHAPE".
+
+    Raises CheckpointError, with everything that is wrong, when it cannot be found, read or used.
+    """
+    if is_random(model):
+        return open_random(model)
+    folder = resolve(model)
+    return PackedCheckpoint.open(folder) if (folder / PACKED_FILE).exists() else read_checkpoint(folder)
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
     """The folder of `model`: "demo" (the embedded checkpoint), a local folder, or a Hub id, which is downloaded.
 
-    Raises CheckpointError when it is none of them, as a random checkpoint, or the folder is no checkpoint.
+    Raises CheckpointError when it is none of them, such as a random checkpoint, or the folder is no checkpoint.
     """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or a Hub id.")
@@ -54,7 +67,7 @@ def _is_meant_as_path(model: str | os.PathLike[str]) -> bool:
 def _check_is_checkpoint(folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
-    weights = " or ".join(form.whole for form in FORMATS)
+    weights = " or ".join(CONTAINERS)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     hint = f" Its subfolders {', '.join(inside)} look like checkpoints: give one of them." if inside else ""
     raise CheckpointError(

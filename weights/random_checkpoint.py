@@ -8,7 +8,8 @@ import numpy as np
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.architectures.gpt2 import is_transposed, stored_shapes
+from tinygpt.weights.architectures import gpt2
+from tinygpt.weights.checkpoint import HEAD, Checkpoint
 
 PREFIX = "random:"
 SHAPES = {
@@ -22,50 +23,39 @@ STD = np.float32(0.02)
 
 
 @dataclass(frozen=True)
-class RandomCheckpoint:
-    """A checkpoint whose tensors are drawn when they are asked for, each from its name: the same bits every time.
+class RandomTensor:
+    """A tensor that is drawn from its name whenever it is asked for: the same bits every time.
 
-    All have std 0.02, around 1 for gains and 0 for the others. So biases and gains are random as well: one that is
-    forgotten shows in the logits. `path` names the checkpoint in messages: there is no such folder, and so no
-    tokenizer.
+    All have std 0.02, around 1 for the weights of layer norms and 0 for all else. So biases are random as well: one
+    that is forgotten shows in the logits.
     """
 
-    path: Path
-    config: ModelConfig
-    tied = True
+    name: str
+    shape: tuple[int, ...]
 
-    @classmethod
-    def open(cls, model: str) -> "RandomCheckpoint":
-        """Open "random:SHAPE". CheckpointError for a shape that is not one of SHAPES."""
-        shape = model.removeprefix(PREFIX)
-        if shape not in SHAPES:
-            raise CheckpointError(
-                f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}."
-            )
-        return cls(Path(model), SHAPES[shape])
-
-    @property
-    def names(self) -> list[str]:
-        """Of all parameters; the head is the token embedding."""
-        return [name for name in stored_shapes(self.config) if name != "lm_head.weight"]
-
-    def tensor(self, name: str) -> np.ndarray:
-        """The float32 parameter `name`, such as "h.3.attn.c_attn.weight"; every matrix is (out, in)."""
-        array = self.stored(name)
-        return array.T if is_transposed(name) else array
-
-    def stored(self, name: str) -> np.ndarray:
-        """As `tensor`, in the layout that Hugging Face's files have."""
-        name = "wte.weight" if name == "lm_head.weight" else name
-        generator = np.random.default_rng(zlib.crc32(name.encode()))
-        array = generator.standard_normal(stored_shapes(self.config)[name], np.float32)
+    def float32(self) -> np.ndarray:
+        generator = np.random.default_rng(zlib.crc32(self.name.encode()))
+        array = generator.standard_normal(self.shape, np.float32)
         array *= STD
-        if ".ln_" in f".{name}" and name.endswith(".weight"):
+        if ".ln_" in f".{self.name}" and self.name.endswith(".weight"):
             array += 1
         return array
 
-    def release(self, name: str) -> None:
+    def release(self) -> None:
         """Nothing is held."""
+
+
+def open_random(model: str) -> Checkpoint:
+    """Open "random:SHAPE". CheckpointError for a shape that is not one of SHAPES.
+
+    Its path names it in messages: there is no such folder, and so no tokenizer.
+    """
+    shape = model.removeprefix(PREFIX)
+    if shape not in SHAPES:
+        raise CheckpointError(f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}.")
+    shapes = gpt2.stored_shapes(SHAPES[shape])
+    stored = {name: RandomTensor(name, shapes[name]) for name in shapes if name != HEAD}
+    return Checkpoint(Path(model), gpt2, SHAPES[shape], stored, tied=True)
 
 
 def is_random(model: object) -> bool:

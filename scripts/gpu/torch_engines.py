@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
 
-from tinygpt.weights.random_checkpoint import RandomCheckpoint
+from tinygpt.weights.random_checkpoint import open_random
 
 from .cases import Case, Job
 from .check import CHECK_PROMPT, GREEDY_TOKENS, Evidence, check_ids
@@ -18,18 +18,18 @@ from .torch_graph import Graph, padded, wait
 
 def build_model(name: str, dtype: str, device: str) -> GPT2LMHeadModel:
     """transformers' GPT-2 with the tensors that tinygpt has under this name, in `dtype` on `device`."""
-    checkpoint = RandomCheckpoint.open(name)
+    checkpoint = open_random(name)
     ours = checkpoint.config
     config = GPT2Config(n_layer=ours.n_layer, n_embd=ours.n_embd, n_head=ours.n_head, use_cache=True)
     with torch.device("meta"):  # else torch would first draw weights of its own
         model = GPT2LMHeadModel(config)
 
     def drawn(parameter: str) -> tuple[str, Tensor]:
-        tensor = torch.from_numpy(np.ascontiguousarray(checkpoint.stored(parameter)))
+        tensor = torch.from_numpy(np.ascontiguousarray(checkpoint.stored[parameter].float32()))
         return f"transformer.{parameter}", tensor.to(device, getattr(torch, dtype))
 
     with ThreadPoolExecutor() as pool:
-        tensors = dict(pool.map(drawn, checkpoint.names))
+        tensors = dict(pool.map(drawn, checkpoint.stored))
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
     model.load_state_dict(tensors, assign=True)
     return model.eval()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tinygpt.bench.work import TILES, block_operations, head_operations, kv_cache_bytes, weight_bytes
 from tinygpt.config import ModelConfig
+from tinygpt.weights.architectures.gpt2 import model_config
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def floor(case: Case, config: dict, dtype: str, limits: dict[str, float]) -> Flo
 
     config: config.json's content. limits: bytes a second "bandwidth", operations a second for each kind of tile.
     """
-    config = ModelConfig.from_dict(config)
+    config = model_config(config)
     in_blocks, in_head = (limits[kind] for kind in TILES[dtype])
     blocks = block_operations(config, new_tokens(case), cached_positions(case))
     seconds = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from tinygpt.weights.random_checkpoint import RandomCheckpoint
+from tinygpt.weights.random_checkpoint import open_random
 
 DEFAULTS = {
     "model_type": "gpt2",
@@ -23,21 +23,21 @@ CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 def make_random(shape: str, folder: Path) -> None:
     """GPT-2's initial distribution; biases and gains that matter, so that a forgotten one shows in the logits."""
-    checkpoint = RandomCheckpoint.open(f"random:{shape}")
+    checkpoint = open_random(f"random:{shape}")
     sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head")}
-    write(folder, DEFAULTS | sizes, {f"transformer.{name}": checkpoint.stored(name) for name in checkpoint.names})
+    write(folder, DEFAULTS | sizes, {f"transformer.{name}": t.float32() for name, t in checkpoint.stored.items()})
 
 
 def make(model: Path, folder: Path, dtype: str) -> None:
     """The same form of any checkpoint that tinygpt reads; `dtype` is float32."""
-    from tinygpt.weights.checkpoint import Checkpoint
+    from tinygpt.weights.open import open_checkpoint
 
-    checkpoint = Checkpoint.open(str(model))
+    checkpoint = open_checkpoint(str(model))
     config = DEFAULTS | json.loads((checkpoint.path / "config.json").read_text())
     for name in ("dtype", "torch_dtype"):  # they speak of the files it came in
         config.pop(name, None)
     tensors = {}
-    for name in checkpoint.parameters:
+    for name in checkpoint.stored:
         tensor = checkpoint.tensor(name)
         is_conv1d = any(f".{kind}.weight" in name for kind in CONV1D)
         theirs = name if name.startswith("lm_head") else f"transformer.{name}"

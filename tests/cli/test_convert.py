@@ -19,8 +19,8 @@ from tinygpt.config import DTYPES
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, open_checkpoint, write_packed
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, write_packed
 
 IDS = [3, 1, 4, 1, 5, 9]
 SHAPES = {  # of models; the first is smaller than one panel, and no size of it is a whole number of anything
@@ -79,7 +79,7 @@ def rewrite(file: Path, change) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, shape):
     source = tiny_source(tmp_path / "source", shape)
-    expected = packed.arrays_of(load.load_params(Checkpoint.open(source), dtype))
+    expected = packed.arrays_of(load.load_params(open_checkpoint(source), dtype))
     checkpoint = open_checkpoint(converted(source, tmp_path / "converted", dtype))
     layout = packed.layout_of(checkpoint.config, dtype, checkpoint.tied)
     found = checkpoint.arrays(layout, packed.PACKING)
@@ -94,8 +94,8 @@ def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, shape):
 def test_params_come_back_whole(tmp_path, shape):
     """Every field, those that are computed included: nothing depends on where the weights came from."""
     source = tiny_source(tmp_path / "source", shape)
-    params = load.load_params(Checkpoint.open(source), "int8")
-    back = packed.params_of(packed.arrays_of(params), Checkpoint.open(source).config, "int8")
+    params = load.load_params(open_checkpoint(source), "int8")
+    back = packed.params_of(packed.arrays_of(params), open_checkpoint(source).config, "int8")
     assert (back.wte is back.lm_head.weight) == (params.wte is params.lm_head.weight) == (shape == "tiny")
     assert_same(back, params)
 
@@ -124,7 +124,7 @@ def test_logits_and_tokens_are_those_of_quantising_at_load(tmp_path, dtype):
 
 
 def test_folder_holds_the_small_files_as_they_were(demo_int8):
-    source = Checkpoint.open("demo").path
+    source = open_checkpoint("demo").path
     copied = {"config.json", "vocab.json", "merges.txt"}
     assert {path.name for path in demo_int8.iterdir()} == copied | {PACKED_FILE}
     for name in copied:
@@ -398,4 +398,4 @@ def test_one_error_lists_everything(tiny_int8):
 def test_two_kinds_of_weights_in_one_folder_are_refused(tiny_int8, source):
     shutil.copy(source / "model.safetensors", tiny_int8)
     with pytest.raises(CheckpointError, match="holds both"):
-        PackedCheckpoint.open(tiny_int8)
+        Packedopen_checkpoint(tiny_int8)

@@ -18,6 +18,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 THREADS = (1, 2, 4)  # more than this machine's cores may be among them: partitions, not cores, are counted
 SEQUENCES = 5
@@ -101,7 +102,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
 def lab(request, folders) -> Lab:
     model, dtype, kv_cache_dtype = request.param
-    checkpoint, length = Checkpoint.open(folders[model]), LENGTHS[model]
+    checkpoint, length = open_checkpoint(folders[model]), LENGTHS[model]
     machines = {threads: Machine.of(checkpoint, dtype, kv_cache_dtype, length, threads) for threads in THREADS}
     random = np.random.default_rng(0)
     sequences = random.integers(checkpoint.config.vocab_size, size=(SEQUENCES, length)).tolist()

@@ -13,7 +13,8 @@ from transformers import GPT2LMHeadModel
 from support.factory import DTYPES, FORMS, PREFIXES, Case, Greedy, Recipe, greedy, make_case, prompt_of
 from support.paths import DEMO
 from tinygpt import LLM, SamplingParams
-from tinygpt.config import ACTIVATIONS, BOOLEANS
+from tinygpt.config import ACTIVATIONS
+from tinygpt.weights.architectures.config_fields import BOOLEANS
 
 TOLERANCE = 1e-4  # absolute, on logits whose std is a few units
 LEAD = 2 * TOLERANCE  # a best logit that leads by less may rightly differ: such a recipe needs another seed

@@ -14,8 +14,8 @@ from safetensors.torch import save_file as save_torch_file
 from support.tiny_checkpoint import CONFIG, C, V, random_tensors, write_checkpoint, write_config, write_json
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.architectures.gpt2 import canonical_name, is_ignored, is_transposed
-from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.mapped_file import MappedFile
+from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -64,7 +64,7 @@ def assert_holds(checkpoint, expected):
 def test_every_form_and_dtype_holds_the_same_parameters(tmp_path, save, dtype):
     write_config(tmp_path)
     save(tmp_path, torch_tensors(dtype=DTYPES[dtype]))
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     rounded = torch_tensors(prefix="", dtype=DTYPES[dtype])
     assert_holds(checkpoint, {name: tensor.float().numpy() for name, tensor in rounded.items()})
     assert checkpoint.tied
@@ -73,7 +73,7 @@ def test_every_form_and_dtype_holds_the_same_parameters(tmp_path, save, dtype):
 
 
 def test_matrices_are_out_by_in_and_embeddings_as_they_are(tmp_path):
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path))
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path))
     assert checkpoint.tensor("h.0.attn.c_attn.weight").shape == (3 * C, C)
     assert checkpoint.tensor("h.1.mlp.c_fc.weight").shape == (CONFIG["n_inner"], C)
     assert checkpoint.tensor("h.1.mlp.c_proj.weight").shape == (C, CONFIG["n_inner"])
@@ -82,18 +82,18 @@ def test_matrices_are_out_by_in_and_embeddings_as_they_are(tmp_path):
 
 
 def test_float32_is_not_copied_and_may_be_written_without_touching_the_file(tmp_path):
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path))
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path))
     array = checkpoint.tensor("h.0.attn.c_attn.weight")
     assert np.shares_memory(array, checkpoint.tensor("h.0.attn.c_attn.weight"))
     assert array.flags.writeable
     array[:] = 0
     assert checkpoint.tensor("h.0.attn.c_attn.weight")[0, 0] == 0
-    assert_holds(Checkpoint.open(tmp_path), TENSORS)
+    assert_holds(open_checkpoint(tmp_path), TENSORS)
 
 
 def test_a_released_tensor_can_be_read_again(tmp_path):
     tensors = random_tensors() | {"transformer.wte.weight": np.arange(4000 * C, dtype=np.float32).reshape(4000, C)}
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, tensors, vocab_size=4000))
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, tensors, vocab_size=4000))
     array = checkpoint.tensor("wte.weight")
     array[2000] = -1  # a private page: it is gone after the release, and the file's own comes back
     for name in ("wte.weight", "lm_head.weight", "ln_f.bias"):
@@ -107,7 +107,7 @@ def test_tensors_that_are_not_aligned_are_copied(tmp_path):
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     path.write_bytes((size + 1).to_bytes(8, "little") + data[8 : 8 + size] + b" " + data[8 + size :])
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensor("wte.weight").flags.aligned
     assert_holds(checkpoint, TENSORS)
 
@@ -125,7 +125,7 @@ def test_views_parameters_and_shared_storages_of_a_state_dict(tmp_path, save):
     tensors["transformer.h.0.ln_2.weight"] = torch.nn.Parameter(torch.randn(8))
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
     save(tmp_path, OrderedDict(tensors))
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     expected = {name.removeprefix("transformer."): tensor.detach().numpy() for name, tensor in tensors.items()}
     assert_holds(checkpoint, expected)
     assert checkpoint.tied
@@ -144,7 +144,7 @@ class Python2Dict:
 def test_a_state_dict_pickled_by_python_2(tmp_path):
     write_config(tmp_path)
     save_legacy(tmp_path, Python2Dict(torch_tensors()))
-    assert_holds(Checkpoint.open(tmp_path), TENSORS)
+    assert_holds(open_checkpoint(tmp_path), TENSORS)
 
 
 def test_a_real_state_dict_with_its_metadata(tmp_path):
@@ -154,7 +154,7 @@ def test_a_real_state_dict_with_its_metadata(tmp_path):
     write_config(tmp_path)
     save_zip(tmp_path, model.state_dict())
     expected = {name.removeprefix("transformer."): t.numpy() for name, t in model.state_dict().items()}
-    assert_holds(Checkpoint.open(tmp_path), expected)
+    assert_holds(open_checkpoint(tmp_path), expected)
 
 
 WRAPPERS = st.lists(st.sampled_from(["transformer.", "model.", "module.", "_orig_mod."]), max_size=5)
@@ -167,7 +167,7 @@ def test_wrappers_are_taken_off_in_any_order(wrappers, name):
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module.transformer.", "_orig_mod.module.transformer."])
 def test_names_with_and_without_wrappers(tmp_path, prefix):
-    assert_holds(Checkpoint.open(write_checkpoint(tmp_path, random_tensors(prefix))), TENSORS)
+    assert_holds(open_checkpoint(write_checkpoint(tmp_path, random_tensors(prefix))), TENSORS)
 
 
 def test_masks_and_heads_of_other_tasks_are_ignored_by_name(tmp_path):
@@ -178,7 +178,7 @@ def test_masks_and_heads_of_other_tasks_are_ignored_by_name(tmp_path):
         "score.weight": np.ones((2, C), np.float32),
         "v_head.summary.bias": np.ones(1, np.float32),
     }
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, random_tensors() | extra))
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, random_tensors() | extra))
     assert sorted(checkpoint.ignored) == sorted(extra)
     assert not is_ignored("h.0.attn.c_attn.bias")
 
@@ -204,9 +204,9 @@ def test_head_is_the_one_transformers_uses(tmp_path, tie, head, save):
     save(tmp_path, tensors)
     if info["missing_keys"]:
         with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
-            Checkpoint.open(tmp_path)
+            open_checkpoint(tmp_path)
         return
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
     np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), theirs.lm_head.weight.detach().numpy())
     np.testing.assert_array_equal(checkpoint.tensor("wte.weight"), TENSORS["wte.weight"])
     assert checkpoint.tied == (tie and head != "different")
@@ -215,12 +215,12 @@ def test_head_is_the_one_transformers_uses(tmp_path, tie, head, save):
 def test_a_tied_matrix_may_be_kept_as_the_head(tmp_path):
     tensors = random_tensors()
     tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
-    checkpoint = Checkpoint.open(write_checkpoint(tmp_path, tensors))
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, tensors))
     assert_holds(checkpoint, TENSORS)
     assert checkpoint.tied
     write_config(tmp_path, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"missing: wte\.weight"):
-        Checkpoint.open(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_one_error_lists_everything_that_does_not_fit(tmp_path):
@@ -232,7 +232,7 @@ def test_one_error_lists_everything_that_does_not_fit(tmp_path):
     tensors["odd one"] = np.zeros(1, np.float32)
     tensors["module.wpe.weight"] = tensors["transformer.wpe.weight"].copy()
     with pytest.raises(CheckpointError) as error:
-        Checkpoint.open(write_checkpoint(tmp_path, tensors))
+        open_checkpoint(write_checkpoint(tmp_path, tensors))
     _, *lines, advice = str(error.value).splitlines()
     assert sorted(lines) == [
         "  misshapen: h.0.attn.c_attn.weight is (8, 8) and config.json asks for (8, 24)",
@@ -245,7 +245,7 @@ def test_one_error_lists_everything_that_does_not_fit(tmp_path):
 
 def test_what_many_layers_share_is_said_once(tmp_path):
     with pytest.raises(CheckpointError) as error:
-        Checkpoint.open(write_checkpoint(tmp_path, n_layer=9_000))
+        open_checkpoint(write_checkpoint(tmp_path, n_layer=9_000))
     assert "h.2.ln_1.weight to h.8999.ln_1.weight (8998 layers)" in str(error.value)
     assert len(str(error.value)) < 2000
 
@@ -253,7 +253,7 @@ def test_what_many_layers_share_is_said_once(tmp_path):
 def test_safetensors_are_preferred_to_bin_as_in_transformers(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
-    assert_holds(Checkpoint.open(tmp_path), TENSORS)
+    assert_holds(open_checkpoint(tmp_path), TENSORS)
 
 
 def sharded(folder, **changes):
@@ -267,26 +267,26 @@ def sharded(folder, **changes):
 
 def test_an_index_that_names_a_shard_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"not there: lost\.safetensors"):
-        Checkpoint.open(sharded(tmp_path, x="lost.safetensors"))
+        open_checkpoint(sharded(tmp_path, x="lost.safetensors"))
 
 
 def test_an_index_that_names_the_wrong_shard(tmp_path):
     shard = "model-00001-of-00003.safetensors"
     with pytest.raises(CheckpointError, match=rf"{shard} does not hold nothing\.weight"):
-        Checkpoint.open(sharded(tmp_path, **{"nothing.weight": shard}))
+        open_checkpoint(sharded(tmp_path, **{"nothing.weight": shard}))
 
 
 def test_a_tensor_in_two_shards(tmp_path):
     folder = sharded(tmp_path, **{"transformer.wte.weight": "again.safetensors"})
     save_file({"transformer.wte.weight": TENSORS["wte.weight"]}, folder / "again.safetensors")
     with pytest.raises(CheckpointError, match=r"holds transformer\.wte\.weight, as another shard does"):
-        Checkpoint.open(folder)
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b", "a\\b", "C:x", "", ".", "..", 3, None])
 def test_an_index_that_leaves_its_folder(tmp_path, shard):
     with pytest.raises(CheckpointError, match="no file name in its own folder"):
-        Checkpoint.open(sharded(tmp_path, x=shard))
+        open_checkpoint(sharded(tmp_path, x=shard))
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": "x"}])
@@ -294,7 +294,7 @@ def test_an_index_without_a_weight_map(tmp_path, index):
     write_config(tmp_path)
     write_json(tmp_path / "model.safetensors.index.json", index)
     with pytest.raises(CheckpointError, match="weight_map"):
-        Checkpoint.open(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_model_names_that_are_no_checkpoint(tmp_path):
@@ -323,7 +323,7 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
         None: "must be 'demo'",
     }.items():
         with pytest.raises(CheckpointError, match=sentence):
-            Checkpoint.open(model)
+            open_checkpoint(model)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_damaged_json(tmp_path, name, data, sentence):
     if b"1e3" in data and name != "config.json":
         sentence = "no weights" if name == "generation_config.json" else "weight_map"
     with pytest.raises(CheckpointError, match=sentence):
-        Checkpoint.open(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_git_lfs_pointer_and_an_empty_file(tmp_path):

@@ -1,4 +1,4 @@
-"""ModelConfig against transformers' own reading of the same config.json, and what is refused by name."""
+"""config.json against transformers' own reading of it, and what is refused by name."""
 
 import json
 
@@ -7,6 +7,7 @@ import pytest
 from support.tiny_checkpoint import CONFIG
 from tinygpt.config import ACTIVATIONS, ModelConfig
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.architectures import ARCHITECTURES, architecture_of
 
 ACCEPTED = [
     {},
@@ -33,6 +34,10 @@ COMPARED = (  # noqa: SIM905
 ).split()
 
 
+def read_config(fields, generation=None):
+    return architecture_of(fields).model_config(fields, generation)
+
+
 def as_tuple(token_ids):
     return tuple(token_ids) if isinstance(token_ids, list) else () if token_ids is None else (token_ids,)
 
@@ -43,7 +48,7 @@ def test_fields_mean_what_transformers_means(base, fields):
     from transformers import GPT2Config as Theirs
 
     values = {**base, **fields}
-    ours, theirs = ModelConfig.from_dict(values), Theirs.from_dict(dict(values))
+    ours, theirs = read_config(values), Theirs.from_dict(dict(values))
     assert {name: getattr(ours, name) for name in COMPARED} == {name: getattr(theirs, name) for name in COMPARED}
     assert ours.eos_token_ids == as_tuple(theirs.eos_token_id)
 
@@ -62,13 +67,13 @@ def test_generation_config_decides_what_ends_a_text_as_in_transformers(tmp_path,
     else:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
         theirs = GenerationConfig.from_pretrained(tmp_path)
-    assert ModelConfig.from_dict(CONFIG, generation).eos_token_ids == as_tuple(theirs.eos_token_id)
+    assert read_config(CONFIG, generation).eos_token_ids == as_tuple(theirs.eos_token_id)
 
 
 def test_bos_comes_from_either_file():
-    assert ModelConfig.from_dict(CONFIG, {"bos_token_id": 7}).bos_token_id == 7
-    assert ModelConfig.from_dict(CONFIG, {"bos_token_id": None}).bos_token_id == CONFIG["bos_token_id"]
-    assert ModelConfig.from_dict(CONFIG, {}).bos_token_id == CONFIG["bos_token_id"]
+    assert read_config(CONFIG, {"bos_token_id": 7}).bos_token_id == 7
+    assert read_config(CONFIG, {"bos_token_id": None}).bos_token_id == CONFIG["bos_token_id"]
+    assert read_config(CONFIG, {}).bos_token_id == CONFIG["bos_token_id"]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -94,6 +99,7 @@ def test_activation_names_are_the_functions_of_transformers(name):
 REFUSED = [
     ("model_type", "gpt_neo"),
     ("model_type", None),
+    ("model_type", ["gpt2"]),
     ("add_cross_attention", True),
     ("add_cross_attention", 1),
     ("add_cross_attention", "yes"),
@@ -140,28 +146,34 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value!r}"[:40] for name, value in REFUSED])
 def test_impossible_and_unimplemented_fields_are_refused_by_name(name, value):
     with pytest.raises(CheckpointError, match=name):
-        ModelConfig.from_dict({**CONFIG, name: value})
+        read_config({**CONFIG, name: value})
 
 
 @pytest.mark.parametrize("value", [None, False, 0])
 def test_cross_attention_may_be_absent_in_any_spelling(value):
-    assert ModelConfig.from_dict({**CONFIG, "add_cross_attention": value}) == ModelConfig.from_dict(CONFIG)
+    assert read_config({**CONFIG, "add_cross_attention": value}) == read_config(CONFIG)
 
 
 def test_cross_attention_is_refused_as_it_was_given():
     with pytest.raises(CheckpointError, match="add_cross_attention is 'yes' and"):
-        ModelConfig.from_dict({**CONFIG, "add_cross_attention": "yes"})
+        read_config({**CONFIG, "add_cross_attention": "yes"})
 
 
 def test_an_alias_is_refused_by_the_name_it_stands_for():
     with pytest.raises(CheckpointError, match="n_embd is 0"):
-        ModelConfig.from_dict({**CONFIG, "hidden_size": 0})
+        read_config({**CONFIG, "hidden_size": 0})
+
+
+def test_an_architecture_that_is_not_implemented_is_told_those_that_are():
+    for name in ARCHITECTURES:
+        with pytest.raises(CheckpointError, match=f"model_type is 'gpt_neo' and must be .*'{name}'"):
+            read_config({"model_type": "gpt_neo", "n_embd": "what this field means there is not known"})
 
 
 def test_all_problems_are_named_at_once():
-    wrong = {"model_type": "opt", "activation_function": "mish", "n_embd": -1, "tie_word_embeddings": 0}
+    wrong = {"add_cross_attention": 1, "activation_function": "mish", "n_embd": -1, "tie_word_embeddings": 0}
     with pytest.raises(CheckpointError) as error:
-        ModelConfig.from_dict({**CONFIG, **wrong, "eos_token_id": "x"})
+        read_config({**CONFIG, **wrong, "eos_token_id": "x"})
     for name in [*wrong, "eos_token_id"]:
         assert f"{name} is" in str(error.value)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import ROOT
-from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 TRAINED = ROOT.parent / "shared" / "data" / "demo-model"
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
@@ -27,7 +27,7 @@ def test_rounding_to_bfloat16_is_that_of_torch(halves):
 
 
 def test_the_demo_opens_by_its_name():
-    checkpoint = Checkpoint.open("demo")
+    checkpoint = open_checkpoint("demo")
     assert checkpoint.path == ROOT / "weights" / "demo"
     assert checkpoint.tied
     assert checkpoint.ignored == ()
@@ -39,7 +39,7 @@ def test_the_demo_is_what_transformers_reads_in_it():
     from transformers import GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel.from_pretrained(ROOT / "weights" / "demo", dtype=torch.float32).transformer
-    ours = Checkpoint.open("demo")
+    ours = open_checkpoint("demo")
     np.testing.assert_array_equal(ours.tensor("wpe.weight"), theirs.wpe.weight.detach())
     np.testing.assert_array_equal(ours.tensor("h.5.mlp.c_fc.weight"), theirs.h[5].mlp.c_fc.weight.detach().T)
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_config
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.pickle_reader import PickleReader
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.containers.torch_file import read_torch
+from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors()
 
@@ -90,7 +90,7 @@ def test_damaged_safetensors(tmp_path, name):
 def test_the_undamaged_file_of_these_tests_is_read(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(WHOLE)
-    assert {name: tensor.shape for name, tensor in read_safetensors(path).items()} == {"a": (4,), "b": (3, 4)}
+    assert {name: tensor.shape for name, tensor in read_safetensors(path).tensors.items()} == {"a": (4,), "b": (3, 4)}
 
 
 def test_a_folder_in_place_of_a_file(tmp_path):
@@ -101,7 +101,7 @@ def test_a_folder_in_place_of_a_file(tmp_path):
 def test_sizes_in_config_json_that_lie_allocate_nothing(tmp_path):
     for field in ("n_embd", "n_inner", "vocab_size", "n_positions"):
         with pytest.raises(CheckpointError, match=r"config\.json asks for"):
-            Checkpoint.open(write_checkpoint(tmp_path, **{field: 2**31 - 2}))
+            open_checkpoint(write_checkpoint(tmp_path, **{field: 2**31 - 2}))
 
 
 # pytorch_model.bin
@@ -286,7 +286,7 @@ def view(offset=0, shape=(4,), strides=(1,)):
 )
 def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, strides):
     whole = rewrite_zip(torch_bytes({"a": torch.arange(4.0)}), data_pkl=view())
-    assert read_torch(write_bin(tmp_path, whole))["a"].float32().tolist() == [0, 1, 2, 3]
+    assert read_torch(write_bin(tmp_path, whole)).tensors["a"].float32().tolist() == [0, 1, 2, 3]
     outside = rewrite_zip(whole, data_pkl=view(offset, shape, strides))
     refuse(write_bin(tmp_path, outside), "truncated or damaged")
 
@@ -413,7 +413,7 @@ def test_a_legacy_file_that_is_no_state_dict(tmp_path, case):
 
 def test_the_undamaged_legacy_file_of_these_tests_is_read(tmp_path):
     path = write_bin(tmp_path, legacy(view(), ["0"], FOUR))
-    assert read_torch(path)["a"].float32().tolist() == [0, 1, 2, 3]
+    assert read_torch(path).tensors["a"].float32().tolist() == [0, 1, 2, 3]
 
 
 def damage(data, draw):
@@ -441,8 +441,8 @@ def test_random_damage_is_either_refused_or_harmless(tmp_path, form, data):
         path = write_bin(tmp_path, ZIP if form == "zip" else LEGACY)
     path.write_bytes(damage(path.read_bytes(), data.draw))
     try:
-        checkpoint = Checkpoint.open(tmp_path)
+        checkpoint = open_checkpoint(tmp_path)
     except CheckpointError:
         return
-    for name in checkpoint.parameters:
+    for name in checkpoint.stored:
         assert checkpoint.tensor(name).dtype == np.float32

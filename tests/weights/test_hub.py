@@ -15,9 +15,9 @@ from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
 PROGRAM = """
 import json, sys
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.open import open_checkpoint
 try:
-    checkpoint = Checkpoint.open(sys.argv[1])
+    checkpoint = open_checkpoint(sys.argv[1])
 except CheckpointError as error:
     print(json.dumps({"error": str(error)}))
 else:
@@ -28,7 +28,7 @@ BIAS = random_tensors()["transformer.ln_f.bias"].tolist()
 UNWANTED = ("tf_model.h5", "README.md", ".gitattributes", "onnx/model.safetensors", "training_args.bin")
 
 
-def open_checkpoint(home, endpoint, model, **environment):
+def opened(home, endpoint, model, **environment):
     """What a fresh process says that opens `model` with its cache in `home`, and its stderr."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     kept = {name: value for name, value in kept.items() if not name.startswith("HF_")}
@@ -90,29 +90,29 @@ def test_downloaded_once_then_cached_then_offline(tmp_path, form):
     make, weights = FOLDERS[form]
     home = tmp_path / "home"
     with HubServer({"owner/tiny": make(tmp_path / "repo")}) as hub:
-        first, progress = open_checkpoint(home, hub.url, "owner/tiny")
+        first, progress = opened(home, hub.url, "owner/tiny")
         assert first == {"files": sorted(COMMON + weights), "bias": BIAS}
         assert hub.downloaded() == first["files"]  # only what is needed
         assert "Fetching" in progress
         hub.requests.clear()
-        assert open_checkpoint(home, hub.url, "owner/tiny")[0] == first
+        assert opened(home, hub.url, "owner/tiny")[0] == first
         assert hub.downloaded() == []
         hub.requests.clear()
-        assert open_checkpoint(home, hub.url, "owner/tiny", HF_HUB_OFFLINE="1")[0] == first
+        assert opened(home, hub.url, "owner/tiny", HF_HUB_OFFLINE="1")[0] == first
         assert hub.requests == []
-    assert open_checkpoint(home, hub.url, "owner/tiny", HF_HUB_OFFLINE="1")[0] == first
-    assert open_checkpoint(home, hub.url, "owner/tiny")[0] == first  # no network, nobody said so
+    assert opened(home, hub.url, "owner/tiny", HF_HUB_OFFLINE="1")[0] == first
+    assert opened(home, hub.url, "owner/tiny")[0] == first  # no network, nobody said so
 
 
 def test_an_id_without_an_owner(tmp_path):
     with HubServer({"tiny": hub_folder(tmp_path / "repo")}) as hub:
-        assert open_checkpoint(tmp_path / "home", hub.url, "tiny")[0]["bias"] == BIAS
+        assert opened(tmp_path / "home", hub.url, "tiny")[0]["bias"] == BIAS
 
 
 def test_a_local_folder_needs_no_hub(tmp_path):
     hub_folder(tmp_path / "owner")
     with HubServer({}) as hub:
-        assert open_checkpoint(tmp_path / "home", hub.url, "owner")[0]["bias"] == BIAS
+        assert opened(tmp_path / "home", hub.url, "owner")[0]["bias"] == BIAS
         assert hub.requests == []
 
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
     (tmp_path / "none" / "README.md").write_text("x")
 
     def error(model, **environment):
-        return open_checkpoint(home, hub.url, model, **environment)[0]["error"]
+        return opened(home, hub.url, model, **environment)[0]["error"]
 
     with HubServer(folders, gated={"owner/tiny"}) as hub:
         assert "no such model on the Hub" in error("owner/tyni")
@@ -136,7 +136,7 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
 
 
 def test_huggingface_hub_is_imported_for_hub_ids_alone():
-    program = "import sys, tinygpt.weights.checkpoint as c; c.Checkpoint.open('demo'); "
+    program = "import sys, tinygpt.weights.open as o; o.open_checkpoint('demo'); "
     program += "assert not {'huggingface_hub', 'torch', 'transformers'} & set(sys.modules)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], check=True, env=env)

@@ -12,10 +12,9 @@ from support.tiny_checkpoint import C, write_checkpoint
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu, reference
-from tinygpt.weights.adapters.lora import LoraCheckpoint
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers.mapped_file import StoredTensor
-from tinygpt.weights.stored.packed import PackedCheckpoint
+from tinygpt.weights.adapters.lora import merge_lora
+from tinygpt.weights.containers.mapped_file import MappedTensor
+from tinygpt.weights.open import open_checkpoint
 
 peft = pytest.importorskip("peft", reason="peft, which the adapters are compared with, is not installed")
 torch = pytest.importorskip("torch")
@@ -91,7 +90,7 @@ class Case:
 
 
 def make_adapter(folder: Path, variant: Variant) -> Case:
-    from tests.factory import Recipe, make_case
+    from support.factory import Recipe, make_case
 
     fields = {**SIZES, "tie_word_embeddings": variant.tied, **variant.fields}
     make_case(Recipe(variant.name, fields), folder / "base")
@@ -129,8 +128,8 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 22]
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_logits_equal_those_of_peft(variant, tmp_path):
     case = make_adapter(tmp_path, variant)
-    base = Checkpoint.open(case.base)
-    merged = LoraCheckpoint.open(base, case.adapter)
+    base = open_checkpoint(case.base)
+    merged = merge_lora(base, case.adapter)
     expected = peft_logits(case, IDS)
     assert np.abs(logits(base, IDS) - expected).max() > 0.1  # the adapter does something
     np.testing.assert_allclose(logits(merged, IDS), expected, atol=TOLERANCE, rtol=0)
@@ -142,8 +141,10 @@ def test_an_adapter_of_a_model_without_a_head(tmp_path):
     model = transformers.GPT2Model.from_pretrained(case.base)
     lora = peft.LoraConfig(r=3, target_modules=r"h\.1\..*c_proj", init_lora_weights=False)
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "headless")
-    merged = LoraCheckpoint.open(Checkpoint.open(case.base), tmp_path / "headless")
-    assert sorted(merged.updates) == ["h.1.attn.c_proj.weight", "h.1.mlp.c_proj.weight"]
+    base = open_checkpoint(case.base)
+    merged = merge_lora(base, tmp_path / "headless")
+    changed = [name for name in base.stored if merged.stored[name] != base.stored[name]]
+    assert sorted(changed) == ["h.1.attn.c_proj.weight", "h.1.mlp.c_proj.weight"]
     headless = peft.PeftModel.from_pretrained(transformers.GPT2Model.from_pretrained(case.base), tmp_path / "headless")
     with torch.no_grad():
         hidden = headless.eval()(torch.tensor([IDS])).last_hidden_state[0].numpy()
@@ -153,7 +154,7 @@ def test_an_adapter_of_a_model_without_a_head(tmp_path):
 def test_a_model_stays_tied_unless_the_adapter_unties_it(tmp_path):
     def tied(name: str, lora: dict) -> bool:
         case = make_adapter(tmp_path / name, Variant(name, lora))
-        return LoraCheckpoint.open(Checkpoint.open(case.base), case.adapter).tied
+        return merge_lora(open_checkpoint(case.base), case.adapter).tied
 
     assert tied("layers", {"target_modules": ["c_attn"]})
     assert not tied("wte", {"target_modules": ["wte"]})
@@ -166,17 +167,18 @@ def test_an_embedding_that_came_along_is_both_of_a_tied_pair_unless_one_was_trai
     case = make_adapter(tmp_path, Variant("layers", {"target_modules": ["c_attn"], "modules_to_save": saved}))
     wte = np.random.default_rng(0).standard_normal((SIZES["vocab_size"], SIZES["n_embd"]), np.float32)
     change_tensors(case.adapter, **{"base_model.model.transformer.wte.weight": wte})
-    merged = LoraCheckpoint.open(Checkpoint.open(case.base), case.adapter)
+    merged = merge_lora(open_checkpoint(case.base), case.adapter)
     assert merged.tied == (saved is None)
     np.testing.assert_allclose(logits(merged, IDS), peft_logits(case, IDS), atol=TOLERANCE, rtol=0)
 
 
 def test_the_bits_of_a_merged_matrix_are_those_of_a_sum_in_rank_order(plain):
-    merged = LoraCheckpoint.open(Checkpoint.open(plain.base), plain.adapter)
-    update = merged.updates["h.0.attn.c_attn.weight"]
+    base = open_checkpoint(plain.base)
+    merged = merge_lora(base, plain.adapter)
+    update = merged.stored["h.0.attn.c_attn.weight"]
     a, b = update.a.float32(), update.b.float32()
     rows = np.concatenate([np.einsum("or,ri->oi", b[i : i + 1], a) for i in range(len(b))])
-    expected = rows * np.float32(update.scale) + merged.checkpoint.tensor("h.0.attn.c_attn.weight")
+    expected = rows * np.float32(update.scale) + base.tensor("h.0.attn.c_attn.weight")
     np.testing.assert_array_equal(merged.tensor("h.0.attn.c_attn.weight"), expected)
 
 
@@ -187,18 +189,18 @@ def test_adapters_in_half_precision_and_in_a_bin_file(plain, tmp_path):
     (tmp_path / "adapter_config.json").write_text(config)
     torch.save(halves, tmp_path / "adapter_model.bin")
     expected = peft_logits(Case(plain.base, tmp_path), IDS)
-    merged = LoraCheckpoint.open(Checkpoint.open(plain.base), tmp_path)
+    merged = merge_lora(open_checkpoint(plain.base), tmp_path)
     np.testing.assert_allclose(logits(merged, IDS), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_release_reaches_whichever_file_holds_a_parameter(tmp_path, monkeypatch):
     case = make_adapter(tmp_path, Variant("saved", {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}))
-    merged = LoraCheckpoint.open(Checkpoint.open(case.base), case.adapter)
+    merged = merge_lora(open_checkpoint(case.base), case.adapter)
     released = []
-    monkeypatch.setattr(StoredTensor, "release", lambda tensor: released.append(tensor.file.path.parent))
+    monkeypatch.setattr(MappedTensor, "release", lambda tensor: released.append(tensor.path.parent))
     for name in ("lm_head.weight", "wte.weight", "h.0.attn.c_attn.weight"):
         merged.release(name)
-    assert released == [case.adapter, case.base, case.base]
+    assert released == [case.adapter, case.base, case.base, case.adapter, case.adapter]
 
 
 def copied(case: Case, folder: Path) -> Path:
@@ -251,7 +253,7 @@ def change_config(folder: Path, **changes: object) -> None:
 def test_a_config_that_cannot_be_used_is_refused_by_name(plain, tmp_path, changes, named):
     change_config(copied(plain, tmp_path), **changes)
     with pytest.raises(CheckpointError) as refusal:
-        LoraCheckpoint.open(Checkpoint.open(plain.base), tmp_path)
+        merge_lora(open_checkpoint(plain.base), tmp_path)
     assert named in str(refusal.value)
 
 
@@ -288,20 +290,20 @@ B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
 def test_files_that_do_not_fit_are_refused_by_name(plain, tmp_path, change, named):
     change(copied(plain, tmp_path))
     with pytest.raises(CheckpointError) as refusal:
-        LoraCheckpoint.open(Checkpoint.open(plain.base), tmp_path)
+        merge_lora(open_checkpoint(plain.base), tmp_path)
     assert named in str(refusal.value)
 
 
 def test_an_adapter_for_a_model_of_another_size_is_refused(plain, tmp_path):
-    other = Checkpoint.open(write_checkpoint(tmp_path / "other"))
+    other = open_checkpoint(write_checkpoint(tmp_path / "other"))
     with pytest.raises(CheckpointError, match=rf"lora_A.weight is \(3, 12\) and should be \(3, {C}\)"):
-        LoraCheckpoint.open(other, plain.adapter)
+        merge_lora(other, plain.adapter)
 
 
 def test_the_head_of_another_task_is_ignored_by_name(plain, tmp_path):
     score = "base_model.model.score.weight"
     change_tensors(copied(plain, tmp_path), **{score: np.zeros((2, 12), np.float32)})
-    merged = LoraCheckpoint.open(Checkpoint.open(plain.base), tmp_path)
+    merged = merge_lora(open_checkpoint(plain.base), tmp_path)
     assert merged.ignored == ("score.weight",)
 
 
@@ -311,13 +313,13 @@ def test_the_head_of_another_task_is_ignored_by_name(plain, tmp_path):
 )
 def test_an_adapter_that_is_not_there_is_refused(plain, given, named):
     with pytest.raises(CheckpointError) as refusal:
-        LoraCheckpoint.open(Checkpoint.open(plain.base), given)
+        merge_lora(open_checkpoint(plain.base), given)
     assert named in str(refusal.value)
 
 
 def test_a_file_instead_of_a_folder_is_refused(plain):
     with pytest.raises(CheckpointError, match="is a file: give the folder"):
-        LoraCheckpoint.open(Checkpoint.open(plain.base), plain.adapter / "adapter_config.json")
+        merge_lora(open_checkpoint(plain.base), plain.adapter / "adapter_config.json")
 
 
 def test_a_converted_checkpoint_is_refused(plain, tmp_path):
@@ -325,4 +327,4 @@ def test_a_converted_checkpoint_is_refused(plain, tmp_path):
 
     assert main(["convert", str(plain.base), str(tmp_path / "packed"), "--dtype", "float32"]) == 0
     with pytest.raises(CheckpointError, match="is converted"):
-        LoraCheckpoint.open(PackedCheckpoint.open(tmp_path / "packed"), plain.adapter)
+        merge_lora(open_checkpoint(tmp_path / "packed"), plain.adapter)

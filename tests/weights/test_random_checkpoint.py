@@ -10,15 +10,15 @@ from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.weights.architectures.gpt2 import stored_shapes
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.random_checkpoint import SHAPES, RandomCheckpoint
-from tinygpt.weights.stored.packed import open_checkpoint
+from tinygpt.weights.open import open_checkpoint, resolve
+from tinygpt.weights.random_checkpoint import SHAPES
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> RandomCheckpoint:
-    return RandomCheckpoint.open("random:tiny")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint("random:tiny")
 
 
 # Counted by transformers' GPT2LMHeadModel of these sizes.
@@ -30,13 +30,13 @@ def test_shapes_have_as_many_parameters_as_gpt2(shape, count):
     config = SHAPES[shape]
     assert num_parameters(config) == count
     shapes = stored_shapes(config)
-    assert sum(np.prod(shapes[name], dtype=int) for name in RandomCheckpoint.open(f"random:{shape}").names) == count
+    assert sum(np.prod(shapes[name], dtype=int) for name in open_checkpoint(f"random:{shape}").stored) == count
 
 
 def test_tensors_are_the_same_bits_in_any_order(checkpoint):
-    there = {name: checkpoint.tensor(name) for name in checkpoint.names}
-    again = RandomCheckpoint.open("random:tiny")
-    for name in reversed(again.names):
+    there = {name: checkpoint.tensor(name) for name in checkpoint.stored}
+    again = open_checkpoint("random:tiny")
+    for name in reversed(again.stored):
         np.testing.assert_array_equal(again.tensor(name), there[name], err_msg=name)
 
 
@@ -47,7 +47,7 @@ def test_tensors_of_one_shape_differ(checkpoint):
 
 
 def test_the_distribution_has_std_002(checkpoint):
-    for name in checkpoint.names:
+    for name in checkpoint.stored:
         tensor = checkpoint.tensor(name)
         is_gain = "ln_" in name and name.endswith(".weight")
         assert tensor.dtype == np.float32
@@ -57,7 +57,7 @@ def test_the_distribution_has_std_002(checkpoint):
 
 def test_matrices_are_out_by_in_and_the_head_is_the_embedding(checkpoint):
     assert checkpoint.tensor("h.1.attn.c_attn.weight").shape == (192, 64)
-    assert checkpoint.stored("h.1.attn.c_attn.weight").shape == (64, 192)
+    assert checkpoint.stored["h.1.attn.c_attn.weight"].float32().shape == (64, 192)
     np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), checkpoint.tensor("wte.weight"))
     assert checkpoint.tied
 
@@ -92,7 +92,7 @@ def test_an_unknown_shape_is_refused():
 
 def test_what_needs_files_is_refused(tmp_path, capsys):
     with pytest.raises(CheckpointError, match="random:tiny is drawn in memory and has no files"):
-        Checkpoint.open("random:tiny")
+        resolve("random:tiny")
     assert cli.main(["info", "random:tiny"]) == 1
     assert cli.main(["convert", "random:tiny", str(tmp_path / "packed")]) == 2
     assert capsys.readouterr().err.count("drawn in memory") == 2

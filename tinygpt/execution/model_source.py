@@ -8,12 +8,10 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend, name_of
-from tinygpt.weights.adapters.lora import LoraCheckpoint
+from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.random_checkpoint import RandomCheckpoint
-from tinygpt.weights.stored.packed import PackedCheckpoint, open_checkpoint
-
-AnyCheckpoint = Checkpoint | LoraCheckpoint | PackedCheckpoint | RandomCheckpoint
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.stored.packed import PackedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class ModelSource:
     """An opened checkpoint, and how it is to run. LLM's docstring says what each argument of `open` is."""
 
     backend: ModuleType
-    checkpoint: AnyCheckpoint
+    checkpoint: Checkpoint | PackedCheckpoint
     dtype: str
     kv_cache_dtype: str
 
@@ -38,7 +36,7 @@ class ModelSource:
         backend = load_backend(device, dtype)
         checkpoint = open_checkpoint(model)
         if lora is not None:
-            checkpoint = LoraCheckpoint.open(checkpoint, lora)
+            checkpoint = merge_lora(checkpoint, lora)
         dtype = resolve_dtype(dtype, backend, checkpoint)
         return cls(backend, checkpoint, dtype, resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype))
 
@@ -58,7 +56,7 @@ class ModelSource:
         return packed.params_of(self.checkpoint.arrays(layout, packed.PACKING), config, self.dtype)
 
 
-def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: AnyCheckpoint) -> str:
+def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
     """The precision of the weights: "auto" is a converted checkpoint's own, and float32 for any other.
 
     Raises RequestError if a converted checkpoint has another one, or is of no use to the backend.

@@ -1,1 +1,4 @@
-"""What is trained beside a checkpoint, in PEFT's layout: LoRA and soft prompts. May import the rest of weights."""
+"""What is trained beside a checkpoint, in PEFT's layout: LoRA adapters and soft prompts.
+
+Belongs here: reading an adapter's folder, and what it changes in a model. May import all of weights but `open`.
+"""

@@ -1,15 +1,17 @@
 """A folder that PEFT's save_pretrained wrote: adapter_config.json and the tensors that were trained."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.mapped_file import STORED_AS, StoredTensor
+from tinygpt.weights.containers import describe
+from tinygpt.weights.containers.container import StoredTensor
+from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.containers.torch_file import read_torch
-from tinygpt.weights.containers.weight_files import describe
 from tinygpt.weights.json_file import read_json_object
 
 # In the order in which PEFT looks for them; early versions wrote the second.
@@ -18,11 +20,11 @@ READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": r
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What a folder holds: the fields of adapter_config.json, and the tensors by the names in the file."""
+    """What a folder holds: the fields of adapter_config.json, and the tensors by their names in the file."""
 
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) -> AdapterFiles:
@@ -40,7 +42,7 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         )
     for name, read in READERS.items():
         if (path / name).exists():
-            return AdapterFiles(path, config, check_floating(path / name, read(path / name)))
+            return AdapterFiles(path, config, check_floating(path / name, read(path / name).tensors))
     raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
 
 
@@ -60,9 +62,9 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
     )
 
 
-def check_floating(file: Path, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """`tensors`. Raises CheckpointError when one is no floating-point tensor."""
-    others = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in STORED_AS]
+    others = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating]
     if others:
         raise CheckpointError(f"{file} must hold {', '.join(STORED_AS)} and nothing else: {listed(others)}.")
     return tensors

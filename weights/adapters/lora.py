@@ -11,143 +11,109 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import AdapterFiles, listed, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
-from tinygpt.weights.architectures.gpt2 import canonical_name, is_ignored, is_transposed, stored_shapes
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers.mapped_file import StoredTensor
+from tinygpt.weights.architectures import Architecture
+from tinygpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint
+from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.stored.packed import PackedCheckpoint
+from tinygpt.weights.tensor import Derived, Tensor
 
 PREFIX = "base_model.model."  # what PEFT wraps the model in
-EMBEDDINGS = ("wte.weight", "wpe.weight")
-TIED = ("wte.weight", "lm_head.weight")
+EMBEDDINGS = (EMBEDDING, "wpe.weight")
+TIED = (EMBEDDING, HEAD)
 
 
 @dataclass(frozen=True)
-class LowRankUpdate:
-    """What is added to one matrix: scale * b @ a, with a (r, in) and b (out, r)."""
+class AdaptedTensor:
+    """A matrix with its update, W + scale * b @ a, where a is (r, in) and b is (out, r). It is added when it is read.
 
-    a: StoredTensor
-    b: StoredTensor
+    is_transposed: the matrix is stored (in, out), and so is this one.
+    """
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
     scale: float
+    is_transposed: bool
 
-    def added_to(self, weight: np.ndarray) -> np.ndarray:
-        """A new array, summed in float32. `weight` is (out, in)."""
+    def float32(self) -> np.ndarray:
+        """A new array, summed in float32."""
+        weight = self.weight.float32()
         # Not `@`: NumPy's BLAS rounds differently with its number of threads, and is no faster at such ranks.
         updated = np.einsum("or,ri->oi", self.b.float32(), self.a.float32())
         updated *= self.scale
-        updated += weight
-        return updated
+        updated += weight.T if self.is_transposed else weight
+        return updated.T if self.is_transposed else updated
+
+    def release(self) -> None:
+        for tensor in (self.weight, self.a, self.b):
+            tensor.release()
 
 
-@dataclass(frozen=True)
-class LoraCheckpoint:
-    """A checkpoint with an adapter merged into it: the same interface, and memory only for the tensor being read.
+def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint with the adapter in the folder `adapter` merged into it.
 
-    `replaced` are parameters that the adapter holds as a whole, `updates` what is added, both by canonical name.
-    `tied` is false where the adapter changes the token embedding or the head alone, as in the model that was trained.
+    It is tied unless the adapter changes the token embedding or the head alone, as in the model that was trained.
+    Raises CheckpointError, with everything that is wrong, when the adapter cannot be read or belongs to another
+    model, or when the checkpoint is converted.
     """
-
-    checkpoint: Checkpoint
-    ignored: tuple[str, ...]
-    tied: bool
-    replaced: dict[str, StoredTensor]
-    updates: dict[str, LowRankUpdate]
-
-    @classmethod
-    def open(cls, checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> "LoraCheckpoint":
-        """Merge the adapter in the folder `adapter`.
-
-        Raises CheckpointError, with everything that is wrong, when the adapter cannot be read or belongs to another
-        model, or when the checkpoint is converted.
-        """
-        if isinstance(checkpoint, PackedCheckpoint):
-            raise CheckpointError(
-                f"{checkpoint.path} is converted, and an adapter cannot be merged into packed weights: give the "
-                "checkpoint that it was made from."
-            )
-        files = read_adapter(adapter, ("LORA",))
-        lora = LoraConfig.from_dict(files.path / "adapter_config.json", files.config)
-        contents = _sort(files, lora, checkpoint.config)
-        replaced = _with_ties(contents.replaced, contents.saved) if checkpoint.tied else contents.replaced
-        tied = (
-            checkpoint.tied
-            and not any(name in contents.updates for name in TIED)
-            and replaced.get("wte.weight") == replaced.get("lm_head.weight")
+    if isinstance(checkpoint, PackedCheckpoint):
+        raise CheckpointError(
+            f"{checkpoint.path} is converted, and an adapter cannot be merged into packed weights: give the "
+            "checkpoint that it was made from."
         )
-        return cls(checkpoint, checkpoint.ignored + contents.ignored, tied, replaced, contents.updates)
-
-    @property
-    def path(self) -> Path:
-        return self.checkpoint.path
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.checkpoint.config
-
-    def tensor(self, name: str) -> np.ndarray:
-        """The float32 parameter `name`, such as "h.3.attn.c_attn.weight"; every matrix is (out, in)."""
-        if name in self.replaced:
-            array = self.replaced[name].float32()
-            array = array.T if is_transposed(name) else array
-        else:
-            array = self.checkpoint.tensor(name)
-        return self.updates[name].added_to(array) if name in self.updates else array
-
-    def release(self, name: str) -> None:
-        """Let the file's pages behind a parameter leave memory; they are read again when they are touched."""
-        if name in self.replaced:
-            self.replaced[name].release()
-        else:
-            self.checkpoint.release(name)
+    files = read_adapter(adapter, ("LORA",))
+    lora = LoraConfig.from_dict(files.path / "adapter_config.json", files.config)
+    contents = _sort(files, lora, checkpoint)
+    stored, replaced, tied = dict(checkpoint.stored), contents.replaced, checkpoint.tied
+    if tied:
+        stored[HEAD] = stored[EMBEDDING]
+        replaced = _with_ties(replaced, contents.saved)
+        tied = replaced.get(EMBEDDING) == replaced.get(HEAD) and not contents.factors.keys() & set(TIED)
+    stored |= replaced
+    for name, (a, b) in contents.factors.items():
+        scale, is_transposed = lora.scale(contents.modules[name]), checkpoint.architecture.is_transposed(name)
+        stored[name] = AdaptedTensor(stored[name], a, b, scale, is_transposed)
+    return replace(checkpoint, stored=stored, tied=tied, ignored=checkpoint.ignored + contents.ignored)
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What an adapter's file holds, by canonical name; `saved` are the parameters of modules trained as a whole."""
+    """What an adapter's file holds, by canonical name.
 
-    updates: dict[str, LowRankUpdate]
+    `modules` are the names that modules have in the adapted model, which the config refers to. `factors` are a and b of
+    each matrix that is adapted, `replaced` the tensors that are there as a whole, and `saved` the names of those whose
+    modules were trained as a whole.
+    """
+
+    modules: dict[str, str]
+    factors: dict[str, tuple[Tensor, Tensor]]
     replaced: dict[str, StoredTensor]
     saved: frozenset[str]
     ignored: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A matrix that is adapted: its two factors' names and shapes in the file, and the scale of their product."""
-
-    a: str
-    b: str
-    a_shape: tuple[int, int]
-    b_shape: tuple[int, int]
-    scale: float
-    is_embedding: bool
-
-    @property
-    def factors(self) -> tuple[tuple[str, tuple[int, int]], ...]:
-        return (self.a, self.a_shape), (self.b, self.b_shape)
-
-    def update(self, stored: dict[str, StoredTensor]) -> LowRankUpdate:
-        a, b = stored[self.a], stored[self.b]
-        return LowRankUpdate(*((_transposed(a), _transposed(b)) if self.is_embedding else (a, b)), self.scale)
-
-
-def _sort(files: AdapterFiles, lora: LoraConfig, config: ModelConfig) -> _Contents:
+def _sort(files: AdapterFiles, lora: LoraConfig, checkpoint: Checkpoint) -> _Contents:
     """Total, as for a checkpoint: every tensor is used or ignored by name, and every one that is asked for is there."""
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
-    shapes = stored_shapes(config)
-    modules = _modules(stored, shapes)
-    targets = _targets(shapes, modules, lora)
-    factors = {name: shape for target in targets.values() for name, shape in target.factors}
-    file_names, ignored, unexpected = _parameters(stored.keys() - factors.keys(), shapes)
+    architecture = checkpoint.architecture
+    shapes = architecture.stored_shapes(checkpoint.config)
+    modules = _modules(architecture, stored, shapes)
+    factors = {  # PEFT adapts linear layers and embeddings alone: what has two dimensions
+        name: _factors(name, modules[name], shape[::-1] if architecture.is_transposed(name) else shape, lora)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and lora.is_target(modules[name])
+    }
+    wanted = {file_name: shape for pair in factors.values() for file_name, shape in pair.items()}
+    parameters, ignored, unexpected = _parameters(architecture, stored.keys() - wanted.keys(), shapes)
     saved = frozenset(name for name in shapes if lora.is_saved(modules[name]))
-    required = saved | _trained_biases(shapes, modules, targets, lora.bias)
-
-    wanted = factors | {file_name: shapes[name] for name, file_name in file_names.items()}
+    required = saved | _trained_biases(shapes, modules, factors, lora.bias)
+    missing = [name for name in wanted if name not in stored] + sorted(required - parameters.keys())
+    wanted |= {file_name: shapes[name] for name, file_name in parameters.items()}
     problems = {
-        "missing": [name for name in factors if name not in stored] + sorted(required - file_names.keys()),
+        "missing": missing,
         "unexpected": [name for name in files.tensors if not name.startswith(PREFIX)] + unexpected,
         "misshapen": [
             f"{name} is {stored[name].shape} and should be {shape}"
@@ -157,45 +123,45 @@ def _sort(files: AdapterFiles, lora: LoraConfig, config: ModelConfig) -> _Conten
     }
     if any(problems.values()) or not stored:
         raise CheckpointError(_explain(files.path, problems))
-    updates = {name: target.update(stored) for name, target in targets.items()}
-    return _Contents(updates, {name: stored[file_names[name]] for name in file_names}, saved, tuple(ignored))
+    return _Contents(
+        modules,
+        {name: _oriented(name, *(stored[file_name] for file_name in pair)) for name, pair in factors.items()},
+        {name: stored[file_name] for name, file_name in parameters.items()},
+        saved,
+        tuple(ignored),
+    )
 
 
-def _modules(stored: Iterable[str], shapes: Iterable[str]) -> dict[str, str]:
-    """The name that each parameter's module has in the adapted model, which patterns in the config refer to."""
+def _modules(architecture: Architecture, stored: Iterable[str], shapes: Iterable[str]) -> dict[str, str]:
     # GPT2LMHeadModel has its layers in `transformer`; a GPT2Model, which has no head, has them at the top.
-    root = max((name.removesuffix(canonical_name(name)) for name in stored), key=len, default="")
+    root = max((name.removesuffix(architecture.canonical_name(name)) for name in stored), key=len, default="")
     paths = {name: name.rpartition(".")[0] for name in shapes}
     return {name: path if path == "lm_head" else root + path for name, path in paths.items()}
 
 
-def _targets(shapes: dict[str, tuple[int, ...]], modules: dict[str, str], lora: LoraConfig) -> dict[str, _Target]:
-    """What is adapted, by canonical name: of GPT-2's modules, PEFT adapts linear layers and embeddings alone."""
-    return {
-        name: _target(name, modules[name], shape, lora)
-        for name, shape in shapes.items()
-        if (is_transposed(name) or name in (*EMBEDDINGS, *TIED)) and lora.is_target(modules[name])
-    }
-
-
-def _target(name: str, module: str, shape: tuple[int, ...], lora: LoraConfig) -> _Target:
-    out, inner = shape[::-1] if is_transposed(name) else shape
-    r, scale = lora.rank(module), lora.scale(module)
+def _factors(name: str, module: str, shape: tuple[int, ...], lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """The names and shapes in the file of a and b, the factors of an (out, in) matrix of `shape`."""
+    (out, inner), r = shape, lora.rank(module)
     if name in EMBEDDINGS:  # PEFT takes an embedding for a layer from V to C, which is wte's transpose
-        return _Target(f"{module}.lora_embedding_B", f"{module}.lora_embedding_A", (inner, r), (r, out), scale, True)
-    return _Target(f"{module}.lora_A.weight", f"{module}.lora_B.weight", (r, inner), (out, r), scale, False)
+        return {f"{module}.lora_embedding_B": (inner, r), f"{module}.lora_embedding_A": (r, out)}
+    return {f"{module}.lora_A.weight": (r, inner), f"{module}.lora_B.weight": (out, r)}
+
+
+def _oriented(name: str, a: StoredTensor, b: StoredTensor) -> tuple[Tensor, Tensor]:
+    return (Derived(np.transpose, (a,)), Derived(np.transpose, (b,))) if name in EMBEDDINGS else (a, b)
 
 
 def _parameters(
-    names: Iterable[str], shapes: dict[str, tuple[int, ...]]
+    architecture: Architecture, names: Iterable[str], shapes: Iterable[str]
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """The names in the file of parameters by canonical name, of what is ignored, and of what is unexpected."""
     file_names, ignored, unexpected = {}, [], []
     for name in sorted(names):
-        canonical = canonical_name(name.replace(".base_layer.", "."))  # the adapted layer itself, beside its factors
+        # ".base_layer." is the adapted layer itself, beside its factors.
+        canonical = architecture.canonical_name(name.replace(".base_layer.", "."))
         if canonical in shapes and canonical not in file_names:
             file_names[canonical] = name
-        elif is_ignored(canonical):
+        elif architecture.is_ignored(canonical):
             ignored.append(name)
         else:
             unexpected.append(name)
@@ -205,21 +171,14 @@ def _parameters(
 def _trained_biases(
     shapes: Iterable[str], modules: dict[str, str], targets: Iterable[str], bias: str
 ) -> frozenset[str]:
-    biases = frozenset(name for name in shapes if name.endswith(".bias"))
-    adapted = {modules[name] for name in targets}
-    return {"all": biases, "lora_only": frozenset(name for name in biases if modules[name] in adapted)}.get(
-        bias, frozenset()
-    )
+    adapted = {"all": set(modules.values()), "lora_only": {modules[name] for name in targets}, "none": set()}[bias]
+    return frozenset(name for name in shapes if name.endswith(".bias") and modules[name] in adapted)
 
 
 def _with_ties(replaced: dict[str, StoredTensor], saved: frozenset[str]) -> dict[str, StoredTensor]:
     """A tied matrix that came along under one of its names is the other one too, unless that was trained apart."""
     shared = [replaced[name] for name in TIED if name in replaced and name not in saved]
     return replaced | {name: shared[0] for name in TIED if shared and name not in saved}
-
-
-def _transposed(tensor: StoredTensor) -> StoredTensor:
-    return replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1])
 
 
 def _explain(path: Path, problems: dict[str, list[str]]) -> str:

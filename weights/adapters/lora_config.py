@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.field_checks import is_bool, is_number, is_whole, wrong_fields
 
 BIASES = ("none", "all", "lora_only")
 # Ways to initialise that leave the base model's weights alone; all others come with a base model of their own.
@@ -122,11 +123,7 @@ def _not_implemented(values: dict[str, Any]) -> list[str]:
 
 
 def _impossible(values: dict[str, Any]) -> list[str]:
-    problems = [
-        f"{name} is {values[name]!r} and must be {wanted}"
-        for name, (is_possible, wanted) in CHECKS.items()
-        if name in values and not is_possible(values[name])
-    ]
+    problems = wrong_fields(values, CHECKS)
     if not values.get("target_modules"):
         problems.append("target_modules is empty and must name the modules that are adapted")
     if isinstance(values.get("target_modules"), str) and values.get("layers_to_transform"):
@@ -153,16 +150,12 @@ def _is_selection(value: Any) -> bool:
     return _is_pattern(value) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_rank(value: Any) -> bool:
-    return _is_whole(value) and 0 < value < 2**31
+    return is_whole(value) and 0 < value < 2**31
 
 
 def _is_number(value: Any) -> bool:
-    return (_is_whole(value) or isinstance(value, float)) and abs(value) < 2**31  # and no NaN
+    return is_number(value) and abs(value) < 2**31  # and no NaN
 
 
 def _is_table(value: Any, is_possible: Callable[[Any], bool]) -> bool:
@@ -173,13 +166,13 @@ def _is_table(value: Any, is_possible: Callable[[Any], bool]) -> bool:
 CHECKS = {
     "target_modules": (_is_selection, "a list of names or a regular expression"),
     "exclude_modules": (_is_selection, "a list of names or a regular expression"),
-    "layers_to_transform": (lambda value: isinstance(value, list) and all(map(_is_whole, value)), "layers' numbers"),
+    "layers_to_transform": (lambda value: isinstance(value, list) and all(map(is_whole, value)), "layers' numbers"),
     "layers_pattern": (_are_patterns, "a list of regular expressions"),
     "modules_to_save": (_are_patterns, "a list of names"),
     "r": (_is_rank, "a whole number from 1 up"),
     "rank_pattern": (lambda value: _is_table(value, _is_rank), "whole numbers from 1 up by regular expression"),
     "lora_alpha": (_is_number, "a number"),
     "alpha_pattern": (lambda value: _is_table(value, _is_number), "numbers by regular expression"),
-    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+    "use_rslora": (is_bool, "true or false"),
     "bias": (lambda value: value in BIASES, f"one of {', '.join(BIASES)}"),
 }

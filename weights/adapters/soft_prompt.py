@@ -6,6 +6,7 @@ that a file holds one tensor, `prompt_embeddings`, whose width tells the two kin
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import AdapterFiles, check_floating, existing_path, listed, read_adapter
-from tinygpt.weights.containers.mapped_file import StoredTensor
+from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 
 KINDS = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
@@ -46,14 +47,14 @@ def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> Sof
     """
     path = existing_path(source)
     if not path.is_dir():
-        return _soft_prompt(path, _only_tensor(path, check_floating(path, read_safetensors(path))), config)
+        return _soft_prompt(path, _only_tensor(path, check_floating(path, read_safetensors(path).tensors)), config)
     files = read_adapter(path, tuple(KINDS))
     prompt = _soft_prompt(path, _only_tensor(path, files.tensors), config)
     _check_config(files, prompt, config)
     return prompt
 
 
-def _only_tensor(path: Path, tensors: dict[str, StoredTensor]) -> np.ndarray:
+def _only_tensor(path: Path, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
     if list(tensors) != [TENSOR]:
         raise CheckpointError(
             f"{path} must hold one tensor, {TENSOR}, as PEFT saves a soft prompt, and holds {listed(list(tensors))}."

@@ -1,4 +1,4 @@
-"""A file mapped into memory, and the tensors that lie in it."""
+"""A file mapped into memory, and the arrays that lie in it."""
 
 import mmap
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ class MappedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one tensor lies in a file: `strides` in elements, `offset` in bytes from the file's start."""
+class MappedTensor:
+    """A StoredTensor that lies in a file as an array: `strides` in elements, `offset` in bytes from its start."""
 
     file: MappedFile
     dtype: str
@@ -49,8 +49,16 @@ class StoredTensor:
     strides: tuple[int, ...]
     offset: int
 
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype in STORED_AS
+
     def float32(self) -> np.ndarray:
-        """The tensor as float32: a view into the file where it holds aligned float32, otherwise a copy."""
+        """A view of the file where it holds aligned float32, otherwise a copy."""
         stored = np.dtype(STORED_AS[self.dtype])
         strides = tuple(stride * stored.itemsize for stride in self.strides)
         array = np.ndarray(self.shape, stored, self.file.data, self.offset, strides)
@@ -61,7 +69,7 @@ class StoredTensor:
         return bits.view(np.float32)
 
     def release(self) -> None:
-        """Tell the operating system that the whole pages behind this tensor may leave memory."""
+        """Tell the operating system that the pages that hold nothing but this tensor may leave memory."""
         if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
             return
         extent = element_extent(self.shape, self.strides) * np.dtype(STORED_AS[self.dtype]).itemsize

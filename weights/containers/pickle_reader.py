@@ -105,14 +105,6 @@ class PickleReader:
             "run. If you trust the file, convert it to safetensors with the library that wrote it."
         )
 
-    # What each instruction does. `argument` is None for those that take none.
-
-    def _ignore(self, argument: Any) -> None:
-        """PROTO, STOP: nothing to do."""
-
-    def _mark(self, argument: None) -> None:
-        self.marks.append(len(self.stack))
-
     def _pop_to_mark(self) -> list[Any]:
         mark = self.marks.pop()
         items = self.stack[mark:]
@@ -129,27 +121,9 @@ class PickleReader:
     def _put(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
 
-    def _get(self, index: int) -> None:
-        self.stack.append(self.memo[index])
-
-    def _tuple(self, argument: None) -> None:
-        self.stack.append(tuple(self._pop_to_mark()))
-
-    def _append(self, argument: None) -> None:
-        self._extend_list(self._pop(1))
-
-    def _appends(self, argument: None) -> None:
-        self._extend_list(self._pop_to_mark())
-
     def _extend_list(self, items: list[Any]) -> None:
         _expect(self.stack[-1], list)
         self.stack[-1].extend(items)
-
-    def _set_item(self, argument: None) -> None:
-        self._update_dict(self._pop(2))
-
-    def _set_items(self, argument: None) -> None:
-        self._update_dict(self._pop_to_mark())
 
     def _update_dict(self, items: list[Any]) -> None:
         _expect(self.stack[-1], dict)
@@ -231,26 +205,23 @@ CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 CONTAINERS: dict[str, Callable] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 
 
-def _tuple_of(count: int) -> Callable[[PickleReader, None], None]:
-    return lambda reader, argument: reader.stack.append(tuple(reader._pop(count)))
-
-
+# Each takes the reader and the instruction's argument, None for those that have none.
 INSTRUCTIONS: dict[str, Callable[[PickleReader, Any], None]] = {
-    "PROTO": PickleReader._ignore,
-    "STOP": PickleReader._ignore,
-    "MARK": PickleReader._mark,
+    "PROTO": lambda reader, _: None,
+    "STOP": lambda reader, _: None,
+    "MARK": lambda reader, _: reader.marks.append(len(reader.stack)),
     "BINPUT": PickleReader._put,
     "LONG_BINPUT": PickleReader._put,
-    "BINGET": PickleReader._get,
-    "LONG_BINGET": PickleReader._get,
-    "TUPLE": PickleReader._tuple,
-    "TUPLE1": _tuple_of(1),
-    "TUPLE2": _tuple_of(2),
-    "TUPLE3": _tuple_of(3),
-    "APPEND": PickleReader._append,
-    "APPENDS": PickleReader._appends,
-    "SETITEM": PickleReader._set_item,
-    "SETITEMS": PickleReader._set_items,
+    "BINGET": lambda reader, index: reader.stack.append(reader.memo[index]),
+    "LONG_BINGET": lambda reader, index: reader.stack.append(reader.memo[index]),
+    "TUPLE": lambda reader, _: reader.stack.append(tuple(reader._pop_to_mark())),
+    "TUPLE1": lambda reader, _: reader.stack.append(tuple(reader._pop(1))),
+    "TUPLE2": lambda reader, _: reader.stack.append(tuple(reader._pop(2))),
+    "TUPLE3": lambda reader, _: reader.stack.append(tuple(reader._pop(3))),
+    "APPEND": lambda reader, _: reader._extend_list(reader._pop(1)),
+    "APPENDS": lambda reader, _: reader._extend_list(reader._pop_to_mark()),
+    "SETITEM": lambda reader, _: reader._update_dict(reader._pop(2)),
+    "SETITEMS": lambda reader, _: reader._update_dict(reader._pop_to_mark()),
     "BUILD": PickleReader._build,
     "GLOBAL": PickleReader._global,
     "BINPERSID": PickleReader._persistent_id,

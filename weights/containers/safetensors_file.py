@@ -10,16 +10,17 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.mapped_file import MappedFile, StoredTensor, contiguous_strides
+from tinygpt.weights.containers.container import Container
+from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, contiguous_strides
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
-def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Where every tensor of a safetensors file lies. Raises CheckpointError when the file is damaged.
+def read_safetensors(path: Path) -> Container:
+    """What a safetensors file holds. Raises CheckpointError when the file is damaged.
 
-    The safetensors library checks the file, header and offsets included; the mapping is ours because the
-    library copies every tensor that it hands out and has no bfloat16 for NumPy.
+    The safetensors library checks the file, header and offsets included. The mapping is ours, because the library
+    copies every tensor that it hands out and has no bfloat16 for NumPy.
     """
     file = MappedFile(path)
     try:
@@ -30,11 +31,11 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     (header_size,) = struct.unpack_from("<Q", file.data)
     start = 8 + header_size
     header = json.loads(file.data[8:start])
-    header.pop("__metadata__", None)
-    return {name: _stored(file, start, entry) for name, entry in header.items()}
+    metadata = header.pop("__metadata__", None) or {}
+    return Container({name: _tensor(file, start, entry) for name, entry in header.items()}, metadata)
 
 
-def _stored(file: MappedFile, start: int, entry: dict) -> StoredTensor:
+def _tensor(file: MappedFile, start: int, entry: dict) -> MappedTensor:
     shape = tuple(entry["shape"])
     dtype = DTYPES.get(entry["dtype"], entry["dtype"])
-    return StoredTensor(file, dtype, shape, contiguous_strides(shape), start + entry["data_offsets"][0])
+    return MappedTensor(file, dtype, shape, contiguous_strides(shape), start + entry["data_offsets"][0])

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.mapped_file import MappedFile, StoredTensor, element_extent
+from tinygpt.weights.containers.container import Container
+from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, element_extent
 from tinygpt.weights.containers.pickle_reader import PickleReader, Storage, StridedView
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
@@ -24,15 +25,15 @@ PROTOCOL_VERSION = 1001
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of its name and its extra field
 
 
-def read_torch(path: Path) -> dict[str, StoredTensor]:
-    """Where every tensor of a state dict lies. Raises CheckpointError when the file is damaged or hostile."""
+def read_torch(path: Path) -> Container:
+    """The tensors of a state dict. Raises CheckpointError when the file is damaged or hostile."""
     file = MappedFile(path)
     if file.data[:4] == b"PK\x03\x04":
         structure, storages = _read_zip(file)
     else:
         structure, storages = _read_legacy(file)
     _check_state_dict(file, structure)
-    return {name: _stored(file, name, view, storages) for name, view in structure.items()}
+    return Container({name: _tensor(file, name, view, storages) for name, view in structure.items()})
 
 
 def _check_state_dict(file: MappedFile, structure: Any) -> None:
@@ -50,7 +51,7 @@ def _check_state_dict(file: MappedFile, structure: Any) -> None:
         )
 
 
-def _stored(file: MappedFile, name: str, view: StridedView, storages: dict[str, range]) -> StoredTensor:
+def _tensor(file: MappedFile, name: str, view: StridedView, storages: dict[str, range]) -> MappedTensor:
     """Put a view into the file, checked against its storage so that nothing outside is ever read."""
     storage = view.storage
     found = storages.get(storage.key, range(0))
@@ -62,7 +63,7 @@ def _stored(file: MappedFile, name: str, view: StridedView, storages: dict[str, 
             f"{file.path} holds {len(found)} bytes for the storage of {name}, which reaches to byte {end}: "
             "the file is truncated or damaged, download it again."
         )
-    return StoredTensor(file, storage.dtype, view.shape, view.strides, found.start + view.offset * itemsize)
+    return MappedTensor(file, storage.dtype, view.shape, view.strides, found.start + view.offset * itemsize)
 
 
 def _itemsize(storage: Storage) -> int:

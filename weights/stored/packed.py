@@ -17,16 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
 
 from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.checkpoint import Checkpoint, read_config
-from tinygpt.weights.containers.mapped_file import StoredTensor
+from tinygpt.weights.checkpoint import read_config
+from tinygpt.weights.containers import CONTAINERS
+from tinygpt.weights.containers.mapped_file import MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
-from tinygpt.weights.containers.weight_files import FORMATS
-from tinygpt.weights.open import resolve
-from tinygpt.weights.random_checkpoint import RandomCheckpoint, is_random
 
 PACKED_FILE = "model.tinygpt.safetensors"
 FORMAT, VERSION = "tinygpt packed weights", "2"
@@ -50,23 +47,24 @@ class PackedCheckpoint:
     config: ModelConfig
     dtype: str
     tied: bool
-    metadata: dict[str, str]
-    stored: dict[str, StoredTensor]
+    metadata: Mapping[str, str]
+    stored: Mapping[str, MappedTensor]
     checksum: Future[str]
 
     @classmethod
     def open(cls, path: Path) -> "PackedCheckpoint":
         """Open a folder that holds PACKED_FILE. Raises CheckpointError when that is damaged, or not of this version."""
         file = path / PACKED_FILE
-        for form in FORMATS:
-            if (path / form.whole).exists():
-                raise CheckpointError(f"{path} holds both {PACKED_FILE} and {form.whole}: move one to another folder.")
-        config = read_config(path)
+        for name in CONTAINERS:
+            if (path / name).exists():
+                raise CheckpointError(f"{path} holds both {PACKED_FILE} and {name}: move one to another folder.")
+        _, config = read_config(path)
         try:
-            stored = read_safetensors(file)
+            packed = read_safetensors(file)
         except CheckpointError as error:
             raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
-        metadata = _read_metadata(file)
+        metadata, stored = packed.metadata, packed.tensors
+        _check_metadata(file, metadata)
         tied = metadata["tied"] == "true"
         return cls(path, config, metadata["dtype"], tied, metadata, stored, _begin_checksum(stored))
 
@@ -97,17 +95,6 @@ class PackedCheckpoint:
         return {name: _view(self.stored[name], *layout[name]) for name in layout}
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint | PackedCheckpoint | RandomCheckpoint:
-    """Open "demo", a local folder, converted or not, "random:SHAPE", or a Hub id.
-
-    Raises CheckpointError as their `open` does.
-    """
-    if is_random(model):
-        return RandomCheckpoint.open(model)
-    path = resolve(model)
-    return PackedCheckpoint.open(path) if (path / PACKED_FILE).exists() else Checkpoint.open(path)
-
-
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
     """Write PACKED_FILE into the folder and read it back. CheckpointError where the disk did not keep the data."""
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
@@ -120,7 +107,7 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
             file.write(_bytes(array))
         file.flush()
         os.fsync(file.fileno())
-    if _checksum([_data(read_safetensors(path))]) != checksum:
+    if _checksum([_data(read_safetensors(path).tensors)]) != checksum:
         raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
     return path
 
@@ -135,9 +122,7 @@ def _header(ordered: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str])
     return struct.pack("<Q", len(text)) + text
 
 
-def _read_metadata(file: Path) -> dict[str, str]:
-    with safe_open(file, framework="numpy") as opened:
-        metadata = opened.metadata() or {}
+def _check_metadata(file: Path, metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{file} is a safetensors file that was not made by tinygpt's convert: {CONVERT_AGAIN}")
     if metadata.get("version") != VERSION:
@@ -147,10 +132,9 @@ def _read_metadata(file: Path) -> dict[str, str]:
         )
     if metadata.get("dtype") not in DTYPES or metadata.get("tied") not in ("true", "false"):
         raise CheckpointError(f"{file} has damaged metadata, {metadata}: {CONVERT_AGAIN}")
-    return metadata
 
 
-def _differences(stored: dict[str, StoredTensor], layout: Layout) -> Iterable[str]:
+def _differences(stored: Mapping[str, MappedTensor], layout: Layout) -> Iterable[str]:
     yield from (f"{name} is missing" for name in layout if name not in stored)
     yield from (f"{name} is unexpected" for name in stored if name not in layout)
     for name in layout.keys() & stored.keys():
@@ -161,7 +145,7 @@ def _differences(stored: dict[str, StoredTensor], layout: Layout) -> Iterable[st
             yield f"{name} does not start on its boundary"
 
 
-def _view(tensor: StoredTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _view(tensor: MappedTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.ndarray(shape, dtype, tensor.file.data, tensor.offset)
 
 
@@ -169,13 +153,13 @@ def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _data(stored: Mapping[str, StoredTensor]) -> memoryview:
+def _data(stored: Mapping[str, MappedTensor]) -> memoryview:
     """All of the file that lies behind its header."""
     data = memoryview(next(iter(stored.values())).file.data)
     return data[min(tensor.offset for tensor in stored.values()) :]
 
 
-def _begin_checksum(stored: Mapping[str, StoredTensor]) -> Future[str]:
+def _begin_checksum(stored: Mapping[str, MappedTensor]) -> Future[str]:
     """Read the data in a thread of its own: zlib lets go of the interpreter's lock."""
     reader = ThreadPoolExecutor(1)
     future = reader.submit(lambda: _checksum([_data(stored)]))

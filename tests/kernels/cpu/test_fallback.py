@@ -23,7 +23,7 @@ from tinygpt.execution.backend import resolve_kv_cache_dtype
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
 from tinygpt.kernels.cpu.model import take_steps
-from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def whole_logits(dtype: str) -> np.ndarray:
 
 def logits_in_pieces(dtype: str) -> np.ndarray:
     """(T, V), in chunks, on two threads, behind another sequence."""
-    checkpoint, count = Checkpoint.open("demo"), 2 * len(TOKENS)
+    checkpoint, count = open_checkpoint("demo"), 2 * len(TOKENS)
     params = cpu.load_params(checkpoint, dtype, 2)
     cache = cpu.new_kv_cache(checkpoint.config, 2, len(TOKENS), resolve_kv_cache_dtype("auto", "cpu", dtype))
     workspace = cpu.new_workspace(checkpoint.config, count, count, 2, dtype)

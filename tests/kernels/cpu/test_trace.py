@@ -10,6 +10,7 @@ from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.trace import final_norm
 from tinygpt.kernels.reference.layers import layer_norm
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
 LENGTH = 70
@@ -24,7 +25,7 @@ def case(request, tmp_path_factory):
 
 
 def machine(backend, folder, dtype):
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     cache_dtype = "float32" if dtype == "float32" else "bfloat16"
     return (
         backend.load_params(checkpoint, dtype, 2),
@@ -91,7 +92,7 @@ class OutlierGains:
 
 
 def test_the_last_hidden_state_is_free_of_smoothing(case):
-    checkpoint = OutlierGains(Checkpoint.open(str(case.folder)))
+    checkpoint = OutlierGains(open_checkpoint(str(case.folder)))
     params, x = cpu.load_params(checkpoint, "int8", 1), np.random.default_rng(0).standard_normal((4, 48))
     assert np.ptp(params.head_factors) > 0.5  # there is something to undo
     expected = layer_norm(reference.load_params(checkpoint), "ln_f", x)

@@ -31,7 +31,7 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, perplexity
 from tinygpt.llm import LLM
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.stored.packed import open_checkpoint
+from tinygpt.weights.open import open_checkpoint
 
 SOURCE = "jdvin/whistle-stop"
 STUDY = Study(

@@ -89,5 +89,5 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
         for name in (*CONFIG_FILES, *TOKENIZER_FILES):
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, folder / name)
-    files = {tensor.file.path for tensor in checkpoint.parameters.values()}
+    files = {tensor.path for tensor in checkpoint.stored.values()}
     return sum(file.stat().st_size for file in files), after

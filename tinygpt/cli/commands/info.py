@@ -13,7 +13,7 @@ from tinygpt.cli.report import print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from tinygpt.weights.containers.mapped_file import StoredTensor
+    from tinygpt.weights.containers.container import StoredTensor
 
 SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what of it would be refused"
 # Bits of an element by its dtype's name, which safetensors writes short where a tensor cannot be a weight.
@@ -39,20 +39,19 @@ def describe(path: Path) -> dict[str, Any]:
     `refused` lists why the checkpoint cannot be loaded; `config`, `tied` and `ignored` are None where that keeps them
     from being known. Sizes are in bytes, as the tensors lie in the files.
     """
-    from tinygpt.weights.checkpoint import read_config
-    from tinygpt.weights.inventory import take_inventory
+    from tinygpt.weights.checkpoint import match, read_config
     from tinygpt.weights.stored.packed import PACKED_FILE
 
     refused: list[str] = []
-    config = _attempt(refused, read_config, path)
+    architecture, config = _attempt(refused, read_config, path) or (None, None)
     is_packed = (path / PACKED_FILE).exists()
     stored = _attempt(refused, _stored_packed if is_packed else _stored, path)
     tied = ignored = dtype = None
     if config and stored and is_packed:
         dtype, tied = _attempt(refused, _check_packed, path) or (None, None)
     elif config and stored:
-        inventory = _attempt(refused, take_inventory, path, stored, config)
-        tied, ignored = (inventory.tied, list(inventory.ignored)) if inventory else (None, None)
+        checkpoint = _attempt(refused, match, path, architecture, config, stored)
+        tied, ignored = (checkpoint.tied, list(checkpoint.ignored)) if checkpoint else (None, None)
     files = _files(path, stored or {})
     return {
         "path": str(path),
@@ -78,16 +77,16 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
 
 
 def _stored(path: Path) -> "dict[str, StoredTensor]":
-    from tinygpt.weights.containers.weight_files import read_weights
+    from tinygpt.weights.containers import read_weights
 
-    return read_weights(path)
+    return read_weights(path).tensors
 
 
 def _stored_packed(path: Path) -> "dict[str, StoredTensor]":
     from tinygpt.weights.containers.safetensors_file import read_safetensors
     from tinygpt.weights.stored.packed import PACKED_FILE
 
-    return read_safetensors(path / PACKED_FILE)
+    return read_safetensors(path / PACKED_FILE).tensors
 
 
 def _check_packed(path: Path) -> tuple[str, bool]:
@@ -102,7 +101,7 @@ def _check_packed(path: Path) -> tuple[str, bool]:
 def _tensor(tensor: "StoredTensor") -> dict[str, Any]:
     bits = BITS.fullmatch(tensor.dtype)  # none in bool, and in kinds of float8
     size = math.prod(tensor.shape) * (int(bits[1]) // 8 if bits else 1)
-    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "size": size, "file": tensor.file.path.name}
+    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "size": size, "file": tensor.path.name}
 
 
 def _tokenizer(path: Path) -> dict[str, Any]:
@@ -118,11 +117,11 @@ def _tokenizer(path: Path) -> dict[str, Any]:
 
 def _files(path: Path, stored: "dict[str, StoredTensor]") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
-    from tinygpt.weights.containers.weight_files import FORMATS
+    from tinygpt.weights.containers import CONTAINERS
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
 
     # Where they cannot be read, their hashes say whether they are what was to be downloaded.
-    weights = {tensor.file.path.name for tensor in stored.values()} or {form.whole for form in FORMATS}
+    weights = {tensor.path.name for tensor in stored.values()} or set(CONTAINERS)
     names = [*CONFIG_FILES, *sorted(weights), *TOKENIZER_FILES]
     return {
         name: {"size": (path / name).stat().st_size, "sha256": _hash_of_file(path / name)}

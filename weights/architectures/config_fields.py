@@ -1,0 +1,76 @@
+"""ModelConfig from the fields of config.json, for every architecture."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tinygpt.config import ACTIVATIONS, ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.field_checks import Checks, is_bool, is_number, is_whole, wrong_fields
+
+# The largest of each that is believed: beyond, config.json is damaged, or an attack on memory.
+SIZES = {
+    **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_head", "n_inner"), 2**31 - 1),
+    "n_layer": 10_000,
+}
+BOOLEANS = (
+    "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
+    "reorder_and_upcast_attn",
+    "tie_word_embeddings",
+)
+
+
+def checked_config(values: dict[str, Any], generation: dict[str, Any] | None, checks: Checks) -> ModelConfig:
+    """ModelConfig from `values`, which go by its names, and from generation_config.json, where there is one.
+
+    As in transformers, the ids that end a text come from generation_config.json alone where that exists, even if it
+    names none. `checks` are the architecture's own. Raises one CheckpointError that names every field that is
+    impossible or not implemented.
+    """
+    ending = values if generation is None else {"eos_token_id": None, **generation}
+    starting = generation if generation and generation.get("bos_token_id") is not None else values
+    values = {
+        **values,
+        "bos_token_id": starting.get("bos_token_id", ModelConfig.bos_token_id),
+        "eos_token_id": ending.get("eos_token_id", ModelConfig.eos_token_ids[0]),
+    }
+    problems = wrong_fields(values, checks | CHECKS)
+    n_embd, n_head = (values.get(name, getattr(ModelConfig, name)) for name in ("n_embd", "n_head"))
+    if is_whole(n_embd) and is_whole(n_head) and n_head > 0 and n_embd % n_head:
+        problems.append(f"n_embd {n_embd} cannot be divided into {n_head} heads (n_head)")
+    if problems:
+        raise CheckpointError(
+            f"config.json or generation_config.json cannot be used: {'; '.join(problems)}. "
+            "Correct the file, or take another checkpoint."
+        )
+    fields = {name: values[name] for name in ModelConfig.__dataclass_fields__ if name in values}
+    return ModelConfig(**fields, eos_token_ids=_as_tuple(values["eos_token_id"]))
+
+
+def _as_tuple(token_ids: Any) -> tuple[Any, ...]:
+    if isinstance(token_ids, list):
+        return tuple(token_ids)
+    return () if token_ids is None else (token_ids,)
+
+
+def _is_size(largest: int) -> Callable[[Any], bool]:
+    return lambda value: is_whole(value) and 1 <= value <= largest
+
+
+# Token ids outside the vocabulary are believed, as transformers does: they are simply never produced.
+CHECKS: Checks = {
+    "quantization_config": (lambda value: value is None, "absent, because quantised checkpoints are not implemented"),
+    "activation_function": (
+        lambda value: isinstance(value, str) and value in ACTIVATIONS,
+        f"one of {', '.join(ACTIVATIONS)}, which are implemented",
+    ),
+    **{name: (_is_size(most), f"a whole number from 1 to {most}") for name, most in SIZES.items()},
+    "n_inner": (lambda value: value is None or _is_size(SIZES["n_inner"])(value), "a whole number from 1 up, or null"),
+    **dict.fromkeys(BOOLEANS, (is_bool, "true or false")),
+    "layer_norm_epsilon": (lambda value: is_number(value) and 0 <= value < float("inf"), "a number from 0 up"),
+    "bos_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
+    "eos_token_id": (
+        lambda value: all(map(is_whole, _as_tuple(value))),
+        "a token id, a list of token ids or null",
+    ),
+}

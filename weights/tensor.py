@@ -1,0 +1,32 @@
+"""Tensors that are read only when they are asked for, wherever they come from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+class Tensor(Protocol):
+    """A tensor in a file, one that is drawn at random, or one made of others."""
+
+    def float32(self) -> np.ndarray:
+        """Its elements: a view of what is in memory already where that is possible, otherwise a copy."""
+
+    def release(self) -> None:
+        """Let the file's pages behind it leave memory; they are read again when they are touched."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What `make` returns for the arrays of `sources`: a matrix transposed, or several joined into one."""
+
+    make: Callable[..., np.ndarray]
+    sources: tuple[Tensor, ...]
+
+    def float32(self) -> np.ndarray:
+        return self.make(*(source.float32() for source in self.sources))
+
+    def release(self) -> None:
+        for source in self.sources:
+            source.release()
