@@ -25,13 +25,11 @@ from support.library_tokenizers import (
     write,
     write_pair,
 )
-from support.paths import DEMO, ROOT
+from support.paths import DATA, DEMO, ROOT
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.bpe_merges import UnorderedMerges, token_ranks
 from tinygpt.tokenizer.byte_level import _CHARACTERS
 from tinygpt.tokenizer.tokenizer import Tokenizer
-
-SHARED = ROOT.parent / "shared" / "data"
 
 # Parts that meet in odd places: contractions, white space of every kind, marks, joiners, either direction.
 PARTS = (
@@ -293,7 +291,7 @@ class TestFiles:
             assert_equal(ours, theirs, text)
 
     def test_gpt2(self, tmp_path):
-        source, tales = SHARED / "gpt2-bpe", SHARED / "tales" / "val.txt"
+        source, tales = DATA / "gpt2-bpe", DATA / "tales" / "val.txt"
         if not (source.is_dir() and tales.is_file()):
             pytest.skip(f"GPT-2's own vocabulary and a long text are not there: {source}, {tales}")
         for ours, theirs in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
