@@ -248,7 +248,7 @@ def test_a_failed_convert_leaves_nothing(source, tmp_path, monkeypatch):
 def test_a_killed_convert_leaves_no_checkpoint(source, tmp_path):
     """Killed just before it would be done: what it leaves does not have the name of the checkpoint."""
     script = (
-        "import os, pathlib, sys; from tinygpt import cli;"
+        "import os, pathlib, sys; from tinygpt.cli import main as cli;"
         "pathlib.Path.rename = lambda *_: os._exit(9); cli.main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", script, "convert", str(source), str(tmp_path / "int8")]
