@@ -1,4 +1,4 @@
-"""The architecture's rules, read from the source: who may import whom, and what the packages hold."""
+"""The architecture's rules, read from the source: who may import whom, and what packages and tests hold."""
 
 import ast
 import configparser
@@ -15,9 +15,7 @@ from support.paths import ROOT
 
 PACKAGES = {"tinygpt": ROOT / "tinygpt", "tinygpt.kernels": ROOT / "kernels", "tinygpt.weights": ROOT / "weights"}
 BACKENDS = ("reference", "cpu", "cuda")
-# Whose README lists its parts, each of which may import those on later lines.
-# Converting and compiling are for the CPU's kernels alone, and only a card may be absent and has memory of its own: who
-# reaches past a kernel package, and for what.
+# Who outside the kernels names a module of theirs, and which: for what other backends have nothing of.
 INTO_KERNELS = {
     "tinygpt.execution.backend": {
         "tinygpt.kernels.cpu.packed",
@@ -40,8 +38,8 @@ LIBRARIES = {
     "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub"},
     "tinygpt": {"numpy", "tiktoken", "tokenizers", "tqdm", "lm_eval"},
 }
-# What single modules import beside that: doctor asks LLVM for the CPU's name, parity is with transformers, matplotlib
-# draws bench's pictures, and CUDA's driver is asked by two modules alone.
+# What single modules import besides: doctor asks LLVM for the CPU's name, parity is with transformers, matplotlib draws
+# bench's pictures, and two modules alone speak to CUDA.
 FOREIGN = {
     "tinygpt.kernels.cuda.runtime.device": {"cuda"},
     "tinygpt.kernels.cuda.runtime.jit": {"cuda", "numba_cuda"},
@@ -86,42 +84,49 @@ def part_of(package: str, module: str) -> str:
     return module.removeprefix(package).strip(".").partition(".")[0] or "__init__"
 
 
-def lists_of(readme: Path) -> Iterator[tuple[str, list[str]]]:
-    """The package and the parts of each list of import arrows in a README, from above to below."""
-    package = next(name for name, folder in PACKAGES.items() if folder == readme.parent)
-    arrows = readme.read_text(encoding="utf-8").partition("## Import arrows")[2].partition("\n## ")[0]
-    for title, block in re.findall(r"(?:`(\w+)`:\n\n)?```\n(.*?)```", arrows, re.DOTALL):
-        yield f"{package}.{title}".strip("."), [line.split()[0] for line in block.splitlines()]
+def levels_in(package: str) -> Iterator[tuple[str, list[str]]]:
+    """Each list under "Import arrows" in a package's README: the package or its folder, and the parts, top to bottom.
+
+    A list is a fenced block whose lines begin with a part; a line such as "`cpu`:" before it names the folder.
+    """
+    readme = (PACKAGES[package] / "README.md").read_text(encoding="utf-8")
+    arrows = readme.partition("## Import arrows")[2].partition("\n## ")[0]
+    for folder, block in re.findall(r"(?:`(\w+)`:\n\n)?```\n(.*?)```", arrows, re.DOTALL):
+        yield f"{package}.{folder}".strip("."), [line.split()[0] for line in block.splitlines()]
 
 
-LEVELS = dict(found for folder in PACKAGES.values() for found in lists_of(folder / "README.md"))
+LEVELS = dict(found for package in PACKAGES for found in levels_in(package))
+LISTED = [
+    (package, module)
+    for package, levels in LEVELS.items()
+    for module in SOURCES
+    if is_in(module, package) and part_of(package, module) in levels
+]
 
 
 @pytest.mark.parametrize("package", LEVELS)
-def test_arrows_point_one_way(package):
-    """As drawn in the README: all parts are there, and none imports one above it."""
-    modules = [module for module in SOURCES if is_in(module, package)]
+def test_a_readme_lists_all_parts(package):
+    there = {part_of(package, module) for module in SOURCES if is_in(module, package)}
+    assert {*LEVELS[package]} | {"__init__"} == there | {"__init__"}
+    assert len(LEVELS[package]) == len({*LEVELS[package]})
+
+
+@pytest.mark.parametrize(("package", "module"), LISTED)
+def test_arrows_point_one_way(package, module):
+    """A part imports nothing that its README lists above it."""
     levels = LEVELS[package]
-    assert sorted(levels) == sorted(
-        {part_of(package, module) for module in modules} - {"__init__"} | ({"__init__"} & {*levels})
-    )
-    for module in modules:
-        part = part_of(package, module)
-        for imported in ours(module):
-            if is_in(imported, package) and part in levels:
-                towards = part_of(package, imported)
-                assert levels.index(towards) >= levels.index(part), f"{module} imports {imported}, which lies above it"
+    above = {*levels[: levels.index(part_of(package, module))]}
+    assert not {name for name in ours(module) if is_in(name, package) and part_of(package, name) in above}
 
 
-def test_every_folder_says_what_belongs_there():
-    for module, file in FILES.items():
-        if file.name == "__init__.py":
-            assert len(ast.get_docstring(SOURCES[module]) or "") > 40, f"{module} has no paragraph on what it is for"
+@pytest.mark.parametrize("package", [module for module, file in FILES.items() if file.name == "__init__.py"])
+def test_a_folder_says_what_belongs_there(package):
+    assert len(ast.get_docstring(SOURCES[package]) or "") > 40
 
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_backend_alone_knows_the_kernels(module):
-    """It imports them by a name made at run time; INTO_KERNELS are the exceptions."""
+    """execution/backend.py imports them by a name made at run time; INTO_KERNELS are the exceptions."""
     if not is_in(module, "tinygpt.kernels"):
         assert {name for name in ours(module) if is_in(name, "tinygpt.kernels")} == INTO_KERNELS.get(module, set())
 
@@ -206,3 +211,29 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in result.stderr.splitlines()}
     assert "tinygpt" in imported
     assert not imported & HEAVY
+
+
+# --- the tests themselves
+
+TESTS = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("*.py"))}
+# What may be absent where tests run. A module of ours among them would skip its tests in silence once it has moved.
+OPTIONAL = {"torch", "transformers", "peft", "lm_eval", "matplotlib", "numba_cuda"}
+
+
+@pytest.mark.parametrize("path", TESTS)
+def test_tests_share_through_support_alone(path):
+    """No test file imports another, and none is skipped for want of a module of ours."""
+    tree = ast.parse(TESTS[path].read_text(encoding="utf-8"), path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not [name for name in names if re.match(r"(tests|conftest|test_\w+)(\.|$)", name)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+            (name, *_) = node.args
+            assert not isinstance(name, ast.Constant) or name.value in OPTIONAL
+
+
+def test_every_room_of_the_tests_is_one_of_the_package():
+    rooms = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("**/test_*.py"))}
+    packages = {path.name for path in (ROOT / "tinygpt").iterdir() if path.is_dir()}
+    assert rooms <= packages | {"kernels", "weights", "scripts", "llm"}

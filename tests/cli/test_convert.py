@@ -253,7 +253,7 @@ def test_a_failed_convert_leaves_nothing(source, tmp_path, monkeypatch):
 def test_a_killed_convert_leaves_no_checkpoint(source, tmp_path):
     """Killed just before it would be done: what it leaves does not have the name of the checkpoint."""
     script = (
-        "import os, pathlib, sys; from tinygpt import cli;"
+        "import os, pathlib, sys; from tinygpt.cli import main as cli;"
         "pathlib.Path.rename = lambda *_: os._exit(9); cli.main(sys.argv[1:])"
     )
     command = [sys.executable, "-c", script, "convert", str(source), str(tmp_path / "int8")]
@@ -398,4 +398,4 @@ def test_one_error_lists_everything(tiny_int8):
 def test_two_kinds_of_weights_in_one_folder_are_refused(tiny_int8, source):
     shutil.copy(source / "model.safetensors", tiny_int8)
     with pytest.raises(CheckpointError, match="holds both"):
-        Packedopen_checkpoint(tiny_int8)
+        PackedCheckpoint.open(tiny_int8)

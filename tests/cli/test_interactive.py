@@ -22,12 +22,6 @@ FLAGS = ["--interactive", "--max-tokens", "8", "--seed", "7", "--ignore-eos"]
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals")
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo") as llm:
-        yield llm
-
-
 @pytest.fixture
 def talk(monkeypatch, capsys, llm):
     """Runs the command in this process, with these lines on stdin and `llm` for its model."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import run_process
 from support.paths import ROOT
 
 REQUESTS = """
@@ -52,8 +53,7 @@ def test_after_warmup_nothing_compiles(tmp_path, dtype):
 
 
 def test_an_impossible_dtype_is_a_sentence():
-    command = [sys.executable, "-m", "tinygpt", "warmup", "--dtype", "float16"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = run_process("warmup", "--dtype", "float16", text=True)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("tinygpt: error: dtype is 'float16'")

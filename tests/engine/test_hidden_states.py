@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from support import factory
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
 torch = pytest.importorskip("torch")
-factory = pytest.importorskip("factory")
 
 SIZES = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
 VARIANTS = {

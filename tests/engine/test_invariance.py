@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.bits import assert_same_bits
 from support.factory import Recipe, make_case
 from tinygpt import LLM, SamplingParams
 from tinygpt.execution.batch import Batch
@@ -276,8 +277,3 @@ def orders(count: int) -> Iterator[list[int]]:
 def tokens(outputs) -> list[tuple]:
     firsts = [output.outputs[0] for output in outputs]
     return [(first.token_ids, first.logprobs, first.cumulative_logprob) for first in firsts]
-
-
-def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
-    assert actual.dtype == expected.dtype == np.float32
-    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))

@@ -9,33 +9,14 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from support.paths import ROOT
+from support.paths import DATA, DEMO
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
 
-DEMO = ROOT / "weights" / "demo"
-LAMBADA = ROOT.parent / "shared" / "data" / "lambada_test.jsonl"
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "a",
-    "to",
-    "in",
-    "he",
-    "was",
-    "it",
-    "that",
-    "with",
-    "had",
-    "as",
-    "her",
-    "not",
-    "old",
-    "king",
-]
+LAMBADA = DATA / "lambada_test.jsonl"
+WORDS = "the of and a to in he was it that with had as her not old king".split()  # noqa: SIM905
 SIZE = 512  # the demo's positions
 
 

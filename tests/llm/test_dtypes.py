@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.bits import assert_same_bits
 from support.factory import Recipe, make_case
 from support.paths import ROOT
-from tests.engine.test_invariance import assert_same_bits
 from tinygpt import LLM
 from tinygpt.errors import RequestError
 

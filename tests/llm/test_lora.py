@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from support import factory
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.main import main
 from tinygpt.errors import CheckpointError
 
 peft = pytest.importorskip("peft", reason="peft, which the adapters are compared with, is not installed")
 torch = pytest.importorskip("torch")
-factory = pytest.importorskip("factory")
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
 FIELDS = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 90}

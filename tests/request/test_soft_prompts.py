@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support import factory
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 
 peft = pytest.importorskip("peft", reason="peft, which the soft prompts are compared with, is not installed")
 torch = pytest.importorskip("torch")
-factory = pytest.importorskip("factory")
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
 V, POSITIONS, C, P = 90, 96, 48, 7

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tokenizer.test_tokenizer import bpe, save, unigram, with_digits, word_piece
+from support.library_tokenizers import bpe, save, unigram, with_digits, word_piece
 from tinygpt.tokenizer.detokenizer import ByteDetokenizer, StopStrings
 from tinygpt.tokenizer.text_stream import TextStream
 

@@ -8,17 +8,28 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
-from support.paths import DEMO, ROOT
+from support.library_tokenizers import (
+    ALPHABET,
+    assert_equal,
+    bpe,
+    hugging_face,
+    save,
+    unigram,
+    with_digits,
+    with_metaspace,
+    with_normalizer,
+    word_piece,
+    write,
+    write_pair,
+)
+from support.paths import DATA, DEMO, ROOT
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.bpe_merges import UnorderedMerges, token_ranks
 from tinygpt.tokenizer.byte_level import _CHARACTERS
 from tinygpt.tokenizer.tokenizer import Tokenizer
-
-SHARED = ROOT.parent / "shared" / "data"
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 # Parts that meet in odd places: contractions, white space of every kind, marks, joiners, either direction.
 PARTS = (
@@ -80,52 +91,6 @@ def trained() -> Library:
 @pytest.fixture(scope="module")
 def ours(trained, tmp_path_factory) -> Tokenizer:
     return save(trained, tmp_path_factory.mktemp("trained"))
-
-
-def bpe(merges=(), tokens=(), alphabet=ALPHABET, **model) -> Library:
-    """A byte-level BPE with these merges, and more tokens that no merge makes."""
-    vocab = {token: i for i, token in enumerate(dict.fromkeys([*alphabet, *map("".join, merges), *tokens]))}
-    library = Library(models.BPE(vocab=vocab, merges=list(merges), **model))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    return library
-
-
-def save(library: Library, folder: Path, **files) -> Tokenizer:
-    """The library's tokenizer, loaded by us from the tokenizer.json it writes."""
-    library.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        write(folder, f"{name}.json", content)
-    return Tokenizer.from_folder(folder)
-
-
-def write(folder: Path, name: str, content) -> None:
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    (folder / name).write_text(text, encoding="utf-8", newline="")
-
-
-def write_pair(library: Library, folder: Path, vocab="vocab.json", merges="merges.txt", **files) -> None:
-    """The library's model as GPT-2's two files, and other files beside them."""
-    model = json.loads(library.to_str())["model"]
-    write(folder, vocab, model["vocab"])
-    write(folder, merges, "#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"]))
-    for name, content in files.items():
-        write(folder, f"{name}.json", content)
-
-
-def assert_equal(ours: Tokenizer, library: Library, text: str) -> None:
-    library.encode_special_tokens = True
-    ids = library.encode(text).ids
-    assert ours.encode(text) == ids
-    assert ours.decode(ids) == library.decode(ids, skip_special_tokens=False)
-    assert ours.decode(ids, skip_special_tokens=True) == library.decode(ids, skip_special_tokens=True)
-
-
-def hugging_face(folder: Path) -> Library:
-    """What transformers makes of a folder of GPT-2's files, with special tokens in a text as plain text."""
-    from transformers import GPT2TokenizerFast
-
-    return GPT2TokenizerFast.from_pretrained(folder).backend_tokenizer
 
 
 class TestText:
@@ -326,7 +291,7 @@ class TestFiles:
             assert_equal(ours, theirs, text)
 
     def test_gpt2(self, tmp_path):
-        source, tales = SHARED / "gpt2-bpe", SHARED / "tales" / "val.txt"
+        source, tales = DATA / "gpt2-bpe", DATA / "tales" / "val.txt"
         if not (source.is_dir() and tales.is_file()):
             pytest.skip(f"GPT-2's own vocabulary and a long text are not there: {source}, {tales}")
         for ours, theirs in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
@@ -411,38 +376,6 @@ class TestAddedTokens:
         library.post_processor = processor
         for text in ["", "ab"]:
             assert_equal(save(library, tmp_path), library, text)
-
-
-def with_normalizer(library: Library) -> Library:
-    library.normalizer = normalizers.NFC()
-    return library
-
-
-def with_digits(library: Library) -> Library:
-    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), library.pre_tokenizer])
-    return library
-
-
-def with_metaspace(library: Library) -> Library:
-    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return library
-
-
-def unigram() -> Library:
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁ab", "日", "日本"]
-    scores = [(piece, -float(i)) for i, piece in enumerate(pieces)]
-    library = Library(models.Unigram(scores, unk_id=0, byte_fallback=True))
-    library.pre_tokenizer = pre_tokenizers.Metaspace()
-    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-    library.add_special_tokens(["<s>"])
-    return library
-
-
-def word_piece() -> Library:
-    pieces = ["[UNK]", "[CLS]", "[SEP]", "a", "b", "##a", "##b", ".", "'", "日", "本", "##."]
-    library = Library(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    library.pre_tokenizer, library.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    return library
 
 
 OTHER_KINDS = {

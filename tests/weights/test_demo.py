@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.paths import ROOT
+from support.paths import DATA, ROOT
 from tinygpt.weights.open import open_checkpoint
 
-TRAINED = ROOT.parent / "shared" / "data" / "demo-model"
+TRAINED = DATA / "demo-model"
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
 
 

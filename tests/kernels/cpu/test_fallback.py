@@ -19,7 +19,6 @@ from llvmlite import binding
 
 from support.paths import ROOT
 from tinygpt import LLM
-from tinygpt.execution.backend import resolve_kv_cache_dtype
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
 from tinygpt.kernels.cpu.model import take_steps
@@ -66,7 +65,7 @@ def logits_in_pieces(dtype: str) -> np.ndarray:
     """(T, V), in chunks, on two threads, behind another sequence."""
     checkpoint, count = open_checkpoint("demo"), 2 * len(TOKENS)
     params = cpu.load_params(checkpoint, dtype, 2)
-    cache = cpu.new_kv_cache(checkpoint.config, 2, len(TOKENS), resolve_kv_cache_dtype("auto", "cpu", dtype))
+    cache = cpu.new_kv_cache(checkpoint.config, 2, len(TOKENS), cpu.kv_cache_dtypes(dtype)[0])
     workspace = cpu.new_workspace(checkpoint.config, count, count, 2, dtype)
     pieces, start = [], 0
     for size in CHUNKS:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from support.cuda_compile import compile_kernel
+from support.cuda_linear import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
-from tests.kernels.cuda.test_linear import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, gemm_kernel
 from tinygpt.kernels.cuda.layers.gemm_tiles import TILES, Tile, clocks, pick_tile

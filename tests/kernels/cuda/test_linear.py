@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support.cuda_compile import compile_kernel
+from support.cuda_linear import FLOATS, INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
 from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
 from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
@@ -16,26 +17,17 @@ from tinygpt.kernels.cuda.layers.linear import (
     LINEAR_THREADS,
     LOGITS,
     QKV,
-    Heads,
     Norm,
-    Weights,
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, from_bfloat16, pack, panel_count, step_count, to_bfloat16
+from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, from_bfloat16, pack, step_count, to_bfloat16
 from tinygpt.kernels.reference import model as reference
 
 DTYPES = ("float32", "bfloat16", "int8")
 # What rounding the inputs of `dtype` to bfloat16, and adding up in float32, leaves of a sum of terms of about 1 in all.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 2e-6}
-
-
-def stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Activations (n, K) as the kernels of a family keep them, K filled up with zeros; flat."""
-    padded = np.zeros((len(values), step_count(values.shape[1]) * STEP), np.float32)
-    padded[:, : values.shape[1]] = values
-    return (padded if dtype == "float32" else to_bfloat16(padded)).ravel()
 
 
 def seen(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -48,25 +40,6 @@ def seen_weights(weight: np.ndarray, dtype: str) -> np.ndarray:
         scales = np.abs(weight).max(-1, keepdims=True) / np.float32(127)
         return np.rint(weight / scales) * scales
     return seen(weight, dtype)
-
-
-def packed(weight: np.ndarray, bias: np.ndarray, dtype: str) -> Weights:
-    """weight (L, features, K)."""
-    parts = [pack(of_layer, dtype) for of_layer in weight]
-    panels, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    _, features, k = weight.shape
-    return Weights(panels, scales, bias.ravel(), panel_count(features), step_count(k), features)
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
-
-
-def run_linear(target, inputs, weights, layer, width, count, dtype, tiles, purpose):
-    grid = (weights.num_panels, math.ceil(count / (16 * tiles)))
-    sizes = np.array([0, count], np.int32)
-    kernel = linear_kernel(dtype, tiles, purpose)
-    simulate(kernel, grid, LINEAR_THREADS, target, inputs, weights, layer, width, sizes, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,14 +73,6 @@ def test_activations(activation):
         expected = reference.ACTIVATIONS[activation](product)
         result = (out if dtype == "float32" else from_bfloat16(out)).reshape(2, 64)[:, :16]
         np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-5)
-
-
-def heads_of(dtype: str, count: int, rows: int, length: int, heads: int, size: int, positions, token_slots) -> Heads:
-    padded = -(-size // 32) * 32
-    kind = np.float32 if dtype == "float32" else np.uint16
-    q, cache = np.zeros(count * heads * padded, kind), 2 * rows * heads * length * padded
-    places = np.array(positions, np.int32), np.array(token_slots, np.int32)
-    return Heads(q, np.zeros(cache, kind), np.zeros(cache, kind), *places, rows, length, heads, size, padded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -209,17 +174,6 @@ def test_panels_hold_every_weight_once(dtype):
     kept = from_bfloat16(panels) if dtype == "bfloat16" else panels
     assert np.count_nonzero(kept) == np.count_nonzero(seen_weights(weight, dtype))
     assert (scales[2:] == 1).all()
-
-
-FLOATS, INTS = np.zeros(8, np.float32), np.zeros(8, np.int32)
-
-
-def sample_arguments(dtype: str, purpose: str):
-    activations = FLOATS if dtype == "float32" else np.zeros(8, np.uint16)
-    heads = Heads(activations, activations, activations, INTS, INTS, 1, 1, 1, 1, 1)
-    target = {ADD: FLOATS, LOGITS: FLOATS, QKV: heads}.get(purpose, activations)
-    panels = {"float32": FLOATS, "bfloat16": np.zeros(8, np.uint16), "int8": np.zeros(8, np.int8)}[dtype]
-    return target, activations, Weights(panels, FLOATS, FLOATS, 1, 1, 1)
 
 
 def loads_at_once(ptx: str) -> int:

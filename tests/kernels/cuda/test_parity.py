@@ -6,15 +6,9 @@ from transformers import GPT2LMHeadModel
 
 from support.cuda_device import SimulatedDevice, on_a_card
 from support.factory import Case, greedy, make_case, prompt_of
-from tests.evaluation.test_parity import (
-    DEMO,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    RECIPES,
-    assert_same_greedy,
-    assert_same_logits,
-    without_eos,
-)
+from support.parity import NEW_TOKENS, PROMPT_TOKENS, assert_same_greedy, assert_same_logits, without_eos
+from support.paths import DEMO
+from support.recipes import RECIPES
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels.cuda.runtime import device as devices
 

@@ -11,8 +11,8 @@ from numba import int32
 from support import cuda_simulator
 from support.cuda_compile import compile_kernel, is_cooperative
 from support.cuda_device import SimulatedDevice, on_a_card
+from support.cuda_model import Model, Random, T
 from support.cuda_simulator import simulate
-from tests.kernels.cuda.test_model import Model, Random, T
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cuda
 from tinygpt.kernels.cuda.layers.linear import Heads, Weights

@@ -1,0 +1,83 @@
+"""JSON, CSV and tables of records."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from support.bench_records import (
+    COMPARE_KEYS,
+    LLAMA_BENCH_KEYS,
+    SAMPLES,
+    generation_record,
+    prompt_record,
+)
+from tinygpt.bench.formats import COLUMNS, FORMATS, to_markdown
+
+
+@pytest.fixture
+def records():
+    return [prompt_record(), generation_record()]
+
+
+def test_json_is_an_array_and_jsonl_a_line_each(records):
+    assert json.loads(FORMATS["json"](records)) == records
+    assert [json.loads(line) for line in FORMATS["jsonl"](records).split("\n")] == records
+
+
+def test_csv_has_a_header_and_no_samples(records):
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](records))))
+    assert len(rows) == 2
+    assert set(rows[0]) == set(records[0]) - set(SAMPLES)
+    assert set(rows[0]) >= {*LLAMA_BENCH_KEYS.split(), *COMPARE_KEYS.split()}
+    assert float(rows[0]["avg_ts"]) == records[0]["avg_ts"]
+    assert rows[0]["cpu_strict"] == "0"
+    assert rows[1]["first_token_ms"] == ""
+
+
+def test_csv_has_every_field_of_any_record():
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"]([{"a": 1}, {"b": "x,y"}]))))
+    assert rows == [{"a": "1", "b": ""}, {"a": "", "b": "x,y"}]
+
+
+def test_markdown_has_a_row_for_each_record(records):
+    header, rule, *rows = to_markdown(records).split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, rule, *rows)]
+    assert {len(row) for row in cells} == {len(COLUMNS)}
+    assert cells[0] == list(COLUMNS)
+    assert cells[2][:7] == ["tiny", "float32", "2", "4", "pp3", "6000000.0 (3000000.0 to 12000000.0)", "0.000"]
+    assert cells[2][-1] == "5"
+    assert cells[3][4] == "tg6 @ d3"
+    assert cells[3][7] == cells[3][-1] == ""
+
+
+def test_a_single_run_is_no_median(records):
+    assert "; single runs.\n" in to_markdown(records[1:])
+
+
+def test_what_is_outside_the_model_has_a_column(records):
+    assert to_markdown(records).splitlines()[3].split("|")[-3].strip() == "75.0%"
+
+
+def test_markdown_names_the_machine_and_its_limits(records):
+    text = to_markdown(records)
+    assert "A CPU, build abcdef01; medians of 3 runs" in text
+    assert "40.0 GB/s with 2 threads." in text
+    both = "200 in the blocks and 100 in the head"
+    assert f"{both} in float32 with 2 threads, {both} in int4 with 2 threads." in text
+    alike = [record | {"head_peak_gflops": 200} for record in records]
+    assert "200 in float32 with 2 threads, 200 in int4 with 2 threads." in to_markdown(alike)
+
+
+def test_a_share_above_all_is_shown_as_it_is(records):
+    text = to_markdown([record | {"bandwidth_share": 1.234} for record in records])
+    assert "(123%)" in text
+    assert "the limit is itself a measurement, of a plain loop" in text
+
+
+def test_more_threads_than_cores_are_noted(records, monkeypatch):
+    monkeypatch.setattr("tinygpt.bench.cores.logical_cores", lambda: 1)
+    assert "- 2 threads share 1 logical core, and wait for one another." in to_markdown(records)
+    monkeypatch.setattr("tinygpt.bench.cores.logical_cores", lambda: 2)
+    assert "share" not in to_markdown(records).replace("the share", "")

@@ -1,0 +1,29 @@
+"""The work of a pass, counted by hand for GPT-2 124M and a tiny model."""
+
+from support.bench_records import TINY
+from tinygpt.bench import work
+from tinygpt.config import ModelConfig
+
+
+def test_work_of_a_tiny_model():
+    # A layer: 4 x 12 + 4 x 4 + 4 x 6 + 6 x 4 weights, 12 + 4 + 6 + 4 biases, 2 norms of 8.
+    assert work.block_weights(TINY) == 2 * 112
+    assert work.num_parameters(TINY) == 2 * (112 + 26 + 16) + 10 * 4 + 5 * 4 + 8
+    assert work.weight_bytes(TINY, "float32") == 4 * (224 + 40)
+    assert work.weight_bytes(TINY, "int4", 3, 2) == 3 * 0.625 * 224 + 2 * 40
+    assert work.model_bytes(TINY, "bfloat16") == 2 * (224 + 40) + 4 * (2 * 42 + 20 + 8)
+    assert work.kv_cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * 4 * 2
+    assert work.block_operations(TINY, 3, 5) == 3 * (2 * 224 + 2 * 5 * 2 * 4 * 2)
+    assert work.head_operations(TINY, 3) == 3 * 2 * 40
+
+
+def test_work_of_gpt2():
+    assert work.weight_bytes(ModelConfig(), "float32") == 4 * (124_439_808 - 1024 * 768 - 121_344)
+    assert work.block_operations(ModelConfig(), 1, 0) == 2 * 84_934_656
+
+
+def test_an_untied_head_is_counted():
+    untied = ModelConfig(**{**vars(TINY), "tie_word_embeddings": False})
+    assert work.num_parameters(untied) - work.num_parameters(TINY) == 40
+    assert work.model_bytes(untied, "int4") - work.model_bytes(TINY, "int4") == 40
+    assert work.weight_bytes(untied, "int4") == work.weight_bytes(TINY, "int4")

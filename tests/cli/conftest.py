@@ -1,0 +1,30 @@
+"""What tests of the commands share."""
+
+import io
+import sys
+
+import pytest
+
+from support.commands import Result
+from tinygpt import LLM, SamplingParams
+from tinygpt.kernels.cpu import jit
+
+
+@pytest.fixture
+def run(capsys):
+    """`generate` in this process, as run("Once --seed 7")."""
+    return lambda arguments: Result(capsys, "generate", arguments)
+
+
+@pytest.fixture
+def give_stdin(monkeypatch):
+    return lambda data: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """The demo, its kernels compiled: stderr is then free of the notice of a first run."""
+    with LLM("demo") as llm:
+        llm.generate("Once", SamplingParams(max_tokens=1))
+        jit.mark_warm(llm.dtype)
+        yield llm

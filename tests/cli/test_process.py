@@ -1,0 +1,83 @@
+"""`python -m tinygpt` as a process: streams, exit codes, pipes, and how little is imported."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from support.commands import STATS, run_process
+from support.paths import ROOT
+from tinygpt.cli import main as cli
+
+pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert re.fullmatch(r"tinygpt \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_help_of_a_command_imports_nothing_heavy():
+    code = (
+        "import sys; from tinygpt.cli.main import main\ntry: main(['generate', '--help'])\nfinally: print(*sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "tinygpt.cli.commands.generate" in result.stdout
+    assert not {"numpy", "numba", "tiktoken", "tqdm", "safetensors"} & set(result.stdout.split())
+
+
+def test_a_process_separates_stdout_and_stderr():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    threads = str((os.cpu_count() or 1) + 3)
+    arguments = ["generate", "--echo", "--seed", "7", "--max-tokens", "8"]
+    options = {"env": environment, "input": "Été 🦊".encode()}
+    result = run_process(*arguments, "--threads", threads, **options)
+    assert result.returncode == 0
+    assert result.stdout.decode().startswith("Été 🦊")
+    assert STATS.fullmatch(result.stderr.decode().replace(os.linesep, "\n"))
+    assert run_process(*arguments, "--threads", "1", **options).stdout == result.stdout
+
+
+def test_a_process_ends_with_the_exit_code():
+    result = run_process("generate", "Once", "--n", "0")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.startswith(b"tinygpt: error: ")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the descriptors")
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code", "out", "says"),
+    [
+        (["--max-tokens", "1"], "<&-", 2, "", "no PROMPT was given and stdin is closed"),
+        (["Once", "--temperature", "0", "--max-tokens", "1"], "2>&-", 0, ",\n", ""),
+        (["Once", "--n", "0"], "2>&-", 2, "", ""),
+        (["--nonsense"], "2>&-", 2, "", ""),
+    ],
+)
+def test_a_closed_stream(arguments, closed, code, out, says):
+    command = shlex.join([sys.executable, "-m", "tinygpt", "generate", *arguments])
+    result = subprocess.run(f"{command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (code, out)
+    assert says in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no names that are no text")
+def test_a_name_that_is_no_text_is_still_reported():
+    result = run_process("generate", "Once", "--model", b"./caf\xe9")
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert rb"caf\udce9" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGPIPE")
+def test_a_closed_pipe_ends_the_run_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--max-tokens", "8"]
+    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")

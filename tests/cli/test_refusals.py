@@ -1,0 +1,141 @@
+"""What is impossible, malformed or goes wrong ends `generate` with a sentence and an exit code."""
+
+import json
+
+import pytest
+
+from support import tiny_checkpoint
+from tinygpt.cli.commands import generate
+
+pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ("Once --top-k -1", 2, "top_k=-1"),
+        ("Once --temperature nan", 2, "temperature=nan"),
+        ("Once --top-p 0 --max-tokens 0", 2, "max_tokens=0"),
+        ("Once --seed -1", 2, "seed=-1"),
+        ("Once --n 0", 2, "n=0"),
+        (["Once", "--stop", ""], 2, "stop="),
+        ("Once --threads 0", 2, "threads is 0"),
+        ("Once --max-num-seqs 0", 2, "max_num_seqs is 0"),
+        ("Once --max-model-len 513", 2, "has 512 positions"),
+        ("Once --device tpu", 2, "'cpu', 'cuda', 'reference'"),
+        ("Once --dtype float16", 2, "'int4' only"),
+        ("Once --kv-cache-dtype int8", 2, "kv_cache_dtype is 'int8'"),
+        ("Once --max-tokens 600", 2, "512 positions"),
+        ("Once --output out.jsonl", 2, "--output needs --input"),
+        ("Once --input in.jsonl", 2, "both a PROMPT and --input"),
+        ("Once --echo --json", 2, "--echo is for text"),
+        ("Once --logprobs 2", 2, "--logprobs is for records"),
+        ("Once --prompt-logprobs 2 --no-stream", 2, "--prompt-logprobs is for records"),
+        ("Once --interactive --json", 2, "--json is not possible with --interactive"),
+        ("Once --soft-prompt a=x --soft-prompt b=y", 2, "several --soft-prompt"),
+        ("Once --num-beams 2", 2, "num_beams=2 is not possible with temperature=0.8"),
+        ("Once --overflow ring", 2, "overflow='ring'"),
+        ("Once --stride 4", 2, "stride=4 is for overflow='slide'"),
+        ("Once --repetition-detection 2,1", 2, "repetition_detection="),
+        ("Once --logit-bias 9999=1", 2, "logit_bias holds token id 9999"),
+        ("Once --max-num-batched-tokens 4", 2, "max_num_batched_tokens is 4 and max_num_seqs is 32"),
+        ("Once --prefix-cache-seqs -1", 2, "prefix_cache_seqs is -1"),
+        ("Once --num-speculative-tokens 0", 2, "num_speculative_tokens is 0"),
+        ("Once --soft-prompt a=./nowhere", 1, "nowhere"),
+        ("Once --lora ./nowhere", 1, "nowhere"),
+        ("Once --draft-model ./nowhere", 1, "nowhere"),
+        (["half a character: \udce9"], 2, "lone surrogate"),
+        ("Once --model ./nowhere", 1, "nowhere"),
+    ],
+)
+def test_an_error_is_a_sentence(run, arguments, code, says):
+    result = run(arguments)
+    assert result.code == code
+    assert result.err.startswith("tinygpt: error: ")
+    assert says in result.err
+    assert result.err.rstrip().endswith((".", ")"))
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+def test_text_needs_a_tokenizer(run, tmp_path):
+    folder = str(tiny_checkpoint.write_checkpoint(tmp_path / "tiny"))
+    for flags in (["--n", "2"], ["--no-stream"], []):
+        result = run(["", "--model", folder, "--max-tokens", "2", *flags])
+        assert (result.code, result.out) == (1, "")
+        assert result.err.startswith("tinygpt: error: ")
+        assert "tokenizer" in result.err
+    record = json.loads(run(["", "--model", folder, "--max-tokens", "2", "--json"]).out)
+    assert record["outputs"][0]["text"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--max-tokens many", "--max-tokens: it is 'many' and must be a whole number."),
+        ("--max-num-seqs 1.5", "--max-num-seqs: it is '1.5' and must be a whole number."),
+        ("--top-p x", "--top-p: it is 'x' and must be a number."),
+        ("--stop-token-ids 1,x", "--stop-token-ids: it is '1,x' and must be token ids, such as 11,262."),
+        ("--logit-bias 11", "--logit-bias: it is '11' and must be a token id and a number, such as 11=-2.5."),
+        ("--early-stopping maybe", "--early-stopping: it is 'maybe' and must be true, false or never."),
+        ("--soft-prompt x", "--soft-prompt: it is 'x' and must be NAME=PATH."),
+    ],
+)
+def test_a_malformed_value_is_answered_by_what_is_allowed(run, arguments, says):
+    result = run(arguments)
+    assert result.code == 2
+    assert result.err.endswith(f"error: argument {says}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--temp 1",
+        "--top-k",
+        "--bad-words-ids a",
+        "--repetition-detection 4",
+        "--repetition-detection 1,2,3,4",
+    ],
+)
+def test_malformed_flags_are_usage_errors(run, arguments):
+    result = run(arguments)
+    assert result.code == 2
+    assert result.err.startswith("usage: tinygpt ")
+
+
+def test_an_unknown_flag_is_answered_by_its_command(run):
+    result = run("--max-token 3 --frobnicate")
+    assert result.code == 2
+    assert result.err.splitlines()[0] == "usage: tinygpt generate [flags] [PROMPT ...]"
+    assert "--max-token (did you mean --max-tokens?)" in result.err
+    assert "--frobnicate" in result.err
+
+
+def test_stdin_that_is_no_text(run, give_stdin):
+    give_stdin(b"caf\xe9")
+    result = run("--max-tokens 1")
+    assert (result.code, result.out) == (2, "")
+    assert "byte 3" in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (MemoryError(), 1, "not enough memory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: 'out.jsonl'"),
+        (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_other_error_is_a_sentence_too(run, monkeypatch, error, code, says):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(generate, "run", fail)
+    result = run("Once")
+    assert result.code == code
+    assert says in result.err
+    assert "Traceback" not in result.err
+    with pytest.raises(type(error)):
+        run("Once --debug")

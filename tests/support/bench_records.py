@@ -1,0 +1,54 @@
+"""Records of bench that were counted by hand, of made-up times, and what they are made of."""
+
+from datetime import datetime, timezone
+
+from tinygpt.bench.build import Build
+from tinygpt.bench.machine_limits import MachineLimits
+from tinygpt.bench.measure import Measurement, Run
+from tinygpt.bench.plan import make_plan
+from tinygpt.bench.records import Setup, record_of
+from tinygpt.config import ModelConfig
+
+# What llama-bench writes in any case, and what llama.cpp's compare-llama-bench.py refuses to read a file without.
+LLAMA_BENCH_KEYS = """
+    build_commit build_number cpu_info gpu_info backends model_filename model_type model_size model_n_params
+    n_batch n_ubatch n_threads type_k type_v n_prompt n_gen n_depth test_time avg_ns stddev_ns avg_ts stddev_ts
+"""
+SAMPLES = ["samples_ns", "samples_ts"]
+COMPARE_KEYS = """
+    cpu_mask cpu_strict poll n_gpu_layers split_mode main_gpu no_kv_offload flash_attn tensor_split
+    tensor_buft_overrides use_mmap embeddings
+"""
+LIMITS = MachineLimits(bandwidth=40e9, block_rate=200e9, head_rate=100e9)
+TINY = ModelConfig(vocab_size=10, n_positions=5, n_embd=4, n_layer=2, n_head=1, n_inner=6)
+ENDED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+
+
+def setup(dtype: str = "float32") -> Setup:
+    return Setup(Build("abcdef01", 7), "A CPU", "tiny", TINY, dtype, 2, 512, LIMITS)
+
+
+def run_of(**values: float) -> Run:
+    fields = {"prompt": 1, "generation": 1, "sampling": 0, "first_token": 1, "total": 10, "num_steps": 1}
+    return Run(**{**fields, **values})
+
+
+def prompt_record(dtype: str = "float32") -> dict:
+    """4 prompts of 3 tokens, read in two passes."""
+    seconds = [2e-6, 1e-6, 4e-6]
+    runs = tuple(
+        run_of(prompt=s, first_token=2 * s, sampling=s, total=10 * s, num_steps=2, num_prompt_steps=2) for s in seconds
+    )
+    return record_of(setup(dtype), Measurement(runs, 4, 3, 1, 5_000_000), False, ENDED)
+
+
+def generation_record() -> dict:
+    """4 sequences after 3 tokens: 6 new ones each, of which a pass of all decodes 5; and a pass of fewer."""
+    times = {"generation": 12e-6, "together": 10e-6, "sampling": 1, "total": 4}
+    run = run_of(**times, num_steps=7, num_prompt_steps=1, num_together=5)
+    return record_of(setup("int4"), Measurement((run,), 4, 3, 6, 0), True, ENDED)
+
+
+def planned(**changes):
+    values = {"dtypes": ["float32"], "threads": [1], "batch_sizes": [1], "prompt_lengths": [8], "new_tokens": [4]}
+    return make_plan("random:tiny", **{**values, "repetitions": 1, **changes})

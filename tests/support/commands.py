@@ -1,0 +1,31 @@
+"""The command line, run in this process or in one of its own."""
+
+import re
+import subprocess
+import sys
+
+from support.paths import ROOT
+from tinygpt.cli import main as cli
+
+# What `generate` ends with on stderr: the number of tokens, and the seed.
+STATS = re.compile(
+    r"tinygpt: (\d+) tokens? in [\d.]+ s, [\d.]+ tokens/s, first token after [\d.]+ s(?:, seed (\d+))?\n"
+)
+
+
+class Result:
+    """How a run in this process ended. `arguments` may be one string of words without spaces."""
+
+    def __init__(self, capsys, command: str, arguments: str | list[str]):
+        capsys.readouterr()
+        arguments = arguments.split() if isinstance(arguments, str) else arguments
+        try:
+            self.code = cli.main([command, *arguments])
+        except SystemExit as exit_:  # argparse
+            self.code = exit_.code
+        self.out, self.err = capsys.readouterr()
+
+
+def run_process(*arguments, **options) -> subprocess.CompletedProcess:
+    """`python -m tinygpt` as a user starts it."""
+    return subprocess.run([sys.executable, "-m", "tinygpt", *arguments], cwd=ROOT, capture_output=True, **options)

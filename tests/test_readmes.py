@@ -1,0 +1,55 @@
+"""What the READMEs point at is there: links, headings, files and folders."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"(?<![\w/.-])(?:[\w.-]+/)*[\w-]+\.(?:py|md|toml|cfg)\b")
+FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
+
+
+def tracked() -> list[str]:
+    """All files of the repository; of an unpacked archive, all files."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0:
+        return [line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+    return [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()]
+
+
+PATHS = tracked()
+ENDINGS = {"/".join(path.split("/")[i:]) for path in PATHS for i in range(path.count("/") + 1)}
+FOLDERS = {ending.rsplit("/", i)[0] + "/" for ending in ENDINGS for i in range(1, ending.count("/") + 1)}
+READMES = [path for path in PATHS if path.endswith("README.md")]
+# Whose names are those from before the folders; each goes from here with its new text.
+OLD = pytest.mark.xfail(strict=True, reason="to be rewritten")
+NAMING = [pytest.param(path, marks=OLD if path in ("README.md", "kernels/README.md") else ()) for path in READMES]
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_links_lead_somewhere(readme):
+    for link in LINK.findall((ROOT / readme).read_text(encoding="utf-8")):
+        target, _, heading = link.partition("#")
+        if "://" not in target:
+            file = (ROOT / readme).parent / target if target else ROOT / readme
+            assert file.exists(), link
+            assert not heading or heading in headings(file), link
+
+
+def headings(file: Path) -> set[str]:
+    """As GitHub names them in an address."""
+    titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("readme", NAMING)
+def test_files_and_folders_that_are_named_exist(readme):
+    """By their whole path or by the end of it, such as `linear.py` or `layers/`."""
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    absent = {name for name in FILE.findall(text) if name not in ENDINGS}
+    absent |= {name for name in FOLDER.findall(text) if name not in FOLDERS}
+    assert not absent
