@@ -18,19 +18,20 @@ import tinygpt
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench import machine_limits as limits
-from tinygpt.bench import measure, memory, plan, work
+from tinygpt.bench import measure, plan, work
 from tinygpt.bench.build import Build
 from tinygpt.bench.formats import COLUMNS, FORMATS, to_markdown
 from tinygpt.bench.machine_limits import MachineLimits
 from tinygpt.bench.measure import Measurement, Run
-from tinygpt.bench.output import check_writable
 from tinygpt.bench.plan import make_plan
-from tinygpt.bench.presets import running
+from tinygpt.bench.presets import rerun
 from tinygpt.bench.records import Setup, record_of
 from tinygpt.bench.sweep import Case, cases_of, prompts_to_continue, prompts_to_read, run_case
 from tinygpt.cli import main as cli
+from tinygpt.cli.results_file import check_writable
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
+from tinygpt.hardware import memory
 from tinygpt.kernels.cpu.simd import peak
 from tinygpt.kernels.cpu.simd.tiles import PANEL, TILE_ROWS
 
@@ -44,7 +45,7 @@ COMPARE_KEYS = """
     cpu_mask cpu_strict poll n_gpu_layers split_mode main_gpu no_kv_offload flash_attn tensor_split
     tensor_buft_overrides use_mmap embeddings
 """
-LIMITS = MachineLimits(bandwidth=40e9, block_rate=200e9, head_rate=100e9)
+LIMITS = MachineLimits(bandwidth=40e9, tile_rates={"float32": 200e9, "int4": 200e9, "int8": 100e9})
 
 
 @pytest.fixture(scope="module")
@@ -246,15 +247,14 @@ def test_limits_are_of_the_dtypes_tiles(monkeypatch):
     rates = {"int4": 3.0, "int8": 5.0}
     monkeypatch.setattr(limits, "tile_rate", lambda kind, threads: rates[kind] * threads)
     monkeypatch.setattr(limits, "read_bandwidth", lambda threads: 7.0)
-    assert limits.measure_limits("int4", 2) == MachineLimits(7.0, 6.0, 10.0)
-    assert MachineLimits(1, 5, 3).best(MachineLimits(2, 4, 3)) == MachineLimits(2, 5, 3)
+    assert limits.measure_limits("int4", 2) == MachineLimits(7.0, {"int4": 6.0, "int8": 10.0})
 
 
 def test_dtypes_with_a_tile_in_common_have_one_limit_of_it():
-    found = {"int4": MachineLimits(9, 2, 5), "int8": MachineLimits(7, 4, 3), "float32": MachineLimits(8, 1, 1)}
-    assert limits.best_of(found, "int4") == MachineLimits(9, 2, 5)
-    assert limits.best_of(found, "int8") == MachineLimits(9, 5, 5)
-    assert limits.best_of(found, "float32") == MachineLimits(9, 1, 1)
+    of_int4, of_int8 = MachineLimits(9, {"int4": 2, "int8": 5}), MachineLimits(7, {"int8": 4})
+    of_float32 = MachineLimits(8, {"float32": 1})
+    for found in (of_int4.best(of_int8).best(of_float32), of_float32.best(of_int8).best(of_int4)):
+        assert found == MachineLimits(9, {"int4": 2, "int8": 5, "float32": 1})
 
 
 def test_the_tile_loop_multiplies():
@@ -362,7 +362,7 @@ def test_record_of_prompts():
     assert record["bandwidth_share"] == pytest.approx(record["read_gbs"] / 40)
     in_blocks, in_head = 12 * (2 * 224 + 4 * 2 * 2 * 4), 4 * 80  # a token attends to 2 positions on average
     assert record["gflops"] == pytest.approx((in_blocks + in_head) / 2e-6 / 1e9)
-    assert record["peak_share"] == pytest.approx((in_blocks / 200e9 + in_head / 100e9) / 2e-6)
+    assert record["peak_share"] == pytest.approx((in_blocks + in_head) / 200e9 / 2e-6)
 
 
 def test_a_long_prompts_logits_are_wanted_once():
@@ -386,7 +386,9 @@ def test_record_of_generation():
     # Five passes; 20 tokens, each of which attends to 4 to 8 positions.
     read = 5 * (0.625 * 224 + 40) + 20 * 6 * 2 * 2 * 4 * 2
     assert record["read_gbs"] == pytest.approx(read / 10e-6 / 1e9)
-    assert record["gflops"] == pytest.approx(20 * (2 * 224 + 4 * 6 * 2 * 4 + 80) / 10e-6 / 1e9)
+    in_blocks, in_head = 20 * (2 * 224 + 4 * 6 * 2 * 4), 20 * 80
+    assert record["gflops"] == pytest.approx((in_blocks + in_head) / 10e-6 / 1e9)
+    assert record["peak_share"] == pytest.approx((in_blocks / 200e9 + in_head / 100e9) / 10e-6)
 
 
 # Formats.
@@ -441,7 +443,7 @@ def test_markdown_names_the_machine_and_its_limits(records):
     assert "A CPU, build abcdef01; medians of 3 runs" in text
     assert "40.0 GB/s with 2 threads." in text
     both = "200 in the blocks and 100 in the head"
-    assert f"{both} in float32 with 2 threads, {both} in int4 with 2 threads." in text
+    assert f"200 in float32 with 2 threads, {both} in int4 with 2 threads." in text
     alike = [record | {"head_peak_gflops": 200} for record in records]
     assert "200 in float32 with 2 threads, 200 in int4 with 2 threads." in to_markdown(alike)
 
@@ -472,7 +474,7 @@ def test_shares_are_of_the_best_limits_of_the_whole_run(monkeypatch):
     """One bandwidth for a number of threads, though it is measured before and after each dtype."""
     bandwidths, rates = iter([3e9, 9e9, 5e9, 4e9]), iter([1e9, 2e9, 8e9, 7e9])
     monkeypatch.setattr(
-        plan, "measure_limits", lambda dtype, threads: MachineLimits(next(bandwidths), next(rates), 1e9)
+        plan, "measure_limits", lambda dtype, threads: MachineLimits(next(bandwidths), {dtype: next(rates)})
     )
     records = []
     plan.run_plan(planned(dtypes=["float32", "int8"], new_tokens=[0]), records)
@@ -484,7 +486,7 @@ def test_shares_are_of_the_best_limits_of_the_whole_run(monkeypatch):
 
 
 def test_a_bandwidth_is_that_of_its_number_of_threads(monkeypatch):
-    monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: MachineLimits(threads * 1e9, 1e9, 1e9))
+    monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: MachineLimits(threads * 1e9, {dtype: 1e9}))
     records = []
     plan.run_plan(planned(threads=[2, 1], new_tokens=[0]), records)
     assert [(r["n_threads"], r["bandwidth_gbs"]) for r in records] == [(2, 2), (1, 1)]
@@ -599,7 +601,7 @@ def test_what_is_impossible_is_refused_before_any_work(arguments, message, capsy
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(plan, "LLM", fail)
-    monkeypatch.setattr(running, "LLM", fail)
+    monkeypatch.setattr(rerun, "LLM", fail)
     monkeypatch.setattr(plan, "measure_limits", fail)
     assert cli.main(["bench", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
@@ -610,7 +612,7 @@ def test_what_is_impossible_is_refused_before_any_work(arguments, message, capsy
     ("arguments", "message"),
     [
         ("--preset no-such-study", "--preset: invalid choice: 'no-such-study'"),
-        ("--threads one", "--threads: it is 'one' and must be a whole number, or several with a comma between two"),
+        ("--threads one", "--threads: it is 'one' and must be a whole number, or several separated by commas"),
         ("--random 124M --model demo", "--model"),
         ("--dtype float32,", "--dtype: it is 'float32,' and must be one of auto, float32, bfloat16, int8, int4, or"),
         ("--dtype float32,half", "--dtype: it is 'float32,half' and must be"),
@@ -682,7 +684,7 @@ def test_a_preset_that_stops_midway_leaves_what_was_measured(capsys, monkeypatch
             raise stop
         return measure.measure(llm, *arguments, **names)
 
-    monkeypatch.setattr("tinygpt.bench.presets.cpu_study.measure", measure_once)
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.measure", measure_once)
     command = "bench --preset cpu-study --small --random tiny --dtype int8,float32 --threads 1 --repetitions 1 --format"
     assert cli.main([*command.split(), form]) == code
     out = capsys.readouterr().out
@@ -695,11 +697,11 @@ def test_too_little_memory_for_a_preset_names_its_flags(monkeypatch, capsys):
     def refuse(*arguments, **names):
         raise RequestError("lower max_num_seqs.")
 
-    monkeypatch.setattr(running, "LLM", refuse)
+    monkeypatch.setattr(rerun, "LLM", refuse)
     assert cli.main(["bench", "--preset", "cpu-study", "--random", "tiny", "--threads", "1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "lower max_num_seqs. Of a preset, max_num_seqs and the positions are its own: give another --dtype" in err
+    assert "lower max_num_seqs. A preset chooses max_num_seqs and the positions itself: give another --dtype" in err
 
 
 def test_too_little_memory_names_the_flags(no_limits, monkeypatch, capsys):
@@ -709,7 +711,7 @@ def test_too_little_memory_names_the_flags(no_limits, monkeypatch, capsys):
     monkeypatch.setattr(plan, "LLM", refuse)
     assert cli.main(["bench", "--random", "tiny", "--batch-sizes", "1,100000", "--threads", "1"]) == 2
     assert (
-        "lower max_num_seqs. Of bench, max_num_seqs is the largest of --batch-sizes, 100000" in capsys.readouterr().err
+        "lower max_num_seqs. In bench, max_num_seqs is the largest of --batch-sizes, 100000" in capsys.readouterr().err
     )
 
 
@@ -748,9 +750,9 @@ def test_kernels_that_cannot_be_kept_are_said_to(no_limits, capsys, monkeypatch)
 
 
 def test_more_threads_than_cores_are_noted(records, monkeypatch):
-    monkeypatch.setattr("tinygpt.bench.cores.logical_cores", lambda: 1)
+    monkeypatch.setattr("tinygpt.bench.formats.logical_cores", lambda: 1)
     assert "- 2 threads share 1 logical core, and wait for one another." in to_markdown(records)
-    monkeypatch.setattr("tinygpt.bench.cores.logical_cores", lambda: 2)
+    monkeypatch.setattr("tinygpt.bench.formats.logical_cores", lambda: 2)
     assert "share" not in to_markdown(records).replace("the share", "")
 
 

@@ -7,6 +7,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from tinygpt.bench.formats import Record, table
 from tinygpt.errors import RequestError
 
 # What makes two records those of one test. llama-bench's own records have neither a dtype nor a batch size.
@@ -31,7 +32,6 @@ NOTES = (
 )
 
 Key = tuple[Any, ...]
-Record = dict[str, Any]
 Samples = list[float]  # tokens a second
 
 
@@ -139,9 +139,9 @@ def read_records(path: Path) -> list[Record]:
 def to_markdown(comparison: Comparison) -> str:
     """A table of the tests on both sides, lists of the others, and what the words of the table mean."""
     header = ["test", "old, tokens/s", "new, tokens/s", "change", "noise, old and new", ""]
-    rows = [header, ["---", "---:", "---:", "---:", "---:", "---"], *map(_row, comparison.changes)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows] if comparison.changes else ["No test is on both sides."]
-    lines += ["", *NOTES] if comparison.changes else [""]
+    lines = ["No test is on both sides.", ""]
+    if comparison.changes:
+        lines = [table(header, map(_row, comparison.changes), header[1:5]), "", *NOTES]
     for only, which in ((comparison.only_old, "old"), (comparison.only_new, "new")):
         lines += [f"- only in the {which} file: {_named(key)}" for key in only]
     if len(comparison.machines) > 1:

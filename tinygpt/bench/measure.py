@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.bench.memory import forget_peak, peak_memory
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.execution.batch import Batch
+from tinygpt.hardware.memory import forget_peak, peak_memory
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 

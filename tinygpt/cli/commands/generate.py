@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from tinygpt.cli import loading
+from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
 from tinygpt.cli.interactive import run_interactive
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read lines and go on after each, all of them in one text; :help there says more (default: off)",
     )
     group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
-    loading.add_arguments(parser)
+    model_flags.add_group(parser)
 
 
 def run(args: argparse.Namespace) -> None:
