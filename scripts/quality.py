@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from peers.checkpoints import make_random
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -214,6 +213,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model, folder = arguments.model, Path(scratch)
         if arguments.random:
+            from peers.checkpoints import make_random
+
             make_random(arguments.random, folder)
             model, windows = str(folder), random_windows(str(folder), arguments.windows or RANDOM_WINDOWS)
         else:

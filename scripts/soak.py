@@ -4,8 +4,8 @@
     python scripts/soak.py --requests 500
 
 Requests differ in length, controls and number of samples; some are cancelled, some run out of time, and all of them
-come through a bounded queue, which refuses what is too much. Ends with exit code 1 if a request did not end, a row of
-the cache was not given back, the queue grew over its bound, a repeated request differed, or the memory of the process
+come through a bounded queue, which refuses what is too much. Ends with exit code 1 if a request did not end, a slot of
+the KV cache was not released, the queue grew over its bound, a repeated request differed, or the memory of the process
 grew by more than 2 % after the first fifth. Memory is read from /proc, so Linux only.
 """
 
@@ -111,9 +111,9 @@ def problems(llm: LLM, report: Report, requests: int) -> list[str]:
     settled, last = max(memory[: int(len(memory) * SETTLED)]), max(memory[-len(memory) // 10 :])
     found = {
         f"{report.ends.total()} of {requests} requests ended": report.ends.total() != requests,
-        f"{len(scheduler.running)} still hold a row": bool(scheduler.running),
+        f"{len(scheduler.running)} still hold a slot": bool(scheduler.running),
         f"{len(scheduler.waiting)} still wait": bool(scheduler.waiting),
-        f"{scheduler.slots.num_free} of {MAX_NUM_SEQS} rows are free": scheduler.slots.num_free != MAX_NUM_SEQS,
+        f"{scheduler.slots.num_free} of {MAX_NUM_SEQS} slots are free": scheduler.slots.num_free != MAX_NUM_SEQS,
         f"{report.differing} repeated requests differed": bool(report.differing),
         f"memory grew from {settled / 2**20:.1f} to {last / 2**20:.1f} MB": last > ALLOWED_GROWTH * settled,
         f"{report.most_samples} samples ran and waited": report.most_samples > MAX_QUEUE + MAX_NUM_SEQS,

@@ -565,7 +565,7 @@ def test_the_commands_other_formats(no_limits, capsys, form):
         ("--random 125M", "--random is '125M' and must be one of tiny, 124M, 355M, 774M, 1.5B."),
         ("--random random:124M", "--random is 'random:124M' and must be one of tiny, 124M"),
         ("--preset cpu-study --random x", "--random is 'x' and must be one of tiny, 124M"),
-        ("--preset cpu-study --text README.md", "cpu-study has none: leave it away, or give --preset onnx-study"),
+        ("--preset cpu-study --text README.md", "cpu-study has none: omit it, or give --preset onnx-study"),
         ("--preset onnx-study --text no-such-file", "--text no-such-file cannot be read"),
         (
             "--preset onnx-study --random tiny --text setup.cfg",
@@ -579,7 +579,7 @@ def test_the_commands_other_formats(no_limits, capsys, form):
         ),
         ("--compare a", "--compare has 1 file: give pairs"),
         ("--compare a b a c", "--compare has a more than once on one side"),
-        ("--small", "there is no --preset: leave --small away"),
+        ("--small", "there is no --preset: omit --small"),
         ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: leave --batch-sizes away"),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
         ("--compare a b --output b", "--output b is one of the files of --compare: name another"),

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Library
 
 from support.paths import DEMO, ROOT
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.tokenizer.bpe_merges import UnorderedMerges, token_ranks
-from tinygpt.tokenizer.byte_level import _CHARACTERS
+from tinygpt.tokenizer.byte_level_bpe import _CHARACTERS
+from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 SHARED = ROOT.parent / "shared" / "data"

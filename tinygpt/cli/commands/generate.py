@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="JSONL, one record for each line of --input as soon as it is finished; ids that are already in it are "
-        "skipped, so that the same command continues an interrupted run; records of another --model or --dtype are "
-        "refused, and other settings are not compared (default: stdout)",
+        help="JSONL, one record for each line of --input as soon as it is finished; ids already in it are skipped, so "
+        "that the same command continues an interrupted run; records of another --model or --dtype are refused, and "
+        "other settings are not compared (default: stdout)",
     )
     group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
     group.add_argument(
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--interactive",
         action="store_true",
-        help="read lines and go on after each, all of them in one text; :help there says more (default: off)",
+        help="read lines and continue after each, all in one text; :help there says more (default: off)",
     )
     group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
     model_flags.add_group(parser)
