@@ -32,7 +32,7 @@ from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.random_checkpoint import SHAPES
 
 RANDOM_WINDOWS = 2
-GAIN_OUTLIER = 30
+NORM_OUTLIER = 30
 RESIDUAL_OUTLIER = 10  # with 30, float32 itself does badly: a layer norm hardly sees the other channels
 
 
@@ -107,22 +107,22 @@ def outlier_channels(config: ModelConfig) -> np.ndarray:
     return np.array([1, 2, 3]) * config.n_embd // 4
 
 
-def amplify_gains(tensors: dict[str, np.ndarray], checkpoint: Checkpoint, token_ids: list[int]) -> None:
-    """Three channels of every ln_1 and ln_2 GAIN_OUTLIER times larger, gain and bias, and the matching rows of the
+def amplify_norms(tensors: dict[str, np.ndarray], checkpoint: Checkpoint, token_ids: list[int]) -> None:
+    """Three channels of every ln_1 and ln_2 NORM_OUTLIER times larger, weight and bias, and the matching rows of the
     matrix after it as much smaller: the same function, of activations with outliers."""
     channels = outlier_channels(checkpoint.config)
     for layer in range(checkpoint.config.n_layer):
         for norm, matrix in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc")):
-            tensors[f"h.{layer}.{norm}.weight"][channels] *= GAIN_OUTLIER
-            tensors[f"h.{layer}.{norm}.bias"][channels] *= GAIN_OUTLIER
-            tensors[f"h.{layer}.{matrix}.weight"][channels] /= GAIN_OUTLIER  # Conv1D: (in, out)
+            tensors[f"h.{layer}.{norm}.weight"][channels] *= NORM_OUTLIER
+            tensors[f"h.{layer}.{norm}.bias"][channels] *= NORM_OUTLIER
+            tensors[f"h.{layer}.{matrix}.weight"][channels] /= NORM_OUTLIER  # Conv1D: (in, out)
 
 
 def raise_residual(tensors: dict[str, np.ndarray], checkpoint: Checkpoint, token_ids: list[int]) -> None:
     """Add d, -d/2 and -d/2 to three channels of wpe, d being RESIDUAL_OUTLIER times the residual stream's std, its
     mean over the model's layer norms. So the stream holds them in every layer, as trained GPT-2s do.
 
-    Each layer norm would now divide by a larger std: its gains grow by what that is on average, and the biases of the
+    Each layer norm would now divide by a larger std: its weights grow by what that is on average, and the biases of the
     three channels take out the constant. The function changes a little, by how the tokens' stds differ.
     """
     stds = residual_stds(checkpoint, token_ids)
@@ -148,7 +148,7 @@ def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.
     return {**stds, "ln_f": x.std(axis=1)}
 
 
-OUTLIERS: dict[str, Callable] = {"large gains": amplify_gains, "large residual": raise_residual}
+OUTLIERS: dict[str, Callable] = {"large norm weights": amplify_norms, "large residual": raise_residual}
 
 
 def write_outliers(model: str, change: Callable, token_ids: list[int], folder: Path) -> str:

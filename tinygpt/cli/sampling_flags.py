@@ -71,7 +71,7 @@ FLAGS: dict[str, dict[str, dict]] = {
         "no_repeat_ngram_size": _flag("no run of N tokens occurs twice; 0 is off", whole_number, "N"),
         "bad_words": _flag("a text that may not occur; may be given several times", str, "TEXT", action="append"),
         "bad_words_ids": _flag(
-            "tokens that may not occur in a row; may be given several times", _ids, "ID,ID", action="append"
+            "tokens that may not occur in a row; also several times", _ids, "ID,ID", action="append"
         ),
         "allowed_token_ids": _flag("only these tokens may occur", _ids, "ID,ID"),
         "suppress_tokens": _flag("these tokens may not occur", _ids, "ID,ID"),
@@ -101,8 +101,8 @@ FLAGS: dict[str, dict[str, dict]] = {
     },
     "more tokens than positions": {
         "overflow": _flag(
-            "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: the "
-            "oldest tokens are dropped, and the rest is read again)",
+            "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: "
+            "the oldest tokens are dropped, and the rest is read again)",
             str,
             "HOW",
         ),
