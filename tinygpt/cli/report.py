@@ -1,4 +1,4 @@
-"""What a command that reports prints: sections with aligned lines, or the same as JSON."""
+"""A report on stdout: sections with aligned lines, or the same as JSON."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -16,7 +16,7 @@ from tinygpt.cli.report import print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import logical_cores, thread_count
 
-SUMMARY = "show what this machine offers, and which kernels it gets: what a bug report should quote"
+SUMMARY = "show what this machine offers and which kernels it uses: what a bug report should quote"
 REQUIRED = ("numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface-hub", "tqdm")
 OPTIONAL = ("tokenizers", "transformers", "torch", "numba-cuda")
 # LLVM's names of what the kernels use, or could use.
