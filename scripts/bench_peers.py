@@ -3,11 +3,12 @@
     python scripts/bench_peers.py                          # random weights of GPT-2 124M's shape
     python scripts/bench_peers.py --shape 355M --long      # and of the next size, deep in the context too
     python scripts/bench_peers.py --model FOLDER           # a checkpoint of your own, "demo", or a Hub id
+    python scripts/bench_peers.py --batch-sizes 1 2 4 8 16 32 --json FILE    # for plot_peers.py to draw
 
 Each peer is installed into a virtual environment of its own, and each engine and dtype runs in a process of its own.
-They take turns, so that a slow moment of the machine hits all. Milliseconds a decode step, the prompt pass left out,
-or for a prefill; the best of the repeats, and the median. The ratio is the best peer's best time over ours. The
-machine's limits are measured in the same turns. A peer that cannot be had is named, with the reason.
+They take turns, so that a slow moment of the machine hits all. The table has milliseconds per decode step, without the
+prompt pass, or per prefill: the best of the repeats, and the median. The ratio is the best peer's best time over ours.
+The machine's limits are measured in the same turns. A peer that cannot be installed or fails is named, with the reason.
 """
 
 import argparse
@@ -19,13 +20,14 @@ from pathlib import Path
 # tinygpt lies beside scripts/, whether or not it is installed.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from peers.cases import CASES, LONG_CASES, Case, floor
+from peers.cases import CASES, LONG_CASES, Case, decode_cases, floor
 from peers.catalogue import DTYPES, OURS, PEERS
 from peers.measure import Engines
 from peers.prepare import Setup, prepare
 from peers.progress import say
 from peers.table import Agreement, Row, markdown
 
+from tinygpt.hardware.cpu import cpu_name
 from tinygpt.weights.random_checkpoint import SHAPES
 
 
@@ -59,6 +61,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="124M")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=int, metavar="N", help="decode alike at these, in place of all"
+    )
     parser.add_argument("--long", action="store_true", help="also decode from position 1000 of 1024")
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
     parser.add_argument("--repeats", type=int, default=5)
@@ -72,7 +77,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results) -> None:
     """Every case in one dtype."""
-    repeats = dict.fromkeys(CASES, arguments.repeats)
+    cases = decode_cases(arguments.batch_sizes) if arguments.batch_sizes else CASES
+    repeats = dict.fromkeys(cases, arguments.repeats)
     if arguments.long:
         repeats |= dict.fromkeys(LONG_CASES, arguments.long_repeats)
     with Engines(setup, dtype, arguments.threads, logs) as engines:
@@ -125,6 +131,7 @@ def describe(limits: dict[str, float]) -> str:
 def write_json(path: Path, setup: Setup, results: Results, arguments: argparse.Namespace) -> None:
     content = {
         "command": sys.argv,
+        "cpu": cpu_name(),
         "threads": arguments.threads,
         "config": setup.config,
         "peers": {peer.name: {"requirements": peer.requirements, "forms": peer.forms} for peer in PEERS},

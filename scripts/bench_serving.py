@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tinygpt import LLM, SamplingParams
+from tinygpt.bench.formats import table
 
 STATIC_BATCH = 8
 BATCH = 32
@@ -173,12 +174,11 @@ def main() -> None:
     with TimedLLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
         rates = throughput(llm, args.requests, args.repeats)
         shares = {name: overhead(llm, p, args.repeats) for name, p in (("greedy", GREEDY), ("all", EVERY_CONTROL))}
-    print("| mixed workload | new tokens/s | continuous is faster by |\n| --- | --- | --- |")
-    for name, rate in rates.items():
-        print(f"| {name} | {rate:.0f} | {rates['continuous'] / rate:.2f} |")
-    print("\n| controls at batch 32 | of a step outside the backend |\n| --- | --- |")
-    for name, share in shares.items():
-        print(f"| {name} | {share:.1%} |")
+    speeds = [(name, f"{rate:.0f}", f"{rates['continuous'] / rate:.2f}") for name, rate in rates.items()]
+    print(table(["mixed workload", "new tokens/s", "continuous is faster by"], speeds))
+    print()
+    outside = [(name, f"{share:.1%}") for name, share in shares.items()]
+    print(table(["controls at batch 32", "of a step outside the backend"], outside))
     if args.json:
         args.json.write_text(json.dumps({"tokens_per_second": rates, "outside_backend": shares}, indent=1))
 

@@ -1,17 +1,18 @@
 """Embed a trained checkpoint as the demo: python scripts/embed_demo.py FOLDER [OUTPUT]
 
-FOLDER holds config.json, vocab.json, merges.txt and float32 weights. OUTPUT, by default weights/demo/, receives
-the same with the weights rounded to bfloat16, and a model card. What the card says of the training is what
-train_demo.py wrote into FOLDER/training.json, or of the first demo where there is no such file.
+FOLDER is what train_demo.py has written: config.json, vocab.json, merges.txt, float32 weights, and training.json, which
+the model card quotes. OUTPUT, by default weights/demo/, receives the same with the weights rounded to bfloat16, and the
+card. Needs torch.
 """
 
 import argparse
 import json
 import shutil
-import struct
 from pathlib import Path
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from tinygpt.weights.architectures.gpt2 import model_config
 from tinygpt.weights.containers import read_weights
@@ -34,36 +35,6 @@ A small GPT-2 that writes in the manner of old tales, embedded so that a first r
 
 It has read very little: sentences hold together and stories do not. Use it to try the engine out, not for facts.
 """
-# What training.json says, of the first demo, which was trained before there was such a file.
-FIRST_TRAINING = {
-    "corpus": "English classics in the public domain",
-    "tokens_seen": 9_700_000,
-    "validation_loss": 3.973,
-    "bits_per_byte": 1.46,
-    "window": 512,
-}
-
-
-def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """The bits of finite float32 values rounded to the nearest bfloat16, ties to even."""
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    half_way = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return ((bits + half_way) >> np.uint32(16)).astype("<u2")
-
-
-def write_bfloat16(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write float32 arrays as bfloat16 safetensors, by hand because NumPy cannot name bfloat16 to the library."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, array in tensors.items():
-        start, end = end, end + 2 * array.size
-        header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for array in tensors.values():
-            file.write(to_bfloat16(array).tobytes())
 
 
 def embed(source: Path, output: Path) -> None:
@@ -71,12 +42,12 @@ def embed(source: Path, output: Path) -> None:
     config = model_config(values)
     tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
     output.mkdir(parents=True, exist_ok=True)
-    write_bfloat16(output / "model.safetensors", tensors)
+    rounded = {name: torch.from_numpy(np.array(array)).to(torch.bfloat16) for name, array in tensors.items()}
+    save_file(rounded, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(source / name, output / name)
-    recorded = source / "training.json"
-    training = read_json_object(recorded) if recorded.exists() else FIRST_TRAINING
+    training = read_json_object(source / "training.json")
     card = CARD.format(
         corpus=training["corpus"],
         tokens_seen=training["tokens_seen"] / 1e6,

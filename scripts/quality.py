@@ -10,7 +10,6 @@ positions of the Kullback-Leibler divergence of the dtype's next-token distribut
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -22,17 +21,19 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from tinygpt import LLM
+from tinygpt.bench.formats import table
 from tinygpt.config import DTYPES, ModelConfig
+from tinygpt.errors import RequestError
+from tinygpt.evaluation.texts import read_text
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import reference
 from tinygpt.kernels.reference.model import attention_block, mlp_block
-from tinygpt.weights.architectures.gpt2 import model_config, stored_shapes
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.random_checkpoint import SHAPES
 
-SHAPES = {"124M": (12, 768, 12), "355M": (24, 1024, 16)}  # layers, width, heads
 RANDOM_WINDOWS = 2
-GAIN_OUTLIER = 30
+NORM_OUTLIER = 30
 RESIDUAL_OUTLIER = 10  # with 30, float32 itself does badly: a layer norm hardly sees the other channels
 
 
@@ -107,22 +108,22 @@ def outlier_channels(config: ModelConfig) -> np.ndarray:
     return np.array([1, 2, 3]) * config.n_embd // 4
 
 
-def amplify_gains(tensors: dict[str, np.ndarray], checkpoint: Checkpoint, token_ids: list[int]) -> None:
-    """Three channels of every ln_1 and ln_2 GAIN_OUTLIER times larger, gain and bias, and the matching rows of the
+def amplify_norms(tensors: dict[str, np.ndarray], checkpoint: Checkpoint, token_ids: list[int]) -> None:
+    """Three channels of every ln_1 and ln_2 NORM_OUTLIER times larger, weight and bias, and the matching rows of the
     matrix after it as much smaller: the same function, of activations with outliers."""
     channels = outlier_channels(checkpoint.config)
     for layer in range(checkpoint.config.n_layer):
         for norm, matrix in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc")):
-            tensors[f"h.{layer}.{norm}.weight"][channels] *= GAIN_OUTLIER
-            tensors[f"h.{layer}.{norm}.bias"][channels] *= GAIN_OUTLIER
-            tensors[f"h.{layer}.{matrix}.weight"][channels] /= GAIN_OUTLIER  # Conv1D: (in, out)
+            tensors[f"h.{layer}.{norm}.weight"][channels] *= NORM_OUTLIER
+            tensors[f"h.{layer}.{norm}.bias"][channels] *= NORM_OUTLIER
+            tensors[f"h.{layer}.{matrix}.weight"][channels] /= NORM_OUTLIER  # Conv1D: (in, out)
 
 
 def raise_residual(tensors: dict[str, np.ndarray], checkpoint: Checkpoint, token_ids: list[int]) -> None:
     """Add d, -d/2 and -d/2 to three channels of wpe, d being RESIDUAL_OUTLIER times the residual stream's std, its
     mean over the model's layer norms. So the stream holds them in every layer, as trained GPT-2s do.
 
-    Each layer norm would now divide by a larger std: its gains grow by what that is on average, and the biases of the
+    Each layer norm would now divide by a larger std: its weights grow by what that is on average, and the biases of the
     three channels take out the constant. The function changes a little, by how the tokens' stds differ.
     """
     stds = residual_stds(checkpoint, token_ids)
@@ -148,7 +149,7 @@ def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.
     return {**stds, "ln_f": x.std(axis=1)}
 
 
-OUTLIERS: dict[str, Callable] = {"large gains": amplify_gains, "large residual": raise_residual}
+OUTLIERS: dict[str, Callable] = {"large norm weights": amplify_norms, "large residual": raise_residual}
 
 
 def write_outliers(model: str, change: Callable, token_ids: list[int], folder: Path) -> str:
@@ -161,43 +162,21 @@ def write_outliers(model: str, change: Callable, token_ids: list[int], folder: P
     return str(folder)
 
 
-def write_random(shape: str, folder: Path) -> str:
-    """A checkpoint as GPT-2 was before its training: normal with std 0.02, less where a residual branch ends."""
-    layers, width, heads = SHAPES[shape]
-    fields = {"model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": 50257}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(fields))
-    generator, tensors = np.random.default_rng(0), {}
-    for name, size in stored_shapes(model_config(fields)).items():
-        std = 0.02 / np.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
-        if len(size) == 2 and name != "lm_head.weight":
-            tensors[name] = generator.standard_normal(size, np.float32) * np.float32(std)
-        elif len(size) == 1:
-            tensors[name] = np.full(size, name.endswith(".weight"), np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
-
-
-def read_text(file: Path, parser: argparse.ArgumentParser) -> str:
-    """The file's text; the parser ends the program where there is none."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        parser.error(f"TEXT {file} cannot be read: {error}. Give a file of plain text in UTF-8.")
-
-
 # The table.
 
 
-def table(results: dict[str, dict[str, Quality]], has_text: bool) -> str:
+def quality_table(results: dict[str, dict[str, Quality]], has_text: bool) -> str:
     """results[checkpoint][dtype] as markdown."""
     texts = ["perplexity", "change"] if has_text else []
-    heads = ["checkpoint", "dtype", *texts, "KL", "logits: mean difference", "largest", "same greedy token"]
-    rows = [heads, ["---"] * len(heads)]
-    for name, qualities in results.items():
-        for dtype, quality in qualities.items():
-            rows.append([name, dtype, *cells(quality, qualities["float32"], has_text)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    header = ["checkpoint", "dtype", *texts, "KL", "logits: mean difference", "largest", "same greedy token"]
+    return table(
+        header,
+        (
+            [name, dtype, *cells(quality, qualities["float32"], has_text)]
+            for name, qualities in results.items()
+            for dtype, quality in qualities.items()
+        ),
+    )
 
 
 def cells(quality: Quality, exact: Quality, has_text: bool) -> list[str]:
@@ -213,6 +192,14 @@ def cells(quality: Quality, exact: Quality, has_text: bool) -> list[str]:
     ]
 
 
+def text_of(file: Path, parser: argparse.ArgumentParser) -> str:
+    """The file's text; the parser ends the program where there is none."""
+    try:
+        return read_text("TEXT", file)
+    except RequestError as error:
+        parser.error(str(error))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", metavar="TEXT", type=Path, nargs="?", help="a file in UTF-8")
@@ -224,21 +211,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.text is None) == (arguments.random is None):
         parser.error("give either a TEXT to measure on, or --random and a shape.")
-    text = "" if arguments.text is None else read_text(arguments.text, parser)
     with tempfile.TemporaryDirectory() as scratch:
-        name, model = arguments.model, arguments.model
+        model, folder = arguments.model, Path(scratch)
         if arguments.random:
-            name, model = f"random {arguments.random}", write_random(arguments.random, Path(scratch) / "random")
-            windows = random_windows(model, arguments.windows or RANDOM_WINDOWS)
+            from peers.checkpoints import make_random
+
+            make_random(arguments.random, folder)
+            model, windows = str(folder), random_windows(str(folder), arguments.windows or RANDOM_WINDOWS)
         else:
-            windows = text_windows(model, text, arguments.windows)
+            windows = text_windows(model, text_of(arguments.text, parser), arguments.windows)
         if not windows:
             parser.error("nothing to measure on: give a TEXT of more tokens than the model has positions.")
-        models = {name: model}
+        models = {f"random {arguments.random}" if arguments.random else model: model}
         for name, change in OUTLIERS.items() if arguments.outliers else ():
-            models[name] = write_outliers(model, change, windows[0], Path(scratch) / name)
+            models[name] = write_outliers(model, change, windows[0], folder / name)
         results = {name: measure(model, windows) for name, model in models.items()}
-    print(table(results, has_text=not arguments.random))
+    print(quality_table(results, has_text=not arguments.random))
 
 
 if __name__ == "__main__":

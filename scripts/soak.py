@@ -4,8 +4,8 @@
     python scripts/soak.py --requests 500
 
 Requests differ in length, controls and number of samples; some are cancelled, some run out of time, and all of them
-come through a bounded queue, which refuses what is too much. Ends with exit code 1 if a request did not end, a row of
-the cache was not given back, the queue grew over its bound, a repeated request differed, or the memory of the process
+come through a bounded queue, which refuses what is too much. Ends with exit code 1 if a request did not end, a slot of
+the KV cache was not released, the queue grew over its bound, a repeated request differed, or the memory of the process
 grew by more than 2 % after the first fifth. Memory is read from /proc, so Linux only.
 """
 

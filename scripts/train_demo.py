@@ -6,8 +6,8 @@
 
 The corpus is train.txt.xz and val.txt, documents set apart by <|endoftext|>. OUT becomes a checkpoint in Hugging Face's
 layout, with a card that says what was measured; it always holds the weights that were best on val.txt so far. OUT/state
-holds what --resume needs and can be deleted. The last line says how to embed the checkpoint as the demo. Needs torch
-and tokenizers.
+holds what --resume needs and can be deleted. The last line says how to embed the checkpoint as the demo. Needs torch,
+transformers and tokenizers.
 """
 
 import argparse
@@ -23,7 +23,7 @@ START = time.monotonic()
 
 def main() -> None:
     arguments = parse_arguments()
-    missing = [name for name in ("torch", "tokenizers") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("torch", "transformers", "tokenizers") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"train_demo.py needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     from train.run import run

@@ -1,5 +1,6 @@
 """What is measured, and the shortest time in which the machine could do it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tinygpt.bench.work import TILES, block_operations, head_operations, kv_cache_bytes, weight_bytes
@@ -31,6 +32,11 @@ LONG_CASES = (
     Case("decode at 1000, batch 1", 1, 1000, 24),
     Case("decode at 1000, batch 8", 8, 1000, 24),
 )
+
+
+def decode_cases(batch_sizes: Iterable[int]) -> tuple[Case, ...]:
+    """Decoding alike at each batch size: what a curve is made of."""
+    return tuple(Case(f"decode, batch {batch}", batch, 32, 64) for batch in batch_sizes)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 
 
 def make_random(shape: str, folder: Path) -> None:
-    """GPT-2's initial distribution; biases and gains that matter, so that a forgotten one shows in the logits."""
+    """GPT-2's initial distribution; biases and layer norms that matter, so that a forgotten one shows in the logits."""
     checkpoint = open_random(f"random:{shape}")
     sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head")}
     write(folder, DEFAULTS | sizes, {f"transformer.{name}": t.float32() for name, t in checkpoint.stored.items()})

@@ -2,16 +2,14 @@
 
 from pathlib import Path
 
-from tinygpt.bench.work import TILES
-from tinygpt.hardware.bandwidth import read_bandwidth
-from tinygpt.kernels.cpu.simd.peak import tile_rate
+from tinygpt.bench.machine_limits import measure_limits
 
 
 class Engine:
     def __init__(self, folder: Path, dtype: str, threads: int):
-        self.threads, self.kinds = threads, sorted(set(TILES[dtype]))
+        self.dtype, self.threads = dtype, threads
 
     def limits(self) -> dict[str, float]:
         """Bytes a second of reading, "bandwidth", and operations a second of each kind of tile that the dtype uses."""
-        rates = {kind: tile_rate(kind, self.threads) for kind in self.kinds}
-        return {"bandwidth": read_bandwidth(self.threads)} | rates
+        found = measure_limits(self.dtype, self.threads)
+        return {"bandwidth": found.bandwidth, **found.tile_rates}

@@ -3,6 +3,8 @@
 import statistics
 from dataclasses import dataclass, field
 
+from tinygpt.bench.formats import table
+
 from .cases import Case, Floor
 
 NONE = "-"
@@ -43,6 +45,8 @@ class Row:
     def as_json(self) -> dict:
         return {
             "case": self.case.name,
+            "batch": self.case.batch,
+            "is_prefill": self.case.is_prefill,
             "dtype": self.dtype,
             "ms": self.ms,
             "absent": self.absent,
@@ -57,13 +61,13 @@ class Row:
 def markdown(rows: list[Row], engines: list[str]) -> str:
     """Best milliseconds, the median in brackets; the best peer's in bold."""
     head = ["case", "dtype", *engines, "best peer / ours", "of the limit"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for row in rows:
         times = [_cell(row, engine) for engine in engines]
         ratio = NONE if row.ratio is None else f"**{row.ratio:.2f}**"
         share = NONE if row.share is None else f"{row.share:.0%} ({row.floor.limit})"
         lines.append([row.case.name, row.dtype, *times, ratio, share])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return table(head, lines)
 
 
 def _cell(row: Row, engine: str) -> str:

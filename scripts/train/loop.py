@@ -94,7 +94,7 @@ class Trainer:
 
     @cached_property
     def optimizer(self) -> torch.optim.AdamW:
-        """Weight decay on matrices alone, embeddings included: biases and gains are few, and must be free."""
+        """Weight decay on matrices alone, embeddings included: biases and layer norms are few, and must be free."""
         parameters = list(self.model.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.plan.weight_decay},

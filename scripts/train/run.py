@@ -6,18 +6,18 @@ from pathlib import Path
 
 import torch
 
+from tinygpt import LLM, SamplingParams
 from tinygpt.config import ModelConfig
-from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.json_file import read_json_object
 
 from .card import Training, write_card
 from .corpus import CorpusError, Tokens, load_tokens, prepare
 from .loop import STATE, Batches, Plan, Trainer
-from .model import GPT, num_parameters, read_weights, sample, write_config, write_weights
+from .model import GPT, num_parameters, write_config, write_weights
 from .validation import estimate_seconds, validate
 
 PROMPTS = ("Once upon a time", "The king", '"Where are you going?"')
-SAMPLE_TOKENS = 100
+SAMPLING = SamplingParams(max_tokens=100, temperature=0.8, top_k=40, seed=0, ignore_eos=True)
 SECONDS_TO_FINISH = 15
 # What has to be the same in a run that goes on from another.
 SHAPE = ("merges", "layers", "width", "heads", "positions", "batch_tokens", "dropout", "seed")
@@ -55,10 +55,7 @@ def run(arguments: argparse.Namespace, start: float) -> None:
         trainer.save(state, about)
 
     trainer.run(lambda: validate(model, held_out, tokens.validation_bytes), keep, say)
-    read_weights(model, out)
-    write_card(
-        training_of(arguments, tokens, trainer), model.config, num_parameters(model), samples_of(model, out), out
-    )
+    write_card(training_of(arguments, tokens, trainer), model.config, num_parameters(model), samples_of(out), out)
     say(f"the best validation was {trainer.best}; {out} holds its weights")
 
 
@@ -123,12 +120,10 @@ def resume(trainer: Trainer, path: Path, about: dict) -> None:
     trainer.load(state)
 
 
-def samples_of(model: GPT, folder: Path) -> list[str]:
-    """What the model, without dropout, makes of each of PROMPTS."""
-    model.eval()
-    tokenizer = Tokenizer.from_folder(folder)
-    continued = (sample(model, tokenizer.encode(prompt), SAMPLE_TOKENS, seed=0) for prompt in PROMPTS)
-    return [tokenizer.decode(token_ids) for token_ids in continued]
+def samples_of(folder: Path) -> list[str]:
+    """What the checkpoint makes of each of PROMPTS, by the backend that has nothing to compile."""
+    with LLM(str(folder), device="reference", max_num_seqs=len(PROMPTS)) as llm:
+        return [output.prompt + output.outputs[0].text for output in llm.generate(list(PROMPTS), SAMPLING)]
 
 
 def training_of(arguments: argparse.Namespace, tokens: Tokens, trainer: Trainer) -> Training:

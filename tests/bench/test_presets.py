@@ -8,6 +8,7 @@ import pytest
 
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM
+from tinygpt.bench.formats import table
 from tinygpt.bench.presets import (
     PRESETS,
     batch_inference,
@@ -17,9 +18,9 @@ from tinygpt.bench.presets import (
     onnx_study,
     run_preset,
 )
+from tinygpt.bench.presets import rerun as rerun_module
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import markdown
-from tinygpt.bench.presets.running import fitting, here, prepared, random_prompts
+from tinygpt.bench.presets.rerun import Rerun, random_prompts
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import perplexity
@@ -119,7 +120,7 @@ def test_small_is_the_same_protocol_with_less_of_it(module):
     ],
 )
 def test_impossible_options_are_refused_before_a_model_is_loaded(options, message, monkeypatch):
-    monkeypatch.setattr("tinygpt.bench.presets.running.LLM", None)
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.LLM", None)
     with pytest.raises(RequestError, match=message):
         run_preset("cpu-study", PresetOptions(**{"model": "demo", **options}))
 
@@ -144,15 +145,16 @@ def test_repetitions_are_the_users_or_the_presets_own(report_of):
 
 
 def test_a_dtype_is_measured_once():
-    options, _ = prepared(PresetOptions("demo", ("auto", "float32", "int8", "int8")))
-    assert options.dtypes == ("float32", "int8")
+    rerun = Rerun.prepare(cpu_study.STUDY, PresetOptions("demo", ("auto", "float32", "int8", "int8")), [])
+    assert rerun.options.dtypes == ("float32", "int8")
 
 
 def test_cases_without_a_place_are_named():
-    fits, notes = fitting(PresetOptions("demo"), ModelConfig(n_positions=100), [(50, 50), (51, 50), (1, 100)])
+    rerun = Rerun(cpu_study.STUDY, PresetOptions("demo"), ModelConfig(n_positions=100), [])
+    fits, notes = rerun.fitting([(50, 50), (51, 50), (1, 100)])
     assert fits == [(50, 50)]
     assert notes == ["Left out (-): prompt + new tokens of 51 + 50, 1 + 100 do not fit the 100 positions of demo."]
-    assert fitting(PresetOptions("demo"), ModelConfig(n_positions=100), [(50, 50)])[1] == []
+    assert rerun.fitting([(50, 50)])[1] == []
 
 
 def test_random_prompts_begin_differently_and_are_the_same_each_time():
@@ -166,7 +168,7 @@ def test_random_prompts_begin_differently_and_are_the_same_each_time():
 
 
 def test_markdown():
-    assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+    assert table(["a", "b"], [["1", "2"]], ["b"]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
 
 
 def test_memory_is_given_back_though_there_is_no_tokenizer():
@@ -189,8 +191,8 @@ def test_models_of_another_size_are_said_to_be(report_of):
     assert "GPT-2 124M, on the CPU, not named, of a Linux workstation." in text
     assert "This is another size than the study's GPT-2 124M, so the figures are not of the same work." in text
     study, options = fastertransformer.STUDY, PresetOptions("random:355M", threads=1)
-    assert "another size" not in here(study, options, SHAPES["355M"])
-    assert "study's GPT-350M" in here(study, options, SHAPES["124M"])
+    assert "another size" not in Rerun(study, options, SHAPES["355M"], []).here
+    assert "study's GPT-350M" in Rerun(study, options, SHAPES["124M"], []).here
 
 
 def test_one_run_is_no_median():
@@ -200,21 +202,20 @@ def test_one_run_is_no_median():
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "onnx-study"])
 def test_a_text_is_refused_where_there_is_no_perplexity(name, text_file, monkeypatch):
-    monkeypatch.setattr("tinygpt.bench.presets.running.LLM", None)
-    with pytest.raises(RequestError, match=f"{name} has none: leave it away, or give --preset onnx-study"):
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.LLM", None)
+    with pytest.raises(RequestError, match=f"{name} has none: omit it, or give --preset onnx-study"):
         run_preset(name, PresetOptions("demo", text=text_file))
 
 
 def test_a_text_without_a_tokenizer_is_refused(text_file, monkeypatch):
-    monkeypatch.setattr("tinygpt.bench.presets.running.LLM", None)
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.LLM", None)
     with pytest.raises(RequestError, match="--text needs a tokenizer and random:tiny has none"):
         run_preset("onnx-study", PresetOptions("random:tiny", text=text_file))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_what_stops_a_preset_leaves_the_records_of_what_was_measured(name, monkeypatch):
-    module = next(module for module in MODULES if name == module.STUDY.name)
-    real, calls = module.measure, []
+    real, calls = rerun_module.measure, []
 
     def measure_once(*arguments, **names):
         calls.append(arguments)
@@ -222,7 +223,7 @@ def test_what_stops_a_preset_leaves_the_records_of_what_was_measured(name, monke
             raise KeyboardInterrupt
         return real(*arguments, **names)
 
-    monkeypatch.setattr(module, "measure", measure_once)
+    monkeypatch.setattr(rerun_module, "measure", measure_once)
     records = []
     with pytest.raises(KeyboardInterrupt):
         run_preset(name, PresetOptions("demo", ("int8", "float32"), 2, repetitions=1, small=True), records)
@@ -324,15 +325,13 @@ def test_cpu_study_published_rows(report_of):
     assert [row["minimum inference time (s)"] for row in published] == ["3.4", "1.7", "1.5"]
     assert [row["new tokens"] for row in published] == ["100", "up to 87", "up to 87"]
     assert {row["tokens/s"] for row in published} == {"not published"}
-    assert "that of the row of TensorFlow is of the model's inference step." in report_of("cpu-study").text
+    assert "that of TensorFlow's row is of the model's inference step." in report_of("cpu-study").text
 
 
 def test_cpu_study_samples_as_the_study(monkeypatch):
     seen = []
-    real = cpu_study.measure
-    monkeypatch.setattr(
-        cpu_study, "measure", lambda *args, params: (seen.append(params), real(*args, params=params))[1]
-    )
+    real = rerun_module.measure
+    monkeypatch.setattr(rerun_module, "measure", lambda *args: (seen.append(args[-1]), real(*args))[1])
     run_preset("cpu-study", PresetOptions("demo", ("int8",), 2, repetitions=1, small=True))
     (params,) = seen
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens, params.ignore_eos) == (
@@ -433,10 +432,10 @@ def test_onnx_study_names_what_the_demo_has_no_positions_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot be read"), (b"\xff", "no UTF-8, at byte 0"), (b" \n", "is empty")]
+    ("content", "message"), [(None, "cannot be read"), (b"\xff", r"not UTF-8 \(byte 0\)"), (b" \n", "is empty")]
 )
 def test_onnx_study_refuses_a_text_it_cannot_read(content, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("tinygpt.bench.presets.running.LLM", None)
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.LLM", None)
     if content is not None:
         (tmp_path / "text").write_bytes(content)
     with pytest.raises(RequestError, match=message):

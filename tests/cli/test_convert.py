@@ -20,7 +20,7 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, write_packed
+from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, write_packed
 
 IDS = [3, 1, 4, 1, 5, 9]
 SHAPES = {  # of models; the first is smaller than one panel, and no size of it is a whole number of anything

@@ -223,17 +223,23 @@ def test_lambada_names_each_protocol(run, rows_file):
     assert [json.loads(line)["num_rows"] for line in out.splitlines()] == [3, 3]
 
 
+def test_an_unknown_dtype_is_malformed(text_file, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", "ppl", str(text_file), "--dtype", "float32,float8"])
+    assert ended.value.code == 2
+    assert "--dtype: it is 'float32,float8' and must be one of auto, float32" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["ppl", "TEXT", "--dtype", "float32,float8"], "--dtype has 'float8'"),
         (["ppl", "TEXT", "--limit", "3"], "--limit is for eval lambada"),
         (["lambada", "ROWS", "--stride", "3"], "--stride is for eval ppl"),
         (["lambada", "ROWS", "--limit", "0"], "--limit is 0"),
-        (["lambada", "TEXT"], "is no row of LAMBADA"),
+        (["lambada", "TEXT"], "is not a row of LAMBADA"),
         (["ppl", "MISSING"], "cannot be read"),
-        (["ppl", "EMPTY"], "has no text"),
-        (["ppl", "BYTES"], "is no UTF-8, at byte 1"),
+        (["ppl", "EMPTY"], "is empty"),
+        (["ppl", "BYTES"], "is not UTF-8 (byte 1)"),
         (["ppl", "TEXT", "--stride", "0"], "stride is 0"),
         (["ppl", "TEXT", "--stride", "9999"], "stride is 9999"),
     ],

@@ -75,7 +75,7 @@ def test_quality_with_outliers(window, outliers, tmp_path):
 
 
 def test_large_gains_leave_the_function_as_it_is(window, tmp_path):
-    changed = QUALITY["write_outliers"]("demo", QUALITY["amplify_gains"], window, tmp_path / "demo")
+    changed = QUALITY["write_outliers"]("demo", QUALITY["amplify_norms"], window, tmp_path / "demo")
     with LLM("demo", max_num_seqs=1) as before, LLM(changed, max_num_seqs=1) as after:
         np.testing.assert_allclose(after.logits(window), before.logits(window), atol=1e-3)
 

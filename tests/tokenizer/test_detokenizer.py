@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.library_tokenizers import bpe, save, unigram, with_digits, word_piece
-from tinygpt.tokenizer.detokenizer import ByteDetokenizer, StopStrings
-from tinygpt.tokenizer.text_stream import TextStream
+from tinygpt.tokenizer.detokenizer import ByteDetokenizer
+from tinygpt.tokenizer.text_stream import StopStrings, TextStream
 
 LETTERS = "ab"
 

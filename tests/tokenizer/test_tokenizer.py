@@ -27,8 +27,8 @@ from support.library_tokenizers import (
 )
 from support.paths import DATA, DEMO, ROOT
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.tokenizer.bpe_merges import UnorderedMerges, token_ranks
-from tinygpt.tokenizer.byte_level import _CHARACTERS
+from tinygpt.tokenizer.byte_level_bpe import _CHARACTERS
+from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 # Parts that meet in odd places: contractions, white space of every kind, marks, joiners, either direction.

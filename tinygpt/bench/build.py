@@ -12,8 +12,8 @@ HASH_LENGTH = 8
 
 @dataclass(frozen=True)
 class Build:
-    """`commit` is a hash and `number` counts the commits up to it in a checkout; elsewhere, they are the version and
-    0. A checkout with changes is told by a "+" behind the hash."""
+    """In a checkout, `commit` is a hash, with "+" where files have changed, and `number` counts the commits up to it;
+    elsewhere, they are the version and 0."""
 
     commit: str
     number: int

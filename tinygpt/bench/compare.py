@@ -1,4 +1,4 @@
-"""Two files of records side by side: what has changed, and whether that is more than the noise of both."""
+"""Two files of records side by side: what has changed, and whether by more than the noise of both."""
 
 import json
 import statistics
@@ -7,31 +7,31 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from tinygpt.bench.formats import Record, table
 from tinygpt.errors import RequestError
 
-# What makes two records those of one test. llama-bench's own records have neither a dtype nor a batch size.
+# Two records with these in common are of one test. llama-bench's own have neither a dtype nor a batch size.
 SAME = ("model_filename", "model_type", "dtype", "n_threads", "batch_size", "n_prompt", "n_gen", "n_depth")
-LEVEL = 0.05  # how probable mere chance may be, at most, for what is called a change
+LEVEL = 0.05  # a change is called one if mere chance is less probable than this
 LIMITS = ("bandwidth_gbs", "block_peak_gflops", "head_peak_gflops")  # of the machine, measured with each record of ours
 VERDICTS = {
-    "faster, slower": "in files taken in turns, every median of one side is above every one of the other",
+    "faster, slower": "in files measured in turns, every median of one side is above every one of the other",
     "beyond both spreads": "of two files, every run of one is faster than every run of the other",
-    "machine changed": "so it is, but what the machine can do, measured with both, differs by as much",
-    "not in turns": "by the times of the tests, not each pair of neighbours has one of either side",
-    "other machine": "cpu_info differs, and with it more than the code",
-    "too few": "mere chance would look like this in more than 5 % of all cases",
+    "machine changed": "as before, but what the machine can do, measured with both, differs by as much",
+    "not in turns": "the times of the tests do not alternate between the sides",
+    "other machine": "cpu_info differs, so more than the code does",
+    "too few": "mere chance would look like this in more than 5 % of cases",
 }
 GIVE = "give what bench has written, without --preset, with --format json or jsonl"
 NOTES = (
-    "- Medians, and as noise how far the slowest and the fastest lie from them: of runs, or, where a side has several "
-    "files, of the medians of these.",
+    "- Medians; noise is how far the slowest and the fastest lie from them: of runs, or of the files' medians where a "
+    "side has several files.",
     "- Two files of different times also differ by what else the machine did, and no run in them shows how much. Only "
-    "files taken in turns tell: four pairs or more, --compare OLD NEW OLD NEW OLD NEW OLD NEW.",
+    "files measured in turns tell: four pairs or more, --compare OLD NEW OLD NEW OLD NEW OLD NEW.",
     *(f"- {verdict}: {meaning}." for verdict, meaning in VERDICTS.items()),
 )
 
 Key = tuple[Any, ...]
-Record = dict[str, Any]
 Samples = list[float]  # tokens a second
 
 
@@ -42,10 +42,10 @@ class Change:
     Two sides are apart where every sample of one is faster than every one of the other. That is the extreme outcome
     of a rank test (Mann and Whitney's): if nothing had changed, n and m samples would fall apart like that by chance
     once in C(n + m, n) / 2 times: 0.8 % for 5 and 5, 2.9 % for 4 and 4, 10 % for 3 and 3. Where that is more than
-    LEVEL, there are too few to say anything.
+    LEVEL, there are too few to tell.
 
-    The runs of one record know nothing of how the machine was at another time, so they never make a test "faster" or
-    "slower": only medians of records do that were taken in turns.
+    The runs of one record do not show how the machine was at another time, so they never make a test "faster" or
+    "slower": only medians of records measured in turns do.
     """
 
     key: Key
@@ -139,9 +139,9 @@ def read_records(path: Path) -> list[Record]:
 def to_markdown(comparison: Comparison) -> str:
     """A table of the tests on both sides, lists of the others, and what the words of the table mean."""
     header = ["test", "old, tokens/s", "new, tokens/s", "change", "noise, old and new", ""]
-    rows = [header, ["---", "---:", "---:", "---:", "---:", "---"], *map(_row, comparison.changes)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows] if comparison.changes else ["No test is on both sides."]
-    lines += ["", *NOTES] if comparison.changes else [""]
+    lines = ["No test is on both sides.", ""]
+    if comparison.changes:
+        lines = [table(header, map(_row, comparison.changes), header[1:5]), "", *NOTES]
     for only, which in ((comparison.only_old, "old"), (comparison.only_new, "new")):
         lines += [f"- only in the {which} file: {_named(key)}" for key in only]
     if len(comparison.machines) > 1:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tinygpt.bench.memory import forget_peak, peak_memory
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.hardware.memory import forget_peak, peak_memory
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 

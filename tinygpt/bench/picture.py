@@ -1,4 +1,4 @@
-"""What a picture shows, apart from how it is drawn: panels of lines, whose points have a spread."""
+"""What a picture shows, not how it is drawn: panels of lines, whose points have a spread."""
 
 import statistics
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ class Line:
 class Panel:
     """One pair of axes, labelled with units.
 
-    `names` makes x the index of a name, not a number, and the points bars. `has_free_x` says that x was measured too:
-    its ticks are round numbers then, and otherwise the values themselves.
+    `names` makes x the index of a name, not a number, and the points bars. `has_free_x` says that x was measured too,
+    so that its ticks are round numbers; otherwise they are the values themselves.
     """
 
     title: str

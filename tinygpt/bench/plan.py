@@ -7,17 +7,17 @@ from datetime import datetime, timezone
 from tqdm import tqdm
 
 from tinygpt.bench.build import Build
-from tinygpt.bench.machine_limits import MachineLimits, best_of, measure_limits
+from tinygpt.bench.formats import threads_text
+from tinygpt.bench.machine_limits import MachineLimits, measure_limits
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
-from tinygpt.bench.words import threads_text
 from tinygpt.config import ModelConfig
 from tinygpt.engine.prefix_sharing import WORTH_WAITING
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend
 from tinygpt.execution.model_source import ModelSource
-from tinygpt.hardware.machine import cpu_name
+from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
 
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def outline(self) -> list[Record]:
-        """The records that there will be, as far as they are known before any work: what a picture of them shows."""
+        """The records to come, as far as they are known before any work: enough for a picture's lines."""
         return [
             {"model_filename": self.model, "cpu_info": "", "dtype": dtype, "n_threads": threads, "samples_ts": [1.0]}
             | {"batch_size": case.batch_size, **counts_of(case.prompt_length, case.new_tokens)}
@@ -58,8 +58,8 @@ class Plan:
 
     @property
     def step_tokens(self) -> int:
-        """New tokens in a step, at most: LLM's own choice, or more, for short prompts that do not wait for one another:
-        those of a batch are read in one step, as otherwise the first would end before the last begins to decode."""
+        """The largest number of new tokens in a step: LLM's default, or enough to read a batch of short prompts in one
+        step, as otherwise the first sequence would end before the last begins to decode."""
         short = [case for case in self.cases if case.new_tokens and case.prompt_length <= WORTH_WAITING]
         at_once = max((case.batch_size * case.prompt_length for case in short), default=0)
         return max(load_backend("cpu", "auto").MAX_STEP_TOKENS, self.max_batch_size, at_once)
@@ -82,18 +82,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a run has measured so far. `limits` are by dtype and threads, the best seen with them."""
+    """All that a run has measured so far. `limits` are the best seen with each number of threads."""
 
     tests: list[Measured] = field(default_factory=list)
-    limits: dict[tuple[str, int], MachineLimits] = field(default_factory=dict)
+    limits: dict[int, MachineLimits] = field(default_factory=dict)
 
     def add_limits(self, dtype: str, threads: int) -> None:
         """Measure them once more: the machine has better moments."""
         now = measure_limits(dtype, threads)
-        self.limits[dtype, threads] = now.best(self.limits.get((dtype, threads), now))
-
-    def limits_of(self, dtype: str, threads: int) -> MachineLimits:
-        return best_of({name: limits for (name, count), limits in self.limits.items() if count == threads}, dtype)
+        self.limits[threads] = now.best(self.limits.get(threads, now))
 
 
 def make_plan(
@@ -119,9 +116,9 @@ def make_plan(
 
 
 def run_plan(plan: Plan, records: list[Record], show_progress: bool = False) -> None:
-    """Append a record of each case to `records`. What stops it midway leaves those that have been measured there.
+    """Append a record of each case to `records`; an interruption leaves those already measured there.
 
-    Records are made at the end: their shares are of the best limits that were seen before, between and after.
+    Records are made at the end, as their shares are of the best limits seen before, between and after the cases.
     """
     found = Findings()
     try:
@@ -150,7 +147,7 @@ def _run_together(plan: Plan, dtype: str, threads: int, bar: tqdm, found: Findin
 
 
 def _record(plan: Plan, build: Build, cpu: str, test: Measured, found: Findings) -> Record:
-    limits = found.limits_of(test.dtype, test.threads)
+    limits = found.limits[test.threads]
     setup = Setup(build, cpu, plan.model, plan.config, test.dtype, test.threads, plan.step_tokens, limits)
     return record_of(setup, test.measurement, test.case.new_tokens > 0, test.ended)
 
@@ -168,7 +165,7 @@ def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
         )
     except RequestError as error:
         raise RequestError(
-            f"{error} Of bench, max_num_seqs is the largest of --batch-sizes, {plan.max_batch_size}, and the positions "
+            f"{error} In bench, max_num_seqs is the largest of --batch-sizes, {plan.max_batch_size}, and the positions "
             "are those of the longest of --prompt-lengths and of --new-tokens."
         ) from None
 

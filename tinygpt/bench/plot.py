@@ -8,8 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinygpt.bench.formats import points_text, threads_text
 from tinygpt.bench.picture import WIDE, Line, Panel, Picture, Point, model_name
-from tinygpt.bench.words import points_text, threads_text
 from tinygpt.errors import RequestError
 
 if TYPE_CHECKING:

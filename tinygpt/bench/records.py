@@ -1,21 +1,21 @@
-"""A record of each test: a dictionary with llama-bench's keys, so that its readers work, and with our own beside them.
+"""A record of each test: a dictionary with llama-bench's keys, so that its readers work, and keys of our own.
 
 Reading prompts is its "pp" test and generating its "tg" test, which begins after `n_depth` tokens; times are those of
-the forward passes, without tokenisation and sampling, as there. Where it means one sequence, here are `batch_size` of
-them: n_prompt, n_gen and n_depth are of each, and tokens a second of all together.
+the forward passes, without tokenisation and sampling, as there. Where it means one sequence, there are `batch_size`
+here: n_prompt, n_gen and n_depth are of each, and tokens a second of all together.
 
-Our own keys, where nothing else is said of the median run:
+Our own keys, of the median run unless stated otherwise:
     test, dtype, batch_size
     median_ts, low_ts, high_ts          tokens a second: the median, the slowest and the fastest run
-    ms_per_token                        pp: of all tokens; tg: from one token of a sequence to its next: the time of the
-                                        passes in which the whole batch decodes / their number
+    ms_per_token                        pp: over all tokens; tg: from one token of a sequence to its next, that is the
+                                        time of the passes in which the whole batch decodes / their number
     first_token_ms                      pp: from the call of generate to the first token of the last prompt; tg: null
-    read_gbs, bandwidth_share           what a pass reads (weights, for tg the KV cache too) a second; share of...
+    read_gbs, bandwidth_share           what a pass reads a second (weights, for tg the KV cache too); as a share of...
     bandwidth_gbs                       ...what this machine reads, measured
-    gflops, peak_share                  10**9 operations a second; share of what our tiles could do in the caches
-    block_peak_gflops, head_peak_gflops what they could do, measured, for the dtype of the blocks and of the head
-    outside_share                       of the whole time of generate, what is not in forward passes
-    sampling_share                      of the whole time, the part of that which chooses tokens
+    gflops, peak_share                  10**9 operations a second; as a share of what our tiles could do in the caches
+    block_peak_gflops, head_peak_gflops what they could do, measured, with the dtype of the blocks and of the head
+    outside_share                       share of generate's whole time that is spent outside forward passes
+    sampling_share                      share of the whole time that goes to choosing tokens
     peak_memory                         bytes of the process; null where the system does not say
 """
 
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from tinygpt.bench.build import Build
-from tinygpt.bench.formats import Record
+from tinygpt.bench.formats import Record, parameters_text
 from tinygpt.bench.machine_limits import MachineLimits
 from tinygpt.bench.measure import Measurement
-from tinygpt.bench.words import parameters_text
 from tinygpt.bench.work import (
+    TILES,
     block_operations,
     head_operations,
     kv_cache_bytes,
@@ -41,7 +41,7 @@ from tinygpt.config import ModelConfig
 # GGML's names.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
 CACHE_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16", "int4": "bf16"}
-# What llama.cpp's compare-llama-bench.py asks for, and has no meaning here: its values for a plain run on a CPU.
+# What llama.cpp's compare-llama-bench.py asks for and has no meaning here, with its values for a plain run on a CPU.
 WITHOUT_MEANING = {
     "cpu_mask": "0x0",
     "cpu_strict": False,
@@ -99,7 +99,7 @@ def record_of(setup: Setup, measurement: Measurement, is_generation: bool, ended
         "test": f"tg{n_gen} @ d{n_depth}" if is_generation else f"pp{n_prompt}",
         "dtype": setup.dtype,
         "batch_size": measurement.batch_size,
-        **_shares(efforts, setup.limits),
+        **_shares(efforts, setup),
         "ms_per_token": statistics.median(_ms_per_token(e, measurement, is_generation) for e in efforts),
         "first_token_ms": None if is_generation else _median_ms([run.first_token for run in measurement.runs]),
         "outside_share": statistics.median(1 - (run.prompt + run.generation) / run.total for run in measurement.runs),
@@ -180,20 +180,21 @@ def _times(efforts: list[Effort], num_tokens: int) -> Record:
     }
 
 
-def _shares(efforts: list[Effort], limits: MachineLimits) -> Record:
+def _shares(efforts: list[Effort], setup: Setup) -> Record:
+    bandwidth, (block_rate, head_rate) = setup.limits.bandwidth, map(setup.limits.tile_rates.get, TILES[setup.dtype])
     read = statistics.median(e.bytes_read / e.seconds for e in efforts)
     done = statistics.median((e.block_operations + e.head_operations) / e.seconds for e in efforts)
     peak_share = statistics.median(
-        (e.block_operations / limits.block_rate + e.head_operations / limits.head_rate) / e.seconds for e in efforts
+        (e.block_operations / block_rate + e.head_operations / head_rate) / e.seconds for e in efforts
     )
     return {
         "read_gbs": read / 1e9,
-        "bandwidth_share": read / limits.bandwidth,
-        "bandwidth_gbs": limits.bandwidth / 1e9,
+        "bandwidth_share": read / bandwidth,
+        "bandwidth_gbs": bandwidth / 1e9,
         "gflops": done / 1e9,
         "peak_share": peak_share,
-        "block_peak_gflops": limits.block_rate / 1e9,
-        "head_peak_gflops": limits.head_rate / 1e9,
+        "block_peak_gflops": block_rate / 1e9,
+        "head_peak_gflops": head_rate / 1e9,
     }
 
 

@@ -38,7 +38,7 @@ def cases_of(batch_sizes: Sequence[int], prompt_lengths: Sequence[int], new_toke
 
 
 def run_case(llm: LLM, case: Case, repetitions: int) -> Measurement:
-    """Measure a case with an LLM that has prefix_cache_seqs=0, and rows for the whole batch."""
+    """Measure a case with an LLM that has prefix_cache_seqs=0, and slots for the whole batch."""
     if case.new_tokens:
         prompts = prompts_to_continue(llm.config.vocab_size, case)
         params = [_params(case.length - len(prompt)) for prompt in prompts]
@@ -47,18 +47,18 @@ def run_case(llm: LLM, case: Case, repetitions: int) -> Measurement:
 
 
 def prompts_to_read(vocab_size: int, case: Case) -> list[list[int]]:
-    """Random tokens, and no two prompts that begin alike, as far as the vocabulary goes: all are to be computed."""
+    """Random tokens, and no two prompts that begin alike, as far as the vocabulary goes: all must be computed."""
     ids = np.random.default_rng(0).integers(vocab_size, size=(case.batch_size, case.prompt_length))
     ids[:, 0] = np.arange(case.batch_size) % vocab_size
     return ids.tolist()
 
 
 def prompts_to_continue(vocab_size: int, case: Case) -> list[list[int]]:
-    """Prompts that differ in their last token alone: what they begin with is computed once, and copied. Each has its
-    own keys and values all the same, as with any other prompts.
+    """Prompts that differ in their last token alone: what they share is computed once and copied. Each still has its
+    own keys and values, as with any other prompts.
 
-    The first of several is without its last token. It is the one that is read first, and it decodes while the others
-    read their last token: so from then on all are equally long, and decode together up to the end.
+    The first of several lacks its last token. It is read first and decodes while the others read their last token: from
+    then on all are equally long, and decode together to the end.
     """
     beginning = np.random.default_rng(0).integers(vocab_size, size=case.prompt_length - 1).tolist()
     prompts = [[*beginning, i % vocab_size] for i in range(case.batch_size)]

@@ -1,5 +1,5 @@
-"""What a pass through the model takes at least: bytes that are read, and operations. A multiplication and an addition
-are two operations."""
+"""The least work of a pass through the model: bytes read, and operations. A multiplication and an addition are two
+operations."""
 
 from tinygpt.config import ModelConfig
 
@@ -59,7 +59,7 @@ def head_weights(config: ModelConfig) -> int:
 
 
 def _others(config: ModelConfig) -> int:
-    """wpe, the biases of the matrices (3C + C + F + C) and the layer norms' gains and biases."""
+    """wpe, the biases of the matrices (3C + C + F + C) and the layer norms' weights and biases."""
     biases = 5 * config.n_embd + config.inner_size
     norms = 2 * (2 * config.n_layer + 1) * config.n_embd
     return config.n_positions * config.n_embd + config.n_layer * biases + norms

@@ -1,4 +1,4 @@
-"""What a command says on stderr, beside the text it makes on stdout."""
+"""What a command says on stderr, beside its text on stdout."""
 
 import sys
 import threading
@@ -27,9 +27,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def say_truncated(count: int) -> None:
-    """Never in silence, though it was asked for."""
+    """Said even where it was asked for."""
     if count:
-        say(f"the first {counted(count, 'token')} of the prompt had no place among the positions and was not read")
+        say(f"the first {counted(count, 'token')} of the prompt did not fit the positions and was not read")
 
 
 def say(message: str) -> None:

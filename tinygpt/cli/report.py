@@ -1,4 +1,4 @@
-"""What a command that reports prints: sections with aligned lines, or the same as JSON."""
+"""A report on stdout: sections with aligned lines, or the same as JSON."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +26,10 @@ def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
         print(f"{INDENT}{line}".rstrip())
 
 
-def size_text(size: int) -> str:
-    """A number of bytes with a decimal unit: 13.9 MB."""
+def size_text(size: int | None) -> str:
+    """A number of bytes with a decimal unit: 13.9 MB. None is unknown."""
+    if size is None:
+        return "unknown"
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"

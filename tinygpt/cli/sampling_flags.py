@@ -39,48 +39,50 @@ def _switch(help: str) -> dict:
 # Groups of --help, and in each the fields of SamplingParams that are its flags.
 FLAGS: dict[str, dict[str, dict]] = {
     "sampling": {
-        "max_tokens": _flag("tokens to generate at most", whole_number, "N", 128),
+        "max_tokens": _flag("largest number of new tokens", whole_number, "N", 128),
         "temperature": _flag("0 is greedy, 1 the model's own distribution", number, "X", 0.8),
         "top_k": _flag("keep the N most probable tokens; 0 is off", whole_number, "N", 40),
         "top_p": _flag("of those, keep the most probable that reach probability P; 1 is off", number, "P", 0.95),
         "seed": _flag("the same seed gives the same text (default: drawn, and reported)", whole_number, "N"),
         "n": _flag("samples for each prompt", whole_number, "N"),
         "best_of": _flag(
-            "samples to make, of which the --n most probable are given (default: as many as --n)", whole_number, "N"
+            "samples to make, of which the --n most probable are returned (default: as many as --n)", whole_number, "N"
         ),
     },
     "where a sample ends": {
         "stop": _flag("at this text, which is left out; may be given several times", str, "TEXT", action="append"),
-        "include_stop_str_in_output": _switch("leave that text in"),
+        "include_stop_str_in_output": _switch("keep that text"),
         "stop_token_ids": _flag("at one of these tokens", _ids, "ID,ID"),
         "eos_token_id": _flag("end-of-text tokens in place of the model's (default: the model's)", _ids, "ID,ID"),
         "ignore_eos": _switch("go on past the end-of-text token"),
-        "min_tokens": _flag("not before so many tokens", whole_number, "N"),
-        "max_time": _flag("after so many seconds", number, "SECONDS"),
+        "min_tokens": _flag("not before N tokens", whole_number, "N"),
+        "max_time": _flag("after this many seconds", number, "SECONDS"),
         "repetition_detection": _flag(
             "when its last tokens are one pattern of at most SIZE tokens (and MIN or more), COUNT times in a row",
             _repetition,
             "SIZE,COUNT[,MIN]",
         ),
     },
-    "tokens to favour and to avoid, sampling or not": {
+    "tokens to favour or avoid, sampling or not": {
         "logit_bias": _flag("add X to a token's score; may be given several times", _bias, "ID=X", action="append"),
-        "repetition_penalty": _flag("divide scores of tokens in prompt or text by X; 1 is off", number, "X"),
-        "frequency_penalty": _flag("subtract X for each time that a token stands in the text", number, "X"),
-        "presence_penalty": _flag("subtract X if a token stands in the text", number, "X"),
-        "no_repeat_ngram_size": _flag("no run of N tokens comes twice; 0 is off", whole_number, "N"),
-        "bad_words": _flag("a text that may not come; may be given several times", str, "TEXT", action="append"),
-        "bad_words_ids": _flag("tokens that may not come in a row; also several times", _ids, "ID,ID", action="append"),
-        "allowed_token_ids": _flag("only these tokens may come", _ids, "ID,ID"),
-        "suppress_tokens": _flag("these tokens may not come", _ids, "ID,ID"),
+        "repetition_penalty": _flag("divide the scores of tokens in the prompt or text by X; 1 is off", number, "X"),
+        "frequency_penalty": _flag("subtract X each time a token occurs in the text", number, "X"),
+        "presence_penalty": _flag("subtract X if a token occurs in the text", number, "X"),
+        "no_repeat_ngram_size": _flag("no run of N tokens occurs twice; 0 is off", whole_number, "N"),
+        "bad_words": _flag("a text that may not occur; may be given several times", str, "TEXT", action="append"),
+        "bad_words_ids": _flag(
+            "tokens that may not occur in a row; also several times", _ids, "ID,ID", action="append"
+        ),
+        "allowed_token_ids": _flag("only these tokens may occur", _ids, "ID,ID"),
+        "suppress_tokens": _flag("these tokens may not occur", _ids, "ID,ID"),
     },
-    "more ways to leave tokens out, where --temperature is not 0": {
+    "more ways to leave tokens out, with --temperature above 0": {
         "top_p_rule": _flag(
-            "what becomes of the token that reaches --top-p: hf, openai, fastertransformer", str, "RULE"
+            "what happens to the token that reaches --top-p: hf, openai, fastertransformer", str, "RULE"
         ),
         "top_p_decay": _flag("multiply --top-p by X after each token; 1 is off", number, "X"),
         "top_p_min": _flag("but not below P", number, "P"),
-        "top_p_reset_ids": _flag("after one of these tokens, --top-p is as at first", _ids, "ID,ID"),
+        "top_p_reset_ids": _flag("one of these tokens resets --top-p to its first value", _ids, "ID,ID"),
         "min_p": _flag("leave out what is less than P times as probable as the most probable token", number, "P"),
         "typical_p": _flag("keep the most typical tokens that reach probability P; 1 is off", number, "P"),
         "epsilon_cutoff": _flag("leave out what is less probable than P; 0 is off", number, "P"),
@@ -93,23 +95,23 @@ FLAGS: dict[str, dict[str, dict]] = {
         "num_beam_groups": _flag("groups that avoid one another's tokens", whole_number, "N"),
         "diversity_penalty": _flag("how much they do", number, "X"),
     },
-    "guessing ahead, for fewer steps with the same result": {
-        "prompt_lookup_num_tokens": _flag("guess N tokens from what stands in the text; 0 is off", whole_number, "N"),
-        "max_matching_ngram_size": _flag("how many tokens before them have to be the same, at most", whole_number, "N"),
+    "speculative decoding, for fewer steps with the same result": {
+        "prompt_lookup_num_tokens": _flag("draft N tokens found earlier in the text; 0 is off", whole_number, "N"),
+        "max_matching_ngram_size": _flag("longest run of tokens before them that must match", whole_number, "N"),
     },
     "more tokens than positions": {
         "overflow": _flag(
-            "what then: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: the "
-            "oldest tokens leave, and the rest is read again)",
+            "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: "
+            "the oldest tokens are dropped, and the rest is read again)",
             str,
             "HOW",
         ),
-        "stride": _flag("how many leave at once (default: half the positions)", whole_number, "N"),
+        "stride": _flag("tokens to drop at a time (default: half the positions)", whole_number, "N"),
     },
     "probabilities, in JSON records": {
-        "logprobs": _flag("of each new token, and of the N most probable ones in its place", whole_number, "N"),
+        "logprobs": _flag("of each new token, and of the N most probable ones at its position", whole_number, "N"),
         "prompt_logprobs": _flag("of each token of the prompt", whole_number, "N"),
-        "logprobs_mode": _flag("raw: the model's own; processed: those that tokens were drawn by", str, "MODE"),
+        "logprobs_mode": _flag("raw: the model's own; processed: those that tokens were drawn from", str, "MODE"),
     },
 }
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

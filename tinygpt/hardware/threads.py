@@ -1,4 +1,4 @@
-"""How many threads compute: one number for every pool."""
+"""How many threads compute, one number for every pool, and how many cores there are for them."""
 
 import os
 from typing import Any
@@ -20,9 +20,13 @@ def thread_count(threads: Any = None) -> int:
 def physical_cores() -> int:
     """Cores this process may run on, hyper-threads counted once where the system tells them apart."""
     if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    allowed = os.sched_getaffinity(0)
-    return len({_siblings(cpu) for cpu in allowed})
+        return logical_cores()
+    return len({_siblings(cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def logical_cores() -> int:
+    """Cores this process may run on, each hyper-thread counted."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _siblings(cpu: int) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 # Unicode's White_Space, which str.isspace() and Python's \s exceed by four control characters.
 WHITESPACE = frozenset(
@@ -40,18 +41,11 @@ class AddedTokenSplitter:
 
     def split(self, text: str) -> Iterator[str | int]:
         """The text in order: an id for each added token found, a non-empty string for what lies between."""
-        parts: Iterator[str | int] = iter([text] if text else [])
+        parts: list[str | int] = [text] if text else []
         for matcher in self._passes:
-            parts = _split_strings(parts, matcher)
-        return parts
-
-
-def _split_strings(parts: Iterator[str | int], matcher: "_Pass") -> Iterator[str | int]:
-    for part in parts:
-        if isinstance(part, str):
-            yield from matcher.split(part)
-        else:
-            yield part
+            split = (matcher.split(part) if isinstance(part, str) else [part] for part in parts)
+            parts = [*chain.from_iterable(split)]
+        return iter(parts)
 
 
 class _Pass:

@@ -1,4 +1,4 @@
-"""From a stream of token ids to a stream of text, and the strings that end it."""
+"""From a stream of token ids to a stream of text."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -68,46 +68,3 @@ class PrefixDetokenizer:
         new = text[self._given :]
         self._given += len(new)
         return new
-
-
-class StopStrings:
-    """Lets text through up to the first stop string, however the text is cut.
-
-    The first is the one that is complete first, as generation would have ended there; of two that are
-    complete at one character, the longer, so that no part of it is left. `matched` then names it. Text that
-    may be the beginning of a stop string waits: what is given is always a prefix of the final text.
-    is_included: the stop string itself is let through too.
-    """
-
-    def __init__(self, stop: Sequence[str], is_included: bool = False):
-        self._stop = tuple(stop)
-        self._is_included = is_included
-        self._longest = max(map(len, self._stop), default=0)
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """The text that is now safe to give; after a match, nothing."""
-        if self.matched is not None:
-            return ""
-        text = self._held + text
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
-        if found:
-            end, _, self.matched = min(found)
-            self._held = ""
-            return text[:end] if self._is_included else text[: end - len(self.matched)]
-        safe = len(text) - self._unsettled(text)
-        self._held = text[safe:]
-        return text[:safe]
-
-    def finish(self) -> str:
-        """The text that was waiting, when no more comes."""
-        held, self._held = self._held, ""
-        return held
-
-    def _unsettled(self, text: str) -> int:
-        """The length of the longest end of `text` that begins a stop string."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0

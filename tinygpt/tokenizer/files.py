@@ -2,7 +2,7 @@
 
 That form is the content of a tokenizer.json: `model`, `normalizer`, `pre_tokenizer`, `post_processor`,
 `decoder` and `added_tokens`. Only what makes no sense in any tokenizer is refused here; what GPT-2's does
-not do is `byte_level`'s question.
+not do is a question for `byte_level_bpe`.
 """
 
 import json

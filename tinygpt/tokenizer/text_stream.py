@@ -1,15 +1,15 @@
-"""TextStream: a sequence's text as it becomes certain: detokenised, and cut at the first stop string."""
+"""A sequence's text as it becomes certain: detokenised, and cut at the first stop string."""
 
 from collections.abc import Sequence
 
-from tinygpt.tokenizer.detokenizer import Detokenizer, StopStrings
+from tinygpt.tokenizer.detokenizer import Detokenizer
 
 
 class TextStream:
     """`text` grows by what `push` and `finish` return, and is never taken back.
 
-    stop: the strings that end the text. They are cut off it, unless is_stop_included, and not looked for in the text
-    of the first min_tokens tokens.
+    stop: the strings that end the text. They are cut off unless is_stop_included, and are not looked for in the text of
+    the first min_tokens tokens.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TextStream:
         return self._give(self._stop_strings.push(text))
 
     def push_later(self, token_id: int) -> None:
-        """Take a token of which nobody wants to know anything before `finish`, where no string ends the text."""
+        """Take a token whose text is not needed before `finish`, where no string ends the text."""
         self._later.append(token_id)
 
     def finish(self) -> str:
@@ -51,3 +51,46 @@ class TextStream:
     def _give(self, text: str) -> str:
         self._parts.append(text)
         return text
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, however the text is cut.
+
+    The first is the one that is complete first, as generation would have ended there; of two that are
+    complete at one character, the longer, so that no part of it is left. `matched` then names it. Text that
+    may be the beginning of a stop string waits: what is given is always a prefix of the final text.
+    is_included: the stop string itself is let through too.
+    """
+
+    def __init__(self, stop: Sequence[str], is_included: bool = False):
+        self._stop = tuple(stop)
+        self._is_included = is_included
+        self._longest = max(map(len, self._stop), default=0)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that is now safe to give; after a match, nothing."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            end, _, self.matched = min(found)
+            self._held = ""
+            return text[:end] if self._is_included else text[: end - len(self.matched)]
+        safe = len(text) - self._unsettled(text)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def finish(self) -> str:
+        """The text that was waiting, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _unsettled(self, text: str) -> int:
+        """The length of the longest end of `text` that begins a stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0

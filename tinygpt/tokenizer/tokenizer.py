@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
-from tinygpt.tokenizer.byte_level import ByteLevelBPE, UnlikeGPT2
+from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
 from tinygpt.tokenizer.detokenizer import Detokenizer
 from tinygpt.tokenizer.files import read_tokenizer
-from tinygpt.tokenizer.library import LibraryTokenizer
+from tinygpt.tokenizer.tokenizers_library import LibraryTokenizer
 
 
 class TokenizerModel(Protocol):

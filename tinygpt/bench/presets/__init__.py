@@ -1,6 +1,7 @@
-"""Published studies of GPT-2's speed, to be repeated on one's own machine and checkpoint: `bench --preset NAME`.
+"""Published studies of GPT-2's speed, repeated on your own machine and checkpoint: `bench --preset NAME`.
 
-A module for each: its protocol, its published figures with their source, and its own table with ours beside them.
+A module for each study: its protocol, its published figures with their source, and its own table with ours beside them.
+`rerun` holds what all of them do, `report` what they return. A new study is a new module and a line in PRESETS.
 """
 
 from importlib import import_module
@@ -27,14 +28,14 @@ WITH_PERPLEXITY = "onnx-study"  # the one that --text is for
 def run_preset(name: str, options: PresetOptions, records: list[dict[str, Any]] | None = None) -> "PresetReport":
     """Repeat a study, one of PRESETS. Raises RequestError, before any work, for what is impossible.
 
-    records: a list of the caller's, to which a record of each case is appended as soon as it is measured: what stops
-    the preset midway leaves those there.
+    records: a list of the caller's, to which each case's record is appended as soon as it is measured; an interruption
+    leaves them there.
     """
     if name not in PRESETS:
         raise RequestError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}.")
     check_options(options)
     if options.text is not None and name != WITH_PERPLEXITY:
         raise RequestError(
-            f"--text is for a perplexity and {name} has none: leave it away, or give --preset {WITH_PERPLEXITY}."
+            f"--text is for a perplexity and {name} has none: omit it, or give --preset {WITH_PERPLEXITY}."
         )
     return import_module(f"{__name__}.{name.replace('-', '_')}").run(options, [] if records is None else records)

@@ -6,24 +6,11 @@ of its documentation: on an RTX 2080 Ti in the version of commit ca20ab04, on a 
 
 from dataclasses import dataclass, replace
 
-from tinygpt.bench.measure import measure
+from tinygpt.bench.formats import Record, points_text, runs_text, table
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import PresetReport, Record, Study, markdown, page
-from tinygpt.bench.presets.running import (
-    RANDOM_PROMPTS,
-    Result,
-    fitting,
-    here,
-    keep,
-    of_model,
-    opened,
-    prepared,
-    progress,
-    random_prompts,
-    repetitions_of,
-)
-from tinygpt.bench.words import points_text, runs_text
+from tinygpt.bench.presets.report import PresetReport, Study
+from tinygpt.bench.presets.rerun import Rerun, Result, progress, random_prompts
 from tinygpt.sampling_params import SamplingParams
 
 STUDY = Study(
@@ -87,29 +74,25 @@ PUBLISHED = (
 
 def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and put our rows before the study's."""
-    options, config = prepared(options)
-    protocol = SMALL if options.small else FULL
-    fitting(options, config, [(max(protocol.prompt_lengths), protocol.new_tokens)])
-    cases = [(dtype, size) for dtype in options.dtypes for size in protocol.batch_sizes]
-    results = [keep(STUDY, options, _measure(options, protocol, *case), records) for case in progress(cases)]
-    count = len(results[0].seconds)
+    rerun, protocol = Rerun.prepare(STUDY, options, records), SMALL if options.small else FULL
+    rerun.fitting([(max(protocol.prompt_lengths), protocol.new_tokens)])
+    cases = [(dtype, size) for dtype in rerun.options.dtypes for size in protocol.batch_sizes]
+    results = [_measure(rerun, protocol, *case) for case in progress(cases)]
     notes = [
-        RANDOM_PROMPTS,
         "Avg Batch Size: generated tokens / forward passes, as sequences join and leave between any two passes.",
-        f"Execution Time of ours: {runs_text(count)}; the study does not say how often it ran.",
+        f"Execution Time of ours: {runs_text(len(results[0].seconds))}; the study does not say how often it ran.",
     ]
-    table = markdown(COLUMNS, [*_our_rows(protocol, results), *map(_published_row, PUBLISHED)])
-    text = page(STUDY, here(STUDY, options, config), [table], notes)
-    return PresetReport(text, records, _picture(of_model(options, config), protocol, results))
+    rows = [*_our_rows(protocol, results), *map(_published_row, PUBLISHED)]
+    return rerun.report([table(COLUMNS, rows, COLUMNS[1:])], notes, _picture(rerun.model, protocol, results))
 
 
-def _measure(options: PresetOptions, protocol: Protocol, dtype: str, batch_size: int) -> Result:
+def _measure(rerun: Rerun, protocol: Protocol, dtype: str, batch_size: int) -> Result:
     longest = max(protocol.prompt_lengths) + protocol.new_tokens
-    with opened(options, dtype, batch_size, longest) as llm:
-        prompts = random_prompts(protocol.lengths, llm.config.vocab_size)
-        llm.generate(prompts[: protocol.num_warmup_queries], SamplingParams(max_tokens=protocol.new_tokens))
-        repetitions = repetitions_of(options, protocol.repetitions)
-        return Result(dtype, batch_size, measure(llm, prompts, protocol.new_tokens, repetitions, warmups=0))
+    with rerun.opened(dtype, batch_size, longest) as llm:
+        warmup = random_prompts(protocol.lengths, llm.config.vocab_size)[: protocol.num_warmup_queries]
+        llm.generate(warmup, SamplingParams(max_tokens=protocol.new_tokens))
+        sizes = batch_size, protocol.lengths, protocol.new_tokens, protocol.repetitions
+        return rerun.measure(llm, *sizes, warmups=0)
 
 
 def _our_rows(protocol: Protocol, results: list[Result]) -> list[list[str]]:

@@ -6,24 +6,11 @@ the figures are its output, of commit b767e768.
 
 from dataclasses import dataclass, replace
 
-from tinygpt.bench.measure import measure
+from tinygpt.bench.formats import Record, points_text, runs_text, table
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import PresetReport, Record, Study, markdown, page
-from tinygpt.bench.presets.running import (
-    RANDOM_PROMPTS,
-    Result,
-    fitting,
-    here,
-    keep,
-    of_model,
-    opened,
-    prepared,
-    progress,
-    random_prompts,
-    repetitions_of,
-)
-from tinygpt.bench.words import points_text, runs_text
+from tinygpt.bench.presets.report import PresetReport, Study
+from tinygpt.bench.presets.rerun import Rerun, Result, progress
 
 STUDY = Study(
     "batching-notebook",
@@ -72,31 +59,27 @@ PUBLISHED = (
 
 def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and make a table for each dtype, with the notebook's columns twice: ours and published."""
-    options, config = prepared(options)
-    protocol = SMALL if options.small else FULL
-    fitting(options, config, [(max(protocol.prompt_lengths), protocol.new_tokens)])
-    results = [result for dtype in options.dtypes for result in _measure(options, protocol, dtype, records)]
-    tables = [_table(protocol, dtype, [r for r in results if r.dtype == dtype]) for dtype in options.dtypes]
+    rerun, protocol = Rerun.prepare(STUDY, options, records), SMALL if options.small else FULL
+    rerun.fitting([(max(protocol.prompt_lengths), protocol.new_tokens)])
+    of_dtype = {dtype: _measure(rerun, protocol, dtype) for dtype in rerun.options.dtypes}
+    tables = [_table(protocol, dtype, results) for dtype, results in of_dtype.items()]
+    count = len(rerun.records[0]["samples_ns"])
     notes = [
-        RANDOM_PROMPTS + " The notebook's single run times tokenisation and making text too.",
-        f"Ours: {runs_text(len(results[0].seconds))}. avg latency is duration / {protocol.new_tokens} new tokens.",
+        "The notebook's single run times tokenisation and making text too.",
+        f"Ours: {runs_text(count)}. avg latency is duration / {protocol.new_tokens} new tokens.",
     ]
-    return PresetReport(
-        page(STUDY, here(STUDY, options, config), tables, notes),
-        records,
-        _picture(of_model(options, config), protocol, results),
-    )
+    panels = tuple(_panel(protocol, dtype, results) for dtype, results in of_dtype.items())
+    title = f"Throughput against latency by batch size, {rerun.model}"
+    note = f"{points_text(count)} Numbers are batch sizes.\nPublished: {STUDY.source}."
+    return rerun.report(tables, notes, Picture(title, panels, note, has_shared_y=True))
 
 
-def _measure(options: PresetOptions, protocol: Protocol, dtype: str, records: list[Record]) -> list[Result]:
-    longest = max(protocol.prompt_lengths) + protocol.new_tokens
-    repetitions, found = repetitions_of(options, protocol.repetitions), []
-    with opened(options, dtype, max(protocol.batch_sizes), longest) as llm:
+def _measure(rerun: Rerun, protocol: Protocol, dtype: str) -> list[Result]:
+    longest, found = max(protocol.prompt_lengths) + protocol.new_tokens, []
+    with rerun.opened(dtype, max(protocol.batch_sizes), longest) as llm:
         for size in progress(protocol.batch_sizes):
             lengths = [protocol.prompt_lengths[i % len(protocol.prompt_lengths)] for i in range(size)]
-            prompts = random_prompts(lengths, llm.config.vocab_size)
-            result = Result(dtype, size, measure(llm, prompts, protocol.new_tokens, repetitions))
-            found.append(keep(STUDY, options, result, records))
+            found.append(rerun.measure(llm, size, lengths, protocol.new_tokens, protocol.repetitions))
     return found
 
 
@@ -111,15 +94,7 @@ def _table(protocol: Protocol, dtype: str, results: list[Result]) -> str:
         ours = f"{ms:.1f}", f"{tokens / ms:.2f}", f"{ms / protocol.new_tokens:.2f}"
         figures = theirs.duration_ms, theirs.throughput, theirs.latency_ms
         rows.append([str(result.batch_size), *ours, *map(str, figures)])
-    return markdown(header, rows)
-
-
-def _picture(model: str, protocol: Protocol, results: list[Result]) -> Picture:
-    dtypes = dict.fromkeys(result.dtype for result in results)
-    panels = [_panel(protocol, dtype, [result for result in results if result.dtype == dtype]) for dtype in dtypes]
-    title = f"Throughput against latency by batch size, {model}"
-    note = f"{points_text(len(results[0].seconds))} Numbers are batch sizes.\nPublished: {STUDY.source}."
-    return Picture(title, tuple(panels), note, has_shared_y=True)
+    return table(header, rows, header[1:])
 
 
 def _panel(protocol: Protocol, dtype: str, results: list[Result]) -> Panel:

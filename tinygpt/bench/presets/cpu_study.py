@@ -8,24 +8,12 @@ and asks in its outlook for the time to the first token, the time per output tok
 import statistics
 from dataclasses import dataclass, replace
 
-from tinygpt.bench.measure import Run, measure
+from tinygpt.bench.formats import Record, runs_text, table
+from tinygpt.bench.measure import Run
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import NOT_PUBLISHED, PresetReport, Record, Study, markdown, page
-from tinygpt.bench.presets.running import (
-    RANDOM_PROMPTS,
-    Result,
-    fitting,
-    here,
-    keep,
-    of_model,
-    opened,
-    prepared,
-    progress,
-    random_prompts,
-    repetitions_of,
-)
-from tinygpt.bench.words import runs_text
+from tinygpt.bench.presets.report import NOT_PUBLISHED, PresetReport, Study
+from tinygpt.bench.presets.rerun import Rerun, Result, progress
 from tinygpt.sampling_params import SamplingParams
 
 STUDY = Study(
@@ -76,33 +64,25 @@ PUBLISHED = (
 
 def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure each dtype, and put our rows before the study's."""
-    options, config = prepared(options)
-    protocol = SMALL if options.small else FULL
-    fitting(options, config, [(protocol.prompt_length, protocol.new_tokens)])
-    results = [keep(STUDY, options, _measure(options, protocol, dtype), records) for dtype in progress(options.dtypes)]
+    rerun, protocol = Rerun.prepare(STUDY, options, records), SMALL if options.small else FULL
+    rerun.fitting([(protocol.prompt_length, protocol.new_tokens)])
+    results = [_measure(rerun, protocol, dtype) for dtype in progress(rerun.options.dtypes)]
     notes = [
-        RANDOM_PROMPTS,
         f"Ours: {runs_text(len(results[0].seconds))}, and the minimum of them. Time per output token: of those after "
         "the first.",
         "The study's two rows of Hugging Face's have max_length=100, which counts the prompt: at most 87 tokens are "
-        "new, and fewer where the text ends. The times of these two include turning tokens into text; that of the row "
-        "of TensorFlow is of the model's inference step.",
+        "new, and fewer where the text ends. Their times include turning tokens into text; that of TensorFlow's row is "
+        "of the model's inference step.",
     ]
-    table = markdown(COLUMNS, [*(_row(result) for result in results), *map(_published_row, PUBLISHED)])
-    return PresetReport(
-        page(STUDY, here(STUDY, options, config), [table], notes),
-        records,
-        _picture(of_model(options, config), protocol, results),
-    )
+    rows = [*map(_row, results), *map(_published_row, PUBLISHED)]
+    return rerun.report([table(COLUMNS, rows, COLUMNS[1:])], notes, _picture(rerun.model, protocol, results))
 
 
-def _measure(options: PresetOptions, protocol: Protocol, dtype: str) -> Result:
-    with opened(options, dtype, 1) as llm:
-        prompts = random_prompts([protocol.prompt_length], llm.config.vocab_size)
+def _measure(rerun: Rerun, protocol: Protocol, dtype: str) -> Result:
+    with rerun.opened(dtype, 1) as llm:
         sampling = {"temperature": 1.0, "top_k": protocol.top_k, "seed": 42, "ignore_eos": True}
         params = SamplingParams(max_tokens=protocol.new_tokens, **sampling)
-        repetitions = repetitions_of(options, protocol.repetitions)
-        return Result(dtype, 1, measure(llm, prompts, protocol.new_tokens, repetitions, params=params))
+        return rerun.measure(llm, 1, [protocol.prompt_length], protocol.new_tokens, protocol.repetitions, params)
 
 
 def _row(result: Result) -> list[str]:
@@ -137,4 +117,4 @@ def _picture(model: str, protocol: Protocol, results: list[Result]) -> Picture:
     sizes = f"{protocol.new_tokens} new tokens after {protocol.prompt_length}, top-k {protocol.top_k}"
     panel = Panel("", "implementation", "inference time (s)", lines, tuple(names))
     title = f"{sizes}, {model}"
-    return Picture(title, (panel,), f"Error bars reach over all runs.\nPublished: {STUDY.source}.")
+    return Picture(title, (panel,), f"Error bars span all runs.\nPublished: {STUDY.source}.")

@@ -6,24 +6,11 @@ table for the model that is nearest to GPT-2 355M.
 
 from dataclasses import dataclass, replace
 
-from tinygpt.bench.measure import measure
+from tinygpt.bench.formats import Record, points_text, runs_text, table
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import ABSENT, PresetReport, Record, Study, markdown, page
-from tinygpt.bench.presets.running import (
-    RANDOM_PROMPTS,
-    Result,
-    fitting,
-    here,
-    keep,
-    of_model,
-    opened,
-    prepared,
-    progress,
-    random_prompts,
-    repetitions_of,
-)
-from tinygpt.bench.words import points_text, runs_text
+from tinygpt.bench.presets.report import ABSENT, PresetReport, Study
+from tinygpt.bench.presets.rerun import Rerun, Result, progress
 from tinygpt.sampling_params import SamplingParams
 
 STUDY = Study(
@@ -51,71 +38,48 @@ SMALL = replace(FULL, batch_sizes=(1, 2, 4), repetitions=2)
 
 @dataclass(frozen=True)
 class Published:
-    """Latency in milliseconds and memory in GB, by batch size."""
+    """Two columns of the source's table: milliseconds and GB, for each of the batch sizes."""
 
     input_length: int
     output_length: int
-    figures: dict[int, tuple[float, float]]
+    latencies: tuple[float, ...]
+    memories: tuple[float, ...]
+
+    @property
+    def figures(self) -> dict[int, tuple[float, float]]:
+        """Latency and memory by batch size."""
+        return dict(zip(FULL.batch_sizes, zip(self.latencies, self.memories, strict=True), strict=True))
 
 
 PUBLISHED = (
+    Published(128, 8, (25.43, 26.42, 28.00, 32.56, 42.87, 62.61, 104.51), (3.43, 3.46, 3.51, 3.61, 3.78, 4.13, 4.81)),
     Published(
-        128,
-        8,
-        {
-            1: (25.43, 3.43),
-            2: (26.42, 3.46),
-            4: (28.00, 3.51),
-            8: (32.56, 3.61),
-            16: (42.87, 3.78),
-            32: (62.61, 4.13),
-            64: (104.51, 4.81),
-        },
-    ),
-    Published(
-        512,
-        32,
-        {
-            1: (92.01, 3.57),
-            2: (97.87, 3.65),
-            4: (110.70, 3.78),
-            8: (136.45, 4.12),
-            16: (189.91, 4.80),
-            32: (296.15, 6.09),
-            64: (529.18, 8.67),
-        },
+        512, 32, (92.01, 97.87, 110.7, 136.45, 189.91, 296.15, 529.18), (3.57, 3.65, 3.78, 4.12, 4.8, 6.09, 8.67)
     ),
 )
 
 
 def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and make the study's table with two more columns for each dtype."""
-    options, config = prepared(options)
-    protocol = SMALL if options.small else FULL
-    lengths, left_out = fitting(options, config, protocol.lengths)
-    cases = [(dtype, size, pair) for dtype in options.dtypes for pair in lengths for size in protocol.batch_sizes]
-    results = [keep(STUDY, options, _measure(options, protocol, *case), records) for case in progress(cases)]
+    rerun, protocol = Rerun.prepare(STUDY, options, records), SMALL if options.small else FULL
+    lengths, left_out = rerun.fitting(protocol.lengths)
+    dtypes = rerun.options.dtypes
+    cases = [(dtype, size, *pair) for dtype in dtypes for pair in lengths for size in protocol.batch_sizes]
+    results = [_measure(rerun, protocol, *case) for case in progress(cases)]
     notes = [
-        RANDOM_PROMPTS,
         *left_out,
         f"Latency of ours, of a whole request: {runs_text(len(results[0].seconds))}.",
         "Memory of ours: all that the process holds at most while it runs the case, Python and compiled kernels "
         "included; the published one is the GPU's.",
     ]
-    text = page(STUDY, here(STUDY, options, config), [_table(protocol, options.dtypes, results)], notes)
-    return PresetReport(text, records, _picture(of_model(options, config), protocol, results))
+    return rerun.report([_table(protocol, dtypes, results)], notes, _picture(rerun.model, protocol, results))
 
 
-def _measure(
-    options: PresetOptions, protocol: Protocol, dtype: str, batch_size: int, lengths: tuple[int, int]
-) -> Result:
-    """With an LLM for this case alone, so that its memory is."""
-    prompt, new = lengths
-    with opened(options, dtype, batch_size, prompt + new) as llm:
-        prompts = random_prompts([prompt] * batch_size, llm.config.vocab_size)
+def _measure(rerun: Rerun, protocol: Protocol, dtype: str, batch_size: int, prompt: int, new: int) -> Result:
+    """With an LLM for this case alone, so that the memory is this case's too."""
+    with rerun.opened(dtype, batch_size, prompt + new) as llm:
         params = SamplingParams(max_tokens=new, temperature=1.0, top_p=protocol.top_p, seed=0, ignore_eos=True)
-        found = measure(llm, prompts, new, repetitions_of(options, protocol.repetitions), params=params)
-        return Result(dtype, batch_size, found)
+        return rerun.measure(llm, batch_size, [prompt] * batch_size, new, protocol.repetitions, params)
 
 
 def _table(protocol: Protocol, dtypes: tuple[str, ...], results: list[Result]) -> str:
@@ -130,7 +94,7 @@ def _table(protocol: Protocol, dtypes: tuple[str, ...], results: list[Result]) -
             cells = [cell for dtype in dtypes for cell in _cells(ours.get((dtype, size, *lengths)))]
             theirs = [f"{figure:.2f}" for figure in published.figures[size]]
             rows.append([str(size), *map(str, lengths), *cells, *theirs])
-    return markdown(header, rows)
+    return table(header, rows, header[1:])
 
 
 def _key(result: Result) -> tuple[str, int, int, int]:

@@ -8,27 +8,15 @@ error of the mean as error bars; numbers stand in README.md's log alone, for Hug
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from tinygpt.bench.measure import measure
+from tinygpt.bench.formats import Record, table
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import ABSENT, PresetReport, Record, Study, markdown, page
-from tinygpt.bench.presets.running import (
-    RANDOM_PROMPTS,
-    Result,
-    fitting,
-    here,
-    keep,
-    of_model,
-    opened,
-    prepared,
-    progress,
-    random_prompts,
-    repetitions_of,
-)
+from tinygpt.bench.presets.report import ABSENT, PresetReport, Study
+from tinygpt.bench.presets.rerun import Rerun, Result, progress
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, perplexity
+from tinygpt.evaluation.texts import read_text
 from tinygpt.llm import LLM
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.open import open_checkpoint
@@ -103,39 +91,25 @@ class OfDtype:
 def run(options: PresetOptions, records: list[Record]) -> PresetReport:
     """Measure, and make the graph's table, and the log's with the published seconds."""
     protocol = SMALL if options.small else FULL
-    text = None if options.text is None else _read_text(options.text)[: protocol.num_characters]
-    options, config = prepared(options)
+    text = None if options.text is None else read_text("--text", options.text)[: protocol.num_characters]
+    rerun = Rerun.prepare(STUDY, options, records)
     if text is not None:
         _check_tokenizer(options.model)
-    cases, left_out = fitting(options, config, [*protocol.grid, *protocol.log])
-    found = [_measure(options, protocol, dtype, cases, text, records) for dtype in options.dtypes]
+    cases, left_out = rerun.fitting([*protocol.grid, *protocol.log])
+    found = [_measure(rerun, protocol, dtype, cases, text) for dtype in rerun.options.dtypes]
     tables = [_grid_table(protocol, found), _log_table(protocol, found)]
-    notes = [RANDOM_PROMPTS, *left_out, *_notes(options, protocol)]
-    return PresetReport(
-        page(STUDY, here(STUDY, options, config), tables, notes),
-        records,
-        _picture(of_model(options, config), protocol, found),
-    )
+    return rerun.report(tables, [*left_out, *_notes(options, protocol)], _picture(rerun.model, protocol, found))
 
 
-def _measure(
-    options: PresetOptions,
-    protocol: Protocol,
-    dtype: str,
-    cases: list[tuple[int, int]],
-    text: str | None,
-    records: list[Record],
-) -> OfDtype:
-    repetitions, results = repetitions_of(options, protocol.repetitions), {}
-    with opened(options, dtype, NUM_TOGETHER) as llm:
+def _measure(rerun: Rerun, protocol: Protocol, dtype: str, cases: list[tuple[int, int]], text: str | None) -> OfDtype:
+    results: dict[tuple[int, int], Result] = {}
+    with rerun.opened(dtype, NUM_TOGETHER) as llm:
         has_tokenizer = _has_tokenizer(llm)
-        # First: it may refuse the text.
+        # First, as it may refuse the text.
         quality = None if text is None else perplexity(llm, text, show_progress=True).token_perplexity
         for prompt, new in progress(cases):
-            prompts = random_prompts([prompt], llm.config.vocab_size)
-            warmups = int(not results)  # what is warm stays warm
-            result = Result(dtype, 1, measure(llm, prompts, new, repetitions, warmups))
-            results[prompt, new] = keep(STUDY, options, result, records, perplexity=quality)
+            more = {"warmups": int(not results), "perplexity": quality}  # what is warm stays warm
+            results[prompt, new] = rerun.measure(llm, 1, [prompt], new, protocol.repetitions, **more)
         return OfDtype(dtype, results, quality, has_tokenizer)
 
 
@@ -146,24 +120,12 @@ def _has_tokenizer(llm: LLM) -> bool:
         return False
 
 
-def _read_text(path: str | Path) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--text {path} is no UTF-8, at byte {error.start}: give a file of plain text.") from None
-    except OSError as error:
-        raise RequestError(f"--text {path} cannot be read: {error.strerror}.") from None
-    if not text.strip():
-        raise RequestError(f"--text {path} is empty: give one to measure perplexity on.")
-    return text
-
-
 def _check_tokenizer(model: str) -> None:
     try:
         Tokenizer.from_folder(open_checkpoint(model).path)
     except CheckpointError:
         raise RequestError(
-            f"--text needs a tokenizer and {model} has none that can be used: leave it away, or give a model with one."
+            f"--text needs a tokenizer and {model} has none that can be used: omit it, or give a model with one."
         ) from None
 
 
@@ -175,7 +137,7 @@ def _grid_table(protocol: Protocol, found: list[OfDtype]) -> str:
         for prompt in protocol.prompt_lengths:
             cells = [_mean_and_error(of_dtype.results.get((prompt, new))) for new in lengths]
             rows.append([f"tinygpt, {of_dtype.dtype} - {prompt}", *cells, of_dtype.perplexity_cell])
-    return markdown(header, rows)
+    return table(header, rows, header[1:])
 
 
 def _log_table(protocol: Protocol, found: list[OfDtype]) -> str:
@@ -185,7 +147,8 @@ def _log_table(protocol: Protocol, found: list[OfDtype]) -> str:
         case = protocol.log_prompt_length, row.new_tokens
         cells = [_mean_and_error(of_dtype.results.get(case)) for of_dtype in found]
         rows.append([str(row.new_tokens), *cells, str(row.hf_base), str(row.nano_gpt)])
-    return markdown(["generated tokens", *ours, "published: hf base (s)", "published: nanoGPT (s)"], rows)
+    header = ["generated tokens", *ours, "published: hf base (s)", "published: nanoGPT (s)"]
+    return table(header, rows, header[1:])
 
 
 def _mean_and_error(result: Result | None) -> str:

@@ -1,4 +1,4 @@
-"""What a user chooses about a preset; everything else is the study's."""
+"""What a user chooses about a preset; everything else is as in the study."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,16 +1,15 @@
-"""What a preset gives back: the source's table with our figures in it, as text, as records and as a picture."""
+"""What a preset returns: the source's table with our figures in it, as text, as records and as a picture."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tinygpt.bench.formats import Record, records_table
 from tinygpt.bench.picture import Picture
 
 NOT_PUBLISHED = "not published"
-ABSENT = "-"  # what a note below the table gives the reason for
-Record = dict[str, Any]
-# A column of the table of an unfinished preset -> how a record fills it.
+ABSENT = "-"  # a note below the table gives the reason
+# The table of an interrupted preset: a column's title -> how a record fills it.
 MEASURED = {
     "dtype": "{dtype}",
     "batch": "{batch_size}",
@@ -23,7 +22,7 @@ MEASURED = {
 
 @dataclass(frozen=True)
 class Study:
-    """A published study: where it is to be read, and what its figures are of and were measured on."""
+    """A published study: where to read it, and which model and hardware its figures are of."""
 
     name: str
     title: str
@@ -48,22 +47,7 @@ class PresetReport:
         save(self.picture, path)
 
 
-def page(study: Study, here: str, tables: Sequence[str], notes: Iterable[str]) -> str:
-    """The markdown of a report. `here` says what ours was measured on."""
-    head = [
-        f"## {study.name}: {study.title}",
-        f"Published: {study.source}; {study.model}, {study.hardware}.\n\nHere: {here}.",
-    ]
-    return "\n\n".join([*head, *tables, "\n".join(f"- {note}" for note in notes)])
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose columns, but for the first, are numbers."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def measured_table(records: Sequence[Record]) -> str:
-    """What an unfinished preset has measured, of which its study's own table cannot be made."""
-    rows = [[form.format(**r, mean_ms=r["avg_ns"] / 1e6) for form in MEASURED.values()] for r in records]
-    return markdown(list(MEASURED), rows)
+    """What an interrupted preset has measured, which is too little for its study's own table."""
+    shown = [record | {"mean_ms": record["avg_ns"] / 1e6} for record in records]
+    return records_table(shown, MEASURED, tuple(MEASURED)[1:])

@@ -7,36 +7,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tinygpt.bench.formats import FORMATS, Record
-from tinygpt.bench.output import check_writable, write
 from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY
 from tinygpt.cli import loading
-from tinygpt.cli.flags import reader, whole_number
+from tinygpt.cli.flags import dtypes, whole_number, whole_numbers
 from tinygpt.cli.messages import counted, say
-from tinygpt.config import DTYPES
+from tinygpt.cli.model_flags import CHECKPOINT, DTYPE, add_flag
+from tinygpt.cli.results_file import check_writable, write
 from tinygpt.errors import RequestError, TinyGPTError
 
 SUMMARY = "measure speed: reading prompts and generating, beside what the machine could do"
-# Flags have no default of argparse's, so that one which has no meaning beside another is seen.
+# Flags have no argparse default, so that one given beside another that makes it meaningless is noticed.
 CASES = {"batch_sizes": (1, 8), "prompt_lengths": (128,), "new_tokens": (64,)}
 RUNS = {"dtype": ("auto",), "threads": (None,), "repetitions": 5}
 OF_PRESETS = ("small", "text")
 NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "preset", *OF_PRESETS, "plot")
-ALL_DTYPES = ("auto", *DTYPES)
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _dtypes(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    if not set(names) <= set(ALL_DTYPES):
-        raise ValueError
-    return names
-
-
-whole_numbers = reader(_whole_numbers, "a whole number, or several with a comma between two")
-dtypes = reader(_dtypes, f"one of {', '.join(ALL_DTYPES)}, or several with a comma between two")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--new-tokens",
         type=whole_numbers,
         metavar="LIST",
-        help="tokens to generate after the prompt, 2 or more, as the first one comes with the prompt; 0 is no "
+        help="tokens to generate after the prompt, 2 or more, as the first one comes with the prompt; 0 for no "
         "generation (default: 64)",
     )
     cases.add_argument(
@@ -79,38 +63,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group()
-    source.add_argument("--model", help='"demo" (embedded), a local folder or a Hub id (default: demo)')
+    source.add_argument("--model", help=f"{CHECKPOINT} (default: demo)")
     source.add_argument(
         "--random",
         metavar="SHAPE",
         help="random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B, or tiny; no download (default: none)",
     )
-    group.add_argument(
-        "--dtype",
-        type=dtypes,
-        metavar="LIST",
-        help=f"precision of the weights: {', '.join(DTYPES)}; auto is a converted checkpoint's own, and float32 for "
-        "any other (default: auto)",
-    )
-    group.add_argument(
-        "--threads",
-        type=whole_numbers,
-        metavar="LIST",
-        help="threads that compute (default: one for each physical core)",
-    )
+    group.add_argument("--dtype", type=dtypes, metavar="LIST", help=f"{DTYPE} (default: auto)")
+    add_flag(group, "threads", type=whole_numbers, metavar="LIST")
 
 
 def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--format",
         choices=FORMATS,
-        help="md is a table; the others have llama-bench's keys and more, for the cases above, and keys of their own "
+        help="md is a table; the others have llama-bench's keys and more for the cases above, and keys of their own "
         "for a preset and for --compare (default: what the name of --output ends in, or md)",
     )
     group.add_argument("--json", action="store_true", help="as --format json (default: off)")
     group.add_argument("--output", type=Path, metavar="FILE", help="where to write the results (default: stdout)")
     group.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw them too, into a file named .png or .svg (default: not)"
+        "--plot", type=Path, metavar="FILE", help="also draw them, into a file named .png or .svg (default: none)"
     )
     group.add_argument(
         "--compare",
@@ -118,8 +91,8 @@ def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         metavar="FILE",
         help="OLD NEW: show what changed between two files of cases, in --format json or jsonl, and measure nothing; "
-        "OLD NEW OLD NEW ...: files that were measured in turns, which tell a change from a machine that was busy in "
-        "between. Takes --format and --output alone (default: off)",
+        "OLD NEW OLD NEW ...: files measured in turns, which tell a change from a machine that was busy in between. "
+        "Takes --format and --output alone (default: off)",
     )
 
 
@@ -163,7 +136,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
     if given:
-        raise RequestError(f"{why}: leave {', '.join(given)} away.")
+        raise RequestError(f"{why}: omit {', '.join(given)}.")
 
 
 def _prepare(args: argparse.Namespace) -> None:
@@ -258,7 +231,7 @@ def _notice_of_compiling() -> AbstractContextManager[None]:
 def _hand_over(
     args: argparse.Namespace, records: list[Record], draw: Callable[[], None], markdown: str | None = None
 ) -> None:
-    """Results to --output or stdout; and to --plot, whether or not they could be written."""
+    """Results to --output or stdout, and to --plot, whether or not they could be written."""
     try:
         _write(args, records, markdown)
     finally:
@@ -268,7 +241,7 @@ def _hand_over(
 
 
 def _write(args: argparse.Namespace, records: list[Record], markdown: str | None = None) -> None:
-    """`markdown` is what --format md shows of records that have a table of their own."""
+    """`markdown` is the table of records that have their own, for --format md."""
     write(markdown if args.format == "md" and markdown is not None else FORMATS[args.format](records), args.output)
     if args.output is not None:
         say(f"the results are in {args.output}")

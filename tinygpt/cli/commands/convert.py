@@ -1,4 +1,4 @@
-"""`python -m tinygpt convert`: a checkpoint in a precision of its own, packed once instead of at every start."""
+"""`python -m tinygpt convert`: a checkpoint packed ahead of time, in another precision, instead of at every start."""
 
 import argparse
 import os
@@ -7,24 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tinygpt.cli.flags import whole_number
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.messages import elapsed, say
+from tinygpt.cli.model_flags import CHECKPOINT, add_flag
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
 
-SUMMARY = "pack a checkpoint once, as int8 or in another precision, for faster starts"
+SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help='"demo" (embedded), a local folder or a Hub id')
+    parser.add_argument("source", metavar="SRC", help=CHECKPOINT)
     parser.add_argument("target", metavar="DST", help="the folder to make, which --model then takes")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="int8", help="precision of the weights (default: %(default)s)"
     )
-    parser.add_argument(
-        "--threads", type=whole_number, metavar="N", help="threads that pack (default: one for each core)"
-    )
+    add_flag(parser, "threads")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -48,7 +46,7 @@ def _check_target(target: Path) -> None:
 
 @contextmanager
 def _becoming(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` once the block has ended well, so that nobody meets half a checkpoint."""
+    """A folder that becomes `target` once the block has succeeded: nobody ever sees half a checkpoint."""
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:

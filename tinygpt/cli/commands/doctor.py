@@ -11,12 +11,12 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
-from tinygpt.cli.flags import whole_number
+from tinygpt.cli.model_flags import add_flag
 from tinygpt.cli.report import print_fields, print_json, size_text
-from tinygpt.hardware.machine import cpu_name
-from tinygpt.hardware.threads import thread_count
+from tinygpt.hardware.cpu import cpu_name
+from tinygpt.hardware.threads import logical_cores, thread_count
 
-SUMMARY = "show what this machine offers, and which kernels it gets: what a bug report should quote"
+SUMMARY = "show what this machine offers and which kernels it uses: what a bug report should quote"
 REQUIRED = ("numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface-hub", "tqdm")
 OPTIONAL = ("tokenizers", "transformers", "torch", "numba-cuda")
 # LLVM's names of what the kernels use, or could use.
@@ -24,9 +24,7 @@ FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads", type=whole_number, metavar="N", help="threads to count with (default: one for each physical core)"
-    )
+    add_flag(parser, "threads")
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
@@ -41,8 +39,7 @@ def run(args: argparse.Namespace) -> None:
     report["cache"]["other_builds_size"] = size_text(report["cache"]["other_builds_size"])
     report["memory"]["read_bandwidth"] = f"{report['memory']['read_bandwidth'] / 1e9:.1f} GB/s"
     for name in ("total", "available"):
-        size = report["memory"][name]
-        report["memory"][name] = "unknown" if size is None else size_text(size)
+        report["memory"][name] = size_text(report["memory"][name])
     for title, values in report.items():
         print_fields(title, values)
 
@@ -79,11 +76,10 @@ def _version_of(package: str) -> str | None:
 
 
 def _threads(threads: int, variables: dict[str, str | None]) -> dict[str, Any]:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "used": threads,
         "physical_cores_allowed": thread_count(),
-        "logical_cores_allowed": allowed,
+        "logical_cores_allowed": logical_cores(),
         "logical_cores": os.cpu_count(),
         "layer": "tinygpt's own: Numba's threading layers are not used",
         **variables,

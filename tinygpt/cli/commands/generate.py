@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from tinygpt.cli import loading
+from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
 from tinygpt.cli.interactive import run_interactive
@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="JSONL, one record for each line of --input as soon as it is finished; ids that are already in it are "
-        "skipped, so that the same command continues an interrupted run; records of another --model or --dtype are "
-        "refused, and other settings are not compared (default: stdout)",
+        help="JSONL, one record for each line of --input as soon as it is finished; ids already in it are skipped, so "
+        "that the same command continues an interrupted run; records of another --model or --dtype are refused, and "
+        "other settings are not compared (default: stdout)",
     )
     group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
     group.add_argument(
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--interactive",
         action="store_true",
-        help="read lines and go on after each, all of them in one text; :help there says more (default: off)",
+        help="read lines and continue after each, all in one text; :help there says more (default: off)",
     )
     group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
-    loading.add_arguments(parser)
+    model_flags.add_group(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,19 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinygpt.cli.model_flags import CHECKPOINT
 from tinygpt.cli.report import print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tinygpt.weights.containers.container import StoredTensor
 
-SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what of it would be refused"
+SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what would be refused"
 # Bits of an element by its dtype's name, which safetensors writes short where a tensor cannot be a weight.
 BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help='"demo" (embedded), a local folder or a Hub id')
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 

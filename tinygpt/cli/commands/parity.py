@@ -1,4 +1,4 @@
-"""`python -m tinygpt parity`: this engine beside transformers, or beside what transformers once said."""
+"""`python -m tinygpt parity`: this engine beside transformers, or beside a file of what transformers computed."""
 
 import argparse
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.cli import loading
 from tinygpt.cli.flags import number, whole_number
 from tinygpt.cli.messages import elapsed, say
+from tinygpt.cli.model_flags import CHECKPOINT, add_flag
 from tinygpt.cli.prompts_file import read_prompts, refuse
 from tinygpt.cli.report import print_fields, print_json, print_table
 from tinygpt.config import DTYPES
@@ -29,18 +30,11 @@ PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="CHECKPOINT", help='"demo" (embedded), a local folder or a Hub id')
-    parser.add_argument(
-        "--dtype", default="float32", help=f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--device",
-        default="cpu",
-        help='"cpu"; "cuda": an NVIDIA card; "reference": NumPy in float64, slow (default: %(default)s)',
-    )
-    parser.add_argument(
-        "--threads", type=whole_number, metavar="N", help="threads that compute (default: one for each physical core)"
-    )
+    parser.add_argument("model", metavar="CHECKPOINT", help=CHECKPOINT)
+    about_dtype = f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
+    add_flag(parser, "dtype", default="float32", help=about_dtype)
+    add_flag(parser, "device")
+    add_flag(parser, "threads")
     tolerances = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
     parser.add_argument(
         "--tolerance", type=number, metavar="X", help=f"what a logit may differ by (default: {tolerances})"
@@ -61,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers",
         action="store_true",
-        help="show by how much each layer's hidden states differ; for information, as --tolerance is for logits "
+        help="also show how far each layer's hidden states differ, for information: --tolerance is for logits "
         "(default: off)",
     )
     parser.add_argument(
         "--golden", metavar="FILE", help="compare with this file, prompts included (default: with transformers)"
     )
     parser.add_argument(
-        "--save-golden", metavar="FILE", help="write what transformers says to this .npz file (default: not)"
+        "--save-golden", metavar="FILE", help="write what transformers computes to this .npz file (default: none)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
@@ -123,7 +117,7 @@ def _goldens(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
         goldens = compute_goldens(path, prompts, num_greedy, thread_count(args.threads), args.layers)
     if args.save_golden is not None:
         save_goldens(Path(args.save_golden), goldens)
-        say(f"{args.save_golden} holds what transformers says")
+        say(f"{args.save_golden} holds what transformers computes")
     return goldens
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from tinygpt.cli import loading
+from tinygpt.cli import loading, model_flags
 from tinygpt.cli.messages import counted, say
 from tinygpt.sampling_params import SamplingParams
 
@@ -20,7 +20,7 @@ REQUESTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    loading.add_model_arguments(parser)
+    model_flags.add_group(parser, model_flags.CPU_FLAGS)
 
 
 def run(args: argparse.Namespace) -> None:

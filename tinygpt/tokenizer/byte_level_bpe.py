@@ -12,8 +12,8 @@ import tiktoken
 
 from tinygpt.errors import RequestError
 from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
-from tinygpt.tokenizer.bpe_merges import UnorderedMerges, token_ranks
 from tinygpt.tokenizer.detokenizer import ByteDetokenizer
+from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
 
 # GPT-2's pattern, written so that a run of white space of any length needs little of the regex engine's
 # stack: all of it at the end of a text, else all but its last character, by the thousand and then one by one.
@@ -122,12 +122,9 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
         raise UnlikeGPT2(f"its model is {model['type']}")
     if model.get("unk_token") and not model["vocab"].keys() >= set(_CHARACTERS.values()):
         raise UnlikeGPT2(f"it has {model['unk_token']!r} for the bytes it lacks")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
         if model.get(name):
             raise UnlikeGPT2(f"its {name} is {model[name]!r}")
-    for name in ("byte_fallback", "ignore_merges"):
-        if model.get(name):
-            raise UnlikeGPT2(f"it sets {name}")
     if spec.get("normalizer") is not None:
         raise UnlikeGPT2(f"it has a normalizer ({_type(spec['normalizer'])})")
     for name in ("pre_tokenizer", "decoder"):

@@ -1,4 +1,4 @@
-"""Where results go: stdout, or a file that is known to take them before anything is measured."""
+"""Where results go: stdout, or a file that is known to be writable before anything is measured."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from tinygpt.errors import RequestError, TinyGPTError
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """RequestError, before any work, if `path` cannot be written. What is there stays as it is."""
+    """RequestError, before any work, if `path` cannot be written. An existing file stays as it is."""
     if path.is_dir():
         raise RequestError(f"{flag} {path} is a folder: name a file in it.")
     if not path.absolute().parent.is_dir():
@@ -26,7 +26,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def write(text: str, path: Path | None) -> None:
-    """To the file, or to stdout without one. TinyGPTError if the file fails all the same: then it is on stdout."""
+    """To the file, or to stdout without one. If the file fails after all, to stdout, with TinyGPTError."""
     if path is None:
         print(text)
         return

@@ -1,4 +1,4 @@
-"""How much memory this process takes at most."""
+"""How much memory this process has taken at its peak."""
 
 import contextlib
 import sys
@@ -9,13 +9,13 @@ FORGET_PEAK = "5"  # proc_pid_clear_refs(5)
 
 
 def forget_peak() -> None:
-    """Count the peak from now on, where the system can: on Linux. Elsewhere it is that of the whole process."""
+    """Start counting the peak anew where the system can, on Linux; elsewhere it stays that of the whole process."""
     with contextlib.suppress(OSError):
         CLEAR.write_text(FORGET_PEAK)
 
 
 def peak_memory() -> int:
-    """Bytes of the largest resident set; 0 where the system does not say. Memory that was never touched is no part."""
+    """Bytes of the largest resident set; 0 where the system does not say. Memory never touched does not count."""
     try:
         lines = STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The machine's names for itself."""
+"""The CPU's name for itself."""
 
 import platform
 from pathlib import Path
@@ -10,5 +10,5 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

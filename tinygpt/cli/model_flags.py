@@ -1,0 +1,106 @@
+"""The flags that choose a model and how it runs. To add one, add it to FLAGS under the name of LLM's argument."""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+from tinygpt.cli.flags import reader, whole_number
+from tinygpt.config import DTYPES
+
+CHECKPOINT = '"demo" (embedded), a local folder or a Hub id'
+DTYPE = (
+    f"precision of the weights: {', '.join(DTYPES)}; auto is the dtype of a converted checkpoint, and float32 for any "
+    "other"
+)
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise ValueError
+    return name, path
+
+
+# An argument of LLM -> what add_argument takes for the flag of its name.
+FLAGS: dict[str, dict[str, Any]] = {
+    "model": {"default": "demo", "help": f"{CHECKPOINT} (default: %(default)s)"},
+    "dtype": {"default": "auto", "help": f"{DTYPE} (default: %(default)s)"},
+    "kv_cache_dtype": {
+        "default": "auto",
+        "metavar": "DTYPE",
+        "help": "precision of the KV cache: float32 or bfloat16; auto is float32 for float32 weights, and bfloat16 for "
+        "all others (default: %(default)s)",
+    },
+    "threads": {
+        "type": whole_number,
+        "metavar": "N",
+        "help": "threads that compute (default: one for each physical core)",
+    },
+    "device": {
+        "default": "cpu",
+        "help": '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow (default: %(default)s)',
+    },
+    "max_num_seqs": {
+        "type": whole_number,
+        "default": 32,
+        "metavar": "N",
+        "help": "samples that run at once; others wait (default: %(default)s)",
+    },
+    "max_num_batched_tokens": {
+        "type": whole_number,
+        "metavar": "N",
+        "help": "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)",
+    },
+    "prefix_cache_seqs": {
+        "type": whole_number,
+        "default": 4,
+        "metavar": "N",
+        "help": "finished samples kept in the KV cache for prompts that begin like them (default: %(default)s)",
+    },
+    "max_model_len": {
+        "type": whole_number,
+        "metavar": "N",
+        "help": "positions reserved for each sample, prompt included (default: all that the model has)",
+    },
+    "lora": {"metavar": "PATH", "help": "a LoRA adapter in PEFT's layout to merge (default: none)"},
+    "soft_prompt": {
+        "action": "append",
+        "type": reader(_named_path, "NAME=PATH"),
+        "metavar": "NAME=PATH",
+        "help": "a soft prompt in PEFT's layout, put in front of every prompt; with --input, several may be given: a "
+        "line's field soft_prompt names one, and the first is used where there is no such field (default: none)",
+    },
+    "draft_model": {
+        "metavar": "MODEL",
+        "help": "a smaller model with the same tokens that drafts ahead: fewer steps, the same text (default: none)",
+    },
+    "num_speculative_tokens": {
+        "type": whole_number,
+        "default": 4,
+        "metavar": "N",
+        "help": "tokens that it drafts at a time (default: %(default)s)",
+    },
+}
+# Those of every command that loads a model into the CPU's kernels.
+CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")
+
+
+def add_group(
+    parser: argparse.ArgumentParser, names: Iterable[str] = FLAGS, **changes: dict[str, Any]
+) -> argparse._ArgumentGroup:
+    """A group "model" with these flags, and what is to be changed about some of them."""
+    group = parser.add_argument_group("model")
+    for name in names:
+        add_flag(group, name, **changes.get(name, {}))
+    return group
+
+
+def add_flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
+    """One of FLAGS, with `changes`."""
+    parser.add_argument(f"--{name.replace('_', '-')}", **{**FLAGS[name], **changes})
+
+
+def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """LLM's arguments, from a command line with all FLAGS."""
+    given = {name: getattr(args, name) for name in FLAGS}
+    return {**given, "soft_prompts": dict(given.pop("soft_prompt") or ())}
