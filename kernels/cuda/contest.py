@@ -16,8 +16,8 @@ ROUNDS = 3  # that count
 class Contest:
     """The first calls go both ways, and return what the usual one gives; then the faster one is taken for good.
 
-    The other way is out, with a RuntimeWarning, as soon as it gives another token. An error is nothing that one could go
-    on from: after an illegal access the card refuses whatever is asked of this process.
+    The other way is out, with a RuntimeWarning, as soon as it gives another token. An error is nothing that one could
+    go on from: after an illegal access the card refuses whatever is asked of this process.
     """
 
     usual: Callable[..., np.ndarray]
