@@ -46,6 +46,8 @@ def main() -> int:
                 show(row, results)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results.as_json(), indent=1), encoding="utf-8")
+        if results.failed and arguments.log is None:  # else the reason would go with the folder
+            print(log.read_text(errors="replace"), file=sys.stderr, flush=True)
     print(f"\n{closing(results)}\n\n{time.time() - start:.0f} s in all.", flush=True)
     return 0 if results.rows else 1
 
@@ -70,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9, help="of each case, at the most (default: 9)")
     parser.add_argument("--seconds", type=float, default=540, help="of the whole run (default: 540)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here, anew after each case")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="append what the engines say on stderr to this")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append the engines' stderr; else a failure shows it")
     arguments = parser.parse_args()
     for name in ("batches", "steps", "repeats"):
         least = min(arguments.batches) if name == "batches" else getattr(arguments, name)

@@ -1,6 +1,5 @@
 """tinygpt through its public API: scheduling, sampling and all."""
 
-import sys
 from functools import partial
 
 import numpy as np
@@ -32,16 +31,7 @@ class Ours:
 
     def measure(self, engine: str, case: Case) -> list[float]:
         time_once = self._prefill_ms if case.is_prefill else self._step_ms
-        found = repeated(partial(time_once, case), self.repeats)
-        self._tell_contests()
-        return found
-
-    def _tell_contests(self) -> None:
-        """Of small greedy batches on a card: what each of the two ways took, step by step or in one kernel."""
-        for count, contest in getattr(self.llm._engine._workspace, "contests", {}).items():
-            rounds = [f"{1e3 * usual:.2f} and {1e3 * other:.2f}" for usual, other in contest.seconds]
-            winner = getattr(contest.winner, "__name__", "none yet")
-            print(f"batch {count}: graph and kernel took {', '.join(rounds)} ms; taken: {winner}", file=sys.stderr)
+        return repeated(partial(time_once, case), self.repeats)
 
     def _prefill_ms(self, case: Case, repeat: int) -> float:
         token_ids = case.prompts(PREFILL_TOKENS, self.llm.config.vocab_size, seed=repeat)

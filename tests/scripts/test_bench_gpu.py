@@ -171,7 +171,7 @@ def test_our_steps_are_timed_by_the_difference_of_two_lengths(monkeypatch):
     now, lengths = 0.0, []
 
     class LLM:
-        config, _engine = ModelConfig(), SimpleNamespace(_workspace=None)
+        config = ModelConfig()
 
         def generate(self, prompts, params):
             nonlocal now
@@ -285,6 +285,7 @@ def test_runs_to_its_end_without_a_gpu(tmp_path):
     assert all(row["median"] > 0 for row in found["rows"])
     assert len(found["failed"]) == 2
     assert all("graph" in name and "needs device cuda" in why for name, why in found["failed"].items())
+    assert "Traceback (most recent call last)" in result.stderr  # no --log keeps what the engines said
     verdict = {bar["what"]: bar["verdict"] for bar in found["bars"]}
     assert verdict["float32 logits against transformers"] == verdict["float32 greedy tokens"] == "met"
     assert "| tiny | float32 | prefill of 1023 | eager |" in result.stdout

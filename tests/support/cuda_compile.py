@@ -1,4 +1,4 @@
-"""Compiles CUDA kernels for compute capability 9.0 on a machine without a GPU, and says what each thread needs."""
+"""Compiles CUDA kernels for an H200 on a machine without a GPU, and says what each thread needs."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-ARCHITECTURE = (9, 0)
+ARCHITECTURE = (9, 0, "a")  # what numba-cuda compiles for where it finds a card of compute capability 9.0
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,21 @@ def compile_kernel(kernel, *arguments) -> Compiled:
 
 def is_cooperative(kernel, *arguments) -> bool:
     """Whether a kernel is launched only if all of its blocks run at once."""
+    return _library(kernel, *arguments).use_cooperative
+
+
+def llvm_of(kernel, *arguments) -> str:
+    """What libNVVM is given."""
+    return _library(kernel, *arguments).get_llvm_str()
+
+
+def _library(kernel, *arguments):
     from numba import types
     from numba.cuda.compiler import compile_cuda
 
     _name_the_card()
     signature = tuple(_type_of(argument) for argument in arguments)
-    compiled = compile_cuda(kernel.py_func, types.void, signature, cc=ARCHITECTURE, nvvm_options={})
-    return compiled.library.use_cooperative
+    return compile_cuda(kernel.py_func, types.void, signature, cc=ARCHITECTURE, nvvm_options={}).library
 
 
 def _name_the_card() -> None:
@@ -66,7 +74,7 @@ def _name_the_card() -> None:
 
 
 def _link(nvjitlink, ltoir: bytes) -> str:
-    options = ["-arch=sm_{}{}".format(*ARCHITECTURE), "-lto", "-verbose"]
+    options = ["-arch=sm_{}{}{}".format(*ARCHITECTURE), "-lto", "-verbose"]
     handle = nvjitlink.create(len(options), options)
     nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), "kernel")
     nvjitlink.complete(handle)

@@ -72,12 +72,14 @@ class Block:
         self.offsets: dict[Any, int] = {}
         self.used = launch.shared_bytes  # what the launch asks for lies in front
 
-    def shared_array(self, site, shape, dtype) -> np.ndarray:
+    def shared_array(self, site, shape, dtype, alignment: int) -> np.ndarray:
+        """alignment: 0 is none but that of its numbers, and then the array lies on no greater boundary."""
         dtype, size = np.dtype(_numpy_type(dtype)), math.prod(shape) if isinstance(shape, tuple) else shape
         if size == 0:  # the launch's
+            assert alignment >= 16, "shared memory of the launch begins anywhere unless it has an alignment"
             return self.arena[: self.launch.shared_bytes].view(dtype)
         if site not in self.offsets:
-            self.offsets[site] = self.used = -(-self.used // 16) * 16
+            self.offsets[site] = self.used = -(-self.used // 16) * 16 + (0 if alignment else dtype.itemsize)
             self.used += size * dtype.itemsize
             assert self.used <= self.arena.size, "more shared memory than the simulator's arena"
         start = self.offsets[site]
@@ -124,8 +126,8 @@ class Cuda:
     gridDim = property(lambda self: self.current.block.launch.grid)
     laneid = property(lambda self: self.current.lane)
 
-    def shared_array(self, site, shape, dtype):
-        return self.current.block.shared_array(site, shape, dtype)
+    def shared_array(self, site, shape, dtype, alignment=0):
+        return self.current.block.shared_array(site, shape, dtype, alignment)
 
     def fma(self, a, b, c):
         if isinstance(a, np.float64):

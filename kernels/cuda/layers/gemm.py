@@ -58,7 +58,7 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
         return uint32(stages + uint32(uint32(step) % uint32(STAGES)) * uint32(stage_bytes))
 
     def gemm(target, inputs, weights, layer, width, sizes, which):
-        shared = cuda.shared.array(0, float32)
+        shared = cuda.shared.array(0, float32, alignment=16)
         sums, totals = cuda.local.array(sums_size, float32), cuda.local.array(sums_size, float32)
         first, count = int32(cuda.blockIdx.y) * int32(tile_tokens), sizes[which]
         first_feature = int32(cuda.blockIdx.x) * int32(tile_features)

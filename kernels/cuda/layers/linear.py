@@ -111,12 +111,11 @@ def normed_linear_kernel(dtype: str, columns: int, purpose: str):
     load_group, product = load_group_function(dtype), product_function(dtype, 1, in_shared=True)
     store, normalise_rows = _store_function(dtype, 1, purpose), _normalise_rows_function(columns)
     words_size, partials_size = GROUP * WORDS[dtype], SEGMENTS * TILE_SIZE
-    gains_size = -(-columns // 4) * 4  # so that the rows behind them begin on a boundary of 16 bytes
 
     def normed_linear(target, norm, weights, layer, width, sizes, which):
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
-        gains, biases = cuda.shared.array(gains_size, float32), cuda.shared.array(gains_size, float32)
-        rows = cuda.shared.array(0, uint16)
+        gains, biases = cuda.shared.array(columns, float32), cuda.shared.array(columns, float32)
+        rows = cuda.shared.array(0, uint16, alignment=16)
         panel, count = int32(cuda.blockIdx.x), sizes[which]
         base = first_weight(weights, layer, panel)
         load_group(words, weights.panels, base, weights.num_steps)

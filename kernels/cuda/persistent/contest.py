@@ -16,7 +16,8 @@ ROUNDS = 3  # that count
 class Contest:
     """The first calls go both ways, and return what the usual one gives; then the faster one is taken for good.
 
-    The other way is out, with a RuntimeWarning, as soon as it fails or gives another token.
+    The other way is out, with a RuntimeWarning, as soon as it gives another token. An error is nothing that one could
+    go on from: after an illegal access the card refuses whatever is asked of this process.
     """
 
     usual: Callable[..., np.ndarray]
@@ -28,22 +29,17 @@ class Contest:
         if self.winner is not None:
             return self.winner(*arguments)
         expected, usual = _timed(self.usual, *arguments)
-        try:
-            found, other = _timed(self.other, *arguments)
-        except Exception as error:  # whatever this card has against it, the usual way has just worked
-            return self._exclude(f"fails on this card: {error!r}", expected)
+        found, other = _timed(self.other, *arguments)
         if not np.array_equal(found, expected):
-            return self._exclude("gives other tokens on this card", expected)
+            self.winner = self.usual
+            report = "another one is used. Please report this with `tinygpt doctor`."
+            message = f"a kernel of tinygpt gives other tokens on this card; {report}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return expected
         self.seconds.append((usual, other))
         if len(self.seconds) == WARM_UPS + ROUNDS:
             usual, other = np.median(self.seconds[WARM_UPS:], axis=0)
             self.winner = self.other if other < usual else self.usual
-        return expected
-
-    def _exclude(self, reason: str, expected: np.ndarray) -> np.ndarray:
-        self.winner = self.usual
-        message = f"a kernel of tinygpt {reason}; another one is used. Please report this with `tinygpt doctor`."
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
         return expected
 
 

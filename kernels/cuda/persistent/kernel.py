@@ -186,8 +186,10 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
         epsilon, num_layers, max_chunks, max_panels,
     ):  # fmt: skip
         run_all_blocks_at_once()
-        memory, numbers = cuda.shared.array(0, uint16), cuda.shared.array(0, float32)  # the same bytes
-        gain, bias = cuda.shared.array(columns, float32), cuda.shared.array(columns, float32)
+        memory = cuda.shared.array(0, uint16, alignment=16)
+        numbers = cuda.shared.array(0, float32, alignment=16)  # the same bytes
+        gain = cuda.shared.array(columns, float32, alignment=16)
+        bias = cuda.shared.array(columns, float32, alignment=16)
         sums, strips = cuda.shared.array(SUMS_SIZE, float32), cuda.shared.array(MAX_WARPS, int64)
         ids, places = cuda.shared.array(FUSED_TOKENS, int32), cuda.shared.array(FUSED_TOKENS, int32)
         tokens = Tokens(ids, places, cuda.shared.array(FUSED_TOKENS, int32))

@@ -17,9 +17,6 @@ from tinygpt.kernels.errors import DeviceError
 
 __all__ = ["Device", "DeviceError", "card"]
 
-# What a block may have without being granted more.
-USUAL_SHARED_BYTES = 48 << 10
-
 
 @functools.cache
 def card() -> "Device":
@@ -40,7 +37,7 @@ class Device:
         self._cuda = cuda
         self._lock = threading.RLock()  # what one thread captures, another must not add to
         self._stream = cuda.stream()
-        self._granted: dict[Any, int] = {}  # bytes of shared memory, by kernel
+        self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         self.multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT
 
     def free_bytes(self) -> int:
@@ -93,7 +90,7 @@ class Device:
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         with self._lock:
-            if shared_bytes > self._granted.get(kernel, USUAL_SHARED_BYTES):
+            if shared_bytes > self._granted.get(kernel, 0):
                 self._grant(kernel, arguments, shared_bytes)
             kernel[grid, threads, self._stream, shared_bytes](*arguments)
 
@@ -122,6 +119,7 @@ class Device:
             self._stream.synchronize()
 
     def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
+        """Let launches have so much. Without that it is 48 KiB less what the kernel has of its own."""
         from cuda.bindings import driver
         from numba import typeof
 

@@ -1,5 +1,7 @@
 """The one place that declares how CUDA kernels are compiled, and that asks whether they can run."""
 
+import re
+
 import numpy as np
 
 if not hasattr(np, "row_stack"):  # numba-cuda asks NumPy 2.5 for a name that is gone
@@ -36,13 +38,63 @@ def need_driver() -> None:
         from cuda.bindings import nvjitlink  # noqa: F401
     except ImportError:
         raise DeviceError("numba-cuda is not installed: pip install 'tinygpt[cuda]'.") from None
-    from numba.cuda.cudadrv import driver, nvvm
+    from numba.cuda.cudadrv import driver
 
     if not driver.driver.is_available or not len(cuda.gpus):
         raise DeviceError("CUDA finds no NVIDIA card with a driver of version 580 or later.")
-    if not nvvm.is_available():
-        raise DeviceError("libNVVM, which compiles, is not found: pip install 'tinygpt[cuda]', or set CUDA_HOME.")
+    need_compilers()
     capability = cuda.get_current_device().compute_capability
     if tuple(capability[:2]) < OLDEST:
         found, needed = (".".join(map(str, pair[:2])) for pair in (capability, OLDEST))
         raise DeviceError(f"the card has compute capability {found} and the kernels need {needed} or more.")
+
+
+def need_compilers() -> None:
+    """DeviceError unless what compiles kernels is found, and what links them, which must not be older."""
+    from cuda.bindings import nvjitlink
+    from numba.cuda.cudadrv import libs, nvvm
+
+    if not _answer_of(nvvm.is_available):
+        # numba-cuda looks for CUDA_HOME/nvvm/lib64 alone, whatever a toolkit's layout.
+        elsewhere = "or name the folder of libnvvm.so in LD_LIBRARY_PATH"
+        raise DeviceError(f"libNVVM, which compiles kernels, is not found: pip install 'tinygpt[cuda]', {elsewhere}.")
+    if libs.get_libdevice() is None:
+        elsewhere = "or set CUDA_HOME to a folder that has nvvm/libdevice"
+        raise DeviceError(f"libdevice.10.bc, part of libNVVM, is not found: pip install 'tinygpt[cuda]', {elsewhere}.")
+    linker = _answer_of(nvjitlink.version)
+    if not linker:
+        raise DeviceError("nvJitLink, which links kernels, is not found: pip install 'tinygpt[cuda]'.")
+    compiler = release_of_libnvvm()
+    if compiler > linker:
+        newer, older = (".".join(map(str, release)) for release in (compiler, linker))
+        raise DeviceError(
+            f"libNVVM is of CUDA {newer} and nvJitLink of {older}, which cannot link what a later one has compiled: "
+            f"pip install 'nvidia-nvvm=={older}.*'."
+        )
+
+
+def release_of_libnvvm() -> tuple[int, int]:
+    """The release of CUDA that libNVVM is of. It tells in what it compiles alone; `nvvm.version` is its interface's."""
+    from cuda.bindings import nvvm
+    from numba.cuda.cudadrv.nvvm import NVVM
+
+    version = ", ".join(f"i32 {number}" for number in nvvm.ir_version())
+    target = f'target datalayout = "{NVVM().data_layout}"\ntarget triple = "nvptx64-nvidia-cuda"'
+    text = f"{target}\n!nvvmir.version = !{{!0}}\n!0 = !{{{version}}}\n".encode()
+    program = nvvm.create_program()
+    try:
+        nvvm.add_module_to_program(program, text, len(text), "empty")
+        nvvm.compile_program(program, 0, [])
+        ptx = bytearray(nvvm.get_compiled_result_size(program))
+        nvvm.get_compiled_result(program, ptx)
+    finally:
+        nvvm.destroy_program(program)
+    return tuple(map(int, re.search(rb"release (\d+)\.(\d+)", ptx).groups()))
+
+
+def _answer_of(ask):
+    """What a function of a library answers; None where the library is not found."""
+    try:
+        return ask()
+    except RuntimeError:  # cuda-pathfinder's error, which is a kind of it
+        return None

@@ -158,7 +158,8 @@ def mma_bfloat16(typing_context, a, b, c):
         )
         result = ir.LiteralStructType([FLOAT] * 4)
         given = [INT32] * 6 + [FLOAT] * 4
-        values = _call(builder, result, given, asm, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", operands)
+        constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+        values = _call(builder, result, given, asm, constraints, operands, is_convergent=True)
         return cgutils.pack_array(builder, [builder.extract_value(values, k) for k in range(4)])
 
     return signature, generate
@@ -325,8 +326,10 @@ def _address(context, builder, signature, arguments, first: int = 0):
     return builder.ptrtoint(builder.gep(array.data, [index]), INT64)
 
 
-def _call(builder, result, given, asm: str, constraints: str, values, side_effect: bool = False):
-    return builder.call(ir.InlineAsm(ir.FunctionType(result, given), asm, constraints, side_effect), values)
+def _call(builder, result, given, asm: str, constraints: str, values, side_effect=False, is_convergent=False):
+    """is_convergent: all lanes of a warp take part, so that it may not be moved to where only some of them come."""
+    function = ir.InlineAsm(ir.FunctionType(result, given), asm, constraints, side_effect)
+    return builder.call(function, values, attrs=("convergent",) if is_convergent else ())
 
 
 def _unpacked(builder, words):

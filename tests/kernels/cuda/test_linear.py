@@ -192,7 +192,7 @@ def test_everything_stays_in_registers(dtype, purpose):
         assert compiled.spilled == compiled.stack == 0
         assert compiled.registers <= {1: 96, 2: 176, 4: 144}[tiles]
         assert "ld.global.nc.L1::no_allocate.v4" in compiled.ptx
-        assert ("mma.sync" in compiled.ptx) == (dtype != "float32")
+        assert compiled.ptx.count("mma.sync") == (0 if dtype == "float32" else 8 * tiles)  # those of a group, once
     if dtype != "float32":
         norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
         for columns, registers in ((768, 80), (1600, 128)):
@@ -200,6 +200,7 @@ def test_everything_stays_in_registers(dtype, purpose):
             compiled = compile_kernel(kernel, target, norm, weights, 1, 1, INTS, 1)
             assert compiled.spilled == compiled.stack == 0
             assert compiled.registers <= registers
+            assert compiled.ptx.count("mma.sync") == 8
             assert loads_at_once(compiled.ptx) >= columns // 32
 
 

@@ -260,8 +260,9 @@ def test_everything_stays_in_registers(dtype, columns):
     assert compiled.spilled == compiled.stack == 0
     assert compiled.registers <= 168
     assert "ld.global.nc" not in compiled.ptx  # that may see what was there before a barrier
-    for instruction in ("cp.async.cg.shared.global", "ld.global.cg", "cp.async.bulk.prefetch.L2", "mma.sync"):
+    for instruction in ("cp.async.cg.shared.global", "ld.global.cg", "cp.async.bulk.prefetch.L2"):
         assert instruction in compiled.ptx
+    assert compiled.ptx.count("mma.sync") == 5 * 4 + 48  # of a step in each linear layer, and of a chunk of keys
     for instruction in ("atom.add.acq_rel.gpu", "ld.acquire.gpu"):  # a barrier for each phase
         assert compiled.ptx.count(instruction) >= 7
 

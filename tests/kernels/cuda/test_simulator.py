@@ -90,7 +90,7 @@ def test_product_of_a_warp():
 
 @kernel
 def reversed_copy(out, values):
-    shared = cuda.shared.array(128, uint32)
+    shared = cuda.shared.array(128, uint32, alignment=16)
     thread, address = int32(cuda.threadIdx.x), shared_address(shared)
     copy_async(address + uint32(16 * thread), values, 4 * thread)
     commit_copies()
@@ -109,7 +109,7 @@ def test_asynchronous_copies():
 
 @kernel
 def unwaited_copy(out, values):
-    shared = cuda.shared.array(128, float32)
+    shared = cuda.shared.array(128, float32, alignment=16)
     thread, address = int32(cuda.threadIdx.x), shared_address(shared)
     copy_async(address + uint32(16 * thread), values, 4 * thread)
     commit_copies()
@@ -181,6 +181,24 @@ def misaligned(out):
 def test_a_load_off_its_boundary_is_refused():
     with pytest.raises(IndexError, match="not on their boundary"):
         simulate(misaligned, 1, 1, np.zeros(8, np.uint32))
+
+
+@kernel
+def copied_anywhere(values):
+    copy_async(shared_address(cuda.shared.array(8, float32)), values, 0)
+
+
+@kernel
+def copied_to_the_front(values):
+    copy_async(shared_address(cuda.shared.array(0, float32)), values, 0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"), [(copied_anywhere, "not on their boundary"), (copied_to_the_front, "begins anywhere")]
+)
+def test_shared_memory_without_an_alignment_begins_anywhere(kernel, message):
+    with pytest.raises(AssertionError, match=message):
+        simulate(kernel, 1, 1, np.zeros(8, np.float32), shared_bytes=32)
 
 
 @kernel

@@ -1,0 +1,101 @@
+"""The kernels of first_contact.py: each shows one thing that the engine's kernels rely on."""
+
+import functools
+
+from tinygpt.kernels.cuda.persistent.phases import Barrier, all_arrive, signal
+from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.runtime.ptx import (
+    commit_copies,
+    copy_async,
+    load_shared,
+    load_weights,
+    mma_bfloat16,
+    prefetch,
+    prefetch_run,
+    run_all_blocks_at_once,
+    shared_address,
+    wait_for_copies,
+)
+
+from numba import cuda, float32, int32, uint32  # isort: skip
+
+READ_THREADS = 256
+
+
+@kernel
+def multiply(out, a, b):
+    """out (16, 8) float32 = a (16, 32) @ b (8, 32).T, of bfloat16, by one warp, as product.py reads its operands."""
+    lane, zero = int32(cuda.threadIdx.x), float32(0)
+    g, q = lane // int32(4), lane % int32(4)
+    address = shared_address(cuda.shared.array(24 * 16, float32, alignment=16))  # rows of 64 bytes
+    prefetch(a, 0)
+    prefetch_run(b, 0, 512)
+    for i in range(2):
+        copy_async(address + uint32(16 * (lane + 32 * i)), a, 8 * (lane + 32 * i))
+    copy_async(address + uint32(1024 + 16 * lane), b, 8 * lane)
+    commit_copies()
+    wait_for_copies(0)
+    cuda.syncthreads()
+    upper, lower = load_shared(address + uint32(64 * g + 16 * q)), load_shared(address + uint32(64 * (g + 8) + 16 * q))
+    weights = load_shared(address + uint32(1024 + 64 * g + 16 * q))
+    c = mma_bfloat16((upper[0], lower[0], upper[1], lower[1]), (weights[0], weights[1]), (zero, zero, zero, zero))
+    c = mma_bfloat16((upper[2], lower[2], upper[3], lower[3]), (weights[2], weights[3]), c)
+    out[g * 8 + 2 * q], out[g * 8 + 2 * q + 1] = c[0], c[1]
+    out[(g + 8) * 8 + 2 * q], out[(g + 8) * 8 + 2 * q + 1] = c[2], c[3]
+
+
+@kernel
+def reverse(out, values, count):
+    """out = values, the last one first, by way of a launch's shared memory. One block."""
+    memory = cuda.shared.array(0, float32, alignment=16)
+    for i in range(int32(cuda.threadIdx.x), count, int32(cuda.blockDim.x)):
+        memory[i] = values[i]
+    cuda.syncthreads()
+    for i in range(int32(cuda.threadIdx.x), count, int32(cuda.blockDim.x)):
+        out[i] = memory[count - int32(1) - i]
+
+
+@kernel
+def count_up(counts):
+    """Add 1 to the number of each block."""
+    if cuda.threadIdx.x == 0:
+        counts[cuda.blockIdx.x] += int32(1)
+
+
+@kernel
+def meet(arrivals, failed, met, max_spins, times):
+    """All blocks at `times` barriers of the persistent kernel; met: how many each has passed."""
+    run_all_blocks_at_once()
+    barrier, goal, passed = Barrier(arrivals, failed, max_spins), int32(0), int32(0)
+    for _ in range(times):
+        signal(barrier)
+        goal += int32(cuda.gridDim.x)
+        if not all_arrive(barrier, goal):
+            return
+        passed += int32(1)
+    if cuda.threadIdx.x == 0:
+        met[cuda.blockIdx.x] = passed
+
+
+@functools.cache
+def read_kernel(loads: int):
+    """read(out, words, rounds): all of `words`, READ_THREADS threads a block, each with `loads` of 16 bytes under way.
+
+    out: of each thread, the exclusive or of what it has read. words: rounds * loads * 4 for each thread.
+    """
+    held_words = 4 * loads
+
+    def read(out, words, rounds):
+        thread = int32(cuda.blockIdx.x) * int32(READ_THREADS) + int32(cuda.threadIdx.x)
+        threads = int32(cuda.gridDim.x) * int32(READ_THREADS)
+        found, held = uint32(0), cuda.local.array(held_words, uint32)
+        for turn in range(int32(0), rounds):
+            for i in range(loads):
+                loaded = load_weights(words, ((turn * int32(loads) + int32(i)) * threads + thread) * int32(4))
+                for k in range(4):
+                    held[4 * i + k] = loaded[k]
+            for i in range(held_words):
+                found ^= held[i]
+        out[thread] = found
+
+    return kernel(read)

@@ -1,0 +1,113 @@
+"""scripts/gpu/first_contact.py without a card: its checks in the simulator, its kernels compiled, what goes wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.gpu import first_contact, probes
+from support.cuda_compile import compile_kernel, is_cooperative
+from support.cuda_device import SimulatedDevice, why_no_card
+from tinygpt.config import ModelConfig
+from tinygpt.kernels import cuda
+from tinygpt.kernels.cuda.persistent.kernel import kernel as persistent
+from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.weights.random_checkpoint import RandomCheckpoint
+
+SMALL = {
+    "mma": first_contact.mma,
+    "grant": lambda device: first_contact.grant(device, kib=1),
+    "graph": lambda device: first_contact.graph(device, nodes=3, blocks=2, threads=32),
+    "barrier": lambda device: first_contact.barrier(device, times=3),
+    "read": lambda device: first_contact.read(device, kib=64, loads=(2,)),
+}
+CONFIG = ModelConfig(n_layer=1, n_embd=64, n_head=1, vocab_size=20, n_positions=64)
+ONE_LAYER = RandomCheckpoint(Path("one layer"), CONFIG)
+
+
+@pytest.fixture
+def card(monkeypatch) -> SimulatedDevice:
+    device = SimulatedDevice()
+    monkeypatch.setattr(devices, "card", lambda: device)
+    return device
+
+
+@pytest.fixture
+def _run_once(monkeypatch) -> None:
+    monkeypatch.setattr(first_contact, "median_seconds", lambda device, run, **_: (run(), (1.0, 1))[1])
+
+
+@pytest.mark.parametrize("item", SMALL)
+@pytest.mark.usefixtures("_run_once")
+def test_a_simulated_card_passes(card, item):
+    json.dumps(SMALL[item](card))
+
+
+@pytest.mark.usefixtures("_run_once")
+def test_a_small_model_passes_both_ways(card):
+    found = first_contact.decode(card, ONE_LAYER, "bfloat16", prompt=3, steps=1)
+    assert found["ms a token by graphs"] == found["ms a token in one kernel"] == 1000
+    json.dumps(found)
+
+
+@pytest.mark.usefixtures("_run_once")
+def test_other_tokens_are_no_result(card, monkeypatch):
+    monkeypatch.setattr(persistent, "run_persistent", lambda *arguments: np.full((1, 1), 99))
+    with pytest.raises(first_contact.WrongResult, match="1 of 1 numbers are wrong, the first, number 0, is 99 in pl"):
+        first_contact.decode(card, ONE_LAYER, "bfloat16", prompt=3, steps=1)
+
+
+@pytest.mark.parametrize(("factor", "message"), [(1.1, r"logits are off by 0\.\d+ of"), (np.nan, "off by nan")])
+def test_other_logits_are_no_result(card, monkeypatch, factor, message):
+    forward = cuda.forward
+    monkeypatch.setattr(cuda, "forward", lambda *arguments: np.float32(factor) * forward(*arguments).copy())
+    with pytest.raises(first_contact.WrongResult, match=message):
+        first_contact.decode(card, ONE_LAYER, "float32", prompt=2, steps=1)
+
+
+def test_the_median_is_of_what_comes_after_the_warm_up(card):
+    calls = []
+    _, runs = first_contact.median_seconds(card, lambda: calls.append(1), repeats=3)
+    assert runs == len(calls) == 5
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("""print('a word'); print('{"us": 1}')""", {"us": 1}),
+        ("import time; time.sleep(60)", {"error": "it was stopped after 2 s"}),
+        ("import os; os.abort()", {"error": "its process ended with -6, and stderr says why"}),
+    ],
+)
+def test_an_item_that_goes_wrong_is_one_line(program, expected):
+    assert first_contact.run_apart([sys.executable, "-c", program], seconds=2) == expected
+
+
+@pytest.mark.skipif(not why_no_card(), reason="there is a card")
+def test_without_a_card_each_item_says_so(tmp_path):
+    command = [sys.executable, first_contact.__file__, "--items", "versions", "mma"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.returncode == 1
+    assert [line["item"] for line in lines] == ["versions", "mma"]
+    assert all(line["error"] == f"DeviceError: {why_no_card()}" for line in lines)
+
+
+WORDS, FLOATS, INTS = np.zeros(8, np.uint32), np.zeros(8, np.float32), np.zeros(8, np.int32)
+HALVES = np.zeros(8, np.uint16)
+
+
+@pytest.mark.toolchain
+def test_the_probes_compile():
+    compiled = compile_kernel(probes.multiply, FLOATS, HALVES, HALVES)
+    assert compiled.ptx.count("mma.sync") == 2
+    for loads in (1, 8):
+        compiled = compile_kernel(probes.read_kernel(loads), WORDS, WORDS, 1)
+        assert compiled.spilled == compiled.stack == 0
+        assert compiled.ptx.count("ld.global.nc.L1::no_allocate.v4") == loads
+    assert compile_kernel(probes.reverse, FLOATS, FLOATS, 1).shared_bytes == 0
+    assert compile_kernel(probes.count_up, INTS).registers < 32
+    assert is_cooperative(probes.meet, INTS, INTS, INTS, 1, 1)
