@@ -15,13 +15,10 @@ from support.paths import ROOT
 
 PACKAGES = {"tinygpt": ROOT / "tinygpt", "tinygpt.kernels": ROOT / "kernels", "tinygpt.weights": ROOT / "weights"}
 BACKENDS = ("reference", "cpu", "cuda")
-# Who outside the kernels names a module of theirs, and which: for what other backends have nothing of.
+PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each backend's model.py, in this order
+# Who reaches past a backend's interface, and for what: converting and compiling are for the CPU's kernels alone.
 INTO_KERNELS = {
-    "tinygpt.execution.backend": {
-        "tinygpt.kernels.cpu.packed",
-        "tinygpt.kernels.cuda.runtime.device",
-        "tinygpt.kernels.cuda.memory",
-    },
+    "tinygpt.execution.backend": {"tinygpt.kernels.errors"},
     "tinygpt.bench.machine_limits": {"tinygpt.kernels.cpu.simd.peak"},
     "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed"},
     "tinygpt.cli.commands.doctor": {
@@ -140,9 +137,8 @@ def test_a_backend_imports_itself_alone(backend):
     package = f"tinygpt.kernels.{backend}"
     modules = [module for module in SOURCES if is_in(module, package)]
     assert package in modules
-    allowed = [package, "tinygpt.kernels.cache_folder"]
-    if backend == "cuda":  # what it is asked to do on the host, it leaves to the reference
-        allowed.append("tinygpt.kernels.reference")
+    shared = ("batch", "cache_folder", "errors", "names", "reference")  # the reference, for what is done on the host
+    allowed = [package, *(f"tinygpt.kernels.{name}" for name in shared)]
     for module in modules:
         assert all(any(is_in(name, a) for a in allowed) for name in ours(module)), module
 
@@ -178,26 +174,65 @@ def test_setup_cfg_names_every_package():
     assert {name: ROOT / folder for name, folder in mapping.items()} == PACKAGES
 
 
-def test_every_backend_has_the_same_interface():
-    first, *others = (exports(f"tinygpt.kernels.{backend}") for backend in BACKENDS)
-    assert {"load_params", "new_kv_cache", "new_workspace", "forward", "sample"} <= first.keys()
-    for other in others:
-        assert {name: other.get(name) for name in first} == first  # one may offer more
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_calls_its_blocks_alike(backend):
-    assert {"forward", "attention_block", "mlp_block"} <= functions(f"tinygpt.kernels.{backend}.model").keys()
+def test_every_backend_has_the_same_interface(backend):
+    """The same names, and functions with the same parameters; `multi_step` and PACKED may be None."""
+    names, found = interface(f"tinygpt.kernels.{backend}")
+    all_names, expected = interface("tinygpt.kernels.reference")
+    assert names == all_names
+    assert {name: parameters for name, parameters in found.items() if name != "multi_step"} == expected
+    assert {"load_params", "new_kv_cache", "new_workspace", "forward", "sample", "check_device"} <= expected.keys()
 
 
-def exports(package: str) -> dict[str, list[str]]:
-    """The functions that a backend's __init__ gathers, and the names of their parameters."""
-    found = {}
+def interface(package: str) -> tuple[set[str], dict[str, list[str]]]:
+    """The names that a backend exports, and the parameters of those that are functions."""
+    exported = next(ast.literal_eval(n.value) for n in SOURCES[package].body if is_assignment(n, "__all__"))
+    found = functions(package)
     for node in SOURCES[package].body:
         if isinstance(node, ast.ImportFrom):
             there = functions(node.module)
-            found |= {a.name: [p.arg for p in there[a.name].args.args] for a in node.names}
-    return found
+            found |= {a.name: there[a.name] for a in node.names if a.name in there}
+    return set(exported), {name: parameters_of(found[name]) for name in exported if name in found}
+
+
+def is_assignment(node: ast.stmt, name: str) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_pages_are_alike(backend):
+    """The same functions in one order, in the same words; arguments of one name stand in one order."""
+    page, reference = (functions(f"tinygpt.kernels.{name}.model") for name in (backend, "reference"))
+    assert [name for name in page if name in PAGE] == list(PAGE)
+    for name in PAGE:
+        assert first_sentence(page[name]) == first_sentence(reference[name])
+        ours, theirs = parameters_of(page[name]), parameters_of(reference[name])
+        assert [p for p in ours if p in theirs] == [p for p in theirs if p in ours]
+        assert {"params", "layer", "kv_cache"} & {*theirs} <= {*ours}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_ends_where_ranks_will_sum(backend):
+    page = functions(f"tinygpt.kernels.{backend}.model")
+    for name in ("attention_block", "mlp_block"):
+        assert ast.unparse(page[name].body[-1]).startswith("add_projection(")
+
+
+UNFINISHED = pytest.mark.xfail(reason="launches and their shapes still stand on cuda's page", strict=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("cuda", marks=UNFINISHED)])
+def test_the_page_holds_nothing_else(backend):
+    beside = {"take_steps"} if backend == "cpu" else set()  # what each thread of the team runs
+    assert functions(f"tinygpt.kernels.{backend}.model").keys() == {*PAGE} | beside
+
+
+def first_sentence(function: ast.FunctionDef) -> str:
+    return ast.get_docstring(function).replace("\n", " ").partition(". ")[0].rstrip(".")
+
+
+def parameters_of(function: ast.FunctionDef) -> list[str]:
+    return [parameter.arg for parameter in function.args.args]
 
 
 def functions(module: str) -> dict[str, ast.FunctionDef]:
