@@ -16,8 +16,8 @@ from tinygpt.weights.tensor import Tensor
 class Architecture(Protocol):
     """What a module of this folder defines. NAME is the architecture's in messages.
 
-    The engine's names for parameters are GPT-2's, such as "h.3.attn.c_attn.weight". Where files hold a parameter as
-    it is, its canonical name is that name; tensors of which `parameter` makes one go by names of their own.
+    The engine's names for parameters are GPT-2's, such as "h.3.attn.c_attn.weight", and so are the canonical names of
+    tensors that are one parameter each. Those that `parameter` joins have canonical names of their own.
     """
 
     NAME: str
@@ -26,7 +26,7 @@ class Architecture(Protocol):
         """Read config.json and, where there is one, generation_config.json. One CheckpointError for all problems."""
 
     def canonical_name(self, name: str) -> str:
-        """A tensor's name without the wrappers that its model was saved in."""
+        """The name by which the functions below know a tensor, whatever wrappers its model was saved in."""
 
     def is_ignored(self, canonical_name: str) -> bool:
         """Whether the tensor is known and of no use here."""
