@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import graphlib
 import re
 import subprocess
@@ -57,15 +58,18 @@ FILES = {module_name(file): file for folder in PACKAGES.values() for file in sor
 SOURCES = {module: ast.parse(file.read_text(encoding="utf-8"), str(file)) for module, file in FILES.items()}
 
 
-def imports(module: str) -> Iterator[str]:
+@functools.cache
+def imports(module: str) -> frozenset[str]:
     """Every module that is named in an import, wherever in the file it stands."""
+    found = set()
     for node in ast.walk(SOURCES[module]):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}, line {node.lineno}: a relative import"
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in SOURCES else node.module for name in inner)
+            found |= {name if name in SOURCES else node.module for name in inner}
+    return frozenset(found)
 
 
 def ours(module: str) -> set[str]:
