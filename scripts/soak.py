@@ -87,7 +87,7 @@ def run_request(llm: LLM, prompt: str, params: SamplingParams, is_cancelled: boo
         except QueueFullError:
             with report.lock:
                 report.refusals += 1
-                report.most_samples = max(report.most_samples, llm.service.num_samples)
+                report.most_samples = max(report.most_samples, num_samples(llm))
             time.sleep(0.005)
     if is_cancelled:
         future.cancel()
@@ -100,6 +100,11 @@ def run_request(llm: LLM, prompt: str, params: SamplingParams, is_cancelled: boo
             text = output.outputs[0].text
             report.differing += report.texts.setdefault((prompt, params.max_tokens), text) != text
     return str(output.outputs[0].finish_reason)
+
+
+def num_samples(llm: LLM) -> int:
+    """Samples that run or wait."""
+    return len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting)
 
 
 def resident_bytes() -> int:

@@ -20,6 +20,7 @@ PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each b
 # Who reaches past a backend's interface, and for what: converting and compiling are for the CPU's kernels alone.
 INTO_KERNELS = {
     "tinygpt.execution.backend": {"tinygpt.kernels.errors"},
+    "tinygpt.execution.model_runner": {"tinygpt.kernels.errors", "tinygpt.kernels.host"},
     "tinygpt.bench.machine_limits": {"tinygpt.kernels.cpu.simd.peak"},
     "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed"},
     "tinygpt.cli.commands.doctor": {
@@ -60,9 +61,9 @@ SOURCES = {module: ast.parse(file.read_text(encoding="utf-8"), str(file)) for mo
 
 @functools.cache
 def imports(module: str) -> frozenset[str]:
-    """Every module that is named in an import, wherever in the file it stands."""
+    """Every module that is named in an import, wherever in the file it stands, but for annotations alone."""
     found = set()
-    for node in ast.walk(SOURCES[module]):
+    for node in walk_what_runs(SOURCES[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -70,6 +71,14 @@ def imports(module: str) -> frozenset[str]:
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {name if name in SOURCES else node.module for name in inner}
     return frozenset(found)
+
+
+def walk_what_runs(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below, but for those that only type checkers read."""
+    if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from walk_what_runs(child)
 
 
 def ours(module: str) -> set[str]:

@@ -91,7 +91,7 @@ class LLM:
         runner = ModelRunner(source, engine_config, threads)
         draft = None if draft_source is None else DraftModel(draft_source, engine_config, threads)
         self.engine = Engine(runner, engine_config, draft)
-        self.service = Service(self.engine)
+        self._service = Service(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -148,7 +148,7 @@ class LLM:
         """
         if on_chunk is not None and not callable(on_chunk):
             raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
-        return self.service.submit(self._single_request(prompt, params, on_chunk))
+        return self._service.submit(self._single_request(prompt, params, on_chunk))
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
         """How many tokens of the prompt's beginning its overflow would leave out. Raises as `generate` does."""
@@ -220,7 +220,7 @@ class LLM:
         """
         self.engine.refuse_within_step()
         self.engine.refuse_calls()
-        self.service.close()
+        self._service.close()
         self.engine.close()
 
     def __enter__(self) -> "LLM":

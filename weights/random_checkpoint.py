@@ -53,9 +53,14 @@ def open_random(model: str) -> Checkpoint:
     shape = model.removeprefix(PREFIX)
     if shape not in SHAPES:
         raise CheckpointError(f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}.")
-    shapes = gpt2.stored_shapes(SHAPES[shape])
+    return random_checkpoint(model, SHAPES[shape])
+
+
+def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
+    """One of any sizes; its name is for messages."""
+    shapes = gpt2.stored_shapes(config)
     stored = {name: RandomTensor(name, shapes[name]) for name in shapes if name != HEAD}
-    return Checkpoint(Path(model), gpt2, SHAPES[shape], stored, tied=True)
+    return Checkpoint(Path(name), gpt2, config, stored, tied=True)
 
 
 def is_random(model: object) -> bool:

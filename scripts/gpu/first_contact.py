@@ -137,10 +137,10 @@ def read(device: Any, kib: int = 512 << 10, loads: tuple[int, ...] = (1, 2, 4, 8
 def three_layers(device: Any, dtype: str) -> dict[str, Any]:
     """A small model: logits of a prompt, and greedy steps both ways."""
     from tinygpt.config import ModelConfig
-    from tinygpt.weights.random_checkpoint import RandomCheckpoint
+    from tinygpt.weights.random_checkpoint import random_checkpoint
 
     config = ModelConfig(n_layer=3, vocab_size=1000, n_positions=256)
-    return decode(device, RandomCheckpoint(Path("three layers"), config), dtype)
+    return decode(device, random_checkpoint("three layers", config), dtype)
 
 
 def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: int = STEPS) -> dict[str, Any]:
@@ -197,9 +197,9 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
 
 
 def decode_shape(device: Any, shape: str) -> dict[str, Any]:
-    from tinygpt.weights.random_checkpoint import RandomCheckpoint
+    from tinygpt.weights.random_checkpoint import open_random
 
-    return decode(device, RandomCheckpoint.open(shape), "bfloat16")
+    return decode(device, open_random(shape), "bfloat16")
 
 
 def items() -> dict[str, Callable[[], dict[str, Any]]]:

@@ -34,7 +34,7 @@ def nothing_is_left_behind(request):
         with between_steps(llm):
             scheduler = llm.engine.scheduler
             assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
-        assert (llm.service._pending, llm.service.num_samples) == ({}, 0)
+        assert (llm._service._pending, llm._service.num_samples) == ({}, 0)
 
 
 def between_steps(llm: LLM):
@@ -308,7 +308,7 @@ def test_the_thread_ends_without_work_and_comes_back(llm, monkeypatch):
     monkeypatch.setattr("tinygpt.engine.service.IDLE_SECONDS", 0.001)
     for _ in range(3):
         future = llm.submit([1], params_for(1))
-        thread = llm.service._thread
+        thread = llm._service._thread
         future.result(SECONDS)
         if thread is not None:
             thread.join(SECONDS)

@@ -124,7 +124,7 @@ def test_errors_come_to_who_asked(llm):
         with llm.engine._step_lock.taken():
             pending = asyncio.ensure_future(read(door.stream([1], LONG)))
             await asyncio.sleep(0)
-            llm.service._fail_pending(RequestError("enough"))
+            llm._service._fail_pending(RequestError("enough"))
         with pytest.raises(RequestError, match="enough"):
             await pending
 

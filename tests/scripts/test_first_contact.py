@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from tinygpt.config import ModelConfig
 from tinygpt.kernels import cuda
 from tinygpt.kernels.cuda.persistent.kernel import kernel as persistent
 from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.weights.random_checkpoint import RandomCheckpoint
+from tinygpt.weights.random_checkpoint import random_checkpoint
 
 SMALL = {
     "mma": first_contact.mma,
@@ -25,7 +24,7 @@ SMALL = {
     "read": lambda device: first_contact.read(device, kib=64, loads=(2,)),
 }
 CONFIG = ModelConfig(n_layer=1, n_embd=64, n_head=1, vocab_size=20, n_positions=64)
-ONE_LAYER = RandomCheckpoint(Path("one layer"), CONFIG)
+ONE_LAYER = random_checkpoint("one layer", CONFIG)
 
 
 @pytest.fixture
