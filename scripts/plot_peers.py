@@ -1,6 +1,6 @@
 """Draw tokens/s against batch size, tinygpt beside its peers, from a file that bench_peers.py --json has written.
 
-python scripts/bench_peers.py --dtypes int8 float32 --batch-sizes 1 2 4 8 16 32 --json peers.json
+python scripts/bench_peers.py --dtypes float32 int8 --batch-sizes 1 2 4 8 16 32 --json peers.json
 python scripts/plot_peers.py peers.json scripts/tokens_per_second.svg
 """
 
