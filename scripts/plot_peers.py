@@ -13,7 +13,7 @@ from tinygpt.bench.formats import parameters_text, points_text, threads_text
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.plot import save
 from tinygpt.bench.work import num_parameters
-from tinygpt.config import ModelConfig
+from tinygpt.weights.architectures.gpt2 import model_config
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def picture_of(results: dict[str, Any]) -> Picture:
     rows = [row for row in results["rows"] if not row["is_prefill"]]
     dtypes = dict.fromkeys(row["dtype"] for row in rows)
     panels = tuple(_panel(dtype, [row for row in rows if row["dtype"] == dtype]) for dtype in dtypes)
-    size = parameters_text(num_parameters(ModelConfig.from_dict(results["config"])))
+    size = parameters_text(num_parameters(model_config(results["config"])))
     repeats = len(rows[0]["ms"]["tinygpt"])
     note = f"{results['cpu']}, {threads_text(results['threads'])}. {points_text(repeats)}"
     return Picture(f"Generating with GPT-2 {size}", panels, note)
