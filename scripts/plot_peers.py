@@ -1,6 +1,6 @@
 """Draw tokens/s against batch size, tinygpt beside its peers, from a file that bench_peers.py --json has written.
 
-python scripts/bench_peers.py --dtypes int8 float32 --batch-sizes 1 2 4 8 16 32 --json peers.json
+python scripts/bench_peers.py --dtypes float32 int8 --batch-sizes 1 2 4 8 16 32 --json peers.json
 python scripts/plot_peers.py peers.json scripts/tokens_per_second.svg
 """
 
@@ -13,7 +13,7 @@ from tinygpt.bench.formats import parameters_text, points_text, threads_text
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.plot import save
 from tinygpt.bench.work import num_parameters
-from tinygpt.config import ModelConfig
+from tinygpt.weights.architectures.gpt2 import model_config
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def picture_of(results: dict[str, Any]) -> Picture:
     rows = [row for row in results["rows"] if not row["is_prefill"]]
     dtypes = dict.fromkeys(row["dtype"] for row in rows)
     panels = tuple(_panel(dtype, [row for row in rows if row["dtype"] == dtype]) for dtype in dtypes)
-    size = parameters_text(num_parameters(ModelConfig.from_dict(results["config"])))
+    size = parameters_text(num_parameters(model_config(results["config"])))
     repeats = len(rows[0]["ms"]["tinygpt"])
     note = f"{results['cpu']}, {threads_text(results['threads'])}. {points_text(repeats)}"
     return Picture(f"Generating with GPT-2 {size}", panels, note)

@@ -22,7 +22,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         sizes = {name: getattr(config, name) for name in SIZES}
-        self.gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, **dict.fromkeys(DROPOUTS, dropout), use_cache=False))
+        others = {**dict.fromkeys(DROPOUTS, dropout), "use_cache": False, "bos_token_id": None, "eos_token_id": None}
+        self.gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, **others))
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         logits = self.gpt2(token_ids).logits  # (B, T, V)

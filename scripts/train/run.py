@@ -17,7 +17,7 @@ from .model import GPT, num_parameters, write_config, write_weights
 from .validation import estimate_seconds, validate
 
 PROMPTS = ("Once upon a time", "The king", '"Where are you going?"')
-SAMPLING = SamplingParams(max_tokens=100, temperature=0.8, top_k=40, seed=0, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=100, temperature=0.8, top_k=40, seed=0, ignore_eos=True, overflow="slide")
 SECONDS_TO_FINISH = 15
 # What has to be the same in a run that goes on from another.
 SHAPE = ("merges", "layers", "width", "heads", "positions", "batch_tokens", "dropout", "seed")
