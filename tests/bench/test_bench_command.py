@@ -12,10 +12,10 @@ import pytest
 from support.bench_records import LIMITS
 from support.paths import ROOT
 from tinygpt.bench import measure, plan
-from tinygpt.bench.output import check_writable
-from tinygpt.bench.presets import running
+from tinygpt.bench.presets import rerun
 from tinygpt.bench.sweep import run_case
 from tinygpt.cli import main as cli
+from tinygpt.cli.results_file import check_writable
 from tinygpt.errors import RequestError
 
 
@@ -104,7 +104,7 @@ def test_what_is_impossible_is_refused_before_any_work(arguments, message, capsy
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(plan, "LLM", fail)
-    monkeypatch.setattr(running, "LLM", fail)
+    monkeypatch.setattr(rerun, "LLM", fail)
     monkeypatch.setattr(plan, "measure_limits", fail)
     assert cli.main(["bench", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
@@ -200,7 +200,7 @@ def test_too_little_memory_for_a_preset_names_its_flags(monkeypatch, capsys):
     def refuse(*arguments, **names):
         raise RequestError("lower max_num_seqs.")
 
-    monkeypatch.setattr(running, "LLM", refuse)
+    monkeypatch.setattr(rerun, "LLM", refuse)
     assert cli.main(["bench", "--preset", "cpu-study", "--random", "tiny", "--threads", "1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""

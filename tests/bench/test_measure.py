@@ -8,10 +8,11 @@ import pytest
 
 from support.bench_records import ENDED, planned, setup
 from tinygpt import LLM, SamplingParams
-from tinygpt.bench import measure, memory
+from tinygpt.bench import measure
 from tinygpt.bench.records import record_of
 from tinygpt.bench.sweep import Case, run_case
 from tinygpt.errors import RequestError
+from tinygpt.hardware import memory
 
 
 @pytest.fixture(scope="module")

@@ -103,4 +103,5 @@ def add_flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> N
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """LLM's arguments, from a command line with all FLAGS."""
     given = {name: getattr(args, name) for name in FLAGS}
-    return {**given, "soft_prompts": dict(given.pop("soft_prompt") or ())}
+    soft_prompts = dict(given.pop("soft_prompt") or ())
+    return {**given, "soft_prompts": soft_prompts}
