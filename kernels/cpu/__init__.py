@@ -4,6 +4,7 @@
 below it the kernels that it calls. Imports nothing of another backend, but for the reference's layer norm on the host.
 """
 
+from tinygpt.kernels.any_machine import check_device, check_memory, multi_step
 from tinygpt.kernels.cpu import packed as PACKED
 from tinygpt.kernels.cpu.kv_cache import (
     copy_positions,
@@ -47,26 +48,8 @@ __all__ = [
 # Enough for the matrix products to run at full speed, few enough that a decoding sequence never waits long for
 # another's prompt.
 MAX_STEP_TOKENS = 512
-multi_step = None  # Python costs little beside a step: one at a time
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
     return ("float32", "bfloat16") if dtype == "float32" else ("bfloat16", "float32")
-
-
-def check_device() -> None:
-    """Every CPU will do: vectors of 16 legalise to whatever it has."""
-
-
-def check_memory(
-    config,
-    tied: bool,
-    dtype: str,
-    kv_cache_dtype: str,
-    num_slots: int,
-    max_model_len: int,
-    max_num_tokens: int,
-    max_num_logits: int,
-) -> None:
-    """Nobody knows what the machine's memory can give until it is asked for it."""

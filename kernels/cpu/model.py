@@ -63,23 +63,23 @@ def embed(team, params, x, step):
 @inline
 def attention_block(team, params, layer, x, step, kv_cache, buffers):
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
-    b, where, scale = buffers, (step.positions, step.token_slots), params.attention_scales[layer]
-    k, v = kv_cache.k[layer], kv_cache.v[layer]
-    layer_norm(team, b.normed, x, step.every, params.ln_1, layer, params.epsilon)  # (N, C)
-    linear(team, step.qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
-    keep_rows(team, b.queries, layer, step.qkv)
-    write_kv(team, k, v, step.qkv, *where)
-    attend(team, step.attended, step.qkv, k, v, *where, step.tiles, scale)  # (N, C)
-    convert(team, b.heads, step.attended)
+    b, n, scale = buffers, x.shape[0], params.attention_scales[layer]
+    qkv, attended, k, v = b.qkv[:n], b.attended[:n], kv_cache.k[layer], kv_cache.v[layer]
+    layer_norm(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)  # (N, C)
+    linear(team, qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
+    keep_rows(team, b.queries, layer, qkv)
+    write_kv(team, k, v, qkv, step.positions, step.token_slots)
+    attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale)  # (N, C)
+    convert(team, b.heads, attended)
     add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments)  # (N, C)
 
 
 @inline
 def mlp_block(team, params, layer, x, buffers):
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
-    b, rows, activation = buffers, x.shape[0], params.activation
-    layer_norm(team, b.normed, x, b.every[:rows], params.ln_2, layer, params.epsilon)  # (N, C)
-    linear_to_operand(team, b.inner, b.normed, params.c_fc, layer, params.embd_segments, activation, rows)  # (N, F)
+    b, n, activation = buffers, x.shape[0], params.activation
+    layer_norm(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)  # (N, C)
+    linear_to_operand(team, b.inner, b.normed, params.c_fc, layer, params.embd_segments, activation, n)  # (N, F)
     add_projection(team, x, b.inner, params.mlp_proj, layer, params.inner_segments)  # (N, C)
 
 
@@ -87,5 +87,5 @@ def mlp_block(team, params, layer, x, buffers):
 def head(team, params, x, step, buffers):
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     layer_norm(team, buffers.final, x, step.logit_rows, params.ln_f, HEAD_LAYER, params.epsilon)  # (R, C)
-    segments = params.embd_segments
-    linear(team, step.logits, buffers.final, params.lm_head, HEAD_LAYER, segments, NONE, REPLACE)  # (R, V)
+    logits, segments = buffers.logits[: step.logit_rows.size], params.embd_segments
+    linear(team, logits, buffers.final, params.lm_head, HEAD_LAYER, segments, NONE, REPLACE)  # (R, V)

@@ -16,6 +16,17 @@ from tinygpt.kernels.cpu.simd.tiles import GROUP, TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
 
 
+class Step(NamedTuple):
+    """A batch, as the kernels need it."""
+
+    token_ids: np.ndarray  # (N,)
+    embeds: np.ndarray  # (N, C)    in place of the embedding of a token whose id is negative
+    positions: np.ndarray  # (N,)
+    token_slots: np.ndarray  # (N,)      the KV slot of each token
+    tiles: np.ndarray  # (tiles + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
+    logit_rows: np.ndarray  # (R,)
+
+
 class Buffers(NamedTuple):
     """Every array of a step."""
 
@@ -30,13 +41,7 @@ class Buffers(NamedTuple):
     every: np.ndarray  # (N,)     0, 1, 2, ...: layer norm of all rows
     hidden: np.ndarray  # (L + 1, N, C) x before each layer and at the end, or (0, 0, 0): not kept
     queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
-    # The batch, as the kernels need it.
-    token_ids: np.ndarray  # (N,)
-    embeds: np.ndarray  # (N, C)    in place of the embedding of a token whose id is negative
-    positions: np.ndarray  # (N,)
-    token_slots: np.ndarray  # (N,)      the KV slot of each token
-    tiles: np.ndarray  # (N + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
-    logit_rows: np.ndarray  # (R,)
+    step: Step
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
 
 
@@ -46,21 +51,6 @@ class Workspace:
 
     buffers: Buffers
     team: TeamThreads
-
-
-class Step(NamedTuple):
-    """The parts of the buffers that a step uses."""
-
-    qkv: np.ndarray  # (N, 3C)
-    attended: np.ndarray  # (N, C)
-    logits: np.ndarray  # (R, V)
-    every: np.ndarray  # (N,)
-    token_ids: np.ndarray  # (N,)
-    embeds: np.ndarray  # (N, C)
-    positions: np.ndarray  # (N,)
-    token_slots: np.ndarray  # (N,)
-    tiles: np.ndarray  # (tiles + 1,)
-    logit_rows: np.ndarray  # (R,)
 
 
 def new_workspace(
@@ -81,12 +71,14 @@ def new_workspace(
         every=np.arange(n, dtype=np.int32),
         hidden=nothing,
         queries=nothing,
-        token_ids=np.zeros(n, np.int32),
-        embeds=zeros((n, c)),
-        positions=np.zeros(n, np.int32),
-        token_slots=np.zeros(n, np.int32),
-        tiles=np.zeros(n + 1, np.int32),
-        logit_rows=np.zeros(r, np.int32),
+        step=Step(
+            token_ids=np.zeros(n, np.int32),
+            embeds=zeros((n, c)),
+            positions=np.zeros(n, np.int32),
+            token_slots=np.zeros(n, np.int32),
+            tiles=np.zeros(n + 1, np.int32),
+            logit_rows=np.zeros(r, np.int32),
+        ),
         sizes=np.zeros(3, np.int64),
     )
     scratch = max(SCRATCH, scratch_size(config.head_size), c)
@@ -105,32 +97,22 @@ def new_operand(dtype: str, n: int, k: int):
 
 def fill(buffers: Buffers, batch) -> None:
     """Put the batch where the kernels read it."""
-    tiles = query_tiles(batch.seq_starts, TILE_ROWS)
+    step, tiles = buffers.step, query_tiles(batch.seq_starts, TILE_ROWS)
     n, r = batch.token_ids.size, batch.logit_rows.size
-    buffers.token_ids[:n] = batch.token_ids
+    step.token_ids[:n] = batch.token_ids
     if batch.embeds.size:
         given = np.flatnonzero(batch.token_ids < 0)
-        buffers.embeds[given] = batch.embeds[-1 - batch.token_ids[given]]
-    buffers.positions[:n] = batch.positions
-    buffers.token_slots[:n] = slots_of_tokens(batch)
-    buffers.tiles[: tiles.size] = tiles
-    buffers.logit_rows[:r] = batch.logit_rows
+        step.embeds[given] = batch.embeds[-1 - batch.token_ids[given]]
+    step.positions[:n] = batch.positions
+    step.token_slots[:n] = slots_of_tokens(batch)
+    step.tiles[: tiles.size] = tiles
+    step.logit_rows[:r] = batch.logit_rows
     buffers.sizes[:] = n, tiles.size - 1, r
 
 
 @inline
-def step_of(b):
-    """The step that `fill` has put into the buffers."""
-    n, tiles, r = b.sizes[0], b.sizes[1], b.sizes[2]
-    return Step(
-        b.qkv[:n],
-        b.attended[:n],
-        b.logits[:r],
-        b.every[:n],
-        b.token_ids[:n],
-        b.embeds[:n],
-        b.positions[:n],
-        b.token_slots[:n],
-        b.tiles[: tiles + 1],
-        b.logit_rows[:r],
-    )
+def step_of(buffers):
+    """The step that `fill` has put there."""
+    s, n, tiles, r = buffers.step, buffers.sizes[0], buffers.sizes[1], buffers.sizes[2]
+    where = s.positions[:n], s.token_slots[:n]
+    return Step(s.token_ids[:n], s.embeds[:n], *where, s.tiles[: tiles + 1], s.logit_rows[:r])

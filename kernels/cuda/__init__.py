@@ -50,16 +50,7 @@ def check_device() -> None:
     device.card()
 
 
-def check_memory(
-    config,
-    tied: bool,
-    dtype: str,
-    kv_cache_dtype: str,
-    num_slots: int,
-    max_model_len: int,
-    max_num_tokens: int,
-    max_num_logits: int,
-) -> None:
+def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:
     """DeviceError, before anything is loaded, if the model takes more memory than the GPU has free."""
     steps = max_num_tokens, max_num_logits
     needed = bytes_needed(config, dtype, tied, kv_cache_dtype, num_slots, max_model_len, *steps)

@@ -3,6 +3,7 @@
 Imports NumPy and nothing of another backend. `model.py` is the page to read first.
 """
 
+from tinygpt.kernels.any_machine import check_device, check_memory, multi_step
 from tinygpt.kernels.reference.kv_cache import (
     copy_positions,
     kv_cache_bytes,
@@ -44,26 +45,8 @@ __all__ = [
 DTYPES = ("float32",)
 MAX_STEP_TOKENS = 512
 PACKED = None  # there is no layout of its own to convert a checkpoint to
-multi_step = None  # a step at a time
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
     return ("float32",)
-
-
-def check_device() -> None:
-    """NumPy runs everywhere."""
-
-
-def check_memory(
-    config,
-    tied: bool,
-    dtype: str,
-    kv_cache_dtype: str,
-    num_slots: int,
-    max_model_len: int,
-    max_num_tokens: int,
-    max_num_logits: int,
-) -> None:
-    """Nobody knows what the machine's memory can give until it is asked for it."""
