@@ -1,12 +1,24 @@
-"""Passes over one row of scores, shaped so that LLVM vectorises them."""
+"""Passes over one row of scores, shaped so that LLVM vectorises them.
+
+None of them makes an array: they take `work`, a few arrays that are made once for all rows. Without arrays of their own
+they need no reference counts, and compile in a fraction of the time.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
-from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.jit import inline, kernel
 
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
 PARTIAL_SUMS = 64  # that LLVM adds side by side
 STRIDE = 1024  # a search goes by strides before it looks at single elements
+BUCKETS = 1024  # the search for a border first sums up by buckets, and then looks into one
 
 # Float32 bits but for the sign, and the keys of -inf and +inf (see `key_of`).
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -17,49 +29,78 @@ LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 EXP_MIN = -700.0
 
 
-@jit
-def is_finite(scores):
-    """No NaN, no +inf and something above -inf."""
+class Room(NamedTuple):
+    """Where a search puts what it is narrowed down to."""
+
+    chosen: np.ndarray  # (V,) float32
+    masses: np.ndarray  # (V,) float32
+    sums: np.ndarray  # (BUCKETS,) float64
+
+
+class Work(NamedTuple):
+    """A row's candidates in order of token id, and room for what is computed from them."""
+
+    ids: np.ndarray  # (V,) int32
+    scores: np.ndarray  # (V,) float32
+    weights: np.ndarray  # (V,) float64, exponentials of the scores
+    probabilities: np.ndarray  # (V,) float32
+    nearness: np.ndarray  # (V,) float32
+    terms: np.ndarray  # (V,) float64
+    room: Room
+
+
+def new_work(vocab_size: int) -> Work:
+    ids = np.empty(vocab_size, np.int32)
+    scores, probabilities, nearness, chosen, masses = np.empty((5, vocab_size), np.float32)
+    weights, terms = np.empty((2, vocab_size))
+    return Work(ids, scores, weights, probabilities, nearness, terms, Room(chosen, masses, np.empty(BUCKETS)))
+
+
+@kernel
+def divide(logits, temperature, ids, scores):
+    """Make every token a candidate; whether no score is NaN or +inf, and one is above -inf."""
     bad = alive = 0
-    for i in range(scores.size):
-        bad += not scores[i] < np.inf
-        alive += scores[i] > -np.inf
+    for i in range(logits.size):
+        score = logits[i] / temperature
+        ids[i], scores[i] = i, score
+        bad += not score < np.inf
+        alive += score > -np.inf
     return bad == 0 and alive > 0
 
 
-@jit
+@kernel
 def greatest_of(scores):
     """By keys: LLVM vectorises a maximum of integers, but not of floats, which may be NaN."""
     greatest = np.int32(LEAST_KEY)
     for i in range(scores.size):
-        greatest = max(greatest, key_of(scores[i]))
-    return value_of(greatest)
+        key = key_of(scores[i])
+        greatest = key if key > greatest else greatest
+    return value_of(np.int64(greatest))
 
 
-@jit
-def kth_greatest(scores, k):
+@inline
+def kth_greatest(scores, k, room):
     """Select among the few scores that reach the k-th greatest of the blocks' maxima, a lower bound."""
     blocks = (scores.size + BLOCK - 1) // BLOCK
-    if k > blocks:
-        return value_of(_bisect_count(scores, k))
-    maxima = np.empty(blocks, np.float32)
-    for block in range(blocks):
-        maxima[block] = greatest_of(scores[block * BLOCK : (block + 1) * BLOCK])
-    bound = value_of(_bisect_count(maxima, k))
-    reaching = np.empty(scores.size, np.float32)
-    count = 0
-    for block in range(blocks):
-        if maxima[block] >= bound:
-            for score in scores[block * BLOCK : (block + 1) * BLOCK]:
-                if score >= bound:
-                    reaching[count] = score
-                    count += 1
-    return value_of(_bisect_count(reaching[:count], k))
+    candidates = scores
+    if k <= blocks:
+        maxima, count = room.masses[:blocks], 0
+        for block in range(blocks):
+            maxima[block] = greatest_of(scores[block * BLOCK : (block + 1) * BLOCK])
+        bound = _reached_by(maxima, k)
+        for block in range(blocks):
+            if maxima[block] >= bound:
+                for i in range(block * BLOCK, min((block + 1) * BLOCK, scores.size)):
+                    if scores[i] >= bound:
+                        room.chosen[count] = scores[i]
+                        count += 1
+        candidates = room.chosen[:count]
+    return _reached_by(candidates, k)
 
 
-@jit
-def _bisect_count(scores, k):
-    """The greatest key whose value is reached by k scores."""
+@kernel
+def _reached_by(scores, k):
+    """The greatest value that is reached by k scores."""
     low, high = LEAST_KEY, GREATEST_KEY
     while low < high:
         middle = (low + high + 1) >> 1
@@ -68,47 +109,47 @@ def _bisect_count(scores, k):
         for i in range(scores.size):
             count += scores[i] >= value
         low, high = (middle, high) if count >= k else (low, middle - 1)
-    return low
+    return value_of(low)
 
 
-@jit
-def first_of(scores, value):
-    """The lowest index that holds `value`; in strides, since a loop that may stop is not vectorised."""
-    start = 0
-    while not count_of(scores[start : start + STRIDE], value):
-        start += STRIDE
-    while scores[start] != value:
-        start += 1
-    return start
-
-
-@jit
-def count_of(scores, value):
-    """How many scores equal `value`."""
-    count = 0
-    for i in range(scores.size):
-        count += scores[i] == value
-    return count
-
-
-@jit
+@kernel
 def key_of(value):
     """An int32 that orders as the float32 does, -0 just below 0."""
     bits = np.float32(value).view(np.int32)
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE))
 
 
-@jit
+@kernel
 def value_of(key):
     """The float32 that `key_of` turns into this key."""
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE)).view(np.float32)
 
 
-@jit
+@intrinsic
+def _partial_sums(typingctx):
+    """An array of PARTIAL_SUMS float64 on the stack, for the calling function alone: LLVM holds it in registers."""
+    array = types.Array(types.float64, 1, "C")
+
+    def codegen(context, builder, signature, args):
+        result, size = context.make_array(array)(context, builder), context.get_constant(types.intp, PARTIAL_SUMS)
+        data, itemsize = (
+            cgutils.alloca_once(builder, ir.DoubleType(), PARTIAL_SUMS),
+            context.get_constant(types.intp, 8),
+        )
+        populate_array(
+            result, data=data, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None, parent=None
+        )
+        return result._getvalue()
+
+    return array(), codegen
+
+
+@kernel
 def sum_of(weights):
     """PARTIAL_SUMS sums, element i in number i % PARTIAL_SUMS, then added up: vectorised, yet in a fixed order."""
-    partial = np.zeros(PARTIAL_SUMS)
+    partial = _partial_sums()
+    partial[:] = 0
     full = weights.size - weights.size % PARTIAL_SUMS
     for start in range(0, full, PARTIAL_SUMS):
         for lane in range(PARTIAL_SUMS):
@@ -121,10 +162,11 @@ def sum_of(weights):
     return total
 
 
-@jit
+@kernel
 def mass_reaching(scores, probabilities, value):
     """The sum of the probabilities whose score is `value` or more, in the order of `sum_of`."""
-    partial = np.zeros(PARTIAL_SUMS)
+    partial = _partial_sums()
+    partial[:] = 0
     full = scores.size - scores.size % PARTIAL_SUMS
     for start in range(0, full, PARTIAL_SUMS):
         for lane in range(PARTIAL_SUMS):
@@ -138,7 +180,7 @@ def mass_reaching(scores, probabilities, value):
     return total
 
 
-@jit
+@kernel
 def exponentials(scores, weights):
     """weights[i] = e**(scores[i] - the greatest score), in float64."""
     greatest = np.float64(greatest_of(scores))
@@ -146,7 +188,7 @@ def exponentials(scores, weights):
         weights[i] = exponential(scores[i] - greatest)
 
 
-@jit
+@inline
 def exponential(x):
     """e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN; a call to libm is not vectorised.
 

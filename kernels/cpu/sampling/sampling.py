@@ -7,70 +7,109 @@ import math
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.sampling.philox import uniform
-from tinygpt.kernels.cpu.sampling.row import STRIDE, exponentials, first_of, greatest_of, is_finite, sum_of
+from tinygpt.kernels.cpu.sampling.row import STRIDE, divide, exponentials, greatest_of, new_work, sum_of
 from tinygpt.kernels.cpu.sampling.warpers import (
-    divide,
-    filter_candidates,
-    keep_top_k,
-    new_candidates,
+    UsualWarpers,
+    keep_by_all,
+    keep_by_usual,
+    keep_greatest,
     usual_if_possible,
 )
+
+NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.int32), np.empty((3, 0), np.uint64)
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
     """As the reference's: (R,) int32 tokens, -1 for a row that is not finite."""
-    logits, token_ids = np.ascontiguousarray(logits, np.float32), np.empty(len(logits), np.int32)
-    is_greedy = warpers.temperature == 0
-    if is_greedy.any():
-        _take_greatest(logits, is_greedy, token_ids)
+    logits, is_greedy = np.ascontiguousarray(logits, np.float32), warpers.temperature == 0
+    token_ids = _greatest(logits) if is_greedy.any() else np.empty(len(logits), np.int32)
     if not is_greedy.all():
-        # One type for each argument, or Numba would compile the kernel again for another.
-        draws = (np.asarray(numbers, np.uint64) for numbers in (seeds, sample_indices, positions))
-        _draw_tokens(logits, usual_if_possible(warpers), *draws, token_ids)
+        numbers = np.array([seeds, sample_indices, positions], np.uint64)  # (3, R)
+        _warp_rows(logits, warpers, numbers, token_ids, NO_ROWS)
     return token_ids
+
+
+def filter_logits(logits, warpers):
+    """As the reference's: (R, V) float32 scores after temperature and all filters, -inf where removed."""
+    logits = np.ascontiguousarray(logits, np.float32)
+    filtered = logits.copy()
+    _warp_rows(logits, warpers, NO_NUMBERS, NO_TOKENS, filtered)
+    return filtered
 
 
 def top_logprobs(logits, token_id, n):
     """As the reference's: the n most probable ids, their log-probabilities, and that of `token_id`."""
-    return _top_logprobs(np.ascontiguousarray(logits, np.float32), token_id, min(n, logits.size))
+    logits, work = np.ascontiguousarray(logits, np.float32), new_work(logits.size)
+    kept, greatest, log_total = _keep_most_probable(logits, min(n, logits.size), work)
+    order = np.argsort(-work.scores[:kept], kind="stable")[:n]
+    best, chosen = work.scores[order].astype(np.float64), np.float64(logits[token_id])
+    return work.ids[order], (best - greatest) - log_total, (chosen - greatest) - log_total
 
 
-@jit
-def _take_greatest(logits, is_greedy, token_ids):
+def _greatest(logits):
+    """(R,) int32: the first of each row's greatest logits. NaN counts as the greatest, so that it is met here."""
+    token_ids = logits.argmax(1)
+    is_finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
+    return np.where(is_finite, token_ids, -1).astype(np.int32)
+
+
+def _warp_rows(logits, warpers, numbers, token_ids, filtered):
+    """Filter the rows that are not greedy, into `filtered` (R, V), or where that is (0, 0) draw token_ids (R,)."""
+    warpers, work = usual_if_possible(warpers), new_work(logits.shape[1])
+    warp = _warp_by_usual if isinstance(warpers, UsualWarpers) else _warp_by_all
+    warp(logits, warpers, numbers, token_ids, filtered, work)
+
+
+@kernel
+def _warp_by_usual(logits, warpers, numbers, token_ids, filtered, work):
     for r in range(logits.shape[0]):
-        if is_greedy[r]:
-            token_ids[r] = first_of(logits[r], greatest_of(logits[r])) if is_finite(logits[r]) else -1
+        if warpers.temperature[r] != 0 and _begin_row(logits[r], warpers.temperature[r], r, token_ids, work):
+            _end_row(r, keep_by_usual(warpers, r, work), numbers, token_ids, filtered, work)
 
 
-@jit
-def _draw_tokens(logits, warpers, seeds, sample_indices, positions, token_ids):
-    ids, scores, weights = new_candidates(logits.shape[1])
+@kernel
+def _warp_by_all(logits, warpers, numbers, token_ids, filtered, work):
     for r in range(logits.shape[0]):
-        if warpers.temperature[r] == 0:
-            continue
-        divide(logits[r], np.float32(warpers.temperature[r]), ids, scores)
-        if not is_finite(scores):
-            token_ids[r] = -1
-            continue
-        kept = filter_candidates(ids, scores, weights, warpers, r)
-        token_ids[r] = ids[_draw(weights[:kept], uniform(seeds[r], sample_indices[r], positions[r]))]
+        if warpers.temperature[r] != 0 and _begin_row(logits[r], warpers.temperature[r], r, token_ids, work):
+            _end_row(r, keep_by_all(warpers, r, work), numbers, token_ids, filtered, work)
 
 
-@jit
-def _top_logprobs(logits, token_id, n):
-    ids, scores, weights = new_candidates(logits.size)
-    divide(logits, np.float32(1), ids, scores)
-    exponentials(scores, weights)
-    log_total = math.log(sum_of(weights))
-    greatest = np.float64(greatest_of(logits))
-    kept = keep_top_k(ids, scores, n) if n > 0 else 0
-    order = np.argsort(-scores[:kept], kind="mergesort")[:n]
-    return ids[order], (scores[order] - greatest) - log_total, (logits[token_id] - greatest) - log_total
+@inline
+def _begin_row(logits, temperature, r, token_ids, work):
+    """Make every token of row r a candidate. False, and no token, if it is to be drawn and is not finite."""
+    is_finite = divide(logits, np.float32(temperature), work.ids, work.scores)
+    if token_ids.size and not is_finite:
+        token_ids[r] = -1
+    return is_finite or token_ids.size == 0
 
 
-@jit
+@inline
+def _end_row(r, kept, numbers, token_ids, filtered, work):
+    if token_ids.size:
+        number = uniform(numbers[0, r], numbers[1, r], numbers[2, r])
+        token_ids[r] = work.ids[_draw(work.weights[:kept], number)]
+        return
+    filtered[r, :] = -np.inf
+    for i in range(kept):
+        filtered[r, work.ids[i]] = work.scores[i]
+
+
+@kernel
+def _keep_most_probable(logits, n, work):
+    """The n most probable tokens, and those tied with the last, become candidates.
+
+    Returns how many they are, and what takes a logit to its log-probability: the greatest logit, log of the total.
+    """
+    divide(logits, np.float32(1), work.ids, work.scores)
+    exponentials(work.scores, work.weights)
+    log_total = math.log(sum_of(work.weights))
+    kept = keep_greatest(work.ids, work.scores, n, work.room) if n > 0 else 0
+    return kept, np.float64(greatest_of(logits)), log_total
+
+
+@kernel
 def _draw(weights, number):
     """The first index at which the cumulated weight exceeds `number` (in [0, 1)) of the total."""
     goal = number * sum_of(weights)

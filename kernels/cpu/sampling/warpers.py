@@ -1,7 +1,7 @@
 """What removes tokens before one is drawn, without a sort; the reference's warpers.py says what and why.
 
-A row's candidates are three arrays in order of token id: ids, scores (float32) and weights (float64 exponentials). A
-filter moves those that stay to the front and returns how many they are.
+A row's candidates are three arrays of `work` in order of token id: ids, scores and weights. A filter moves those that
+stay to the front and returns how many they are.
 Shapes: R rows, one for each token to choose, V vocabulary, K candidates of a row.
 """
 
@@ -9,12 +9,11 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba.extending import overload
 
-from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.layers.formats import is_a
+from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.sampling.row import (
-    count_of,
+    BUCKETS,
+    GREATEST_KEY,
     exponential,
     exponentials,
     greatest_of,
@@ -26,10 +25,9 @@ from tinygpt.kernels.cpu.sampling.row import (
 )
 
 HF, OPENAI, FASTERTRANSFORMER = 0, 1, 2  # top_p_rule
-# The search for a border first sums up by buckets, and then looks into one.
-BUCKETS = 1024
 # exp(-104) is 0 in float32, the precision of the filters: lower scores have no probability.
 BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
+NO_SCORE = np.float32(np.inf)  # no candidate has it
 
 
 class UsualWarpers(NamedTuple):
@@ -38,13 +36,6 @@ class UsualWarpers(NamedTuple):
     temperature: np.ndarray  # (R,)
     top_k: np.ndarray  # (R,)
     top_p: np.ndarray  # (R,) by Hugging Face's rule
-
-
-def filter_logits(logits, warpers):
-    """As the reference's: (R, V) float32 scores after temperature and all filters, -inf where removed."""
-    filtered = np.empty(logits.shape, np.float32)
-    _filter_rows(np.ascontiguousarray(logits, np.float32), usual_if_possible(warpers), filtered)
-    return filtered
 
 
 def usual_if_possible(warpers):
@@ -59,73 +50,45 @@ def usual_if_possible(warpers):
     return warpers if is_more.any() else UsualWarpers(warpers.temperature, warpers.top_k, warpers.top_p)
 
 
-@jit
-def _filter_rows(logits, warpers, filtered):
-    ids, scores, weights = new_candidates(logits.shape[1])
-    for r in range(logits.shape[0]):
-        if warpers.temperature[r] == 0:
-            filtered[r] = logits[r]
-            continue
-        divide(logits[r], np.float32(warpers.temperature[r]), ids, scores)
-        kept = filter_candidates(ids, scores, weights, warpers, r)
-        filtered[r] = -np.inf
-        for i in range(kept):
-            filtered[r, ids[i]] = scores[i]
-
-
-@jit
-def new_candidates(vocab_size):
-    return np.empty(vocab_size, np.int32), np.empty(vocab_size, np.float32), np.empty(vocab_size, np.float64)
-
-
-@jit
-def divide(logits, temperature, ids, scores):
-    """Make every token a candidate."""
-    for i in range(logits.size):
-        ids[i] = i
-        scores[i] = logits[i] / temperature
-
-
-@jit
-def filter_candidates(ids, scores, weights, warpers, r):
+@inline
+def keep_by_usual(warpers, r, work):
     """Apply row r's filters to all V candidates; the number that stay, with their weights."""
-    kept = scores.size
-    if 0 < warpers.top_k[r] < kept:
-        kept = keep_top_k(ids, scores, np.int64(warpers.top_k[r]))
-    exponentials(scores[:kept], weights)
+    kept = _keep_top_k(warpers.top_k[r], work)
     if warpers.top_p[r] < 1:
-        kept = keep_top_p(ids[:kept], scores, weights, warpers, r)
-    return keep_by_others(ids, scores, weights, kept, warpers, r)
-
-
-def keep_by_others(ids, scores, weights, kept, warpers, r):
-    """Apply the filters that are not usual to the first `kept` candidates."""
-    raise NotImplementedError
-
-
-@overload(keep_by_others)
-def _keep_by_others(ids, scores, weights, kept, warpers, r):
-    if is_a(warpers, UsualWarpers):
-        return lambda ids, scores, weights, kept, warpers, r: kept
-    return _filter_by_others
-
-
-def _filter_by_others(ids, scores, weights, kept, warpers, r):
-    if warpers.min_p[r] > 0:
-        kept = _keep_min_p(ids[:kept], scores, weights, np.float32(warpers.min_p[r]))
-    if warpers.typical_p[r] < 1:
-        kept = _keep_typical(ids[:kept], scores, weights, np.float32(warpers.typical_p[r]))
-    if warpers.epsilon_cutoff[r] > 0:
-        kept = _cut_off(ids[:kept], scores, weights, np.float32(warpers.epsilon_cutoff[r]))
-    if warpers.eta_cutoff[r] > 0:
-        kept = _cut_off(ids[:kept], scores, weights, _eta(scores[:kept], weights, np.float32(warpers.eta_cutoff[r])))
+        kept = _keep_above(warpers.top_p[r], kept, work)
     return kept
 
 
-@jit
-def keep_top_k(ids, scores, top_k):
-    """Keep the k greatest scores, and those tied with the k-th."""
-    threshold = kth_greatest(scores, top_k)
+@inline
+def keep_by_all(warpers, r, work):
+    """As `keep_by_usual`, with every filter that there is."""
+    kept = _keep_top_k(warpers.top_k[r], work)
+    if warpers.top_p[r] < 1:
+        kept = _keep_top_p_by_rule(warpers.top_p[r], warpers.top_p_rule[r], kept, work)
+    if warpers.min_p[r] > 0:
+        kept = _keep_min_p(np.float32(warpers.min_p[r]), kept, work)
+    if warpers.typical_p[r] < 1:
+        kept = _keep_typical(np.float32(warpers.typical_p[r]), kept, work)
+    if warpers.epsilon_cutoff[r] > 0:
+        kept = _cut_off(np.float32(warpers.epsilon_cutoff[r]), kept, work)
+    if warpers.eta_cutoff[r] > 0:
+        kept = _cut_off(_eta(np.float32(warpers.eta_cutoff[r]), kept, work), kept, work)
+    return kept
+
+
+@inline
+def _keep_top_k(top_k, work):
+    kept = work.scores.size
+    if 0 < top_k < kept:
+        kept = keep_greatest(work.ids, work.scores, np.int64(top_k), work.room)
+    exponentials(work.scores[:kept], work.weights)
+    return kept
+
+
+@kernel
+def keep_greatest(ids, scores, k, room):
+    """Keep the k greatest scores of all, and those tied with the k-th."""
+    threshold = kth_greatest(scores, k, room)
     kept = 0
     for i in range(scores.size):
         if scores[i] >= threshold:
@@ -134,47 +97,38 @@ def keep_top_k(ids, scores, top_k):
     return kept
 
 
-def keep_top_p(ids, scores, weights, warpers, r):
-    """Keep the most probable candidates up to top_p, by row r's rule."""
-    raise NotImplementedError
-
-
-@overload(keep_top_p)
-def _keep_top_p(ids, scores, weights, warpers, r):
-    if is_a(warpers, UsualWarpers):
-        return _keep_top_p_hf
-    return _keep_top_p_by_rule
-
-
-def _keep_top_p_by_rule(ids, scores, weights, warpers, r):
-    rule, goal = warpers.top_p_rule[r], np.float32(warpers.top_p[r])
-    if rule == HF:
-        return _keep_above(ids, scores, weights, warpers.top_p[r])
-    probabilities, is_upwards = _normalise(weights[: ids.size]), np.bool_(False)
-    border, before = _find_border(scores[: ids.size], probabilities, goal, is_upwards, rule == FASTERTRANSFORMER)
-    if rule == OPENAI:
-        return _keep_within_p(ids, scores, weights, probabilities, goal, border, before)
-    return _keep_part_within_p(ids, scores, weights, probabilities, goal, border, before)
-
-
-def _keep_top_p_hf(ids, scores, weights, warpers, r):
-    return _keep_above(ids, scores, weights, warpers.top_p[r])
-
-
-@jit
-def _keep_above(ids, scores, weights, top_p):
-    probabilities, limit = _normalise(weights[: ids.size]), np.float32(1 - top_p)
+@inline
+def _keep_above(top_p, count, work):
+    """Keep the most probable of `count` candidates up to top_p, by Hugging Face's rule."""
+    limit = np.float32(1 - top_p)
+    _normalise(work.weights[:count], work.probabilities)
     is_upwards, is_reached_when_equal = np.bool_(True), np.bool_(False)  # no literals, or it is compiled once more
-    border, before = _find_border(scores[: ids.size], probabilities, limit, is_upwards, is_reached_when_equal)
-    return _keep_crossing_p(ids, scores, weights, probabilities, limit, border, before)
+    scores = work.scores[:count]
+    border, removed = _find_border(scores, work.probabilities, limit, is_upwards, is_reached_when_equal, work.room)
+    return _keep_crossing_p(work.ids, scores, work.weights, work.probabilities, limit, border, removed)
 
 
-@jit
+@kernel
+def _keep_top_p_by_rule(top_p, rule, count, work):
+    if rule == HF:
+        return _keep_above(top_p, count, work)
+    goal, scores = np.float32(top_p), work.scores[:count]
+    _normalise(work.weights[:count], work.probabilities)
+    border, before = _find_border(
+        scores, work.probabilities, goal, np.bool_(False), rule == FASTERTRANSFORMER, work.room
+    )
+    if rule == OPENAI:
+        return _keep_within_p(work.ids, scores, work.weights, work.probabilities, goal, border, before)
+    return _keep_part_within_p(work.ids, scores, work.weights, work.probabilities, goal, border, before)
+
+
+@kernel
 def _keep_crossing_p(ids, scores, weights, probabilities, limit, border, removed):
     """The candidates up to some score add up to `limit` and go; of those tied at the border, the first go."""
-    ties = count_of(scores[: ids.size], border)
-    kept = 0
-    for i in range(ids.size):
+    kept = ties = 0
+    for i in range(scores.size):
+        ties += scores[i] == border
+    for i in range(scores.size):
         stays = scores[i] > border
         if scores[i] == border:
             removed += probabilities[i]
@@ -185,25 +139,25 @@ def _keep_crossing_p(ids, scores, weights, probabilities, limit, border, removed
     return kept
 
 
-@jit
+@kernel
 def _keep_within_p(ids, scores, weights, probabilities, top_p, border, above):
     """All down to some score add up to `top_p` at most; the border is the first score with which they do not."""
-    is_in = border == greatest_of(scores[: ids.size])  # something has to stay
-    for i in range(ids.size):
+    is_in = border == greatest_of(scores)  # something has to stay
+    for i in range(scores.size):
         if scores[i] == border and np.float32(above + probabilities[i]) <= top_p:
             is_in = True  # and all that tie with it
     kept = 0
-    for i in range(ids.size):
+    for i in range(scores.size):
         if scores[i] > border or (is_in and scores[i] == border):
             kept = _keep(ids, scores, weights, i, kept)
     return kept
 
 
-@jit
+@kernel
 def _keep_part_within_p(ids, scores, weights, probabilities, top_p, border, above):
     """As far as the sum does not reach `top_p`, and of the first that does, the part that is missing."""
     kept, last, part = 0, -1, 1.0
-    for i in range(ids.size):
+    for i in range(scores.size):
         is_in = scores[i] > border
         if scores[i] == border and np.float32(above) < top_p:
             is_in, last = True, kept
@@ -217,115 +171,114 @@ def _keep_part_within_p(ids, scores, weights, probabilities, top_p, border, abov
     return kept
 
 
-@jit
-def _keep_min_p(ids, scores, weights, min_p):
-    probabilities = _normalise(weights[: ids.size])
-    threshold = min_p * greatest_of(probabilities)
-    kept = 0
-    for i in range(ids.size):
-        if probabilities[i] >= threshold:
-            kept = _keep(ids, scores, weights, i, kept)
-    return kept
+@inline
+def _keep_min_p(min_p, count, work):
+    _normalise(work.weights[:count], work.probabilities)
+    threshold = min_p * greatest_of(work.probabilities[:count])
+    return _keep_reaching(work.probabilities[:count], threshold, NO_SCORE, work)
 
 
-@jit
-def _keep_typical(ids, scores, weights, typical_p):
-    nearness = np.empty(ids.size, np.float32)  # minus the distance from the expected information
-    entropy = _entropy(scores[: ids.size], weights, nearness)
-    for i in range(ids.size):
+@kernel
+def _keep_typical(typical_p, count, work):
+    nearness = work.nearness[:count]  # minus the distance from the expected information
+    entropy = _entropy(nearness, work)
+    for i in range(count):
         nearness[i] = -abs(-nearness[i] - entropy)
-    probabilities = _normalise(weights[: ids.size])
-    is_upwards, is_reached_when_equal = np.bool_(False), np.bool_(True)
-    border, _ = _find_border(nearness, probabilities, typical_p, is_upwards, is_reached_when_equal)
-    kept = 0
-    for i in range(ids.size):
-        if nearness[i] >= border:
-            kept = _keep(ids, scores, weights, i, kept)
-    exponentials(scores[:kept], weights)  # the most probable one may be gone
+    _normalise(work.weights[:count], work.probabilities)
+    border, _ = _find_border(nearness, work.probabilities, typical_p, np.bool_(False), np.bool_(True), work.room)
+    kept = _keep_reaching(nearness, border, NO_SCORE, work)
+    exponentials(work.scores[:kept], work.weights)  # the most probable one may be gone
     return kept
 
 
-@jit
-def _cut_off(ids, scores, weights, cutoff):
-    probabilities = _normalise(weights[: ids.size])
-    greatest = greatest_of(scores[: ids.size])
-    kept = 0
-    for i in range(ids.size):
-        if probabilities[i] >= cutoff or scores[i] == greatest:
-            kept = _keep(ids, scores, weights, i, kept)
-    return kept
+@inline
+def _cut_off(cutoff, count, work):
+    _normalise(work.weights[:count], work.probabilities)
+    return _keep_reaching(work.probabilities[:count], cutoff, greatest_of(work.scores[:count]), work)
 
 
-@jit
-def _eta(scores, weights, eta_cutoff):
-    entropy = _entropy(scores, weights, np.empty(scores.size, np.float32))
+@inline
+def _eta(eta_cutoff, count, work):
+    entropy = _entropy(work.nearness[:count], work)
     return min(eta_cutoff, np.sqrt(eta_cutoff) * np.float32(math.exp(-np.float64(entropy))))
 
 
-@jit
+@kernel
+def _keep_reaching(values, threshold, score, work):
+    """Keep the candidates whose value reaches the threshold, or whose score is `score`."""
+    kept = 0
+    for i in range(values.size):
+        if values[i] >= threshold or work.scores[i] == score:
+            kept = _keep(work.ids, work.scores, work.weights, i, kept)
+    return kept
+
+
+@inline
 def _keep(ids, scores, weights, i, kept):
     ids[kept], scores[kept], weights[kept] = ids[i], scores[i], weights[i]
     return kept + 1
 
 
-@jit
-def _normalise(weights):
+@kernel
+def _normalise(weights, probabilities):
     """The probabilities in float32, which is the precision that the filters compare in."""
     total = sum_of(weights)
-    probabilities = np.empty(weights.size, np.float32)
     for i in range(weights.size):
         probabilities[i] = weights[i] / total
-    return probabilities
 
 
-@jit
-def _entropy(scores, weights, log_probabilities):
+@kernel
+def _entropy(log_probabilities, work):
     """The expected -log(probability) in float32, and all log_probabilities (K,) float32 written."""
-    greatest, log_total = np.float64(greatest_of(scores)), math.log(sum_of(weights[: scores.size]))
-    terms = np.empty(scores.size)
-    for i in range(scores.size):
-        log_probabilities[i] = scores[i] - greatest - log_total
+    count = log_probabilities.size
+    greatest = np.float64(greatest_of(work.scores[:count]))
+    log_total = math.log(sum_of(work.weights[:count]))
+    for i in range(count):
+        log_probabilities[i] = work.scores[i] - greatest - log_total
         held = max(np.float64(log_probabilities[i]), -1e4)  # -inf adds nothing, and 0 * -inf would be NaN
-        terms[i] = held * exponential(held)
-    return np.float32(-sum_of(terms))
+        work.terms[i] = held * exponential(held)
+    return np.float32(-sum_of(work.terms[:count]))
 
 
-@jit
-def _find_border(values, masses, goal, is_upwards, is_reached_when_equal):
+@kernel
+def _find_border(values, masses, goal, is_upwards, is_reached_when_equal, room):
     """Going from the greatest value down, or from the least up: where the sum of the masses passes `goal`.
 
     Returns that value, and the sum of all masses before it. If the sum never passes it, the value where it ends.
     """
     greatest, sign = greatest_of(values), np.float32(-1 if is_upwards else 1)
-    sums = np.zeros(BUCKETS)
+    room.sums[:] = 0
     for i in range(values.size):
-        sums[_bucket_of(greatest - values[i])] += masses[i]
+        room.sums[_bucket_of(greatest - values[i])] += masses[i]
     before, found = 0.0, -1
     for step in range(BUCKETS):
         bucket = BUCKETS - 1 - step if is_upwards else step
-        if _passes(before + sums[bucket], goal, is_reached_when_equal):
+        if _passes(before + room.sums[bucket], goal, is_reached_when_equal):
             found = bucket
             break
-        before += sums[bucket]
+        before += room.sums[bucket]
     if found < 0:
         border = greatest if is_upwards else np.float32(-np.inf)
         return border, before - mass_reaching(values, masses, border)
-    inside, their_masses = np.empty(values.size, np.float32), np.empty(values.size, np.float32)
     count = 0
     for i in range(values.size):
         if _bucket_of(greatest - values[i]) == found:
-            inside[count], their_masses[count] = sign * values[i], masses[i]
+            room.chosen[count], room.masses[count] = sign * values[i], masses[i]
             count += 1
-    border = _search(inside[:count], their_masses[:count], before, goal, is_reached_when_equal)
+    inside = room.chosen[:count]
+    border = _search(inside, room.masses, before, goal, is_reached_when_equal)
     for i in range(count):
-        before += their_masses[i] * (inside[i] > border)
+        before += room.masses[i] * (inside[i] > border)
     return sign * border, before
 
 
-@jit
+@kernel
 def _search(values, masses, before, goal, is_reached_when_equal):
     """The greatest value down to which the masses, added to `before`, pass `goal`; all of them do."""
-    low, high = key_of(-greatest_of(-values)), key_of(greatest_of(values))
+    low, high = GREATEST_KEY, np.int64(key_of(greatest_of(values)))
+    for i in range(values.size):
+        key = np.int64(key_of(values[i]))
+        low = key if key < low else low
     while low < high:
         middle = (low + high + 1) >> 1
         mass = before + mass_reaching(values, masses, value_of(middle))
@@ -333,11 +286,11 @@ def _search(values, masses, before, goal, is_reached_when_equal):
     return value_of(low)
 
 
-@jit
+@inline
 def _passes(mass, goal, is_reached_when_equal):
     return np.float32(mass) >= goal if is_reached_when_equal else np.float32(mass) > goal
 
 
-@jit
+@inline
 def _bucket_of(gap):
     return np.int64(min(gap * BUCKETS_PER_UNIT, np.float32(BUCKETS - 1)))

@@ -13,7 +13,7 @@ from support.paths import ROOT
 from tinygpt.kernels.cpu import jit
 
 REPORT = (
-    "from tinygpt.kernels.cpu import jit, philox; folder = jit.cache_folder();"
+    "from tinygpt.kernels.cpu import jit; from tinygpt.kernels.cpu.sampling import philox; folder = jit.cache_folder();"
     "print(folder.path); print(folder.note); print(jit.cache_is_cold('int8'))"
 )
 RUN_ONE = (

@@ -1,4 +1,4 @@
-"""`python -m tinygpt warmup`: compile every kernel for a model and dtype before anyone waits for them."""
+"""`python -m tinygpt warmup`: compile every kernel for a model and dtype ahead of time."""
 
 import argparse
 
