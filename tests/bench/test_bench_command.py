@@ -68,7 +68,7 @@ def test_the_commands_other_formats(no_limits, capsys, form):
         ("--random 125M", "--random is '125M' and must be one of tiny, 124M, 355M, 774M, 1.5B."),
         ("--random random:124M", "--random is 'random:124M' and must be one of tiny, 124M"),
         ("--preset cpu-study --random x", "--random is 'x' and must be one of tiny, 124M"),
-        ("--preset cpu-study --text README.md", "cpu-study has none: leave it away, or give --preset onnx-study"),
+        ("--preset cpu-study --text README.md", "cpu-study has none: omit it, or give --preset onnx-study"),
         ("--preset onnx-study --text no-such-file", "--text no-such-file cannot be read"),
         (
             "--preset onnx-study --random tiny --text setup.cfg",
@@ -82,14 +82,14 @@ def test_the_commands_other_formats(no_limits, capsys, form):
         ),
         ("--compare a", "--compare has 1 file: give pairs"),
         ("--compare a b a c", "--compare has a more than once on one side"),
-        ("--small", "there is no --preset: leave --small away"),
-        ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: leave --batch-sizes away"),
+        ("--small", "there is no --preset: omit --small"),
+        ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: omit --batch-sizes"),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
         ("--compare a b --output b", "--output b is one of the files of --compare: name another"),
         ("--preset onnx-study --text a --output a", "--text a would be written over: name another file"),
         ("--compare a b --output ./tests/../a", "is one of the files of --compare: name another"),
-        ("--compare a b --plot b.png", "measures nothing: leave --plot away"),
-        ("--compare a b --repetitions 2 --model x", "measures nothing: leave --model, --repetitions away"),
+        ("--compare a b --plot b.png", "measures nothing: omit --plot"),
+        ("--compare a b --repetitions 2 --model x", "measures nothing: omit --model, --repetitions"),
         ("--json --format csv", "--json is --format json and --format is csv"),
         ("--output no/such/file", "the folder of --output no/such/file does not exist"),
         ("--output .", "--output . is a folder"),
@@ -115,7 +115,7 @@ def test_what_is_impossible_is_refused_before_any_work(arguments, message, capsy
     ("arguments", "message"),
     [
         ("--preset no-such-study", "--preset: invalid choice: 'no-such-study'"),
-        ("--threads one", "--threads: it is 'one' and must be a whole number, or several with a comma between two"),
+        ("--threads one", "--threads: it is 'one' and must be a whole number, or several separated by commas"),
         ("--random 124M --model demo", "--model"),
         ("--dtype float32,", "--dtype: it is 'float32,' and must be one of auto, float32, bfloat16, int8, int4, or"),
         ("--dtype float32,half", "--dtype: it is 'float32,half' and must be"),
@@ -187,7 +187,7 @@ def test_a_preset_that_stops_midway_leaves_what_was_measured(capsys, monkeypatch
             raise stop
         return measure.measure(llm, *arguments, **names)
 
-    monkeypatch.setattr("tinygpt.bench.presets.cpu_study.measure", measure_once)
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.measure", measure_once)
     command = "bench --preset cpu-study --small --random tiny --dtype int8,float32 --threads 1 --repetitions 1 --format"
     assert cli.main([*command.split(), form]) == code
     out = capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_too_little_memory_for_a_preset_names_its_flags(monkeypatch, capsys):
     assert cli.main(["bench", "--preset", "cpu-study", "--random", "tiny", "--threads", "1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "lower max_num_seqs. Of a preset, max_num_seqs and the positions are its own: give another --dtype" in err
+    assert "lower max_num_seqs. A preset chooses max_num_seqs and the positions itself: give another --dtype" in err
 
 
 def test_too_little_memory_names_the_flags(no_limits, monkeypatch, capsys):
@@ -214,7 +214,7 @@ def test_too_little_memory_names_the_flags(no_limits, monkeypatch, capsys):
     monkeypatch.setattr(plan, "LLM", refuse)
     assert cli.main(["bench", "--random", "tiny", "--batch-sizes", "1,100000", "--threads", "1"]) == 2
     assert (
-        "lower max_num_seqs. Of bench, max_num_seqs is the largest of --batch-sizes, 100000" in capsys.readouterr().err
+        "lower max_num_seqs. In bench, max_num_seqs is the largest of --batch-sizes, 100000" in capsys.readouterr().err
     )
 
 

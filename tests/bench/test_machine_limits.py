@@ -13,15 +13,14 @@ def test_limits_are_of_the_dtypes_tiles(monkeypatch):
     rates = {"int4": 3.0, "int8": 5.0}
     monkeypatch.setattr(limits, "tile_rate", lambda kind, threads: rates[kind] * threads)
     monkeypatch.setattr(limits, "read_bandwidth", lambda threads: 7.0)
-    assert limits.measure_limits("int4", 2) == MachineLimits(7.0, 6.0, 10.0)
-    assert MachineLimits(1, 5, 3).best(MachineLimits(2, 4, 3)) == MachineLimits(2, 5, 3)
+    assert limits.measure_limits("int4", 2) == MachineLimits(7.0, {"int4": 6.0, "int8": 10.0})
 
 
 def test_dtypes_with_a_tile_in_common_have_one_limit_of_it():
-    found = {"int4": MachineLimits(9, 2, 5), "int8": MachineLimits(7, 4, 3), "float32": MachineLimits(8, 1, 1)}
-    assert limits.best_of(found, "int4") == MachineLimits(9, 2, 5)
-    assert limits.best_of(found, "int8") == MachineLimits(9, 5, 5)
-    assert limits.best_of(found, "float32") == MachineLimits(9, 1, 1)
+    of_int4, of_int8 = MachineLimits(9, {"int4": 2, "int8": 5}), MachineLimits(7, {"int8": 4})
+    of_float32 = MachineLimits(8, {"float32": 1})
+    for found in (of_int4.best(of_int8).best(of_float32), of_float32.best(of_int8).best(of_int4)):
+        assert found == MachineLimits(9, {"int4": 2, "int8": 5, "float32": 1})
 
 
 def test_the_tile_loop_multiplies():

@@ -21,7 +21,7 @@ def test_shares_are_of_the_best_limits_of_the_whole_run(monkeypatch):
     """One bandwidth for a number of threads, though it is measured before and after each dtype."""
     bandwidths, rates = iter([3e9, 9e9, 5e9, 4e9]), iter([1e9, 2e9, 8e9, 7e9])
     monkeypatch.setattr(
-        plan, "measure_limits", lambda dtype, threads: MachineLimits(next(bandwidths), next(rates), 1e9)
+        plan, "measure_limits", lambda dtype, threads: MachineLimits(next(bandwidths), {dtype: next(rates)})
     )
     records = []
     plan.run_plan(planned(dtypes=["float32", "int8"], new_tokens=[0]), records)
@@ -33,7 +33,7 @@ def test_shares_are_of_the_best_limits_of_the_whole_run(monkeypatch):
 
 
 def test_a_bandwidth_is_that_of_its_number_of_threads(monkeypatch):
-    monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: MachineLimits(threads * 1e9, 1e9, 1e9))
+    monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: MachineLimits(threads * 1e9, {dtype: 1e9}))
     records = []
     plan.run_plan(planned(threads=[2, 1], new_tokens=[0]), records)
     assert [(r["n_threads"], r["bandwidth_gbs"]) for r in records] == [(2, 2), (1, 1)]

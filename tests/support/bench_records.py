@@ -19,7 +19,7 @@ COMPARE_KEYS = """
     cpu_mask cpu_strict poll n_gpu_layers split_mode main_gpu no_kv_offload flash_attn tensor_split
     tensor_buft_overrides use_mmap embeddings
 """
-LIMITS = MachineLimits(bandwidth=40e9, tile_rates={"float32": 200e9})
+LIMITS = MachineLimits(bandwidth=40e9, tile_rates={"float32": 200e9, "int4": 200e9, "int8": 100e9})
 TINY = ModelConfig(vocab_size=10, n_positions=5, n_embd=4, n_layer=2, n_head=1, n_inner=6)
 ENDED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
