@@ -35,20 +35,20 @@ class LLM:
         774M, 1.5B): random weights of that shape, to measure speed with no download.
     dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load. "auto" is the dtype that a
         converted checkpoint was converted to, and float32 for any other.
-    device: "cpu"; "cuda" (one NVIDIA card; float32, bfloat16 or int8 weights); or "reference" (NumPy, float64 inside,
+    device: "cpu"; "cuda" (one NVIDIA GPU; float32, bfloat16 or int8 weights); or "reference" (NumPy, float64 inside,
         slow, float32 weights only).
     threads: how many threads compute; None is one for each physical core.
     max_num_seqs: samples that run at once; more wait their turn.
     max_model_len: positions kept for each; None is the model's own n_positions.
     kv_cache_dtype: "float32", "bfloat16", or "auto": float32 for float32 weights, bfloat16 for the others.
-    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a card), or max_num_seqs
+    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs
         if that is more.
         Fewer let those that decode wait less for others' prompts, more read prompts faster.
     prefix_cache_seqs: ended samples that stay in memory for prompts that begin like them; 0 is none. Each takes as
         much as a running one: 4 add an eighth to what 32 take, and hold a common beginning and a few conversations.
         What prompts that run at once have in common is computed once in any case.
     max_queue: submitted samples that may wait while max_num_seqs run; None is any number.
-    draft_model: a smaller checkpoint with the same vocabulary, which guesses num_speculative_tokens for each step of
+    draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step of
         this one to confirm: fewer steps, the same results.
     lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
     soft_prompts: {name: folder in PEFT's layout, or file}: what requests can name as their soft_prompt, trained by

@@ -113,7 +113,7 @@ class SamplingParams:
         would not be among them if it ended now; "never", when it cannot come among them any more.
     num_beam_groups: groups that the beams are divided into, each of which avoids what those before it chose.
     diversity_penalty: how much: taken off a token's score for each beam of an earlier group that chose it.
-    prompt_lookup_num_tokens: tokens to guess for each step, those that followed the last few before; 0 is off. Results
+    prompt_lookup_num_tokens: tokens to draft for each step, those that followed the last few before; 0 is off. Results
         are the same; it saves steps where a text repeats itself.
     max_matching_ngram_size: how many of the last tokens have to be the same, at most.
     eos_token_id: end-of-text token or tokens in place of the checkpoint's.

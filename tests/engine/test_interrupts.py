@@ -7,12 +7,17 @@ from dataclasses import replace
 import pytest
 
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine import engine as engine_module
 from tinygpt.engine.beams import Beams
 from tinygpt.engine.engine import Engine
+from tinygpt.engine.prefix_sharing import PrefixSharing
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.engine.step_lock import StepLock
 from tinygpt.errors import TinyGPTError, is_ctrl_c
+from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.prompt_logprobs import PromptLogprobs
+from tinygpt.sampling.sampler import Sampler
 from tinygpt.tokenizer.text_stream import TextStream
 
 PROMPT = list(range(100, 130))
@@ -77,14 +82,18 @@ def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None) -> list:
 PLACES = [
     (Beams, "take"),
     (Beams, "advance"),
-    (Engine, "_choose"),
-    (Engine, "_confirm"),
-    (Engine, "_forward"),
+    (engine_module, "confirm_drafts"),
+    (engine_module, "predict"),
+    (Engine, "_record"),
+    (ModelRunner, "forward"),
+    (PrefixSharing, "share"),
     (PromptLogprobs, "note"),
     (Scheduler, "_share"),
     (Scheduler, "remove"),
     (Scheduler, "schedule"),
-    (StepLock, "begin_or_wait"),
+    (Sampler, "sample"),
+    (Sequence, "advance"),
+    (StepLock, "acquire_or_wait"),
 ]
 
 
@@ -161,7 +170,7 @@ def test_a_sequence_that_is_interrupted_half_way_fails(llm, monkeypatch):
         request.output()
 
 
-@pytest.mark.parametrize("name", ["begin_or_wait", "_begin_next"])
+@pytest.mark.parametrize("name", ["acquire_or_wait", "_acquire_next"])
 def test_ctrl_c_just_when_a_turn_has_begun(llm, monkeypatch, name):
     begin = getattr(StepLock, name)
 
@@ -172,7 +181,7 @@ def test_ctrl_c_just_when_a_turn_has_begun(llm, monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.setattr(StepLock, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            llm.step() if name == "begin_or_wait" else llm.logits([1])
+            llm.step() if name == "acquire_or_wait" else llm.logits([1])
     assert llm.engine._step_lock._owner is None
     assert llm.generate([[1]], asked())
 

@@ -39,7 +39,7 @@ def nothing_is_left_behind(request):
 
 def between_steps(llm: LLM):
     """A block in which no step is taken."""
-    return llm.engine._step_lock.taken()
+    return llm.engine._step_lock.held()
 
 
 def test_a_future_has_what_generate_gives(llm):

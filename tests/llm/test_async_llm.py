@@ -25,7 +25,7 @@ def llm():
 def nothing_is_left_behind(llm):
     """After every test each row is free and nobody waits."""
     yield
-    with llm.engine._step_lock.taken():
+    with llm.engine._step_lock.held():
         scheduler = llm.engine.scheduler
         assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
 
@@ -87,7 +87,7 @@ def test_a_cancelled_task_frees_its_row(llm):
         return sequence
 
     sequence = run(main())
-    with llm.engine._step_lock.taken():
+    with llm.engine._step_lock.held():
         assert sequence.slot is None
     assert sequence.finish_reason is None
 
@@ -98,7 +98,7 @@ def test_a_stream_that_is_left_frees_its_row(llm):
         await anext(stream)
         (sequence,) = llm.engine.scheduler.running
         await stream.aclose()
-        with llm.engine._step_lock.taken():
+        with llm.engine._step_lock.held():
             assert sequence.slot is None
             assert sequence.finish_reason is None
 
@@ -121,7 +121,7 @@ def test_errors_come_to_who_asked(llm):
             await door.generate([8193])
         with pytest.raises(RequestError, match="n is 2"):
             await read(door.stream([1], SamplingParams(n=2)))
-        with llm.engine._step_lock.taken():
+        with llm.engine._step_lock.held():
             pending = asyncio.ensure_future(read(door.stream([1], LONG)))
             await asyncio.sleep(0)
             llm._service._fail_pending(RequestError("enough"))

@@ -63,11 +63,11 @@ class Engine:
         """
         self._step_lock.refuse_owner()
         try:
-            if self._step_lock.begin_or_wait():
+            if self._step_lock.acquire_or_wait():
                 self.check_open()
                 self._step()
         finally:
-            self._step_lock.end()
+            self._step_lock.release()
 
     def refuse_within_step(self) -> None:
         """RequestError in a function that a step calls."""
@@ -84,7 +84,7 @@ class Engine:
     def close(self) -> None:
         """Refuse any later call, and give the memory back when the running step has ended."""
         self.refuse_calls()
-        with self._step_lock.taken():
+        with self._step_lock.held():
             self.runner.close()
             self._drafter.close()
 
@@ -171,7 +171,7 @@ class Engine:
         for i, sequence in enumerate(sequences):
             try:
                 (sequence.beams or sequence).expire()
-            except BaseException:  # Ctrl-C in on_chunk: the others' turn comes in the next step
+            except BaseException:  # Ctrl-C in on_chunk: the others expire in the next step
                 for other in sequences[i + 1 :]:
                     self._deadlines.add(other)
                 raise
@@ -206,6 +206,6 @@ class Engine:
 
     @contextmanager
     def _hold_steps(self) -> Iterator[None]:
-        with self._step_lock.taken():
+        with self._step_lock.held():
             self.check_open()
             yield

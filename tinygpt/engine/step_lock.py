@@ -8,55 +8,56 @@ from tinygpt.errors import RequestError
 
 
 class StepLock:
-    """Like a lock, but who only wants a step taken does not queue for it, and who wants it for other work gets it next.
+    """A lock for which nobody queues who only wants a step taken, and which other work gets before the next step.
 
-    tidy: called, by one thread at a time, at the end of each turn and by `tidy` between turns. The condition's own lock
-    is held only for moments, and may be taken again by its thread: a garbage collection can close an iterator anywhere.
+    tidy: called, by one thread at a time, at each release and by `tidy` while the lock is free. The condition's own
+    lock is held only for moments, and its thread may acquire it again: a garbage collection can close an iterator
+    anywhere.
     """
 
     def __init__(self, tidy: Callable[[], None]):
         self._tidy = tidy
         self._changed = threading.Condition()
         self._owner: int | None = None
-        self._num_ended = 0
+        self._num_releases = 0
         self._num_queued = 0
         self._is_tidying = False
 
-    def begin_or_wait(self) -> bool:
-        """Begin a turn; or, where another thread is at work or queues, wait until a turn has ended: then False."""
+    def acquire_or_wait(self) -> bool:
+        """Acquire the lock; or, where another thread has it or queues for it, wait for a release: then False."""
         with self._changed:
             self.refuse_owner()
             if self._is_free():
                 self._owner = threading.get_ident()
                 return True
-            seen = self._num_ended
-            self._changed.wait_for(lambda: self._num_ended != seen or self._is_free())
+            seen = self._num_releases
+            self._changed.wait_for(lambda: self._num_releases != seen or self._is_free())
             return False
 
-    def end(self) -> None:
-        """End this thread's turn, if it has one: Ctrl-C may come before or after it has begun."""
+    def release(self) -> None:
+        """Release the lock, if this thread has it: Ctrl-C may come before or after it was acquired."""
         if self._owner != threading.get_ident():
             return
         with self._changed:
             self._owner = None
-            self._num_ended += 1
+            self._num_releases += 1
             try:
                 self.tidy()
             finally:
                 self._changed.notify_all()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """A turn for the block, in front of all who only want a step."""
+    def held(self) -> Iterator[None]:
+        """Have the lock for the block, ahead of all who only want a step."""
         self.refuse_owner()
         try:
-            self._begin_next()
+            self._acquire_next()
             yield
         finally:
-            self.end()
+            self.release()
 
     def tidy(self) -> None:
-        """Tidy now, or leave it to the thread whose turn it is."""
+        """Tidy now, or leave it to the thread that has the lock."""
         with self._changed:
             if self._owner is not None or self._is_tidying:
                 return
@@ -67,13 +68,13 @@ class StepLock:
                 self._is_tidying = False
 
     def refuse_owner(self) -> None:
-        """RequestError if it is this thread's turn: it would wait for itself."""
+        """RequestError if this thread has the lock: it would wait for itself."""
         if self._owner == threading.get_ident():
             raise RequestError(
                 "a function that the engine calls during a step may submit requests, but not run them or close the LLM."
             )
 
-    def _begin_next(self) -> None:
+    def _acquire_next(self) -> None:
         with self._changed:
             self._num_queued += 1
             try:

@@ -19,7 +19,7 @@ def fingerprint(params: Any) -> str:
 def _arrays(value: Any) -> Iterator[np.ndarray]:
     if isinstance(value, np.ndarray):
         yield value
-    elif hasattr(value, "copy_to_host"):  # an array on a card
+    elif hasattr(value, "copy_to_host"):  # an array on a GPU
         yield value.copy_to_host()
     elif isinstance(value, dict):
         yield from (array for name in sorted(value) for array in _arrays(value[name]))
