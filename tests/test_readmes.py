@@ -25,9 +25,6 @@ PATHS = tracked()
 ENDINGS = {"/".join(path.split("/")[i:]) for path in PATHS for i in range(path.count("/") + 1)}
 FOLDERS = {ending.rsplit("/", i)[0] + "/" for ending in ENDINGS for i in range(1, ending.count("/") + 1)}
 READMES = [path for path in PATHS if path.endswith("README.md")]
-# Whose names are those from before the folders; each goes from here with its new text.
-OLD = pytest.mark.xfail(strict=True, reason="to be rewritten")
-NAMING = [pytest.param(path, marks=OLD if path in ("README.md", "kernels/README.md") else ()) for path in READMES]
 
 
 @pytest.mark.parametrize("readme", READMES)
@@ -46,7 +43,7 @@ def headings(file: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("readme", NAMING)
+@pytest.mark.parametrize("readme", READMES)
 def test_files_and_folders_that_are_named_exist(readme):
     """By their whole path or by the end of it, such as `linear.py` or `layers/`; NAME stands for any."""
     text = (ROOT / readme).read_text(encoding="utf-8")
