@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -207,6 +208,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.screen, text.encode())
 
+    def wait_for_input(self) -> None:
+        """Until it waits for a key. A signal that comes while one is handled is not seen before the line ends."""
+        time.sleep(0.2)
+        state = Path(f"/proc/{self.process.pid}/stat")  # Linux has it
+        while state.exists() and state.read_text().rpartition(")")[2].split()[0] == "R":
+            time.sleep(0.01)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -248,7 +256,7 @@ def test_ctrl_c_on_a_terminal(new_terminal):
     terminal.read_until("> ")
     terminal.type("Given up")
     terminal.read_until("Given up")
-    time.sleep(0.2)  # what comes while a key is handled waits for the next key
+    terminal.wait_for_input()
     os.kill(terminal.process.pid, signal.SIGINT)
     terminal.read_until("> ")
     terminal.type("Once\n")
