@@ -39,12 +39,12 @@ class WrongResult(Exception):
 
 
 def versions() -> dict[str, Any]:
+    device = card()  # first: without numba-cuda it says so, and the imports below only that a module is absent
     from cuda.bindings import driver, nvjitlink
     from numba import cuda
 
     from tinygpt.kernels.cuda.runtime.jit import release_of_libnvvm
 
-    device = card()
     found = {name: metadata.version(name) for name in ("numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core")}
     releases = {"libNVVM": release_of_libnvvm(), "nvJitLink": nvjitlink.version()}
     return {

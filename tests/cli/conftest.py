@@ -8,6 +8,7 @@ import pytest
 from support.commands import Result
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels.cpu import jit
+from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -19,6 +20,14 @@ def run(capsys):
 @pytest.fixture
 def give_stdin(monkeypatch):
     return lambda data: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The texts that any tokenizer has encoded, in order."""
+    texts, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: texts.append(text) or encode(self, text))
+    return texts
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,13 @@ def test_drawn_seeds_are_in_the_records_and_repeat_them(jobs):
     assert read_records(jobs.out[jobs.out.index('{"id"') :])[1]["outputs"] == first
 
 
+def test_every_prompt_is_encoded_once(jobs, encoded):
+    jobs.write([{"prompt": "The fox"}, {"prompt": "It was"}])
+    assert jobs.run() == 0
+    assert encoded == ["The fox", "It was"]
+    assert [record["prompt"] for record in jobs.records().values()] == encoded
+
+
 def test_blank_lines_hold_no_prompt_but_count(jobs):
     jobs.write(["", json.dumps({"prompt": "a"}), "  ", json.dumps({"prompt": "b"}), "\r"])
     assert jobs.run() == 0

@@ -93,6 +93,12 @@ def test_both_backends_say_the_same(run, backend):
     )
 
 
+@pytest.mark.parametrize("how", ["", "--no-stream", "--json", "--overflow truncate"])
+def test_the_prompt_is_encoded_once(run, encoded, how):
+    assert run(f"Once upon --max-tokens 2 {how}").code == 0
+    assert encoded == ["Once upon"]
+
+
 # --- stdin
 
 

@@ -180,6 +180,11 @@ def test_ctrl_c_ends_the_sample_and_keeps_what_was_written(talk, llm, monkeypatc
     assert llm.engine.scheduler.running == []
 
 
+def heed_interrupts() -> None:
+    """As on a terminal. What a shell runs in the background ignores them, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A process whose stdin, stdout and stderr are a terminal."""
 
@@ -190,6 +195,7 @@ class Terminal:
         command = [sys.executable, "-m", "tinygpt", "generate", *FLAGS, *flags]
         environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
         options = {"stdin": child, "stdout": child, "stderr": child, "start_new_session": True}
+        options["preexec_fn"] = heed_interrupts
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
         os.close(child)
         self.shown = ""

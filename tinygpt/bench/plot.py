@@ -70,7 +70,7 @@ def check_lines(records: Sequence[dict[str, Any]]) -> None:
     if count > MAX_LINES:
         raise RequestError(
             f"--plot would draw {count} lines into one picture and more than {MAX_LINES} cannot be told apart: give "
-            "fewer values of --dtype, --threads, --batch-sizes, --prompt-lengths or --new-tokens, or leave --plot away."
+            "fewer values of --dtype, --threads, --batch-sizes, --prompt-lengths or --new-tokens, or omit --plot."
         )
 
 

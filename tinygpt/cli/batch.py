@@ -17,6 +17,7 @@ from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
+    from tinygpt.request.prompts import Prompt
 
 
 def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
@@ -33,34 +34,45 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     if len(pending) < len(prompts):
         say(f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped: {target} has their records")
 
+    encoded: list[Prompt] = []
+
     def check(llm: "LLM") -> None:
         check_dtype(target, earlier, llm.dtype)
-        _check_lengths(llm, source, pending)
+        encoded.extend(_encode(llm, source, pending))
 
     with _writer(target, earlier) as write:
         if pending:
             llm = loading.load_llm(args, check)
-            speed = _answer(llm, args.model, pending, len(prompts), write)
+            speed = _answer(llm, args.model, pending, encoded, len(prompts), write)
             say(f"{counted(len(pending), 'prompt')}, {speed}, seeds in their records")
 
 
-def _check_lengths(llm: "LLM", source: Path, prompts: list[PromptRecord]) -> None:
-    """What only the model and its tokenizer can tell: RequestError for all lines at once."""
-    problems = {}
-    for prompt in prompts:
+def _encode(llm: "LLM", source: Path, pending: list[PromptRecord]) -> list["Prompt"]:
+    """Every prompt, encoded once. RequestError, for all lines at once, for what only the model can refuse."""
+    encoded, problems = [], {}
+    for record in pending:
         try:
-            llm.generate_as_finished([prompt.prompt], prompt.params)
+            encoded.append(llm.read_prompt(record.prompt))
+            llm.generate_as_finished([encoded[-1]], record.params)  # checks when called, runs when iterated
         except RequestError as error:
-            problems[prompt.line] = str(error)
+            problems[record.line] = str(error)
     refuse(source, problems)
+    return encoded
 
 
-def _answer(llm: "LLM", model: str, pending: list[PromptRecord], total: int, write: Callable[[str], None]) -> Speed:
+def _answer(
+    llm: "LLM",
+    model: str,
+    pending: list[PromptRecord],
+    encoded: list["Prompt"],
+    total: int,
+    write: Callable[[str], None],
+) -> Speed:
     """Generate, with a progress bar on a terminal."""
     from tqdm import tqdm
 
     started, tokens, num_truncated = time.perf_counter(), 0, 0
-    outputs = llm.generate_as_finished([prompt.prompt for prompt in pending], [prompt.params for prompt in pending])
+    outputs = llm.generate_as_finished(encoded, [record.params for record in pending])
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=total - len(pending), unit=" prompts", disable=None) as bar:
         for i, output in outputs:
