@@ -100,7 +100,7 @@ class LLM:
         return self._inputs.tokenizer
 
     def read_prompt(self, prompt: Any) -> Prompt:
-        """A text or token ids, encoded and checked once, for `generate`, `stream`, `submit` and `num_truncated_tokens`."""
+        """A text or token ids, encoded and checked once: what `generate`, `stream` and `submit` take as it is."""
         self.engine.check_open()
         return self._inputs.read_prompt(prompt)
 

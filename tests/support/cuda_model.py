@@ -5,7 +5,7 @@ import numpy as np
 from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
 
-V, T, ROWS = 29, 140, 4
+V, T, SLOTS = 29, 140, 4
 
 
 class Random:
@@ -15,7 +15,7 @@ class Random:
 
     def __init__(self, **fields):
         sizes = {"vocab_size": V, "n_positions": T, "n_embd": 16, "n_layer": 2, "n_head": 2, **fields}
-        self.config = ModelConfig.from_dict({"model_type": "gpt2", **sizes})
+        self.config = ModelConfig(**sizes)
         c, f = self.config.n_embd, self.config.inner_size
         shapes = {"wte.weight": (V, c), "wpe.weight": (T, c), "lm_head.weight": (V, c)}
         shapes |= {f"ln_f.{kind}": (c,) for kind in ("weight", "bias")}
@@ -39,7 +39,7 @@ class Model:
     def __init__(self, backend, checkpoint: Random, dtype: str = "float32", num_tokens: int = 150):
         self.backend, config = backend, checkpoint.config
         self.params = backend.load_params(checkpoint, dtype)
-        self.cache = backend.new_kv_cache(config, ROWS, T, "float32" if dtype == "float32" else "bfloat16")
+        self.cache = backend.new_kv_cache(config, SLOTS, T, "float32" if dtype == "float32" else "bfloat16")
         self.workspace = backend.new_workspace(config, num_tokens, 80, 1, dtype)
 
     def forward(self, *batch) -> np.ndarray:
