@@ -68,7 +68,7 @@ def inline(function):
 
     LLVM optimises a jitted function once more inside each of its callers, all the way up. That is for short functions,
     and for those that do little but call others from one place. Several loops in one function are dearer to compile
-    than a kernel for each of them: three searches inlined into one took twice as long as the three alone.
+    than a kernel for each of them: with three searches inlined into one, the draw took 13.0 s to compile, not 9.8 s.
     """
     return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
 
@@ -98,6 +98,12 @@ class _CompilationListener(event.Listener):
 def cache_is_cold(name: str) -> bool:
     """True until `mark_warm(name)`: the kernels of a dtype are compiled by its first step."""
     return not _mark_of(name).exists()
+
+
+def is_first_run() -> bool:
+    """Whether this build's folder holds no kernel yet, and will keep those that are compiled."""
+    folder = cache_folder()
+    return not folder.note and folder.path.is_dir() and not any(folder.path.glob("*/*.nbi"))
 
 
 def mark_warm(name: str) -> None:

@@ -3,9 +3,10 @@
 import argparse
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from tinygpt.cli.messages import elapsed, say
@@ -25,6 +26,10 @@ THREAD_POOLS = (
     "VECLIB_MAXIMUM_THREADS",
 )
 COLLECT_AFTER = 200_000  # new objects
+WARPERS = ("temperature", "top_k", "top_p", "top_p_rule", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+# For a second process, which finds its modules where this one does.
+COMPILE_DRAW = "import sys; sys.path[:] = {}; from tinygpt.cli import loading; loading.compile_draw({})"
+PATIENCE = 60  # seconds for which it may keep this one waiting
 
 
 def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
@@ -38,11 +43,14 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
     gc.set_threshold(COLLECT_AFTER)
     from tinygpt.llm import LLM
 
-    with _notice_of_compiling(args.dtype) if args.device == "cpu" else nullcontext():
+    if args.device != "cpu":
         llm = LLM(**llm_arguments(args))
         check(llm)
-        if args.device == "cpu":
-            _compile_kernels(llm, args.kv_cache_dtype)
+        return llm
+    with _notice_of_compiling(args.dtype), _draw_compiled_meanwhile(args):
+        llm = LLM(**llm_arguments(args))
+        check(llm)
+        _compile_kernels(llm, args.kv_cache_dtype)
     return llm
 
 
@@ -98,3 +106,49 @@ def _compile_kernels(llm: "LLM", kv_cache_dtype: str) -> None:
     if cache_is_cold(kernels):
         llm.generate([[0]], SamplingParams(max_tokens=1))
         mark_warm(kernels)
+
+
+@contextmanager
+def _draw_compiled_meanwhile(args: argparse.Namespace) -> Iterator[None]:
+    """On a first run, a second process compiles the draw of tokens while the block compiles a step.
+
+    Numba compiles one kernel at a time in a process. The two have none in common, and meet in the folder of compiled
+    kernels. What the second process leaves undone, for whatever reason, the first draw compiles.
+    """
+    process = _start_compiling_draw(args) if _is_first_draw(args) else None
+    if process is None:
+        yield
+        return
+    try:
+        yield
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_first_draw(args: argparse.Namespace) -> bool:
+    from tinygpt.kernels.cpu.jit import is_first_run
+
+    return args.temperature > 0 and thread_count(args.threads) > 1 and is_first_run()
+
+
+def _start_compiling_draw(args: argparse.Namespace) -> subprocess.Popen | None:
+    code = COMPILE_DRAW.format(sys.path, {name: getattr(args, name) for name in WARPERS})
+    nowhere = subprocess.DEVNULL
+    with suppress(OSError):
+        return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
+    return None
+
+
+def compile_draw(asked: dict[str, float | str]) -> None:
+    """Compile what draws a token as the flags ask, by drawing one of two."""
+    import numpy as np
+
+    from tinygpt.kernels.cpu import sample
+    from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
+
+    asked = {**asked, "top_p_rule": TOP_P_RULES[asked["top_p_rule"]]}
+    warpers = Warpers(**{name: np.array([value], np.float64) for name, value in asked.items()})
+    sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

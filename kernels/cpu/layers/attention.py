@@ -14,7 +14,7 @@ are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
 import numpy as np
 from numba import types
 
-from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
 from tinygpt.kernels.cpu.runtime.by_type import by_type
@@ -104,7 +104,7 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
     finish_phase(team)
 
 
-@kernel
+@inline
 def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, scratch):
     """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
     rows, steps, columns = last - first, k_cache.shape[3], v_cache.shape[3]

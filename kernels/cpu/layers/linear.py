@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import NONE
 from tinygpt.kernels.cpu.layers.epilogue import SEGMENT_BYTES, expect_tile, finish_tile
 from tinygpt.kernels.cpu.layers.formats import Int4Weight, Int8Weight
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     panel: int
 
 
-@kernel
+@inline
 def linear(team, out, x, linears, layer, segments, activation, add):
     """out = activation(x @ weight.T + bias), or out += that if `add`. A phase; an item is a panel and a row block.
 
@@ -54,13 +54,13 @@ def linear(team, out, x, linears, layer, segments, activation, add):
     for_each_tile(team, out, x, linears, layer, segments, activation, add, out.shape[0], out.shape[1])
 
 
-@kernel
+@inline
 def linear_to_operand(team, out, x, linears, layer, segments, activation, rows):
     """As `linear` without `add`, into rows of an operand: the next product's activations, converted tile by tile."""
     for_each_tile(team, out, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1])
 
 
-@kernel
+@inline
 def add_projection(team, x, y, linears, layer, segments):
     """x (N, C) += y @ weight.T + bias: the end of each block, and the place where tensor-parallel ranks will sum.
 

@@ -1,7 +1,7 @@
 """Passes over one row of scores, shaped so that LLVM vectorises them.
 
-None of them makes an array: they take `work`, a few arrays that are made once for all rows. Without arrays of their own
-they need no reference counts, and compile in a fraction of the time.
+None of them makes an array: they take `work`, parts of three buffers that are made once for all rows. Without arrays
+of their own they need no reference counts, and compile in a fraction of the time.
 """
 
 from typing import NamedTuple
@@ -49,11 +49,24 @@ class Work(NamedTuple):
     room: Room
 
 
-def new_work(vocab_size: int) -> Work:
-    ids = np.empty(vocab_size, np.int32)
-    scores, probabilities, nearness, chosen, masses = np.empty((5, vocab_size), np.float32)
-    weights, terms = np.empty((2, vocab_size))
-    return Work(ids, scores, weights, probabilities, nearness, terms, Room(chosen, masses, np.empty(BUCKETS)))
+class Buffers(NamedTuple):
+    """What `Work` lies in: a call from Python pays for each array that it makes or hands over."""
+
+    ids: np.ndarray  # (V,) int32
+    singles: np.ndarray  # (5, V) float32
+    doubles: np.ndarray  # (2 * V + BUCKETS,) float64
+
+
+def new_buffers(vocab_size: int) -> Buffers:
+    ids, singles = np.empty(vocab_size, np.int32), np.empty((5, vocab_size), np.float32)
+    return Buffers(ids, singles, np.empty(2 * vocab_size + BUCKETS))
+
+
+@inline
+def work_in(buffers):
+    ids, singles, doubles = buffers
+    room = Room(singles[3], singles[4], doubles[2 * ids.size :])
+    return Work(ids, singles[0], doubles[: ids.size], singles[1], singles[2], doubles[ids.size : 2 * ids.size], room)
 
 
 @kernel

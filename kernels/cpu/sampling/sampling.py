@@ -9,7 +9,7 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.sampling.philox import uniform
-from tinygpt.kernels.cpu.sampling.row import STRIDE, divide, exponentials, greatest_of, new_work, sum_of
+from tinygpt.kernels.cpu.sampling.row import STRIDE, divide, exponentials, greatest_of, new_buffers, sum_of, work_in
 from tinygpt.kernels.cpu.sampling.warpers import (
     UsualWarpers,
     keep_by_all,
@@ -23,9 +23,9 @@ NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.in
 
 def sample(logits, warpers, seeds, sample_indices, positions):
     """As the reference's: (R,) int32 tokens, -1 for a row that is not finite."""
-    logits, is_greedy = np.ascontiguousarray(logits, np.float32), warpers.temperature == 0
-    token_ids = _greatest(logits) if is_greedy.any() else np.empty(len(logits), np.int32)
-    if not is_greedy.all():
+    logits, num_drawn = np.ascontiguousarray(logits, np.float32), np.count_nonzero(warpers.temperature)
+    token_ids = _greatest(logits) if num_drawn < len(logits) else np.empty(len(logits), np.int32)
+    if num_drawn:
         numbers = np.array([seeds, sample_indices, positions], np.uint64)  # (3, R)
         _warp_rows(logits, warpers, numbers, token_ids, NO_ROWS)
     return token_ids
@@ -41,11 +41,12 @@ def filter_logits(logits, warpers):
 
 def top_logprobs(logits, token_id, n):
     """As the reference's: the n most probable ids, their log-probabilities, and that of `token_id`."""
-    logits, work = np.ascontiguousarray(logits, np.float32), new_work(logits.size)
-    kept, greatest, log_total = _keep_most_probable(logits, min(n, logits.size), work)
-    order = np.argsort(-work.scores[:kept], kind="stable")[:n]
-    best, chosen = work.scores[order].astype(np.float64), np.float64(logits[token_id])
-    return work.ids[order], (best - greatest) - log_total, (chosen - greatest) - log_total
+    logits, buffers = np.ascontiguousarray(logits, np.float32), new_buffers(logits.size)
+    kept, greatest, log_total = _keep_most_probable(logits, min(n, logits.size), buffers)
+    ids, scores = buffers.ids[:kept], buffers.singles[0, :kept]
+    order = np.argsort(-scores, kind="stable")[:n]
+    best, chosen = scores[order].astype(np.float64), np.float64(logits[token_id])
+    return ids[order], (best - greatest) - log_total, (chosen - greatest) - log_total
 
 
 def _greatest(logits):
@@ -57,20 +58,22 @@ def _greatest(logits):
 
 def _warp_rows(logits, warpers, numbers, token_ids, filtered):
     """Filter the rows that are not greedy, into `filtered` (R, V), or where that is (0, 0) draw token_ids (R,)."""
-    warpers, work = usual_if_possible(warpers), new_work(logits.shape[1])
+    warpers = usual_if_possible(warpers)
     warp = _warp_by_usual if isinstance(warpers, UsualWarpers) else _warp_by_all
-    warp(logits, warpers, numbers, token_ids, filtered, work)
+    warp(logits, warpers, numbers, token_ids, filtered, new_buffers(logits.shape[1]))
 
 
 @kernel
-def _warp_by_usual(logits, warpers, numbers, token_ids, filtered, work):
+def _warp_by_usual(logits, warpers, numbers, token_ids, filtered, buffers):
+    work = work_in(buffers)
     for r in range(logits.shape[0]):
         if warpers.temperature[r] != 0 and _begin_row(logits[r], warpers.temperature[r], r, token_ids, work):
             _end_row(r, keep_by_usual(warpers, r, work), numbers, token_ids, filtered, work)
 
 
 @kernel
-def _warp_by_all(logits, warpers, numbers, token_ids, filtered, work):
+def _warp_by_all(logits, warpers, numbers, token_ids, filtered, buffers):
+    work = work_in(buffers)
     for r in range(logits.shape[0]):
         if warpers.temperature[r] != 0 and _begin_row(logits[r], warpers.temperature[r], r, token_ids, work):
             _end_row(r, keep_by_all(warpers, r, work), numbers, token_ids, filtered, work)
@@ -97,11 +100,12 @@ def _end_row(r, kept, numbers, token_ids, filtered, work):
 
 
 @kernel
-def _keep_most_probable(logits, n, work):
+def _keep_most_probable(logits, n, buffers):
     """The n most probable tokens, and those tied with the last, become candidates.
 
     Returns how many they are, and what takes a logit to its log-probability: the greatest logit, log of the total.
     """
+    work = work_in(buffers)
     divide(logits, np.float32(1), work.ids, work.scores)
     exponentials(work.scores, work.weights)
     log_total = math.log(sum_of(work.weights))

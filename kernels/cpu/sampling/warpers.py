@@ -27,6 +27,7 @@ from tinygpt.kernels.cpu.sampling.row import (
 HF, OPENAI, FASTERTRANSFORMER = 0, 1, 2  # top_p_rule
 # exp(-104) is 0 in float32, the precision of the filters: lower scores have no probability.
 BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
+OFF = np.array([[HF], [0], [1], [0], [0]])  # top_p_rule, min_p, typical_p, epsilon_cutoff and eta_cutoff
 NO_SCORE = np.float32(np.inf)  # no candidate has it
 
 
@@ -40,14 +41,8 @@ class UsualWarpers(NamedTuple):
 
 def usual_if_possible(warpers):
     """UsualWarpers, if no row of `warpers` asks for more."""
-    is_more = (
-        (warpers.top_p_rule != HF)
-        | (warpers.min_p > 0)
-        | (warpers.typical_p < 1)
-        | (warpers.epsilon_cutoff > 0)
-        | (warpers.eta_cutoff > 0)
-    )
-    return warpers if is_more.any() else UsualWarpers(warpers.temperature, warpers.top_k, warpers.top_p)
+    is_more = (np.array(warpers[3:]) != OFF).any()
+    return warpers if is_more else UsualWarpers(*warpers[:3])
 
 
 @inline
