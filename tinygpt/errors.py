@@ -20,5 +20,5 @@ class QueueFullError(TinyGPTError):
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether an exception out of a user's function may be Ctrl-C, which Python raises in the main thread alone."""
+    """Whether an exception from a user's function may be Ctrl-C; Python raises that in the main thread only."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

@@ -87,7 +87,7 @@ class LLM:
         draft_source = None
         if draft_model is not None:
             draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
-            check_draft(draft_source, source.config)
+            check_draft(draft_model, draft_source, source.config)
         runner = ModelRunner(source, engine_config, threads)
         draft = None if draft_source is None else DraftModel(draft_source, engine_config, threads)
         self.engine = Engine(runner, engine_config, draft)
@@ -153,7 +153,8 @@ class LLM:
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
         """How many tokens of the prompt's beginning its overflow would leave out. Raises as `generate` does."""
         self.engine.check_open()
-        return self._inputs.num_truncated_tokens(_single_prompt(prompt), params_list(params, 1)[0])
+        params = params_list(params, 1)[0]
+        return self._inputs.num_truncated_tokens(_single_prompt(prompt), params)
 
     def session(self) -> Session:
         """A text, empty at first, to be written in turns; its context is not computed again for each."""
@@ -222,6 +223,7 @@ class LLM:
         self.engine.refuse_calls()
         self._service.close()
         self.engine.close()
+        self._inputs.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -39,7 +39,7 @@ class WrongResult(Exception):
 
 
 def versions() -> dict[str, Any]:
-    device = card()  # first: without numba-cuda it says so, and the imports below only that a module is absent
+    device = the_device()  # first: without numba-cuda it says so, and the imports below only that a module is absent
     from cuda.bindings import driver, nvjitlink
     from numba import cuda
 

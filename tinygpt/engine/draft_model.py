@@ -82,7 +82,7 @@ class DraftModel:
         logits = self._forward([(draft, 1) for draft in drafts], 1)  # (R, V)
         for draft, token in zip(drafts, self._sampler.sample(logits, drafts), strict=True):
             if token.error is None:
-                draft.new_token_ids.append(token.token_id)
+                draft.extend(token.token_id)
 
     def _forward(self, chunks: list[tuple[Sequence, int]], num_logits: int) -> Any:
         batch = Batch.of(
@@ -98,10 +98,10 @@ class DraftModel:
         return logits
 
 
-def check_draft(source: ModelSource, target: ModelConfig) -> None:
-    """RequestError if a draft model has another vocabulary than the model it drafts for."""
+def check_draft(name: str, source: ModelSource, target: ModelConfig) -> None:
+    """RequestError if the draft model `name` has another vocabulary than the model it drafts for."""
     if source.config.vocab_size != target.vocab_size:
         raise RequestError(
-            f"draft_model {str(source.checkpoint.path)!r} has {source.config.vocab_size} tokens and the model has "
+            f"draft_model {name!r} has {source.config.vocab_size} tokens and the model has "
             f"{target.vocab_size}: they must have the same vocabulary."
         )

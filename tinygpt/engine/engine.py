@@ -22,6 +22,8 @@ from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling.sampler import Sampler
 
+CLOSED = "this LLM has been closed: make a new one."
+
 
 class Engine:
     """Runs sequences, any number of which may be added and removed between steps, by any Python thread.
@@ -64,7 +66,7 @@ class Engine:
         self._step_lock.refuse_owner()
         try:
             if self._step_lock.acquire_or_wait():
-                self.check_open()
+                self._check_loaded()
                 self._step()
         finally:
             self._step_lock.release()
@@ -74,15 +76,16 @@ class Engine:
         self._step_lock.refuse_owner()
 
     def check_open(self) -> None:
+        """RequestError once `refuse_calls` or `close` was called."""
         if self._is_closed:
-            raise RequestError("this LLM has been closed: make a new one.")
+            raise RequestError(CLOSED)
 
     def refuse_calls(self) -> None:
-        """From now on, any call raises RequestError."""
+        """Have `check_open` raise from now on. Steps go on until `close`: who waits is told why by whoever closes."""
         self._is_closed = True
 
     def close(self) -> None:
-        """Refuse any later call, and give the memory back when the running step has ended."""
+        """Give the memory back when the running step has ended. Any later call raises RequestError."""
         self.refuse_calls()
         with self._step_lock.held():
             self.runner.close()
@@ -92,11 +95,16 @@ class Engine:
     def wrapped(self, wrap: Callable[[ModelRunner], Any]) -> Iterator[Any]:
         """In the block, steps go through wrap(runner): for those who want to watch them, as benchmarks do."""
         plain = self.runner
-        self.runner = self._sampler.runner = wrap(plain)
+        wrapper = wrap(plain)
+        self._run_with(wrapper)
         try:
-            yield self.runner
+            yield wrapper
         finally:
-            self.runner = self._sampler.runner = plain
+            self._run_with(plain)
+
+    def _run_with(self, runner: Any) -> None:
+        with self._step_lock.held():
+            self.runner = self._sampler.runner = runner
 
     def _step(self) -> None:
         """Schedule, run, sample, record.
@@ -109,7 +117,7 @@ class Engine:
         drafts = self._drafter.propose(chunks)
         num_steps = 1 if drafts else self._num_steps(chunks)
         if num_steps > 1:
-            multi_step.take_steps(self.runner, chunks, num_steps)
+            multi_step.run_steps(self.runner, chunks, num_steps)
         elif chunks:  # none: another thread's step has finished everything
             step = StepInput.of(chunks, drafts)
             logits = self.runner.forward(step.batch)  # (R, V)
@@ -150,8 +158,11 @@ class Engine:
         tokens: Iterator[SampledToken],
         predictions: Iterator[Prediction],
     ) -> None:
-        """Give each sequence what was found for it. What is computed counts last: the same positions again are the
-        same bits, so that an interrupt may come between any two sequences."""
+        """Give each sequence what was found for it.
+
+        `advance` comes last: to compute the same positions again gives the same bits, so that an interrupt may come
+        between any two sequences.
+        """
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
             if i in prompt_logprobs:
@@ -207,5 +218,9 @@ class Engine:
     @contextmanager
     def _hold_steps(self) -> Iterator[None]:
         with self._step_lock.held():
-            self.check_open()
+            self._check_loaded()
             yield
+
+    def _check_loaded(self) -> None:
+        if self.runner.is_closed:
+            raise RequestError(CLOSED)

@@ -43,6 +43,10 @@ class InputProcessor:
             raise CheckpointError(self._tokenizer_error)
         return self._tokenizer
 
+    def close(self) -> None:
+        """Give the tokenizer's memory back."""
+        self._tokenizer, self._tokenizer_error = None, "this LLM has been closed."
+
     def read_prompt(self, prompt: Any) -> Prompt:
         """A text or token ids, encoded and checked; a Prompt as it is."""
         return read_prompt(prompt, self._config, lambda: self.tokenizer)
@@ -57,7 +61,8 @@ class InputProcessor:
         prompt, virtual, fitted = self._fit(prompt, params)
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
         if fitted.params.num_beams > 1:
-            self._make_beams(sequences, fitted.params)
+            rules = beam_rules(fitted.params, self._eos_token_ids(fitted.params))
+            Beams(sequences, rules, partial(self._text_stream, fitted.params))
         return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated)
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams) -> int:
@@ -80,6 +85,11 @@ class InputProcessor:
             raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
         if params.bad_words:
             params = resolve_bad_words(params, self.tokenizer.encode)
+        if params.num_beams > self._engine_config.max_num_seqs:
+            raise RequestError(
+                f"num_beams is {params.num_beams} and max_num_seqs is {self._engine_config.max_num_seqs}: the beams of "
+                "a search run at once, so lower the one or raise the other."
+            )
         virtual = self._soft_prompts.find(params)
         token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
         return prompt, virtual, fit(token_ids, params, self._engine_config.max_model_len, self._config.n_positions)
@@ -106,15 +116,6 @@ class InputProcessor:
             Sequence(index=index, text=self._text_stream(params), prompt_logprobs=wanted[index], **shared)
             for index in range(count)
         ]
-
-    def _make_beams(self, sequences: list[Sequence], params: SamplingParams) -> None:
-        """Have sequences run as the beams of one search."""
-        if params.num_beams > self._engine_config.max_num_seqs:
-            raise RequestError(
-                f"num_beams is {params.num_beams} and max_num_seqs is {self._engine_config.max_num_seqs}: the beams of "
-                "a search run at once, so lower the one or raise the other."
-            )
-        Beams(sequences, beam_rules(params, self._eos_token_ids(params)), partial(self._text_stream, params))
 
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id

@@ -22,7 +22,7 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Rows that can be taken."""
+        """Slots that can be taken."""
         return len(self._empty) + len(self._kept) - self.prefix_cache_seqs
 
     @property

@@ -30,8 +30,8 @@ def num_steps(runner: ModelRunner, sampler: Sampler, chunks: list[Chunk], max_mo
     return steps
 
 
-def take_steps(runner: ModelRunner, chunks: list[Chunk], steps: int) -> None:
-    """Take so many steps, and give each sequence its tokens up to the one that ends it."""
+def run_steps(runner: ModelRunner, chunks: list[Chunk], steps: int) -> None:
+    """Run so many steps, and give each sequence its tokens up to the one that ends it."""
     sequences = [chunk.sequence for chunk in chunks]
     starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
     batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)

@@ -53,7 +53,7 @@ class Probe:
         with self._hold_steps():
             queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
             keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
-            return self._runner.attention_maps(queries, keys)
+        return self._runner.attention_maps(queries, keys)  # steps need not wait for this
 
     def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
         """One vector (C,) float32 of the last hidden states: the last token's, or the mean or sum of all."""

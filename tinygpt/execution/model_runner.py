@@ -105,7 +105,7 @@ class ModelRunner:
 
     @cached_property
     def origin(self) -> dict[str, Any]:
-        """What keys and values depend on, beside the tokens. It takes a look at all weights, once."""
+        """What keys and values depend on, beside the tokens. Reads all weights on first use."""
         about = {**asdict(self.config), "device": name_of(self._backend)}
         return {
             **about,

@@ -25,7 +25,7 @@ class SampledToken(NamedTuple):
     token_id: int  # -1 where there is an error
     logprobs: dict[int, float] | None = None  # to report: of the most probable tokens and this one
     logprob: float | None = None  # of this one, where it is asked for or ranks several samples
-    error: str | None = None  # why no token could be chosen
+    error: str | None = None  # why no token could be sampled
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Sequence:
     soft_prompt: VirtualTokens | None = None  # what the ids below 0 stand for, which its prompt begins with
     prompt_logprobs: "PromptLogprobs | None" = None  # those of tokens that are given, where asked for
 
-    # What was chosen, and what came of it.
+    # What was sampled, and what came of it.
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -141,7 +141,7 @@ class Sequence:
     # Its tokens, and its end.
 
     def take(self, token: SampledToken) -> None:
-        """Go on with what the sampler chose. Sets the finish reason if that was the last token."""
+        """Append a sampled token, or fail. Sets the finish reason if it was the last one."""
         if token.error is not None:
             self.fail(token.error)
             return
@@ -152,6 +152,10 @@ class Sequence:
             raise
         if self.on_chunk is not None:
             self._give(chunk)
+
+    def extend(self, token_id: int) -> None:
+        """Append a drafted token, which ends nothing."""
+        self.new_token_ids.append(token_id)
 
     def become(self, token_ids: list[int], is_another: bool) -> None:
         """Go on as a beam with these new tokens, all cached but the last; `is_another`: not the one that it was."""
@@ -176,7 +180,7 @@ class Sequence:
             self._give(chunk)
 
     def fail(self, error: str) -> None:
-        """End without a result: an error that whoever made the request is to see, and no neighbour of it."""
+        """End with an error that only this request's caller sees."""
         self.error = error
 
     def when_ended(self, call: Callable[[], None] | None) -> None:

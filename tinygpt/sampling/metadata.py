@@ -116,7 +116,7 @@ class SamplingState:
         self._num_new = 0
 
     def update(self, new_token_ids: list[int]) -> None:
-        """Take notice of the tokens that were chosen since the last time."""
+        """Add the tokens sampled since the last call."""
         added = new_token_ids[self._num_new :]
         if not added:
             return
@@ -132,7 +132,7 @@ class SamplingState:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The prompt and the output, where a control looks at them; otherwise nothing."""
+        """The prompt and the output, where a processor looks at them; otherwise nothing."""
         return self._token_ids[: len(self.prompt_token_ids) + self._num_new]
 
     @property
