@@ -1,16 +1,25 @@
 """The CUDA backend: numba.cuda kernels for one NVIDIA GPU.
 
-Imports nothing of another backend but the reference's, which does what is asked of this one on the host.
+`model.py` is the page; beside it stand the parameters, the KV cache and the workspace that it works on, and
+`launches.py`, which picks the kernels of `layers/` and their grids. Imports nothing of another backend but the
+reference's, which does what is asked of this one on the host.
 """
 
-from tinygpt.kernels.cuda.kv_cache import copy_positions, read_positions, write_positions
-from tinygpt.kernels.cuda.memory import bytes_needed
-from tinygpt.kernels.cuda.model import forward, trace
-from tinygpt.kernels.cuda.params import kv_cache_bytes, load_params, new_kv_cache
-from tinygpt.kernels.cuda.runtime import device
-from tinygpt.kernels.cuda.sampling.sampling import filter_logits, multi_step, process_logits, sample, top_logprobs
+from tinygpt.kernels.cuda.kv_cache import (
+    copy_positions,
+    kv_cache_bytes,
+    new_kv_cache,
+    read_positions,
+    write_positions,
+)
+from tinygpt.kernels.cuda.memory import check_memory
+from tinygpt.kernels.cuda.model import forward
+from tinygpt.kernels.cuda.multi_step import multi_step
+from tinygpt.kernels.cuda.params import load_params
+from tinygpt.kernels.cuda.runtime.device import check_device
+from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
+from tinygpt.kernels.cuda.trace import trace
 from tinygpt.kernels.cuda.workspace import new_workspace
-from tinygpt.kernels.errors import DeviceError
 
 __all__ = [
     "DTYPES",
@@ -43,22 +52,3 @@ PACKED = None  # weights are packed at load; no file keeps them
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
     return ("float32",) if dtype == "float32" else ("bfloat16",)
-
-
-def check_device() -> None:
-    """DeviceError unless there is a GPU that the kernels run on, and all that they need."""
-    device.card()
-
-
-def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:
-    """DeviceError, before anything is loaded, if the model takes more memory than the GPU has free."""
-    steps = max_num_tokens, max_num_logits
-    needed = bytes_needed(config, dtype, tied, kv_cache_dtype, num_slots, max_model_len, *steps)
-    free, total = device.card().free_bytes(), sum(needed.values())
-    if total > free:
-        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
-        raise DeviceError(
-            f"this takes {total / 2**30:.2f} GiB of the card's memory ({parts}) and {free / 2**30:.2f} GiB are "
-            "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
-            "dtype."
-        )

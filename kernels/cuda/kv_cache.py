@@ -1,13 +1,18 @@
-"""Moving keys and values in and out of the cache's rows, between steps. attention.py has the layout.
+"""The KV cache, and moving keys and values in and out of its slots between steps. The layout is attention.py's.
 
 Positions past those that are put into a slot are nobody's afterwards.
 """
 
 import functools
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.cuda.packing.layout import to_bfloat16
+from tinygpt.kernels.cuda.layers.attention import CHUNK, padded_head
+from tinygpt.kernels.cuda.packing.dtypes import array_type, item_bytes, to_bfloat16
+from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 
 from numba import cuda, int32, int64  # isort: skip
@@ -16,13 +21,47 @@ MOVE_THREADS = 128
 COPY, READ, WRITE = "copy", "read", "write"
 
 
-def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every position, preallocated and written in place."""
+
+    device: Any
+    k: Any
+    v: Any
+    num_layers: int
+    num_slots: int
+    num_heads: int
+    padded_len: int
+    padded_head: int
+    head_size: int
+    is_float32: bool
+
+
+def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
+    """Zeros. dtype: "float32" or "bfloat16"."""
+    device, shape = devices.the_device(), _shape(config, num_slots, max_model_len)
+    k, v = (device.zeros(shape, array_type(dtype)) for _ in range(2))
+    return KVCache(device, k, v, *shape, config.head_size, dtype == "float32")
+
+
+def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
+    """What `new_kv_cache` takes of the GPU's memory."""
+    return 2 * item_bytes(dtype) * math.prod(_shape(config, num_slots, max_model_len))
+
+
+def _shape(config, num_slots: int, length: int) -> tuple[int, int, int, int, int]:
+    return config.n_layer, num_slots, config.n_head, -(-length // CHUNK) * CHUNK, padded_head(config.head_size)
+
+
+def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
     """Give positions start to stop of `target_slot` the keys and values of `source_slot`, bit for bit."""
     for array, is_paired in _parts(kv_cache):
         _move(kv_cache, COPY, is_paired, array, array, source_slot, target_slot, start, stop)
 
 
-def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
+def read_positions(
+    kv_cache: KVCache, slot: int, start: int, stop: int, head_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Copies of a slot's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16."""
     shape, found = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head), []
     for array, is_paired in _parts(kv_cache):
@@ -33,7 +72,7 @@ def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -
     return found[0], found[1]
 
 
-def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
+def write_positions(kv_cache: KVCache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
     """Put keys and values (L, H, n, D) into positions start to start + n of a slot.
 
     They are of the cache's type, as `read_positions` gives them, or float32, which is rounded to it.
@@ -47,19 +86,20 @@ def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarra
         kv_cache.device.synchronize()  # the buffer is given back
 
 
-def _parts(cache) -> tuple[tuple, tuple]:
+def _parts(kv_cache: KVCache) -> tuple[tuple, tuple]:
     """Keys and values, and whether each of them keeps two positions side by side."""
-    return (cache.k, False), (cache.v, not cache.is_float32)
+    return (kv_cache.k, False), (kv_cache.v, not kv_cache.is_float32)
 
 
 def _move(
-    cache, purpose: str, is_paired: bool, array, other, slot: int, target_slot: int, start: int, stop: int
+    kv_cache: KVCache, purpose: str, is_paired: bool, array, other, slot: int, target_slot: int, start: int, stop: int
 ) -> None:
+    c = kv_cache
     if stop > start:
-        shape = cache.num_slots, cache.num_heads, cache.padded_len, cache.padded_head
+        shape = c.num_slots, c.num_heads, c.padded_len, c.padded_head
         places = slot, target_slot, start, stop - start
-        grid = (stop - start, cache.num_heads, cache.num_layers)
-        cache.device.launch(_move_kernel(purpose, is_paired), grid, MOVE_THREADS, array, other, *shape, *places)
+        grid = (stop - start, c.num_heads, c.num_layers)
+        c.device.launch(_move_kernel(purpose, is_paired), grid, MOVE_THREADS, array, other, *shape, *places)
 
 
 @functools.cache

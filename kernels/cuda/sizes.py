@@ -1,9 +1,15 @@
-"""Sizes: of the largest step that buffers are laid out for."""
+"""Sizes: of the largest step that buffers are laid out for. Shape: of one step, which decides its kernels and grids."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.kernels.cuda.layers.attention import CHUNK
+from tinygpt.kernels.batch import query_tiles
+from tinygpt.kernels.cuda.layers.attention import CHUNK, QUERY_TILE
+
+# Where kernels find the true sizes of a step (`Inputs.sizes`): its tokens, its rows with logits, and how many steps
+# have been taken before it without the host.
+NUM_TOKENS, NUM_LOGITS, NUM_STEPS_DONE = 0, 1, 2
+NUM_SIZES = 4
 
 
 @dataclass(frozen=True)
@@ -15,11 +21,35 @@ class Sizes:
     decode_tokens: int
     positions: int
 
+    @classmethod
+    def of(cls, config: Any, max_num_tokens: int, max_num_logits: int) -> "Sizes":
+        """A step in which all sequences decode has no more tokens than rows of logits."""
+        return cls(max_num_tokens, max_num_logits, min(max_num_tokens, max_num_logits), config.n_positions)
+
     @property
     def max_chunks(self) -> int:
         return -(-self.positions // CHUNK)
 
 
-def sizes_of(config: Any, max_num_tokens: int, max_num_logits: int) -> Sizes:
-    """A step in which all sequences decode has no more tokens than rows of logits."""
-    return Sizes(max_num_tokens, max_num_logits, min(max_num_tokens, max_num_logits), config.n_positions)
+@dataclass(frozen=True)
+class Shape:
+    """A step's sizes, rounded up so that steps of like size share a graph."""
+
+    tokens: int
+    logits: int
+    chunks: int  # of keys that a decoding token has
+    tiles: int  # of queries; 0: each sequence has one new token
+
+    @classmethod
+    def of(cls, batch: Any, sizes: Sizes, num_steps: int = 1) -> "Shape":
+        """num_steps: of this shape that follow one another, each with one more position."""
+        tokens, positions = batch.token_ids.size, int(batch.context_lens.max()) + num_steps - 1
+        chunks = min(rounded_up(-(-positions // CHUNK)), sizes.max_chunks)
+        is_decode = tokens == batch.slots.size and tokens <= sizes.decode_tokens
+        tiles = 0 if is_decode else rounded_up(query_tiles(batch.seq_starts, QUERY_TILE).size - 1)
+        return cls(rounded_up(tokens), rounded_up(batch.logit_rows.size), chunks, tiles)
+
+
+def rounded_up(count: int) -> int:
+    """The next power of two: 0, 1, 2, 4, ..."""
+    return 1 << (count - 1).bit_length() if count else 0

@@ -1,66 +1,37 @@
 """Workspace: the device's buffers of a step, allocated once for the largest one, and the steps' graphs."""
 
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.cuda.params import array_type, family_of, padded_columns, padded_head
-from tinygpt.kernels.cuda.persistent.contest import Contest
+from tinygpt.kernels.batch import query_tiles, slots_of_tokens
+from tinygpt.kernels.cuda.layers.attention import QUERY_TILE, padded_head
+from tinygpt.kernels.cuda.packing.dtypes import array_type, family_of, item_bytes
+from tinygpt.kernels.cuda.packing.layout import padded_columns
 from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.sampling.state import Draws, draws_bytes, new_draws
-from tinygpt.kernels.cuda.sizes import Sizes, sizes_of
-
-# Indices of Inputs.sizes: the tokens of a step, the rows whose logits are wanted, the steps that were run ahead.
-TOKENS, LOGIT_ROWS, STEPS_DONE = 0, 1, 2
-NUM_SIZES = 4
-MAX_GRAPHS = 64  # each keeps some 100 kB of the card
+from tinygpt.kernels.cuda.runtime.graphs import Graphs
+from tinygpt.kernels.cuda.runtime.parts import Parts
+from tinygpt.kernels.cuda.sampling.buffers import SamplingBuffers, new_sampling_buffers, sampling_bytes
+from tinygpt.kernels.cuda.sizes import NUM_SIZES, Sizes
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step's batch tells the kernels: parts of one int32 array, so that one copy brings it to the device."""
+    """What a step's batch tells the kernels: parts of one array, so that one copy brings it to the device."""
 
-    everything: Any
+    whole: Any
+    parts: Parts
     sizes: Any  # (NUM_SIZES,)
     token_ids: Any  # (N,)
     positions: Any  # (N,)
-    token_slots: Any  # (N,) the cache row of each token
+    token_slots: Any  # (N,) the KV slot of each token
     logit_rows: Any  # (R,)
     tiles: Any  # bounds of runs of up to QUERY_TILE tokens of one sequence; the rest are empty
 
-    def write(self, device: Any, parts: dict[str, np.ndarray]) -> None:
-        """Fill the parts from their beginning on; the rest of each is 0."""
-        values, start = np.zeros(self.everything.size, np.int32), 0
-        for name in ("sizes", "token_ids", "positions", "token_slots", "logit_rows", "tiles"):
-            values[start : start + parts[name].size] = parts[name]
-            start += getattr(self, name).size
-        device.write(self.everything, values)
 
-
-@dataclass
-class Graphs:
-    """The kernels of a step, queued at once. The first step of a kind queues them one by one, and so compiles them."""
-
-    device: Any
-    _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
-
-    def run(self, kind: Hashable, step: Callable[[], None]) -> None:
-        """Queue what `step` queues, which is the same for every step of this kind."""
-        if kind not in self._captured:
-            step()
-            while len(self._captured) >= MAX_GRAPHS:
-                del self._captured[next(iter(self._captured))]  # the oldest
-            self._captured[kind] = None
-            return
-        if self._captured[kind] is None:
-            self._captured[kind] = self.device.capture(step)
-        self._captured[kind]()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workspace:
     """Buffers for steps of N tokens, of which R have logits. Activations are float32, or bfloat16 as uint16."""
 
@@ -75,71 +46,72 @@ class Workspace:
     inner: Any  # (N, Fp)
     logits: Any  # (R, V) float32
     every: Any  # (N,) int32: 0, 1, 2, ...
-    draws: Draws
+    sampling: SamplingBuffers
     sizes: Sizes
     graphs: Graphs
-    contests: dict[int, Contest] = field(default_factory=dict)  # by the sequences of a step, rounded up
 
 
 def new_workspace(
-    config: Any, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
+    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
     """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
-    device, sizes = devices.card(), sizes_of(config, max_num_tokens, max_num_logits)
-    kind, shapes = array_type(family_of(dtype)), _shapes(config, sizes)
-    buffers = {name: device.zeros(shape, np.float32) for name, shape in shapes["float32"].items()}
-    buffers |= {name: device.zeros(shape, kind) for name, shape in shapes["family"].items()}
+    device, sizes = devices.the_device(), Sizes.of(config, max_num_tokens, max_num_logits)
+    inputs = _input_parts(sizes)
+    whole = device.zeros((inputs.num_bytes,), np.uint8)
+    shapes = _shapes(config, sizes, family_of(dtype))
     return Workspace(
         device=device,
-        inputs=_new_inputs(device, sizes),
-        draws=new_draws(device, config, sizes),
+        inputs=Inputs(whole, inputs, **inputs.split(whole)),
         every=device.array(np.arange(max(sizes.tokens, sizes.logits), dtype=np.int32)),
+        sampling=new_sampling_buffers(device, config, sizes),
         sizes=sizes,
         graphs=Graphs(device),
-        **buffers,
+        **{name: device.zeros(shape, array_type(kind)) for name, (shape, kind) in shapes.items()},
     )
 
 
-def workspace_bytes(config: Any, sizes: Sizes, dtype: str) -> int:
-    """What `new_workspace` takes of the card's memory."""
-    item = 4 if family_of(dtype) == "float32" else 2
-    shapes = _shapes(config, sizes)
-    numbers = {kind: sum(math.prod(shape) for shape in shapes[kind].values()) for kind in shapes}
-    inputs, draws = 4 * 6 * (sizes.tokens + sizes.logits), draws_bytes(config, sizes)
-    return 4 * numbers["float32"] + item * numbers["family"] + inputs + draws
+def workspace_bytes(config, sizes: Sizes, dtype: str) -> int:
+    """What `new_workspace` takes of the GPU's memory."""
+    shapes = _shapes(config, sizes, family_of(dtype)).values()
+    buffers = sum(math.prod(shape) * item_bytes(kind) for shape, kind in shapes)
+    every = 4 * max(sizes.tokens, sizes.logits)
+    return buffers + every + _input_parts(sizes).num_bytes + sampling_bytes(config, sizes)
 
 
-def _shapes(config: Any, sizes: Sizes) -> dict[str, dict[str, tuple[int, ...]]]:
+def _shapes(config, sizes: Sizes, family: str) -> dict[str, tuple[tuple[int, ...], str]]:
     n, r, heads, padded = sizes.tokens, sizes.logits, config.n_head, padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
     return {
-        "float32": {
-            "embeds": (n, config.n_embd),
-            "x": (n, config.n_embd),
-            "partials": (sizes.decode_tokens, heads, sizes.max_chunks, padded + 2),
-            "logits": (r, config.vocab_size),
-        },
-        "family": {
-            "normed": (max(n, r), columns),
-            "q": (n, heads, padded),
-            "attended": (n, columns),
-            "inner": (n, padded_columns(config.inner_size)),
-        },
+        "embeds": ((n, config.n_embd), "float32"),
+        "x": ((n, config.n_embd), "float32"),
+        "normed": ((max(n, r), columns), family),
+        "q": ((n, heads, padded), family),
+        "attended": ((n, columns), family),
+        "partials": ((sizes.decode_tokens, heads, sizes.max_chunks, padded + 2), "float32"),
+        "inner": ((n, padded_columns(config.inner_size)), family),
+        "logits": ((r, config.vocab_size), "float32"),
     }
 
 
-def _new_inputs(device: Any, sizes: Sizes) -> Inputs:
+def _input_parts(sizes: Sizes) -> Parts:
     n, r = sizes.tokens, sizes.logits
-    lengths = {
-        "sizes": NUM_SIZES,
-        "token_ids": n,
-        "positions": n,
-        "token_slots": n,
-        "logit_rows": r,
-        "tiles": 2 * n + 2,  # a tile has one token at least, and their number is rounded up
+    lengths = {"sizes": NUM_SIZES, "token_ids": n, "positions": n, "token_slots": n, "logit_rows": r}
+    lengths["tiles"] = 2 * n + 2  # a tile has one token at least, and their number is rounded up
+    return Parts({name: (length, np.int32) for name, length in lengths.items()})
+
+
+def fill(workspace: Workspace, batch) -> None:
+    """Put the batch where the kernels read it."""
+    inputs, tiles = workspace.inputs, query_tiles(batch.seq_starts, QUERY_TILE)
+    bounds = np.full(inputs.tiles.size, tiles[-1], np.int32)  # of empty tiles
+    bounds[: tiles.size] = tiles
+    values = {
+        "sizes": np.array([batch.token_ids.size, batch.logit_rows.size]),
+        "token_ids": batch.token_ids,
+        "positions": batch.positions,
+        "token_slots": slots_of_tokens(batch),
+        "logit_rows": batch.logit_rows,
+        "tiles": bounds,
     }
-    everything, parts, start = device.zeros((sum(lengths.values()),), np.int32), {}, 0
-    for name, length in lengths.items():
-        parts[name] = everything[start : start + length]
-        start += length
-    return Inputs(everything, **parts)
+    workspace.device.write(inputs.whole, inputs.parts.join(values))
+    workspace.device.write(workspace.embeds, batch.embeds)

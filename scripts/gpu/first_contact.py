@@ -1,10 +1,10 @@
-"""Whether a card does what the CUDA kernels rely on, and how fast: to be run before anything else is, in minutes.
+"""Whether a GPU does what the CUDA kernels rely on, and how fast: to be run before anything else is, in minutes.
 
     python scripts/gpu/first_contact.py                        # everything, as JSON lines as it comes
     python scripts/gpu/first_contact.py --items versions mma   # some of it
 
-Each item is checked before it is timed, and runs in a process of its own with a time limit: after an error on the card
-no process can go on. Times are medians, of the host's clock around work that the card has finished.
+Each item is checked before it is timed, and runs in a process of its own with a time limit: after an error on the GPU
+no process can go on. Times are medians, of the host's clock around work that the GPU has finished.
 """
 
 import argparse
@@ -44,11 +44,11 @@ def versions() -> dict[str, Any]:
 
     from tinygpt.kernels.cuda.runtime.jit import release_of_libnvvm
 
-    device = card()
+    device = the_device()
     found = {name: metadata.version(name) for name in ("numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core")}
     releases = {"libNVVM": release_of_libnvvm(), "nvJitLink": nvjitlink.version()}
     return {
-        "card": cuda.get_current_device().name.decode(),
+        "GPU": cuda.get_current_device().name.decode(),
         "compute capability": cuda.get_current_device().compute_capability,
         "multiprocessors": device.multiprocessors,
         "free GiB": round(device.free_bytes() / 2**30, 1),
@@ -61,7 +61,7 @@ def versions() -> dict[str, Any]:
 def mma(device: Any) -> dict[str, Any]:
     """A product by mma.sync, its operands by cp.async."""
     from scripts.gpu import probes
-    from tinygpt.kernels.cuda.packing.layout import to_bfloat16
+    from tinygpt.kernels.cuda.packing.dtypes import to_bfloat16
 
     generator = np.random.default_rng(0)
     a, b = (generator.integers(-8, 9, (rows, 32)).astype(np.float32) for rows in (16, 8))
@@ -120,14 +120,14 @@ def read(device: Any, kib: int = 512 << 10, loads: tuple[int, ...] = (1, 2, 4, 8
     from scripts.gpu import probes
 
     words = np.random.default_rng(0).integers(0, 1 << 32, kib << 8, np.uint32)
-    on_card, found = device.array(words), {}
+    on_device, found = device.array(words), {}
     for per_thread in loads:
         for blocks in (1, 2, 4):
             threads = blocks * device.multiprocessors * probes.READ_THREADS
             rounds = words.size // (threads * per_thread * 4)
             count, out = rounds * threads * per_thread * 4, device.zeros((threads,), np.uint32)
             arguments = probes.read_kernel(per_thread), blocks * device.multiprocessors, probes.READ_THREADS
-            seconds, _ = median_seconds(device, lambda: device.launch(*arguments, out, on_card, rounds), repeats=10)  # noqa: B023
+            seconds, _ = median_seconds(device, lambda: device.launch(*arguments, out, on_device, rounds), repeats=10)  # noqa: B023
             need_equal(np.bitwise_xor.reduce(device.read(out)), np.bitwise_xor.reduce(words[:count]))
             under_way = blocks * probes.READ_THREADS * per_thread * 16 >> 10
             found[f"{per_thread} x {blocks}: {under_way} KiB"] = round(4 * count / seconds / 1e9)
@@ -151,8 +151,9 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
     """
     from tinygpt.execution.batch import Batch
     from tinygpt.kernels import cuda, reference
+    from tinygpt.kernels.cuda.decode_steps import DecodeSteps
+    from tinygpt.kernels.cuda.multi_step import run_steps
     from tinygpt.kernels.cuda.persistent.kernel import can_persist, new_persistent, run_persistent
-    from tinygpt.kernels.cuda.sampling.sampling import run_steps
     from tinygpt.sampling.metadata import Warpers
 
     config = checkpoint.config
@@ -163,9 +164,9 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
     del oracle
 
     params = cuda.load_params(checkpoint, dtype)
-    cache = cuda.new_kv_cache(config, 1, config.n_positions, "float32" if dtype == "float32" else "bfloat16")
+    kv_cache = cuda.new_kv_cache(config, 1, config.n_positions, "float32" if dtype == "float32" else "bfloat16")
     workspace = cuda.new_workspace(config, prompt, prompt, 1, dtype)
-    logits = cuda.forward(params, whole, cache, workspace).copy()
+    logits = cuda.forward(params, whole, kv_cache, workspace).copy()
     error = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
     if not error < LIMITS[dtype]:  # NaN is not
         raise WrongResult(f"logits are off by {error:.2g} of the reference's, and {LIMITS[dtype]:.2g} is the most.")
@@ -173,8 +174,10 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
     batch, nothing = Batch.of([[int(logits[-1].argmax())]], [prompt], [0]), np.zeros(1, np.uint64)
     greedy = Warpers(*np.zeros((len(Warpers._fields), 1)))
 
+    decoding = DecodeSteps(params, batch, kv_cache, workspace, greedy, nothing, nothing, steps)
+
     def by_graphs() -> np.ndarray:
-        return run_steps(params, batch, cache, workspace, greedy, nothing, nothing, steps)
+        return run_steps(decoding)
 
     found = {"relative error of logits": error, "steps at once": steps, "context": prompt}
     tokens, x = by_graphs(), device.read(workspace.x[: config.n_embd])
@@ -185,7 +188,7 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
         state = new_persistent(params)
 
         def at_once() -> np.ndarray:
-            return run_persistent(state, params, batch, cache, workspace, steps)
+            return run_persistent(state, params, batch, kv_cache, workspace, steps)
 
         need_equal(at_once(), tokens)
         need_equal(device.read(workspace.x[: config.n_embd]), x)  # random weights may have one token follow another
@@ -205,26 +208,26 @@ def decode_shape(device: Any, shape: str) -> dict[str, Any]:
 def items() -> dict[str, Callable[[], dict[str, Any]]]:
     """In the order in which one needs to know them."""
     small = {
-        f"three layers {dtype}": lambda dtype=dtype: three_layers(card(), dtype)
+        f"three layers {dtype}": lambda dtype=dtype: three_layers(the_device(), dtype)
         for dtype in ("float32", "bfloat16", "int8")
     }
     shapes = ("124M", "355M", "774M", "1.5B")
     return {
         "versions": versions,
-        "mma": lambda: mma(card()),
-        "grant": lambda: grant(card()),
-        "graph": lambda: graph(card()),
-        "barrier": lambda: barrier(card()),
-        "read": lambda: read(card()),
+        "mma": lambda: mma(the_device()),
+        "grant": lambda: grant(the_device()),
+        "graph": lambda: graph(the_device()),
+        "barrier": lambda: barrier(the_device()),
+        "read": lambda: read(the_device()),
         **small,
-        **{f"decode {shape}": lambda shape=shape: decode_shape(card(), shape) for shape in shapes},
+        **{f"decode {shape}": lambda shape=shape: decode_shape(the_device(), shape) for shape in shapes},
     }
 
 
-def card() -> Any:
+def the_device() -> Any:
     from tinygpt.kernels.cuda.runtime import device
 
-    return device.card()
+    return device.the_device()
 
 
 def median_seconds(device: Any, run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""What the card can do at most: its copy bandwidth and its matrix products, through torch."""
+"""What the GPU can do at most: its copy bandwidth and its matrix products, through torch."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def limits(device: str) -> dict[str, float | str]:
     peaks = {dtype: peak(side, getattr(torch, dtype), device) for dtype, side in sides.items()}
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"card": name, **versions, "bandwidth": copy_bandwidth(int(gib * 2**30), device), **peaks}
+    return {"gpu": name, **versions, "bandwidth": copy_bandwidth(int(gib * 2**30), device), **peaks}
 
 
 def copy_bandwidth(num_bytes: int, device: str) -> float:

@@ -40,7 +40,7 @@ class Row:
 
 @dataclass
 class Results:
-    """What a run has found so far. limits: what the card can do, empty where it could not be measured."""
+    """What a run has found so far. limits: what the GPU can do, empty where it could not be measured."""
 
     rows: list[Row] = field(default_factory=list)
     limits: dict[str, Any] = field(default_factory=dict)
@@ -95,13 +95,13 @@ def line(cells: tuple[str, ...] | list[str]) -> str:
 
 
 def opening(results: Results) -> str:
-    """What the card can do, as it was measured."""
+    """What the GPU can do, as it was measured."""
     if not results.limits:
-        return "The card's limits could not be measured."
+        return "The GPU's limits could not be measured."
     limits = results.limits
     versions = f"torch {limits['torch']}, transformers {limits['transformers']}, tinygpt {__version__}"
     peaks = " and ".join(f"{limits[dtype] / 1e12:.3g} TFLOP/s in {dtype}" for dtype in ("bfloat16", "float32"))
-    return f"{limits['card']}; {versions}. It copies {limits['bandwidth'] / 1e9:,.0f} GB/s and multiplies {peaks}."
+    return f"{limits['gpu']}; {versions}. It copies {limits['bandwidth'] / 1e9:,.0f} GB/s and multiplies {peaks}."
 
 
 def table_head() -> str:

@@ -136,10 +136,10 @@ def _seconds_to_begin(job: Job) -> float:
 
 
 def _names(job: Job) -> list[str]:
-    return [_name(job, engine, case.name) for engine, case in job.runs] or ["the card's limits"]
+    return [_name(job, engine, case.name) for engine, case in job.runs] or ["the GPU's limits"]
 
 
 def _name(job: Job, engine: str, case: str | None) -> str:
     if job.side == "limits":
-        return "the card's limits"
+        return "the GPU's limits"
     return ", ".join(filter(None, (job.model, job.dtype, engine, case)))

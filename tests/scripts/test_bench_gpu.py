@@ -37,7 +37,7 @@ def verdicts(results: Results) -> dict[str, str]:
 
 
 # Known for GPT-2 124M in bfloat16: 57.5 microseconds a token, 198 for 32 sequences at 512, 245 for a prefill of 1024.
-def test_shares_are_of_what_the_card_can_do_at_most():
+def test_shares_are_of_what_the_gpu_can_do_at_most():
     results = Results(limits=LIMITS)
     assert results.share(row(DECODE_1, 0.0575)) == (pytest.approx(1, rel=0.03), None)
     assert results.share(row(DECODE_32, 0.198)) == (pytest.approx(1, rel=0.01), None)

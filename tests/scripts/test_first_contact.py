@@ -1,4 +1,4 @@
-"""scripts/gpu/first_contact.py without a card: its checks in the simulator, its kernels compiled, what goes wrong."""
+"""scripts/gpu/first_contact.py without a GPU: its checks in the simulator, its kernels compiled, what goes wrong."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from scripts.gpu import first_contact, probes
 from support.cuda_compile import compile_kernel, is_cooperative
-from support.cuda_device import SimulatedDevice, why_no_card
+from support.cuda_device import SimulatedDevice, why_no_gpu
 from tinygpt.config import ModelConfig
 from tinygpt.kernels import cuda
 from tinygpt.kernels.cuda.persistent.kernel import kernel as persistent
@@ -28,9 +28,9 @@ ONE_LAYER = random_checkpoint("one layer", CONFIG)
 
 
 @pytest.fixture
-def card(monkeypatch) -> SimulatedDevice:
+def device(monkeypatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    monkeypatch.setattr(devices, "card", lambda: device)
+    monkeypatch.setattr(devices, "the_device", lambda: device)
     return device
 
 
@@ -41,35 +41,35 @@ def _run_once(monkeypatch) -> None:
 
 @pytest.mark.parametrize("item", SMALL)
 @pytest.mark.usefixtures("_run_once")
-def test_a_simulated_card_passes(card, item):
-    json.dumps(SMALL[item](card))
+def test_a_simulated_gpu_passes(device, item):
+    json.dumps(SMALL[item](device))
 
 
 @pytest.mark.usefixtures("_run_once")
-def test_a_small_model_passes_both_ways(card):
-    found = first_contact.decode(card, ONE_LAYER, "bfloat16", prompt=3, steps=1)
+def test_a_small_model_passes_both_ways(device):
+    found = first_contact.decode(device, ONE_LAYER, "bfloat16", prompt=3, steps=1)
     assert found["ms a token by graphs"] == found["ms a token in one kernel"] == 1000
     json.dumps(found)
 
 
 @pytest.mark.usefixtures("_run_once")
-def test_other_tokens_are_no_result(card, monkeypatch):
+def test_other_tokens_are_no_result(device, monkeypatch):
     monkeypatch.setattr(persistent, "run_persistent", lambda *arguments: np.full((1, 1), 99))
     with pytest.raises(first_contact.WrongResult, match="1 of 1 numbers are wrong, the first, number 0, is 99 in pl"):
-        first_contact.decode(card, ONE_LAYER, "bfloat16", prompt=3, steps=1)
+        first_contact.decode(device, ONE_LAYER, "bfloat16", prompt=3, steps=1)
 
 
 @pytest.mark.parametrize(("factor", "message"), [(1.1, r"logits are off by 0\.\d+ of"), (np.nan, "off by nan")])
-def test_other_logits_are_no_result(card, monkeypatch, factor, message):
+def test_other_logits_are_no_result(device, monkeypatch, factor, message):
     forward = cuda.forward
     monkeypatch.setattr(cuda, "forward", lambda *arguments: np.float32(factor) * forward(*arguments).copy())
     with pytest.raises(first_contact.WrongResult, match=message):
-        first_contact.decode(card, ONE_LAYER, "float32", prompt=2, steps=1)
+        first_contact.decode(device, ONE_LAYER, "float32", prompt=2, steps=1)
 
 
-def test_the_median_is_of_what_comes_after_the_warm_up(card):
+def test_the_median_is_of_what_comes_after_the_warm_up(device):
     calls = []
-    _, runs = first_contact.median_seconds(card, lambda: calls.append(1), repeats=3)
+    _, runs = first_contact.median_seconds(device, lambda: calls.append(1), repeats=3)
     assert runs == len(calls) == 5
 
 
@@ -85,14 +85,14 @@ def test_an_item_that_goes_wrong_is_one_line(program, expected):
     assert first_contact.run_apart([sys.executable, "-c", program], seconds=2) == expected
 
 
-@pytest.mark.skipif(not why_no_card(), reason="there is a card")
-def test_without_a_card_each_item_says_so(tmp_path):
+@pytest.mark.skipif(not why_no_gpu(), reason="there is a GPU")
+def test_without_a_gpu_each_item_says_so(tmp_path):
     command = [sys.executable, first_contact.__file__, "--items", "versions", "mma"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert result.returncode == 1
     assert [line["item"] for line in lines] == ["versions", "mma"]
-    assert all(line["error"] == f"DeviceError: {why_no_card()}" for line in lines)
+    assert all(line["error"] == f"DeviceError: {why_no_gpu()}" for line in lines)
 
 
 WORDS, FLOATS, INTS = np.zeros(8, np.uint32), np.zeros(8, np.float32), np.zeros(8, np.int32)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-ARCHITECTURE = (9, 0, "a")  # what numba-cuda compiles for where it finds a card of compute capability 9.0
+ARCHITECTURE = (9, 0, "a")  # what numba-cuda compiles for where it finds a GPU of compute capability 9.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def compile_kernel(kernel, *arguments) -> Compiled:
     from cuda.bindings import nvjitlink
     from numba import cuda
 
-    _name_the_card()
+    _name_the_device()
     signature = tuple(_type_of(argument) for argument in arguments)
     options = {"cc": ARCHITECTURE, "device": False, "abi": "numba"}
     ptx, _ = cuda.compile(kernel.py_func, signature, output="ptx", **options)
@@ -61,13 +61,13 @@ def _library(kernel, *arguments):
     from numba import types
     from numba.cuda.compiler import compile_cuda
 
-    _name_the_card()
+    _name_the_device()
     signature = tuple(_type_of(argument) for argument in arguments)
     return compile_cuda(kernel.py_func, types.void, signature, cc=ARCHITECTURE, nvvm_options={}).library
 
 
-def _name_the_card() -> None:
-    """Device functions ask the driver which card they are for."""
+def _name_the_device() -> None:
+    """Device functions ask the driver which GPU they are for."""
     from numba.cuda import dispatcher
 
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=ARCHITECTURE)

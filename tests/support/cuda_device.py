@@ -1,4 +1,4 @@
-"""A device that has no card: the CUDA backend's kernels run in the simulator, and its memory is the host's."""
+"""A device without a GPU: the CUDA backend's kernels run in the simulator, and its memory is the host's."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from support.cuda_simulator import simulate
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
 
 
-def why_no_card() -> str:
+def why_no_gpu() -> str:
     try:
         need_driver()
     except DeviceError as error:
@@ -18,7 +18,7 @@ def why_no_card() -> str:
     return ""
 
 
-on_a_card = pytest.mark.skipif(bool(why_no_card()), reason=why_no_card())
+on_a_gpu = pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu())
 
 
 class SimulatedDevice:
@@ -82,4 +82,4 @@ def _run(kernel, grid, threads, arguments, shared_bytes, cooperative) -> None:
 
 def _check_not_empty(argument) -> None:
     for part in argument if isinstance(argument, tuple) else (argument,):
-        assert not isinstance(part, np.ndarray) or part.size, "a card has no pointers to nothing"
+        assert not isinstance(part, np.ndarray) or part.size, "a GPU has no pointers to nothing"

@@ -15,7 +15,7 @@ class Random:
 
     def __init__(self, **fields):
         sizes = {"vocab_size": V, "n_positions": T, "n_embd": 16, "n_layer": 2, "n_head": 2, **fields}
-        self.config = ModelConfig.from_dict({"model_type": "gpt2", **sizes})
+        self.config = ModelConfig(**sizes)
         c, f = self.config.n_embd, self.config.inner_size
         shapes = {"wte.weight": (V, c), "wpe.weight": (T, c), "lm_head.weight": (V, c)}
         shapes |= {f"ln_f.{kind}": (c,) for kind in ("weight", "bias")}

@@ -1,4 +1,4 @@
-"""The activations between c_fc and c_proj, by the names of kernels/reference/model.py; none overflows."""
+"""The activations between c_fc and c_proj, by the names of kernels/reference/layers.py; none overflows."""
 
 import math
 

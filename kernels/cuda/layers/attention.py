@@ -18,7 +18,7 @@ dtype is "float32" or "bfloat16", and size is Dp, the head size rounded up to a 
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
     attended     (N, width), head by head; columns from H * head_size on are left alone
     partials     (N, H, max_chunks, 2 + Dp) float32: a chunk's highest score, sum of weights, weighted values
-    positions, token_slots  (N,) int32: of each token, its position and its row of the cache
+    positions, token_slots  (N,) int32: of each token, its position and its KV slot
     sizes        sizes[0], int32: how many tokens there are; what is launched for others returns at once
     tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence, positions ascending
 """
@@ -36,6 +36,11 @@ from numba import cuda, float32, int32, int64, uint32  # isort: skip
 QUERY_TILE = 64  # tokens
 TILE_WARPS = 4  # of a block of attend_tiles
 AT_ONCE = 8  # partials that a lane of combine_chunks asks for together
+
+
+def padded_head(head_size: int) -> int:
+    """Dp"""
+    return -(-head_size // 32) * 32
 
 
 @functools.cache
@@ -236,6 +241,6 @@ def attend_tiles_kernel(size: int, dtype: str):
 
 
 @device_function
-def cache_start(layer, num_slots, row, num_heads, head, head_elements):
-    """The element of a cache where a head of a row begins."""
-    return int64((layer * num_slots + row) * num_heads + head) * head_elements
+def cache_start(layer, num_slots, slot, num_heads, head, head_elements):
+    """The element of a cache where a head of a KV slot begins."""
+    return int64((layer * num_slots + slot) * num_heads + head) * head_elements

@@ -6,7 +6,7 @@ ascending order. So a token has the same bits from either, and a lane has two re
 
 By arithmetic, and not yet measured, the L2 cache is the limit. A step of 128 tokens by 128 features is 1.05 million
 products, 826 clocks of mma.sync at best; 131 KB to and from shared memory, 1024 clocks; 32 KB from the L2 cache, 1214
-clocks where all multiprocessors read. That is 400 TFLOP/s, half of what the card reaches with wgmma, whose sums might
+clocks where all multiprocessors read. That is 400 TFLOP/s, half of what the GPU reaches with wgmma, whose sums might
 have other bits. For 1024 tokens of GPT-2 124M (174 GFLOP in these layers) gemm_tiles.clocks adds up to 51 us a layer,
 0.61 ms in all at 1.76 GHz: c_attn 12, c_proj 5, c_fc 14 and c_proj 20, of which the narrow ones have few and small
 tiles. Beginnings and ends, some 2 us each, make it 0.7 ms: 250 TFLOP/s, 32 % of 790. With int8 the weights' bytes are
@@ -18,7 +18,7 @@ import math
 
 from tinygpt.kernels.cuda.layers.gemm_tiles import STAGES, SUM_PAD, WEIGHT_BYTES, Tile
 from tinygpt.kernels.cuda.layers.linear import ending_of, first_weight
-from tinygpt.kernels.cuda.layers.product import TOKENS, segment_start
+from tinygpt.kernels.cuda.layers.product import TILE_TOKENS, segment_start
 from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
@@ -34,9 +34,9 @@ from tinygpt.kernels.cuda.runtime.warp import WARP
 
 from numba import cuda, float32, int32, uint32  # isort: skip
 
-COPY = 16  # bytes of one asynchronous copy
+COPY_BYTES = 16  # bytes of one asynchronous copy
 ROW_BYTES = STEP * 2  # of a token's step in shared memory
-ROW_COPIES = ROW_BYTES // COPY
+ROW_COPIES = ROW_BYTES // COPY_BYTES
 ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together: of what they wait for, they wait together
 PENDING = STAGES - 2  # groups of copies that may be under way when a step is multiplied
 
@@ -101,7 +101,7 @@ def _start_copies_function(dtype: str, tile: Tile):
     Chunks 0 to 3 and 4 to 7 of a token's 8 are exchanged in each odd token: see _multiply_function.
     """
     input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // PANEL
-    panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY, COPY // WEIGHT_BYTES[dtype]
+    panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY_BYTES, COPY_BYTES // WEIGHT_BYTES[dtype]
     tokens_at_once, panels_at_once = threads // ROW_COPIES, threads // panel_copies
     input_rounds, weight_rounds = tile.tokens // tokens_at_once, math.ceil(tile_panels / panels_at_once)
 
@@ -110,21 +110,21 @@ def _start_copies_function(dtype: str, tile: Tile):
         if step >= num_steps:
             return
         token, chunk = thread // int32(ROW_COPIES), thread % int32(ROW_COPIES)
-        to = stage + uint32(token * int32(ROW_BYTES) + (chunk ^ (token % int32(2) * int32(4))) * int32(COPY))
+        to = stage + uint32(token * int32(ROW_BYTES) + (chunk ^ (token % int32(2) * int32(4))) * int32(COPY_BYTES))
         start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(8))
         for i in range(input_rounds):
             if first + token + int32(i * tokens_at_once) < count:
                 further = int32(i * tokens_at_once * STEP) * num_steps
                 copy_async(to + uint32(i * (tokens_at_once * ROW_BYTES)), inputs, int32(start + further))
         panel, part = thread // int32(panel_copies), thread % int32(panel_copies)
-        to = stage + uint32(input_bytes + thread * int32(COPY))
+        to = stage + uint32(input_bytes + thread * int32(COPY_BYTES))
         first_panel = first_feature // int32(PANEL)
         start = first_weight(weights, layer, first_panel + panel) + step * int32(STEP_SIZE) + part * int32(copy_size)
         for i in range(weight_rounds):
             further = int32(i * panels_at_once)
             if panel + further < tile_panels and first_panel + panel + further < weights.num_panels:
                 further *= num_steps * int32(STEP_SIZE)
-                copy_async(to + uint32(i * (threads * COPY)), weights.panels, start + further)
+                copy_async(to + uint32(i * (threads * COPY_BYTES)), weights.panels, start + further)
 
     return device_function(start_copies)
 
@@ -147,8 +147,8 @@ def _multiply_function(dtype: str, tile: Tile):
         # cannot know, it computes each word into its place, once; else it copies words around, thrice for every mma.
         zero = uint32(cuda.blockIdx.z)
         for t in range(token_tiles):
-            a = load_shared(inputs_at + uint32(t * (TOKENS * ROW_BYTES)))
-            b = load_shared(inputs_at + uint32(t * (TOKENS * ROW_BYTES) + 8 * ROW_BYTES))
+            a = load_shared(inputs_at + uint32(t * (TILE_TOKENS * ROW_BYTES)))
+            b = load_shared(inputs_at + uint32(t * (TILE_TOKENS * ROW_BYTES) + 8 * ROW_BYTES))
             low = uint32(a[0] | zero), uint32(b[0] | zero), uint32(a[1] | zero), uint32(b[1] | zero)
             high = uint32(a[2] | zero), uint32(b[2] | zero), uint32(a[3] | zero), uint32(b[3] | zero)
             for p in range(panels):
@@ -165,15 +165,15 @@ def _multiply_function(dtype: str, tile: Tile):
     def multiply(sums, stage):
         lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
-        token = warp // int32(feature_warps) * int32(token_tiles * TOKENS) + g
+        token = warp // int32(feature_warps) * int32(token_tiles * TILE_TOKENS) + g
         panel = warp % int32(feature_warps) * int32(panels)
         chunk = q ^ (g % int32(2) * int32(4))
         row, weights_at = stage + uint32(token * int32(ROW_BYTES)), stage + uint32(input_bytes + panel * panel_bytes)
         packed, words = cuda.local.array(words_size, uint32), cuda.local.array(words_size, uint32)
         load_panels(words, packed, weights_at, lane, 0)
-        multiply_half(sums, words, row + uint32(chunk * int32(COPY)))
+        multiply_half(sums, words, row + uint32(chunk * int32(COPY_BYTES)))
         load_panels(words, packed, weights_at, lane, 1)
-        multiply_half(sums, words, row + uint32((chunk ^ int32(4)) * int32(COPY)))
+        multiply_half(sums, words, row + uint32((chunk ^ int32(4)) * int32(COPY_BYTES)))
 
     return device_function(multiply)
 
@@ -188,14 +188,14 @@ def _load_panels_function(dtype: str, panels: int):
 
     def load_bfloat16(words, packed, address, lane, half):
         for p in range(panels):
-            loaded = load_shared(address + uint32((p * 2 + half) * half_bytes + lane * int32(COPY)))
+            loaded = load_shared(address + uint32((p * 2 + half) * half_bytes + lane * int32(COPY_BYTES)))
             for i in range(4):
                 words[p * 4 + i] = loaded[i]
 
     def load_int8(words, packed, address, lane, half):
         for p in range(panels):
             if half == 0:
-                loaded = load_shared(address + uint32(p * half_bytes + lane * int32(COPY)))
+                loaded = load_shared(address + uint32(p * half_bytes + lane * int32(COPY_BYTES)))
                 for i in range(4):
                     packed[p * 4 + i] = loaded[i]
             first = int8_to_bfloat16(packed[p * 4 + half * 2])
@@ -215,11 +215,11 @@ def _write_sums_function(tile: Tile):
     def write_sums(shared, totals):
         lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
-        token = warp // int32(feature_warps) * int32(token_tiles * TOKENS) + g
+        token = warp // int32(feature_warps) * int32(token_tiles * TILE_TOKENS) + g
         start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * PANEL) + q * int32(2)
         for t in range(token_tiles):
             for p in range(panels):
-                i, at = (t * panels + p) * 4, start + int32(t * (TOKENS * row_size) + p * PANEL)
+                i, at = (t * panels + p) * 4, start + int32(t * (TILE_TOKENS * row_size) + p * PANEL)
                 shared[at], shared[at + 1] = totals[i], totals[i + 1]
                 at += int32(8 * row_size)
                 shared[at], shared[at + 1] = totals[i + 2], totals[i + 3]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tinygpt.kernels.cuda.layers.product import TOKENS
+from tinygpt.kernels.cuda.layers.product import TILE_TOKENS
 from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.warp import WARP
 
@@ -12,9 +12,9 @@ SUM_PAD = 8  # float32 between two rows of sums in shared memory, which spreads 
 WEIGHT_BYTES = {"bfloat16": 2, "int8": 1}
 
 # What a multiprocessor of an H200 does in a clock, until somebody measures it: products of mma.sync, 62 % of the 2048
-# that the card is sold with; bytes of shared memory; bytes of the L2 cache, its share of some 6 TB/s when all read,
+# that the GPU is sold with; bytes of shared memory; bytes of the L2 cache, its share of some 6 TB/s when all read,
 # and the most that it takes in alone.
-PRODUCTS, SHARED_BYTES, L2_BYTES, L2_BYTES_ALONE = 1270, 128, 27, 50
+PRODUCTS_A_CLOCK, SHARED_A_CLOCK, L2_A_CLOCK, L2_A_CLOCK_ALONE = 1270, 128, 27, 50
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        return self.token_warps * self.token_tiles * TOKENS
+        return self.token_warps * self.token_tiles * TILE_TOKENS
 
     @property
     def features(self) -> int:
@@ -58,7 +58,7 @@ class Tile:
 
     def read_bytes(self) -> int:
         """Of a step, what the warps read from shared memory, with weights of bfloat16."""
-        return self.warps * (self.token_tiles * TOKENS + self.panels * PANEL) * STEP * 2
+        return self.warps * (self.token_tiles * TILE_TOKENS + self.panels * PANEL) * STEP * 2
 
     def shared_bytes(self, dtype: str) -> int:
         """Shared memory of a launch: the stages, and, when they are done with, the sums."""
@@ -83,8 +83,8 @@ def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> floa
     blocks = math.prod(tile.grid(tokens, features))
     rounds, copied = math.ceil(blocks / multiprocessors), tile.stage_bytes("bfloat16")
     return max(
-        rounds * tile.tokens * tile.features * STEP / PRODUCTS,
-        rounds * (copied + tile.read_bytes()) / SHARED_BYTES,
-        blocks * copied / (multiprocessors * L2_BYTES),
-        rounds * copied / L2_BYTES_ALONE,
+        rounds * tile.tokens * tile.features * STEP / PRODUCTS_A_CLOCK,
+        rounds * (copied + tile.read_bytes()) / SHARED_A_CLOCK,
+        blocks * copied / (multiprocessors * L2_A_CLOCK),
+        rounds * copied / L2_A_CLOCK_ALONE,
     )

@@ -6,6 +6,7 @@ round trip to the L2 cache is most of the time.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import load_fresh, store_bfloat16
@@ -14,6 +15,13 @@ from tinygpt.kernels.cuda.runtime.warp import WARP, warp_sum
 from numba import cuda, float32, int32, int64  # isort: skip
 
 NORM_WARPS = 4
+
+
+class NormWeights(NamedTuple):
+    """A layer norm of every layer of the model."""
+
+    weight: Any  # (L, C) float32
+    bias: Any  # (L, C) float32
 
 
 def held_numbers(columns: int) -> int:
@@ -58,32 +66,29 @@ def row_functions(columns: int):
 
 @functools.cache
 def layer_norm_kernel(dtype: str, columns: int):
-    """layer_norm(normed, x, rows, gain, bias, layer, padded_columns, epsilon, sizes, which).
+    """layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, which).
 
-    normed (n, padded columns) = layer norm of x[rows[i]] (columns,) by gain and bias (layers, columns), for the first
+    normed (n, padded columns) = layer norm of x[rows[i]] (columns,) by weight and bias (layers, columns), for the first
     sizes[which] rows; padding is left as it is. NORM_WARPS rows in a block of NORM_WARPS * WARP threads.
     """
     is_float32, held = dtype == "float32", held_numbers(columns)
     load_row, normalise_row = row_functions(columns)
 
-    def layer_norm(normed, x, rows, gain, bias, layer, padded_columns, epsilon, sizes, which):
+    def layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, which):
         lane = int32(cuda.threadIdx.x) % int32(WARP)
         row = int32(cuda.blockIdx.x) * int32(NORM_WARPS) + int32(cuda.threadIdx.x) // int32(WARP)
         if row >= sizes[which]:
             return
-        values, gains, biases = (
-            cuda.local.array(held, float32),
-            cuda.local.array(held, float32),
-            cuda.local.array(held, float32),
-        )
+        values = cuda.local.array(held, float32)
+        weights, biases = cuda.local.array(held, float32), cuda.local.array(held, float32)
         load_row(values, x, rows[row] * columns, lane)
-        load_row(gains, gain, layer * columns, lane)
+        load_row(weights, weight, layer * columns, lane)
         load_row(biases, bias, layer * columns, lane)
         normalise_row(values, epsilon, lane)
         for i in range(held):
             c = int32(lane + i * WARP)
             if c < columns:
-                value = cuda.fma(values[i], gains[i], biases[i])
+                value = cuda.fma(values[i], weights[i], biases[i])
                 if is_float32:
                     normed[row * padded_columns + c] = value
                 else:

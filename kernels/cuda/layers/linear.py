@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
 from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions
 from tinygpt.kernels.cuda.layers.product import (
-    GROUP,
+    GROUP_STEPS,
     SHARED_PAD,
     TILE_SIZE,
-    TOKENS,
+    TILE_TOKENS,
     WORDS,
     load_group_function,
     product_function,
@@ -51,7 +51,7 @@ class Heads(NamedTuple):
     k_cache: Any
     v_cache: Any
     positions: Any  # (N,) int32
-    token_slots: Any  # (N,) int32, the cache row of each token
+    token_slots: Any  # (N,) int32, the KV slot of each token
     num_slots: int
     padded_len: int
     num_heads: int
@@ -64,7 +64,7 @@ class Norm(NamedTuple):
 
     x: Any  # (N, C) float32
     rows: Any  # (n,) int32, indices of x's rows
-    gain: Any  # (L, C) float32
+    weight: Any  # (L, C) float32
     bias: Any  # (L, C) float32
     epsilon: Any  # float32
 
@@ -81,15 +81,15 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
     dtype: of the weights. tiles: of 16 tokens, that a block multiplies. inputs (n, num_steps * STEP), of the family's
     type; n is sizes[which]. purpose: ADD to target (n, width) float32; LOGITS: write target (n, width) float32, without
     a bias; QKV: target is Heads; an activation's name: write what it makes of the sum to target (n, width), of the
-    family's type. Grid (num_panels, ceil(n / (tiles * TOKENS))), LINEAR_THREADS threads.
+    family's type. Grid (num_panels, ceil(n / (tiles * TILE_TOKENS))), LINEAR_THREADS threads.
     """
     load_group, product = load_group_function(dtype), product_function(dtype, tiles)
     store = _store_function(dtype, tiles, purpose)
-    words_size, partials_size = max(GROUP * WORDS[dtype], 1), tiles * SEGMENTS * TILE_SIZE
+    words_size, partials_size = max(GROUP_STEPS * WORDS[dtype], 1), tiles * SEGMENTS * TILE_SIZE
 
     def linear(target, inputs, weights, layer, width, sizes, which):
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
-        panel, first, count = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y) * int32(tiles * TOKENS), sizes[which]
+        panel, first, count = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y) * int32(tiles * TILE_TOKENS), sizes[which]
         if first >= count:
             return
         base = first_weight(weights, layer, panel)
@@ -110,16 +110,18 @@ def normed_linear_kernel(dtype: str, columns: int, purpose: str):
     """
     load_group, product = load_group_function(dtype), product_function(dtype, 1, in_shared=True)
     store, normalise_rows = _store_function(dtype, 1, purpose), _normalise_rows_function(columns)
-    words_size, partials_size = GROUP * WORDS[dtype], SEGMENTS * TILE_SIZE
+    words_size, partials_size = GROUP_STEPS * WORDS[dtype], SEGMENTS * TILE_SIZE
 
     def normed_linear(target, norm, weights, layer, width, sizes, which):
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
-        gains, biases = cuda.shared.array(columns, float32), cuda.shared.array(columns, float32)
+        norm_weight, norm_bias = cuda.shared.array(columns, float32), cuda.shared.array(columns, float32)
         rows = cuda.shared.array(0, uint16, alignment=16)
         panel, count = int32(cuda.blockIdx.x), sizes[which]
         base = first_weight(weights, layer, panel)
         load_group(words, weights.panels, base, weights.num_steps)
-        normalise_rows(rows, gains, biases, norm, layer, count, weights.num_steps * int32(STEP) + int32(SHARED_PAD))
+        normalise_rows(
+            rows, norm_weight, norm_bias, norm, layer, count, weights.num_steps * int32(STEP) + int32(SHARED_PAD)
+        )
         product(partials, words, shared_address(rows), int32(0), count, weights.panels, base, weights.num_steps)
         cuda.syncthreads()
         store(target, partials, weights, layer, panel, width, int32(0), count)
@@ -134,19 +136,22 @@ def first_weight(weights, layer, panel):
 
 
 def _normalise_rows_function(columns: int):
-    """normalise_rows(rows, gains, biases, norm, layer, count, row_size): rows (count, row_size) bfloat16 in shared
-    memory = layer norm of each, a warp for a row; the rest of it is 0. The block's threads may read them."""
+    """normalise_rows(rows, norm_weight, norm_bias, norm, layer, count, row_size): rows (count, row_size).
+
+    They are bfloat16 in shared memory: layer norm of each, by a warp, and zeros behind it. The block's threads may read
+    them afterwards.
+    """
     held = held_numbers(columns)
     load_row, normalise_row = row_functions(columns)
 
-    def normalise_rows(rows, gains, biases, norm, layer, count, row_size):
+    def normalise_rows(rows, norm_weight, norm_bias, norm, layer, count, row_size):
         thread, offset = int32(cuda.threadIdx.x), layer * columns
         lane, row = thread % int32(WARP), thread // int32(WARP)
         values = cuda.local.array(held, float32)
         if row < count:
             load_row(values, norm.x, norm.rows[row] * columns, lane)
         for c in range(thread, columns, int32(LINEAR_THREADS)):
-            gains[c], biases[c] = norm.gain[offset + c], norm.bias[offset + c]
+            norm_weight[c], norm_bias[c] = norm.weight[offset + c], norm.bias[offset + c]
         if row < count:
             normalise_row(values, norm.epsilon, lane)
         cuda.syncthreads()
@@ -154,7 +159,7 @@ def _normalise_rows_function(columns: int):
             for i in range(held):
                 c = int32(lane + i * WARP)
                 if c < columns:
-                    rows[row * row_size + c] = to_bfloat16(cuda.fma(values[i], gains[c], biases[c]))
+                    rows[row * row_size + c] = to_bfloat16(cuda.fma(values[i], norm_weight[c], norm_bias[c]))
             for c in range(columns + lane, row_size, int32(WARP)):
                 rows[row * row_size + c] = uint16(0)
         cuda.syncthreads()
@@ -272,8 +277,8 @@ def _put_in_heads(is_float32: bool):
             store_head(heads.q, int64(token) * (heads.num_heads * heads.padded_head) + offset, value)
             return
         position = heads.positions[token]
-        row = int64(layer * heads.num_slots + heads.token_slots[token])
-        at = row * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
+        slot = int64(layer * heads.num_slots + heads.token_slots[token])
+        at = slot * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
         if part == 1:
             store_head(heads.k_cache, at, value)
         else:

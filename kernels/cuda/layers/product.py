@@ -25,19 +25,19 @@ from tinygpt.kernels.cuda.runtime.warp import ALL_LANES
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
-TOKENS = 16  # of a tile: the rows of one mma
-TILE_SIZE = TOKENS * PANEL
-GROUP = 2  # steps whose weights are loaded together
+TILE_TOKENS = 16  # of a tile: the rows of one mma
+TILE_SIZE = TILE_TOKENS * PANEL
+GROUP_STEPS = 2  # steps whose weights are loaded together
 SHARED_PAD = 32  # bfloat16 between two rows in shared memory, so that 8 rows lie in different banks
 WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; float32 loads as it goes
 
 
 @functools.cache
 def product_function(dtype: str, tiles: int, in_shared: bool = False):
-    """product(partials, words, inputs, first, count, weights, base, num_steps): tiles * TOKENS tokens times a panel.
+    """product(partials, words, inputs, first, count, weights, base, num_steps): some tiles of tokens times a panel.
 
-    partials: shared float32 (tiles, SEGMENTS, TOKENS, PANEL), of which each warp of a block writes one segment.
-    words: registers, local uint32 (GROUP * WORDS[dtype],), in which the first group of the warp's weights is already.
+    partials: shared float32 (tiles, SEGMENTS, TILE_TOKENS, PANEL), of which each warp of a block writes one segment.
+    words: registers, local uint32 (GROUP_STEPS * WORDS[dtype],), in which the warp's first weights are already.
     inputs (n, num_steps * STEP) of the family's type, of which rows `first` to `count` - 1 are multiplied, and the
     rest of the tiles are zeros; in_shared: an address of shared memory, with SHARED_PAD numbers after each row.
     weights[base]: the first number of the panel.
@@ -62,7 +62,7 @@ def total(partials, tile, index):
 
 @functools.cache
 def load_group_function(dtype: str):
-    """load_group(words, weights, base, num_steps): a warp's first weights, of GROUP steps if it has as many."""
+    """load_group(words, weights, base, num_steps): a warp's first weights, of GROUP_STEPS steps if it has as many."""
     load_ahead = _load_ahead_function(dtype)
 
     def load_group(words, weights, base, num_steps):
@@ -78,7 +78,7 @@ def _load_ahead_function(dtype: str):
     loads = WORDS[dtype] // 4
 
     def load_ahead(words, weights, base, step, stop, lane):
-        for ahead in range(GROUP):
+        for ahead in range(GROUP_STEPS):
             if step + ahead < stop:
                 start = base + int64(step + ahead) * int32(STEP_SIZE)
                 for part in range(loads):
@@ -91,7 +91,7 @@ def _load_ahead_function(dtype: str):
 
 
 def _product_bfloat16(dtype: str, tiles: int, in_shared: bool):
-    load_ahead, group_words = _load_ahead_function(dtype), GROUP * WORDS[dtype]
+    load_ahead, group_words = _load_ahead_function(dtype), GROUP_STEPS * WORDS[dtype]
     is_int8, sums_size = dtype == "int8", tiles * 4
 
     @device_function
@@ -123,14 +123,14 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool):
         for i in range(sums_size):
             sums[i] = float32(0)
         while step < stop:
-            load_ahead(following, weights, base, step + int32(GROUP), stop, lane)
-            for ahead in range(GROUP):
+            load_ahead(following, weights, base, step + int32(GROUP_STEPS), stop, lane)
+            for ahead in range(GROUP_STEPS):
                 if step + ahead < stop:
                     for half in range(2):
                         w = weights_of(words, ahead, half)
                         k = (step + ahead) * int32(STEP) + half * int32(32) + q * int32(8)
                         for tile in range(tiles):
-                            token = first + tile * int32(TOKENS) + g
+                            token = first + tile * int32(TILE_TOKENS) + g
                             a = load_input(inputs, token, count, k, num_steps)
                             b = load_input(inputs, token + int32(8), count, k, num_steps)
                             c = (sums[tile * 4], sums[tile * 4 + 1], sums[tile * 4 + 2], sums[tile * 4 + 3])
@@ -140,7 +140,7 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool):
                                 sums[tile * 4 + i] = c[i]
             for i in range(group_words):
                 words[i] = following[i]
-            step += int32(GROUP)
+            step += int32(GROUP_STEPS)
         for tile in range(tiles):
             start = (tile * int32(SEGMENTS) + segment) * int32(TILE_SIZE) + g * int32(PANEL) + q * int32(2)
             partials[start], partials[start + 1] = sums[tile * 4], sums[tile * 4 + 1]
@@ -151,7 +151,7 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool):
 
 
 def _product_float32(tiles: int):
-    tokens = tiles * TOKENS
+    tokens = tiles * TILE_TOKENS
 
     def product(partials, words, inputs, first, count, weights, base, num_steps):
         lane, segment = int32(cuda.threadIdx.x) % int32(32), int32(cuda.threadIdx.x) // int32(32)
@@ -175,7 +175,7 @@ def _product_float32(tiles: int):
                 value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
                 value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
                 if q == t % 4:
-                    start = (t // TOKENS * int32(SEGMENTS) + segment) * int32(TILE_SIZE)
-                    partials[start + t % TOKENS * int32(PANEL) + g] = value
+                    start = (t // TILE_TOKENS * int32(SEGMENTS) + segment) * int32(TILE_SIZE)
+                    partials[start + t % TILE_TOKENS * int32(PANEL) + g] = value
 
     return device_function(product)

@@ -10,6 +10,8 @@ Features and K are filled up with zeros.
 
 import numpy as np
 
+from tinygpt.kernels.cuda.packing.dtypes import to_bfloat16
+
 PANEL = 8
 STEP = 64
 STEP_SIZE = PANEL * STEP  # numbers
@@ -23,6 +25,11 @@ def panel_count(n: int) -> int:
 
 def step_count(k: int) -> int:
     return -(-k // STEP)
+
+
+def padded_columns(columns: int) -> int:
+    """Numbers of a row of activations: whole steps."""
+    return step_count(columns) * STEP
 
 
 def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -46,14 +53,3 @@ def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         lanes = np.rint(padded / scales[:, None]).astype(np.int8).reshape(panels, PANEL, steps, 2, 4, 8)
         by_lane = lanes.transpose(0, 2, 1, 4, 3, 5)  # (P, steps, g, q, h, i)
     return np.ascontiguousarray(by_lane).ravel(), scales
-
-
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16, ties to even, as uint16."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """float32 of bfloat16 that are given as uint16."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -1,4 +1,4 @@
-"""Contest: two ways to the same tokens, of which a card takes the faster one."""
+"""Contest: two ways to the same tokens, of which a GPU takes the faster one."""
 
 import time
 import warnings
@@ -17,7 +17,7 @@ class Contest:
     """The first calls go both ways, and return what the usual one gives; then the faster one is taken for good.
 
     The other way is out, with a RuntimeWarning, as soon as it gives another token. An error is nothing that one could
-    go on from: after an illegal access the card refuses whatever is asked of this process.
+    go on from: after an illegal access the GPU refuses whatever is asked of this process.
     """
 
     usual: Callable[..., np.ndarray]
@@ -33,7 +33,7 @@ class Contest:
         if not np.array_equal(found, expected):
             self.winner = self.usual
             report = "another one is used. Please report this with `tinygpt doctor`."
-            message = f"a kernel of tinygpt gives other tokens on this card; {report}"
+            message = f"a kernel of tinygpt gives other tokens on this GPU; {report}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return expected
         self.seconds.append((usual, other))

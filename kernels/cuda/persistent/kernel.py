@@ -27,11 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.kernels.cuda.kv_cache import KVCache
+from tinygpt.kernels.cuda.launches import heads_of
 from tinygpt.kernels.cuda.layers.linear import ADD, FUSED_TOKENS, LINEAR_THREADS, QKV, Heads
 from tinygpt.kernels.cuda.layers.product import SHARED_PAD
-from tinygpt.kernels.cuda.model import Shape, fill_inputs, row_size
-from tinygpt.kernels.cuda.packing.layout import PANEL, STEP
-from tinygpt.kernels.cuda.params import KVCache, Params
+from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, padded_columns
+from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.persistent.linear import (
     ENDING,
     RING_BYTES,
@@ -45,7 +46,6 @@ from tinygpt.kernels.cuda.persistent.linear import (
 from tinygpt.kernels.cuda.persistent.phases import (
     Barrier,
     Embedding,
-    NormWeights,
     Tokens,
     all_arrive,
     attention_functions,
@@ -59,16 +59,17 @@ from tinygpt.kernels.cuda.persistent.phases import (
 from tinygpt.kernels.cuda.runtime.block import MAX_WARPS
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import run_all_blocks_at_once, shared_address
-from tinygpt.kernels.cuda.sampling.state import MAX_AHEAD
-from tinygpt.kernels.cuda.workspace import TOKENS, Workspace
+from tinygpt.kernels.cuda.sampling.buffers import MAX_AHEAD
+from tinygpt.kernels.cuda.sizes import NUM_TOKENS, Shape
+from tinygpt.kernels.cuda.workspace import Workspace, fill
 
 from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
 
 MAX_SPINS = 1 << 22  # some seconds
-SHARED_BYTES = 227 << 10  # that a block may have
+MAX_SHARED_BYTES = 227 << 10  # that a block may have
 # Indices of Persistent.state; from MERGES on a counter for each token and head, then the tokens of each step.
 ARRIVALS, FAILED, NUM_STEPS, MERGES = 0, 32, 33, 64
-FIRST = RING_BYTES // 4  # index of the first scale in shared memory, as float32
+FIRST_ENDING = RING_BYTES // 4  # index of the first scale in shared memory, as float32
 
 
 @dataclass(frozen=True)
@@ -105,61 +106,60 @@ def can_persist(params: Params) -> bool:
     if params.dtype == "float32" or params.config.n_embd % STEP or params.config.inner_size % PANEL:
         return False
     still = 4 * (SUMS_SIZE + 2 * params.config.n_embd + 3 * FUSED_TOKENS) + 8 * MAX_WARPS
-    return shared_bytes(params) + still <= SHARED_BYTES
+    return shared_bytes(params) + still <= MAX_SHARED_BYTES
 
 
 def shared_bytes(params: Params) -> int:
     """Of a block: the ring, the scales and biases of its panels, and the rows that a linear layer takes."""
-    widest = max(row_size(params, "c_attn"), row_size(params, "mlp_proj"))
+    widest = padded_columns(max(params.config.n_embd, params.config.inner_size))
     return RING_BYTES + 4 * ENDING * max_panels(params) + 2 * FUSED_TOKENS * (widest + SHARED_PAD)
 
 
 def max_panels(params: Params) -> int:
     """The most panels that a block has in a phase."""
-    counts = [weights.num_panels for weights in (params.lm_head, *params.linears.values())]
-    return -(-max(counts) // params.device.multiprocessors)
+    return -(-max(weights.num_panels for weights in params.linears.values()) // params.device.multiprocessors)
 
 
 def run_persistent(
-    persistent: Persistent, params: Params, batch: Any, cache: KVCache, workspace: Workspace, steps: int
+    persistent: Persistent, params: Params, batch: Any, kv_cache: KVCache, workspace: Workspace, num_steps: int
 ) -> np.ndarray:
-    """Tokens (steps, S) of greedy steps, each going on with what the one before has chosen; as sampling.multi_step.
+    """Tokens (num_steps, S) of greedy steps, each going on with what the one before has chosen; as `multi_step`.
 
     The batch has one new token for each sequence, and these are FUSED_TOKENS at most; can_persist says for which
-    models. The cache, and the workspace's token_ids and positions, become what multi_step leaves there; its logits and
-    draws stay. ValueError: too many sequences or steps. RuntimeError: blocks have waited for each other in vain.
+    models. The KV cache, and the workspace's token_ids and positions, become what multi_step leaves there; its logits
+    and what it samples with stay. ValueError: too many sequences or steps. RuntimeError: blocks have waited for each
+    other in vain.
     """
     p, w, count = persistent, workspace, batch.token_ids.size
-    if count > FUSED_TOKENS or steps > MAX_AHEAD:
-        raise ValueError(f"{count} sequences and {steps} steps: the kernel takes {FUSED_TOKENS} and {MAX_AHEAD}.")
-    chunks = Shape.of(batch, w, steps).chunks
+    if count > FUSED_TOKENS or num_steps > MAX_AHEAD:
+        raise ValueError(f"{count} sequences and {num_steps} steps: the kernel takes {FUSED_TOKENS} and {MAX_AHEAD}.")
+    chunks = Shape.of(batch, w.sizes, num_steps).chunks
     state = np.zeros(p.state.size, np.int32)
-    state[NUM_STEPS] = steps
-    fill_inputs(w, batch)
+    state[NUM_STEPS] = num_steps
+    fill(w, batch)
     w.device.write(p.state, state)
-    queue_persistent(p, params, cache, w, chunks)
+    queue_persistent(p, params, kv_cache, w, chunks)
     state = w.device.read(p.state)
     if state[FAILED]:
         raise RuntimeError("The blocks of the persistent kernel have waited for each other in vain: a bug in tinygpt.")
-    return state[-p.history.size :].reshape(MAX_AHEAD, FUSED_TOKENS)[:steps, :count]
+    return state[-p.history.size :].reshape(MAX_AHEAD, FUSED_TOKENS)[:num_steps, :count]
 
 
-def queue_persistent(persistent: Persistent, params: Params, cache: KVCache, workspace: Workspace, chunks: int) -> None:
+def queue_persistent(
+    persistent: Persistent, params: Params, kv_cache: KVCache, workspace: Workspace, chunks: int
+) -> None:
     p, w, config, inputs = persistent, workspace, params.config, workspace.inputs
-    shapes = cache.num_slots, cache.padded_len, cache.num_heads, cache.head_size, cache.padded_head
-    heads = Heads(w.q, cache.k, cache.v, inputs.positions, inputs.token_slots, *shapes)
     arguments = (
         p.barrier,
         Embedding(params.wte, params.wpe, w.embeds),
-        *(params.linears[name] for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj")),
-        params.lm_head,
-        *(NormWeights(*params.norms[name]) for name in ("ln_1", "ln_2", "ln_f")),
-        heads,
+        *(params.linears[name] for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj", "lm_head")),
+        *(params.norms[name] for name in ("ln_1", "ln_2", "ln_f")),
+        heads_of(kv_cache, w),
         *(w.x, w.attended, w.partials, w.inner, p.keys, p.scales),
         *(inputs.token_ids, inputs.sizes, p.state, p.merges, p.history),
         *(float(config.layer_norm_epsilon), config.n_layer, chunks, max_panels(params)),
     )
-    function = persistent_kernel(params.dtype, cache.padded_head, config.n_embd, config.activation)
+    function = persistent_kernel(params.dtype, kv_cache.padded_head, config.n_embd, config.activation)
     grid, more = p.blocks, {"shared_bytes": shared_bytes(params), "cooperative": True}
     w.device.launch(function, grid, LINEAR_THREADS, *arguments, **more)
 
@@ -188,19 +188,19 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
         run_all_blocks_at_once()
         memory = cuda.shared.array(0, uint16, alignment=16)
         numbers = cuda.shared.array(0, float32, alignment=16)  # the same bytes
-        gain = cuda.shared.array(columns, float32, alignment=16)
+        weight = cuda.shared.array(columns, float32, alignment=16)
         bias = cuda.shared.array(columns, float32, alignment=16)
         sums, strips = cuda.shared.array(SUMS_SIZE, float32), cuda.shared.array(MAX_WARPS, int64)
         ids, places = cuda.shared.array(FUSED_TOKENS, int32), cuda.shared.array(FUSED_TOKENS, int32)
         tokens = Tokens(ids, places, cuda.shared.array(FUSED_TOKENS, int32))
         h = all_heads
         shapes = h.num_slots, h.padded_len, h.num_heads, h.head_size, h.padded_head
-        heads = Heads(h.q, h.k_cache, h.v_cache, tokens.positions, tokens.rows, *shapes)
+        heads = Heads(h.q, h.k_cache, h.v_cache, tokens.positions, tokens.slots, *shapes)
         first_row = int32(RING_BYTES // 2) + max_panels * int32(2 * ENDING)
         ring, endings = ring_address(shared_address(memory)), uint32(shared_address(memory) + uint32(RING_BYTES))
         rows = uint32(shared_address(memory) + uint32(first_row * 2))
         width, inner_width = attn_proj.num_steps * int32(STEP), mlp_proj.num_steps * int32(STEP)
-        count, steps, goal = sizes[TOKENS], state[NUM_STEPS], int32(0)
+        count, steps, goal = sizes[NUM_TOKENS], state[NUM_STEPS], int32(0)
 
         find_tokens(tokens, token_ids, h.positions, h.token_slots, count)
         prefetch_panels(c_attn, int32(0), True)
@@ -211,14 +211,16 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 signal(barrier)
                 cursor = fill(ring, c_attn, layer)
                 load_endings(endings, c_attn, layer, True)
-                load_norm(gain, bias, ln_1, layer)
+                load_norm(weight, bias, ln_1, layer)
                 prefetch_panels(attn_proj, layer, True)
                 prefetch_keys(heads, layer, count, max_chunks)
                 goal += int32(cuda.gridDim.x)
                 if not all_arrive(barrier, goal):
                     return
-                normalise(memory, first_row, x, gain, bias, epsilon, count)
-                project_heads(heads, 0, 0, rows, count, ring, cursor, sums, numbers, FIRST, c_attn, layer)  # (N, 3C)
+                normalise(memory, first_row, x, weight, bias, epsilon, count)
+                project_heads(
+                    heads, 0, 0, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, c_attn, layer
+                )  # (N, 3C)
 
                 signal(barrier)
                 before = read_sum(x, columns, count, attn_proj, layer)
@@ -236,12 +238,14 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 if not all_arrive(barrier, goal):
                     return
                 copy_rows(rows, attended, count, attn_proj.num_steps)
-                add(x, columns, before, rows, count, ring, cursor, sums, numbers, FIRST, attn_proj, layer)  # (N, C)
+                add(
+                    x, columns, before, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, attn_proj, layer
+                )  # (N, C)
 
                 signal(barrier)
                 cursor = fill(ring, c_fc, layer)
                 load_endings(endings, c_fc, layer, True)
-                load_norm(gain, bias, ln_2, layer)
+                load_norm(weight, bias, ln_2, layer)
                 if layer + 1 < num_layers:
                     prefetch_panels(c_attn, layer + int32(1), True)
                 else:
@@ -249,8 +253,10 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 goal += int32(cuda.gridDim.x)
                 if not all_arrive(barrier, goal):
                     return
-                normalise(memory, first_row, x, gain, bias, epsilon, count)
-                activate(inner, inner_width, 0, rows, count, ring, cursor, sums, numbers, FIRST, c_fc, layer)  # (N, F)
+                normalise(memory, first_row, x, weight, bias, epsilon, count)
+                activate(
+                    inner, inner_width, 0, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, c_fc, layer
+                )  # (N, F)
 
                 signal(barrier)
                 before = read_sum(x, columns, count, mlp_proj, layer)
@@ -260,18 +266,20 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 if not all_arrive(barrier, goal):
                     return
                 copy_rows(rows, inner, count, mlp_proj.num_steps)
-                add(x, columns, before, rows, count, ring, cursor, sums, numbers, FIRST, mlp_proj, layer)  # (N, C)
+                add(
+                    x, columns, before, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, mlp_proj, layer
+                )  # (N, C)
 
             signal(barrier)
             cursor = fill(ring, lm_head, int32(0))
             load_endings(endings, lm_head, int32(0), False)
-            load_norm(gain, bias, ln_f, int32(0))
+            load_norm(weight, bias, ln_f, int32(0))
             prefetch_panels(c_attn, int32(0), True)
             goal += int32(cuda.gridDim.x)
             if not all_arrive(barrier, goal):
                 return
-            normalise(memory, first_row, x, gain, bias, epsilon, count)
-            store_keys(keys, greatest(rows, count, ring, cursor, sums, numbers, FIRST, lm_head), count)
+            normalise(memory, first_row, x, weight, bias, epsilon, count)
+            store_keys(keys, greatest(rows, count, ring, cursor, sums, numbers, FIRST_ENDING, lm_head), count)
 
             signal(barrier)
             goal += int32(cuda.gridDim.x)

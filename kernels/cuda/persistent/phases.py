@@ -1,7 +1,7 @@
 """What the persistent kernel does between its linear layers, and the barrier that parts its phases.
 
 What one block writes and another reads within the kernel is loaded by load_fresh, load_global or copy_async, past the
-L1 cache; what nothing writes to (weights, biases, norms, rows of the cache's sequences) as anywhere.
+L1 cache; what nothing writes to (weights, biases, norms, the KV cache's earlier positions) as anywhere.
 """
 
 import functools
@@ -44,17 +44,12 @@ class Barrier(NamedTuple):
     max_spins: int
 
 
-class NormWeights(NamedTuple):
-    gain: Any  # (L, C) float32
-    bias: Any  # (L, C) float32
-
-
 class Tokens(NamedTuple):
-    """Of the step that a block is at, shared: ids, positions, rows of the cache, (FUSED_TOKENS,) int32 each."""
+    """Of the step that a block is at, shared: ids, positions and KV slots, (FUSED_TOKENS,) int32 each."""
 
     ids: Any
     positions: Any
-    rows: Any
+    slots: Any
 
 
 class Embedding(NamedTuple):
@@ -75,7 +70,7 @@ def signal(barrier):
 def all_arrive(barrier, goal):
     """Wait for `goal` arrivals since the launch, and for the thread's copies; False: in vain, the block must return.
 
-    It gives up after max_spins looks, so that a bug cannot hang a card; then the others wait in vain, too.
+    It gives up after max_spins looks, so that a bug cannot hang the GPU; then the others wait in vain, too.
     """
     late, spins = int32(0), int32(0)
     wait_for_copies(0)
@@ -93,7 +88,7 @@ def find_tokens(tokens, token_ids, positions, token_slots, count):
     thread = int32(cuda.threadIdx.x)
     if thread < count:
         tokens.ids[thread], tokens.positions[thread] = token_ids[thread], positions[thread]
-        tokens.rows[thread] = token_slots[thread]
+        tokens.slots[thread] = token_slots[thread]
     cuda.syncthreads()
 
 
@@ -101,24 +96,24 @@ def find_tokens(tokens, token_ids, positions, token_slots, count):
 def norm_functions(columns: int):
     """(load_norm, normalise) of rows of C = columns numbers, a multiple of 64.
 
-    load_norm(gain, bias, weights, layer): ask for a layer's NormWeights, into shared arrays (C,).
-    normalise(rows, first, x, gain, bias, epsilon, count): rows[first:], shared uint16 (count, C + SHARED_PAD), = layer
-        norm of x (count, C), a warp for each row.
+    load_norm(weight, bias, weights, layer): ask for a layer's NormWeights, into shared arrays (C,).
+    normalise(rows, first, x, weight, bias, epsilon, count): rows[first:], shared uint16 (count, C + SHARED_PAD), =
+        layer norm of x (count, C), a warp for each row.
     """
     held = held_numbers(columns)
     load_row, normalise_row = row_functions(columns)
 
     @device_function
-    def load_norm(gain, bias, weights, layer):
-        to_gain, to_bias = shared_address(gain), shared_address(bias)
+    def load_norm(weight, bias, weights, layer):
+        to_weight, to_bias = shared_address(weight), shared_address(bias)
         thread, _, _ = thread_and_block()
         for c in range(thread * 4, columns, LINEAR_THREADS * 4):
-            copy_async(uint32(to_gain + uint32(c * 4)), weights.gain, layer * columns + c)
+            copy_async(uint32(to_weight + uint32(c * 4)), weights.weight, layer * columns + c)
             copy_async(uint32(to_bias + uint32(c * 4)), weights.bias, layer * columns + c)
         commit_copies()
 
     @device_function
-    def normalise(rows, first, x, gain, bias, epsilon, count):
+    def normalise(rows, first, x, weight, bias, epsilon, count):
         thread, _, _ = thread_and_block()
         lane, row = thread % int32(WARP), thread // int32(WARP)
         if row < count:
@@ -127,7 +122,7 @@ def norm_functions(columns: int):
             normalise_row(values, epsilon, lane)
             for i in range(held):
                 c = lane + i * WARP
-                rows[at + c] = to_bfloat16(cuda.fma(values[i], gain[c], bias[c]))
+                rows[at + c] = to_bfloat16(cuda.fma(values[i], weight[c], bias[c]))
         cuda.syncthreads()
 
     return load_norm, normalise
@@ -153,8 +148,8 @@ def attention_functions(size: int):
         """(head, n, chunk, last key of the chunk that counts, element of the caches where it begins)"""
         head, of_head = item % heads.num_heads, item // heads.num_heads
         n, chunk = of_head % count, of_head // count
-        row, head_elements = heads.token_slots[n], heads.padded_len * size
-        start = cache_start(layer, heads.num_slots, row, heads.num_heads, head, head_elements) + chunk * (CHUNK * size)
+        slot, head_elements = heads.token_slots[n], heads.padded_len * size
+        start = cache_start(layer, heads.num_slots, slot, heads.num_heads, head, head_elements) + chunk * (CHUNK * size)
         return head, n, chunk, int32(heads.positions[n] - chunk * CHUNK), start
 
     @device_function

@@ -1,4 +1,4 @@
-"""Device: one NVIDIA card, a stream of work on it, and its memory. Everything that CUDA's driver is asked goes through.
+"""Device: one NVIDIA GPU, a stream of work on it, and its memory. All that CUDA's driver is asked goes through it.
 
 Arrays on the device are flat. Work is queued and done in order; `read` waits for it.
 """
@@ -13,19 +13,21 @@ from typing import Any
 import numpy as np
 
 from tinygpt.kernels.cuda.runtime.jit import need_driver
-from tinygpt.kernels.errors import DeviceError
-
-__all__ = ["Device", "DeviceError", "card"]
 
 
 @functools.cache
-def card() -> "Device":
-    """The card that all models of this process share. DeviceError if there is none that will do."""
+def the_device() -> "Device":
+    """The GPU that all models of this process share. DeviceError if there is none that will do."""
     return Device()
 
 
+def check_device() -> None:
+    """DeviceError unless there is a GPU that the kernels run on, and all that they need."""
+    the_device()
+
+
 class Device:
-    """The first card that the driver shows. DeviceError if there is none, or no driver, or no numba-cuda."""
+    """The first GPU that the driver shows. DeviceError if there is none, or no driver, or no numba-cuda."""
 
     def __init__(self):
         need_driver()
@@ -50,7 +52,7 @@ class Device:
         return array
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Zeros, flat. MemoryError if the card has no room for them."""
+        """Zeros, flat. MemoryError if the GPU has no room for them."""
         from numba.cuda.cudadrv.driver import CudaAPIError, device_memset
 
         size = math.prod(shape)
@@ -58,7 +60,7 @@ class Device:
             try:
                 array = self._cuda.device_array(size, dtype, stream=self._stream)
             except CudaAPIError as error:
-                raise MemoryError(f"the card cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
+                raise MemoryError(f"the GPU cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
             device_memset(array, 0, array.nbytes, self._stream)
         return array
 

@@ -12,7 +12,7 @@ from numba import cuda
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache
 from tinygpt.kernels.errors import DeviceError
 
-OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older card was ever tried
+OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older GPU was ever tried
 
 
 def kernel(function):
@@ -41,12 +41,12 @@ def need_driver() -> None:
     from numba.cuda.cudadrv import driver
 
     if not driver.driver.is_available or not len(cuda.gpus):
-        raise DeviceError("CUDA finds no NVIDIA card with a driver of version 580 or later.")
+        raise DeviceError("CUDA finds no NVIDIA GPU with a driver of version 580 or later.")
     need_compilers()
     capability = cuda.get_current_device().compute_capability
     if tuple(capability[:2]) < OLDEST:
         found, needed = (".".join(map(str, pair[:2])) for pair in (capability, OLDEST))
-        raise DeviceError(f"the card has compute capability {found} and the kernels need {needed} or more.")
+        raise DeviceError(f"the GPU has compute capability {found} and the kernels need {needed} or more.")
 
 
 def need_compilers() -> None:

@@ -287,7 +287,7 @@ def opaque(typing_context, value):
 
 @intrinsic
 def run_all_blocks_at_once(typing_context):
-    """Have the kernel launched cooperatively: all of its blocks are on the card together, or it is refused."""
+    """Have the kernel launched cooperatively: all of its blocks are on the GPU together, or it is refused."""
     signature = types.void()
 
     def generate(context, builder, signature, arguments):

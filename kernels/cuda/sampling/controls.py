@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 # What each processed row has at the front. `_AT` is where in the array something begins.
-FIELDS = 15
+NUM_FIELDS = 15
 ROW, NUM_PROMPT_TOKENS, NO_REPEAT_NGRAM_SIZE = 0, 1, 2
 REPETITION_PENALTY, FREQUENCY_PENALTY, PRESENCE_PENALTY = 3, 4, 5  # the bits of a float32
 BIAS_IDS_AT, BIASES_AT, NUM_BIASES = 6, 7, 8
@@ -17,7 +17,7 @@ FORBIDDEN_IDS_AT, NUM_FORBIDDEN_IDS = 13, 14
 class PackedControls(NamedTuple):
     """The controls of P rows."""
 
-    controls: np.ndarray  # int32: (P, FIELDS), then what these point at
+    controls: np.ndarray  # int32: (P, NUM_FIELDS), then what these point at
     history: np.ndarray  # int32, prompts and outputs end to end
     history_bounds: np.ndarray  # (P, 2) int32, flat: where in `history` a row's tokens begin and end
 
@@ -25,7 +25,7 @@ class PackedControls(NamedTuple):
 def pack_controls(controls) -> PackedControls:
     """The tokens lie apart, for a device that chooses several in a row can then add them itself."""
     c = controls
-    header = np.empty((len(c.rows), FIELDS), np.int32)
+    header = np.empty((len(c.rows), NUM_FIELDS), np.int32)
     parts = [header, c.bias_ids.values, c.biases.values, c.words.bounds, c.words.values]
     parts += [c.allowed_ids.values, c.forbidden_ids.values]
     at = np.cumsum([0, *(part.size for part in parts)])

@@ -6,21 +6,21 @@ from tinygpt.kernels.cuda.runtime.block import MAX_WARPS
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.sampling.philox import random_fraction
 from tinygpt.kernels.cuda.sampling.search import BUCKETS, Row, Shared, find_drawn
-from tinygpt.kernels.cuda.sampling.warpers import FIELDS, TEMPERATURE, filter_row
+from tinygpt.kernels.cuda.sampling.warpers import NUM_SETTINGS, TEMPERATURE, filter_row
 
 from numba import cuda, float32, float64, int32, int64, uint32  # isort: skip
 
 # With 128 registers each they take a multiprocessor's 65536, and there are more multiprocessors than rows to draw for.
 # Fewer registers would hold back the exponentials in float64, which take most of the time.
-THREADS = 512
+DRAW_THREADS = 512
 
 
 @kernel
 def draw_tokens(logits, vocab_size, rows, warpers, seeds, sample_indices, positions, scores, ids, token_ids):
     """Draw a token for each row whose temperature is above 0, where `take_greatest` has put the greatest before.
 
-    Grid: R, of THREADS threads, or fewer, but 64 or more: their number decides on the last bit of a sum at most. What
-    is drawn depends on the row alone.
+    Grid: R, of DRAW_THREADS threads, or fewer, but 64 or more: their number decides on the last bit of a sum at most.
+    What is drawn depends on the row alone.
 
     Args:
         logits: (any, V) float32
@@ -33,9 +33,9 @@ def draw_tokens(logits, vocab_size, rows, warpers, seeds, sample_indices, positi
             leaves no finite score
     """
     r, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
-    temperature = float32(warpers[FIELDS * r + TEMPERATURE])
+    temperature = float32(warpers[NUM_SETTINGS * r + TEMPERATURE])
     greatest_id = token_ids[r]
-    if rows[r] < 0 or warpers[FIELDS * r + TEMPERATURE] == 0 or greatest_id < 0:
+    if rows[r] < 0 or warpers[NUM_SETTINGS * r + TEMPERATURE] == 0 or greatest_id < 0:
         return
     cuda.syncthreads()  # all have read the token that is about to change
     base = int64(rows[r]) * int64(vocab_size)
@@ -56,7 +56,7 @@ def draw_tokens(logits, vocab_size, rows, warpers, seeds, sample_indices, positi
     for i in range(thread, row.size, cuda.blockDim.x):
         scores[row.start + i] = logits[base + i] / temperature
     cuda.syncthreads()
-    greatest = filter_row(row, greatest, warpers, FIELDS * r)
+    greatest = filter_row(row, greatest, warpers, NUM_SETTINGS * r)
     token_id = find_drawn(row, greatest, random_fraction(seeds[r], sample_indices[r], positions[r]))
     if thread == 0:
         token_ids[r] = token_id

@@ -45,7 +45,7 @@ def process_rows(logits, vocab_size, controls, history, history_bounds, counts):
         counts: (P, V) int32, 0 before and after
     """
     p = int32(cuda.blockIdx.x)
-    first = p * fields.FIELDS
+    first = p * fields.NUM_FIELDS
     if controls[first + fields.ROW] < 0:
         return
     size = int32(vocab_size)

@@ -27,8 +27,8 @@ from numba import cuda, float32, float64, int32, int64, uint32  # isort: skip
 
 HF, OPENAI, FASTERTRANSFORMER = 0, 1, 2  # top_p_rule
 # A row of settings, in the order of the fields of `Warpers`.
-FIELDS = 8
-TEMPERATURE, TOP_K, TOP_P, TOP_P_RULE, MIN_P, TYPICAL_P, EPSILON_CUTOFF, ETA_CUTOFF = range(FIELDS)
+NUM_SETTINGS = 8
+TEMPERATURE, TOP_K, TOP_P, TOP_P_RULE, MIN_P, TYPICAL_P, EPSILON_CUTOFF, ETA_CUTOFF = range(NUM_SETTINGS)
 
 
 @device_function
@@ -37,7 +37,7 @@ def filter_row(row, greatest, warpers, first):
 
     A loop over the filters, since whatever is called becomes one more copy of its code.
     """
-    for field in range(TOP_K, FIELDS):
+    for field in range(TOP_K, NUM_SETTINGS):
         setting = warpers[first + field]
         if not _is_on(field, setting, row.size):
             continue

@@ -1,4 +1,4 @@
-"""Which of two kernels a card takes: the faster one, and never one that gives other tokens."""
+"""Which of two ways a GPU takes: the faster one, and never one that gives other tokens."""
 
 import warnings
 
@@ -47,7 +47,7 @@ def test_the_faster_way_is_taken_for_good(clock, usual, other):
 
 
 def test_a_way_that_fails_is_not_passed_over(clock):
-    """After an illegal access, say, the card answers nothing any more: the usual way would fail, and hide why."""
+    """After an illegal access, say, the GPU answers nothing any more: the usual way would fail, and hide why."""
     usual, other, error = Way(clock, 2.0), Way(clock, 1.0), RuntimeError("an illegal memory access")
     other.answer = error
     contest = Contest(usual, other)

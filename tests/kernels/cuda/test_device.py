@@ -1,4 +1,4 @@
-"""What may be missing where kernels are to run, and what a kernel is granted: with no card."""
+"""What may be missing where kernels are to run, and what a kernel is granted: with no GPU."""
 
 import threading
 

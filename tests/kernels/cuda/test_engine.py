@@ -1,11 +1,11 @@
-"""The whole engine on a simulated card: the same tokens as the reference's, and what only a card can be refused for."""
+"""The whole engine on a simulated GPU: the same tokens as the reference's, and what only a GPU can be refused for."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from support.cuda_device import SimulatedDevice, on_a_card
+from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.tiny_checkpoint import random_tensors, write_checkpoint
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine import multi_step as ahead
@@ -18,12 +18,12 @@ PROMPTS = [[3, 4, 5, 3], [3, 4, 5, 9, 9, 1]]
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch, request) -> SimulatedDevice | None:
-    """What every test runs on that is not for a real card."""
+def device(monkeypatch, request) -> SimulatedDevice | None:
+    """What every test runs on that is not for a real GPU."""
     if request.node.get_closest_marker("gpu"):
         return None
     device = SimulatedDevice()
-    monkeypatch.setattr(devices, "card", lambda: device)
+    monkeypatch.setattr(devices, "the_device", lambda: device)
     return device
 
 
@@ -68,16 +68,16 @@ def test_tokens_are_the_references(model, fields):
     check_tokens(model, fields)
 
 
-@on_a_card
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-def test_tokens_are_the_references_on_a_card(model, fields):
+def test_tokens_are_the_references_on_a_gpu(model, fields):
     check_tokens(model, fields)
 
 
-@on_a_card
+@on_a_gpu
 @pytest.mark.gpu
-def test_two_models_run_in_two_threads_on_a_card():
+def test_two_models_run_in_two_threads_on_a_gpu():
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0, seed=2)
     with LLM("demo", device="cuda", dtype="bfloat16") as one, LLM("demo", device="cuda", dtype="int8") as other:
         alone = [llm.generate(["Once", "The king said"], params) for llm in (one, other)]
@@ -111,9 +111,9 @@ def test_several_steps_are_taken_without_a_look(model, monkeypatch):
     assert [len(token_ids) for token_ids in at_once] == [18, 18]
 
 
-def test_steps_ahead_are_bounded_by_tokens_and_positions(model, card):
-    reads, read = [], card.read
-    card.read = lambda source: reads.append(source.size) or read(source)
+def test_steps_ahead_are_bounded_by_tokens_and_positions(model, device):
+    reads, read = [], device.read
+    device.read = lambda source: reads.append(source.size) or read(source)
     with load(model) as llm:
         llm.generate([[3]], SamplingParams(max_tokens=16 + 7, ignore_eos=True))
         assert reads == [16 * 8, 7 * 8]  # the history of steps of up to max_num_batched_tokens
@@ -161,20 +161,20 @@ def test_two_models_do_not_share_a_fingerprint(model, tmp_path):
 def test_too_little_memory_is_refused_by_arithmetic(model, monkeypatch):
     small = SimulatedDevice(free=1 << 16)
     small.zeros = small.array = lambda *_: pytest.fail("something was allocated")
-    monkeypatch.setattr(devices, "card", lambda: small)
+    monkeypatch.setattr(devices, "the_device", lambda: small)
     with pytest.raises(
-        RequestError, match=r"takes 0\.00 GiB of the card's memory \(weights .* free: lower max_num_seqs"
+        RequestError, match=r"takes 0\.00 GiB of the GPU's memory \(weights .* free: lower max_num_seqs"
     ):
         load(model)
 
 
-def test_a_machine_without_a_card_is_refused(model, monkeypatch):
+def test_a_machine_without_a_gpu_is_refused(model, monkeypatch):
     def absent():
-        raise DeviceError("CUDA finds no card.")
+        raise DeviceError("CUDA finds no GPU.")
 
-    monkeypatch.setattr(devices, "card", absent)
+    monkeypatch.setattr(devices, "the_device", absent)
     with pytest.raises(
-        RequestError, match=r"device is 'cuda' and cannot be used: CUDA finds no card\. Or use device 'cpu'"
+        RequestError, match=r"device is 'cuda' and cannot be used: CUDA finds no GPU\. Or use device 'cpu'"
     ):
         load(model)
 
@@ -187,6 +187,6 @@ def test_a_machine_without_a_card_is_refused(model, monkeypatch):
         ({"dtype": "int8", "kv_cache_dtype": "float32"}, "must be one of 'auto', 'bfloat16' for int8 weights"),
     ],
 )
-def test_what_a_card_does_not_compute_is_refused(model, options, message):
+def test_what_a_gpu_does_not_compute_is_refused(model, options, message):
     with pytest.raises(RequestError, match=message):
         load(model, **options)

@@ -22,7 +22,8 @@ from tinygpt.kernels.cuda.layers.linear import (
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, from_bfloat16, pack, step_count, to_bfloat16
+from tinygpt.kernels.cuda.packing.dtypes import from_bfloat16, to_bfloat16
+from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, pack, step_count
 from tinygpt.kernels.reference import model as reference
 
 DTYPES = ("float32", "bfloat16", "int8")
@@ -116,13 +117,13 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(dtype):
-    x, gain, bias = 3 * normal(9, 70) + 1, normal(2, 70), normal(2, 70)
+    x, weight, bias = 3 * normal(9, 70) + 1, normal(2, 70), normal(2, 70)
     rows, layer = np.array([8, 0, 5, 5, 2], np.int32), 1
     normed = stored(np.zeros((6, 70), np.float32), dtype)
-    arguments = x.ravel(), rows, gain.ravel(), bias.ravel(), layer, 128, np.float32(1e-5)
+    arguments = x.ravel(), rows, weight.ravel(), bias.ravel(), layer, 128, np.float32(1e-5)
     sizes = np.array([9, 5], np.int32)
     simulate(layer_norm_kernel(dtype, 70), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1)
-    names = {"ln.weight": gain[layer], "ln.bias": bias[layer]}
+    names = {"ln.weight": weight[layer], "ln.bias": bias[layer]}
     params = reference.Params(SimpleNamespace(layer_norm_epsilon=1e-5), names)
     expected = reference.layer_norm(params, "ln", x[rows].astype(np.float64))
     result = (normed if dtype == "float32" else from_bfloat16(normed)).reshape(6, 128)
@@ -135,11 +136,11 @@ def test_layer_norm(dtype):
 @pytest.mark.parametrize("count", [1, 7])
 def test_the_fused_layer_norm_gives_the_same_bits(dtype, count):
     columns, layer = 136, 1
-    x, gain, norm_bias = 2 * normal(9, columns), normal(2, columns), normal(2, columns)
+    x, norm_weight, norm_bias = 2 * normal(9, columns), normal(2, columns), normal(2, columns)
     weights = packed(normal(2, 19, columns), normal(2, 19), dtype)
     rows, sizes = np.array([3, 8, 0, 1, 7, 2, 4][:count], np.int32), np.array([count], np.int32)
     normed = stored(np.zeros((count, columns), np.float32), dtype)
-    arguments = x.ravel(), rows, gain.ravel(), norm_bias.ravel()
+    arguments = x.ravel(), rows, norm_weight.ravel(), norm_bias.ravel()
     padded = weights.num_steps * STEP
     norm_arguments = (*arguments, layer, padded, np.float32(1e-5), sizes, 0)
     simulate(layer_norm_kernel(dtype, columns), 2, NORM_WARPS * 32, normed, *norm_arguments)

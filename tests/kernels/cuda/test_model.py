@@ -8,16 +8,16 @@ from support.cuda_model import ROWS, Model, Random, T, V
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.cuda.memory import bytes_needed
-from tinygpt.kernels.cuda.packing.layout import from_bfloat16
+from tinygpt.kernels.cuda.packing.dtypes import from_bfloat16
 from tinygpt.kernels.cuda.runtime import device as devices
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
 
 
 @pytest.fixture(autouse=True)
-def card(monkeypatch) -> SimulatedDevice:
+def device(monkeypatch) -> SimulatedDevice:
     device = SimulatedDevice()
-    monkeypatch.setattr(devices, "card", lambda: device)
+    monkeypatch.setattr(devices, "the_device", lambda: device)
     return device
 
 
@@ -61,10 +61,10 @@ def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype):
     assert (np.concatenate(parts) == whole).all()
 
 
-def test_a_kind_of_step_is_captured_once(card):
+def test_a_kind_of_step_is_captured_once(device):
     model = cuda_model(Random(n_layer=1))
     steps = [model.forward([[3]], [i], [0]) for i in range(4)]
-    assert card.num_captured == 1
+    assert device.num_captured == 1
     again = cuda_model(Random(n_layer=1)).forward([[3] * 4], [0], [0], "all")
     assert (np.concatenate(steps) == again).all()
 
@@ -80,7 +80,7 @@ def test_hidden_states_and_queries():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_positions_move_between_rows_and_to_the_host(dtype):
+def test_positions_move_between_slots_and_to_the_host(dtype):
     checkpoint, ids = Random(), token_ids(9)
     model = cuda_model(checkpoint, dtype)
     backend, cache = model.backend, model.cache
@@ -114,15 +114,15 @@ def test_embeddings_in_place_of_tokens():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_memory_is_what_was_counted(dtype, card, monkeypatch):
+def test_memory_is_what_was_counted(dtype, device, monkeypatch):
     sizes = []
 
     def noted(array: np.ndarray) -> np.ndarray:
         sizes.append(array.nbytes)
         return array.ravel()
 
-    monkeypatch.setattr(card, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
-    monkeypatch.setattr(card, "array", lambda values: noted(np.array(values)))
+    monkeypatch.setattr(device, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
+    monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
     checkpoint, kv_cache_dtype = Random(), "float32" if dtype == "float32" else "bfloat16"
     model = Model(cuda, checkpoint, dtype)
     needed = bytes_needed(checkpoint.config, dtype, False, kv_cache_dtype, ROWS, T, 150, 80)

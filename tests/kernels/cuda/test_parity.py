@@ -1,10 +1,10 @@
-"""The CUDA backend beside transformers: on a simulated card wherever there is none, and more on a real one."""
+"""The CUDA backend beside transformers: on a simulated GPU wherever there is none, and more on a real one."""
 
 import numpy as np
 import pytest
 from transformers import GPT2LMHeadModel
 
-from support.cuda_device import SimulatedDevice, on_a_card
+from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.factory import Case, greedy, make_case, prompt_of
 from support.parity import NEW_TOKENS, PROMPT_TOKENS, assert_same_greedy, assert_same_logits, without_eos
 from support.paths import DEMO
@@ -42,9 +42,9 @@ def small_case(request, tmp_path_factory) -> Case:
     return make_case(request.param, tmp_path_factory.mktemp(request.param.name))
 
 
-def test_logits_and_greedy_tokens_on_a_simulated_card(small_case, monkeypatch):
-    card = SimulatedDevice()
-    monkeypatch.setattr(devices, "card", lambda: card)
+def test_logits_and_greedy_tokens_on_a_simulated_gpu(small_case, monkeypatch):
+    device = SimulatedDevice()
+    monkeypatch.setattr(devices, "the_device", lambda: device)
     prompt = prompt_of(small_case)
     with LLM(str(small_case.folder), device="cuda", max_num_seqs=1, max_num_batched_tokens=8) as llm:
         assert_same_logits(llm, small_case.model, prompt)
@@ -53,7 +53,7 @@ def test_logits_and_greedy_tokens_on_a_simulated_card(small_case, monkeypatch):
         assert_same_greedy(llm, expected, prompt, SamplingParams(max_tokens=3, ignore_eos=True))
 
 
-@on_a_card
+@on_a_gpu
 @pytest.mark.gpu
 def test_logits_and_greedy_tokens(case):
     prompt, positions = prompt_of(case), case.model.config.n_positions
@@ -64,7 +64,7 @@ def test_logits_and_greedy_tokens(case):
         assert_same_greedy(llm, greedy(case.model, prompt, count), prompt, params)
 
 
-@on_a_card
+@on_a_gpu
 @pytest.mark.gpu
 def test_the_demo_in_float32():
     model = GPT2LMHeadModel.from_pretrained(DEMO).eval()
@@ -76,10 +76,10 @@ def test_the_demo_in_float32():
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
-@on_a_card
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_a_sequence_has_the_same_bits_alone_or_not_on_a_card(dtype):
+def test_a_sequence_has_the_same_bits_alone_or_not_on_a_gpu(dtype):
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, 8000, size).tolist() for size in (1, 3, 64, 65, 200, 31, 130, 7, 12)]
     params = SamplingParams(max_tokens=70, ignore_eos=True, temperature=1.0, seed=3)
@@ -92,10 +92,10 @@ def test_a_sequence_has_the_same_bits_alone_or_not_on_a_card(dtype):
     assert together == alone
 
 
-@on_a_card
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.3), ("int8", 1.1)])
-def test_smaller_weights_are_near_float32_on_a_card(dtype, limit):
+def test_smaller_weights_are_near_float32_on_a_gpu(dtype, limit):
     with LLM("demo", device="cuda") as llm, LLM("demo", dtype=dtype, device="cuda") as smaller:
         ids = np.random.default_rng(1).integers(0, 8000, 100).tolist()
         assert np.abs(llm.logits(ids) - smaller.logits(ids)).max() < limit

@@ -10,13 +10,16 @@ from numba import int32
 
 from support import cuda_simulator
 from support.cuda_compile import compile_kernel, is_cooperative
-from support.cuda_device import SimulatedDevice, on_a_card
+from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.cuda_model import Model, Random, T
 from support.cuda_simulator import simulate
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cuda
+from tinygpt.kernels.cuda.decode_steps import DecodeSteps
+from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
 from tinygpt.kernels.cuda.layers.linear import Heads, Weights
-from tinygpt.kernels.cuda.persistent import contest
+from tinygpt.kernels.cuda.multi_step import run_steps
+from tinygpt.kernels.cuda.persistent import contest, door
 from tinygpt.kernels.cuda.persistent import kernel as persistent
 from tinygpt.kernels.cuda.persistent.kernel import (
     can_persist,
@@ -25,23 +28,21 @@ from tinygpt.kernels.cuda.persistent.kernel import (
     run_persistent,
     shared_bytes,
 )
-from tinygpt.kernels.cuda.persistent.phases import Barrier, Embedding, NormWeights, all_arrive, signal
+from tinygpt.kernels.cuda.persistent.phases import Barrier, Embedding, all_arrive, signal
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.sampling import sampling
 from tinygpt.kernels.cuda.sampling.keys import ALL_IDS, ID_BITS
-from tinygpt.kernels.cuda.sampling.sampling import run_steps
 from tinygpt.sampling.metadata import Warpers
 
 DTYPES = ("bfloat16", "int8")
 
 
 @pytest.fixture(autouse=True)
-def card(request, monkeypatch) -> SimulatedDevice | None:
+def device(request, monkeypatch) -> SimulatedDevice | None:
     if request.node.get_closest_marker("gpu"):
         return None
     device = SimulatedDevice()
-    monkeypatch.setattr(devices, "card", lambda: device)
+    monkeypatch.setattr(devices, "the_device", lambda: device)
     return device
 
 
@@ -66,11 +67,11 @@ class Decoding:
         chunks = [[3 + i] for i in range(len(starts))]
         return cls(model, Batch.of(chunks, starts, list(range(len(starts)))))
 
-    def run_ahead(self, steps: int, run=run_steps) -> np.ndarray:
+    def steps(self, num_steps: int) -> DecodeSteps:
         count = self.batch.token_ids.size
         warpers, seeds = Warpers(*np.zeros((len(Warpers._fields), count))), np.zeros(count, np.uint64)
         m = self.model
-        return run(m.params, self.batch, m.cache, m.workspace, warpers, seeds, seeds, steps)
+        return DecodeSteps(m.params, self.batch, m.cache, m.workspace, warpers, seeds, seeds, num_steps)
 
     def run_persistent(self, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens, and the keys of the last step's logits."""
@@ -97,34 +98,34 @@ def are_equal(arrays, others) -> bool:
 @pytest.mark.parametrize(("dtype", "starts", "steps"), [("bfloat16", [63, 5, 0], 3), ("int8", [63], 2)])
 def test_steps_in_a_row_have_the_bits_of_the_graph(dtype, starts, steps):
     graph, ours = Decoding.of(dtype, starts, 2), Decoding.of(dtype, starts, 2)
-    expected = graph.run_ahead(steps)
+    expected = run_steps(graph.steps(steps))
     tokens, _ = ours.run_persistent(steps)
     assert tokens.tolist() == expected.tolist()
     assert are_equal(ours.left(), graph.left())
     assert len(set(expected.ravel().tolist())) > 1
 
 
-def test_a_small_greedy_batch_may_go_either_way(monkeypatch, card):
-    monkeypatch.setattr(sampling, "ENOUGH_STEPS", 2)
+def test_a_small_greedy_batch_may_go_either_way(monkeypatch, device):
+    monkeypatch.setattr(door, "ENOUGH_STEPS", 2)
     monkeypatch.setattr(contest, "WARM_UPS", 0)
     monkeypatch.setattr(contest, "ROUNDS", 1)
     decoding = Decoding.of("bfloat16", [5])
-    expected = decoding.run_ahead(2).tolist()
+    expected = run_steps(decoding.steps(2)).tolist()
     for _ in range(2):
-        assert decoding.run_ahead(2, cuda.multi_step).tolist() == expected
-    (found,) = decoding.model.workspace.contests.values()
+        assert cuda.multi_step(*decoding.steps(2)).tolist() == expected
+    (found,) = door.CONTESTS[decoding.model.workspace].values()
     assert found.winner in (found.usual, found.other)
     assert found.winner is not None
 
 
-@on_a_card
+@on_a_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("starts", [[60], [0, 17, 63, 64, 100, 1, 120, 3]], ids=["one", "eight"])
 @pytest.mark.parametrize("n_embd", [768, 1600])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_steps_in_a_row_have_the_bits_of_the_graph_on_a_card(dtype, n_embd, starts):
+def test_steps_in_a_row_have_the_bits_of_the_graph_on_a_gpu(dtype, n_embd, starts):
     graph, ours = (Decoding.of(dtype, starts, 3, n_embd, 4 * n_embd) for _ in range(2))
-    expected = graph.run_ahead(16)
+    expected = run_steps(graph.steps(16))
     tokens, _ = ours.run_persistent(16)
     assert tokens.tolist() == expected.tolist()
     assert are_equal(ours.left(), graph.left())
@@ -152,9 +153,9 @@ class Arrivals:
         self.count += 1
 
 
-def run_with(monkeypatch, card, arrivals: Arrivals | None, steps: int) -> list[np.ndarray]:
+def run_with(monkeypatch, device, arrivals: Arrivals | None, steps: int) -> list[np.ndarray]:
     """All that two tokens' steps leave, with these arrivals in place of the barrier's."""
-    launch = card.launch
+    launch = device.launch
 
     def falsified(function, grid, threads, barrier, *arguments, **options):
         launch(function, grid, threads, barrier._replace(arrivals=arrivals), *arguments, **options)
@@ -162,19 +163,19 @@ def run_with(monkeypatch, card, arrivals: Arrivals | None, steps: int) -> list[n
     decoding = Decoding.of("bfloat16", [2, 64])
     with monkeypatch.context() as patched:
         if arrivals is not None:
-            patched.setattr(card, "launch", falsified)
+            patched.setattr(device, "launch", falsified)
         tokens, keys = decoding.run_persistent(steps)
     return [*decoding.left(), tokens, keys]
 
 
 @pytest.mark.parametrize("number", range(2, 9))
-def test_each_barrier_is_needed(monkeypatch, card, number):
+def test_each_barrier_is_needed(monkeypatch, device, number):
     """With a slow block, results are the same; and others if one barrier is missing. One layer has 7 of them a step."""
     steps = 1 if number < 7 else 2
-    expected = run_with(monkeypatch, card, None, steps)
-    slow, missing = (Arrivals(card.multiprocessors, number, is_missing) for is_missing in (False, True))
-    assert are_equal(run_with(monkeypatch, card, slow, steps), expected)
-    assert not are_equal(run_with(monkeypatch, card, missing, steps), expected)
+    expected = run_with(monkeypatch, device, None, steps)
+    slow, missing = (Arrivals(device.multiprocessors, number, is_missing) for is_missing in (False, True))
+    assert are_equal(run_with(monkeypatch, device, slow, steps), expected)
+    assert not are_equal(run_with(monkeypatch, device, missing, steps), expected)
 
 
 @kernel
@@ -194,17 +195,17 @@ def test_a_block_that_never_arrives_is_not_waited_for_for_ever(absent):
     assert (failed[0], met.tolist()) == ((0, [1, 1, 1]) if absent < 0 else (1, [0, 0, 0]))
 
 
-def test_blocks_that_do_not_run_together_are_an_error(monkeypatch, card):
-    launch = card.launch
-    monkeypatch.setattr(card, "launch", lambda *given, **options: launch(*given, **options | {"cooperative": False}))
+def test_blocks_that_do_not_run_together_are_an_error(monkeypatch, device):
+    launch = device.launch
+    monkeypatch.setattr(device, "launch", lambda *given, **options: launch(*given, **options | {"cooperative": False}))
     monkeypatch.setattr(persistent, "MAX_SPINS", 50)
     with pytest.raises(RuntimeError, match="waited for each other in vain"):
         Decoding.of("bfloat16", [3]).run_persistent(1)
 
 
-def test_one_launch_for_all_steps(card, monkeypatch):
-    decoding, launches, launch = Decoding.of("bfloat16", [2]), [], card.launch
-    monkeypatch.setattr(card, "launch", lambda *given, **options: launches.append(given) or launch(*given, **options))
+def test_one_launch_for_all_steps(device, monkeypatch):
+    decoding, launches, launch = Decoding.of("bfloat16", [2]), [], device.launch
+    monkeypatch.setattr(device, "launch", lambda *given, **options: launches.append(given) or launch(*given, **options))
     decoding.run_persistent(2)
     assert len(launches) == 1
 
@@ -233,10 +234,10 @@ def test_shared_memory_has_room_for_gpt2(columns, fits):
         name: Weights(**parts, num_panels=n * columns // 8, num_steps=k * columns // 64, features=n * columns)
         for name, (n, k) in sizes.items()
     }
-    head = Weights(**parts, num_panels=-(-50257 // 8), num_steps=columns // 64, features=50257)
+    linears["lm_head"] = Weights(**parts, num_panels=-(-50257 // 8), num_steps=columns // 64, features=50257)
     config = SimpleNamespace(n_embd=columns, inner_size=4 * columns)
     device = SimpleNamespace(multiprocessors=132)
-    params = SimpleNamespace(dtype="bfloat16", config=config, device=device, linears=linears, lm_head=head)
+    params = SimpleNamespace(dtype="bfloat16", config=config, device=device, linears=linears)
     assert can_persist(params) == fits
     assert shared_bytes(params) % 16 == 0
 

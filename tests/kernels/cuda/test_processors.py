@@ -154,4 +154,4 @@ def test_what_the_kernel_needs():
 
 
 def test_the_layout_is_as_wide_as_its_fields():
-    assert layout.NUM_FORBIDDEN_IDS + 1 == layout.FIELDS
+    assert layout.NUM_FORBIDDEN_IDS + 1 == layout.NUM_FIELDS

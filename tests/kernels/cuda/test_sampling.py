@@ -12,8 +12,7 @@ from support.logit_rows import masked_row, random_row, tied_row
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.sampling.argmax import take_greatest
-from tinygpt.kernels.cuda.sampling.draw import THREADS as DRAW_THREADS
-from tinygpt.kernels.cuda.sampling.draw import draw_tokens
+from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens
 from tinygpt.kernels.cuda.sampling.philox import random_fraction
 from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
 from tinygpt.sampling.metadata import TOP_P_RULES, Warpers

@@ -1,0 +1,70 @@
+"""Several decode steps at once: each goes on with what the one before has chosen, and nobody waits between them."""
+
+import numpy as np
+
+from tinygpt.kernels.cuda.decode_steps import DecodeSteps
+from tinygpt.kernels.cuda.kv_cache import KVCache
+from tinygpt.kernels.cuda.model import queue_step
+from tinygpt.kernels.cuda.params import Params
+from tinygpt.kernels.cuda.persistent.door import run_faster
+from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.sampling.buffers import MAX_AHEAD
+from tinygpt.kernels.cuda.sampling.sampling import is_greedy, queue_choice
+from tinygpt.kernels.cuda.sizes import NUM_STEPS_DONE, NUM_TOKENS, Shape
+from tinygpt.kernels.cuda.workspace import Workspace, fill
+
+from numba import cuda, int32  # isort: skip
+
+ADVANCE_THREADS = 256
+
+
+def multi_step(
+    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
+) -> np.ndarray:
+    """Tokens (num_steps, S), each of which is the next one's input. The batch has one new token for each sequence.
+
+    The KV cache then holds the keys and values of all tokens but the last, whether or not the host accepts them.
+    """
+    if num_steps > MAX_AHEAD:
+        raise ValueError(f"{num_steps} steps at once and the GPU keeps the tokens of {MAX_AHEAD}.")
+    steps = DecodeSteps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
+    return run_faster(run_steps, steps)
+
+
+def run_steps(steps: DecodeSteps) -> np.ndarray:
+    """`multi_step`, as a graph for each step."""
+    params, w, batch = steps.params, steps.workspace, steps.batch
+    count, vocab_size = batch.token_ids.size, params.config.vocab_size
+    shape, greedy = Shape.of(batch, w.sizes, steps.num_steps), is_greedy(steps.warpers)
+    fill(w, batch)
+    draws = np.arange(count), steps.warpers, steps.seeds, steps.sample_indices, batch.context_lens
+    w.sampling.write(w.device, *draws)
+
+    def step() -> None:
+        queue_step(params, shape, steps.kv_cache, w)
+        queue_choice(w, shape.tokens, vocab_size, greedy)
+        inputs, s = w.inputs, w.sampling
+        places = inputs.token_ids, inputs.positions, s.positions, s.token_ids, s.history, inputs.sizes
+        w.device.launch(advance, 1, ADVANCE_THREADS, *places, w.sizes.decode_tokens)
+
+    for _ in range(steps.num_steps):
+        w.graphs.run((shape, greedy), step)
+    history = w.device.read(w.sampling.history[: steps.num_steps * w.sizes.decode_tokens])
+    return history.reshape(steps.num_steps, -1)[:, :count]
+
+
+@kernel
+def advance(token_ids, positions, draw_positions, chosen, history, sizes, capacity):
+    """Make the chosen tokens the next step's, and note them: history[steps done]. One block.
+
+    Where none could be chosen, the sequence goes on with token 0, and nobody looks at it.
+    """
+    thread, count, step = int32(cuda.threadIdx.x), sizes[NUM_TOKENS], sizes[NUM_STEPS_DONE]
+    for n in range(thread, count, int32(ADVANCE_THREADS)):
+        history[step * capacity + n] = chosen[n]
+        token_ids[n] = max(chosen[n], int32(0))
+        positions[n] += int32(1)
+        draw_positions[n] += int32(1)
+    cuda.syncthreads()
+    if thread == 0:
+        sizes[NUM_STEPS_DONE] = step + int32(1)
