@@ -8,7 +8,7 @@ from tinygpt.kernels.cuda.model import queue_step
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.persistent.door import run_faster
 from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.sampling.buffers import MAX_AHEAD
+from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
 from tinygpt.kernels.cuda.sampling.sampling import is_greedy, queue_choice
 from tinygpt.kernels.cuda.sizes import NUM_STEPS_DONE, NUM_TOKENS, Shape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
@@ -25,8 +25,8 @@ def multi_step(
 
     The KV cache then holds the keys and values of all tokens but the last, whether or not the host accepts them.
     """
-    if num_steps > MAX_AHEAD:
-        raise ValueError(f"{num_steps} steps at once and the GPU keeps the tokens of {MAX_AHEAD}.")
+    if num_steps > MAX_STEPS:
+        raise ValueError(f"{num_steps} steps at once and the GPU keeps the tokens of {MAX_STEPS}.")
     steps = DecodeSteps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
     return run_faster(run_steps, steps)
 

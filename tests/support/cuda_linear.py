@@ -36,12 +36,12 @@ def run_linear(target, inputs, weights, layer, width, count, dtype, tiles, purpo
     simulate(kernel, grid, LINEAR_THREADS, target, inputs, weights, layer, width, sizes, 1)
 
 
-def heads_of(dtype: str, count: int, rows: int, length: int, heads: int, size: int, positions, token_slots) -> Heads:
+def heads_of(dtype: str, count: int, slots: int, length: int, heads: int, size: int, positions, token_slots) -> Heads:
     padded = -(-size // 32) * 32
     kind = np.float32 if dtype == "float32" else np.uint16
-    q, cache = np.zeros(count * heads * padded, kind), 2 * rows * heads * length * padded
+    q, cache = np.zeros(count * heads * padded, kind), 2 * slots * heads * length * padded
     places = np.array(positions, np.int32), np.array(token_slots, np.int32)
-    return Heads(q, np.zeros(cache, kind), np.zeros(cache, kind), *places, rows, length, heads, size, padded)
+    return Heads(q, np.zeros(cache, kind), np.zeros(cache, kind), *places, slots, length, heads, size, padded)
 
 
 FLOATS, INTS = np.zeros(8, np.float32), np.zeros(8, np.int32)

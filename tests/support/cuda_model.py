@@ -5,7 +5,7 @@ import numpy as np
 from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
 
-V, T, ROWS = 29, 140, 4
+V, T, SLOTS = 29, 140, 4
 
 
 class Random:
@@ -39,7 +39,7 @@ class Model:
     def __init__(self, backend, checkpoint: Random, dtype: str = "float32", num_tokens: int = 150):
         self.backend, config = backend, checkpoint.config
         self.params = backend.load_params(checkpoint, dtype)
-        self.cache = backend.new_kv_cache(config, ROWS, T, "float32" if dtype == "float32" else "bfloat16")
+        self.cache = backend.new_kv_cache(config, SLOTS, T, "float32" if dtype == "float32" else "bfloat16")
         self.workspace = backend.new_workspace(config, num_tokens, 80, 1, dtype)
 
     def forward(self, *batch) -> np.ndarray:

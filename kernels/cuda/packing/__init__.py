@@ -1,1 +1,1 @@
-"""The order in which weights lie on the device. May import runtime."""
+"""How numbers lie on the device: dtypes, and the order of weights. NumPy alone, on the host."""

@@ -59,7 +59,7 @@ from tinygpt.kernels.cuda.persistent.phases import (
 from tinygpt.kernels.cuda.runtime.block import MAX_WARPS
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import run_all_blocks_at_once, shared_address
-from tinygpt.kernels.cuda.sampling.buffers import MAX_AHEAD
+from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
 from tinygpt.kernels.cuda.sizes import NUM_TOKENS, Shape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
 
@@ -80,7 +80,7 @@ class Persistent:
     barrier: Barrier
     state: Any  # int32: the words above; 0 before a launch, but for the number of steps
     merges: Any  # (FUSED_TOKENS, H), a part of `state`
-    history: Any  # (MAX_AHEAD, FUSED_TOKENS), the last part of `state`
+    history: Any  # (MAX_STEPS, FUSED_TOKENS), the last part of `state`
     keys: Any  # (FUSED_TOKENS, blocks) int64
     scales: Any  # (L,) float32, of attention's scores
 
@@ -88,7 +88,7 @@ class Persistent:
 def new_persistent(params: Params) -> Persistent:
     device, config = params.device, params.config
     history = MERGES + FUSED_TOKENS * config.n_head
-    state = device.zeros((history + MAX_AHEAD * FUSED_TOKENS,), np.int32)
+    state = device.zeros((history + MAX_STEPS * FUSED_TOKENS,), np.int32)
     scales = [config.attention_scale(layer) for layer in range(config.n_layer)]
     return Persistent(
         blocks=device.multiprocessors,
@@ -131,8 +131,8 @@ def run_persistent(
     other in vain.
     """
     p, w, count = persistent, workspace, batch.token_ids.size
-    if count > FUSED_TOKENS or num_steps > MAX_AHEAD:
-        raise ValueError(f"{count} sequences and {num_steps} steps: the kernel takes {FUSED_TOKENS} and {MAX_AHEAD}.")
+    if count > FUSED_TOKENS or num_steps > MAX_STEPS:
+        raise ValueError(f"{count} sequences and {num_steps} steps: the kernel takes {FUSED_TOKENS} and {MAX_STEPS}.")
     chunks = Shape.of(batch, w.sizes, num_steps).chunks
     state = np.zeros(p.state.size, np.int32)
     state[NUM_STEPS] = num_steps
@@ -142,7 +142,7 @@ def run_persistent(
     state = w.device.read(p.state)
     if state[FAILED]:
         raise RuntimeError("The blocks of the persistent kernel have waited for each other in vain: a bug in tinygpt.")
-    return state[-p.history.size :].reshape(MAX_AHEAD, FUSED_TOKENS)[:num_steps, :count]
+    return state[-p.history.size :].reshape(MAX_STEPS, FUSED_TOKENS)[:num_steps, :count]
 
 
 def queue_persistent(

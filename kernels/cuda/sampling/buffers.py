@@ -11,7 +11,7 @@ from tinygpt.kernels.cuda.sampling.warpers import NUM_SETTINGS
 from tinygpt.kernels.cuda.sizes import Sizes
 
 SLICES = 32  # of a row at most, which are searched for the greatest logit side by side
-MAX_AHEAD = 32  # steps whose tokens are kept until the host reads them
+MAX_STEPS = 32  # of a multi-step: their tokens are kept until the host reads them
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SamplingBuffers:
     keys: Any  # (R, SLICES) int64
     arrivals: Any  # (R,) uint32, 0 between steps
     token_ids: Any  # (R,) int32, what is chosen
-    history: Any  # (MAX_AHEAD, tokens of a decode step) int32
+    history: Any  # (MAX_STEPS, tokens of a decode step) int32
 
     def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
         """Bring the settings of len(rows) draws to the device; the other rows are none."""
@@ -82,5 +82,5 @@ def _shapes(config: Any, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], Any]]
         "keys": ((r, SLICES), np.int64),
         "arrivals": ((r,), np.uint32),
         "token_ids": ((r,), np.int32),
-        "history": ((MAX_AHEAD, sizes.decode_tokens), np.int32),
+        "history": ((MAX_STEPS, sizes.decode_tokens), np.int32),
     }

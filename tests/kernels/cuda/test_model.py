@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support.cuda_device import SimulatedDevice
-from support.cuda_model import ROWS, Model, Random, T, V
+from support.cuda_model import SLOTS, Model, Random, T, V
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.cuda.memory import bytes_needed
@@ -38,14 +38,14 @@ def test_steps_of_every_kind(dtype):
     """Two prompts, one of them in parts; a prompt beside one that decodes; decoding together, and alone."""
     checkpoint, n = Random(), LENGTHS[dtype]
     ours, oracle = cuda_model(checkpoint, dtype), Model(reference, checkpoint)
-    for chunks, starts, rows in (
+    for chunks, starts, slots in (
         ([token_ids(n), token_ids(3, 1)], [0, 0], [2, 0]),
         ([token_ids(12, 2), token_ids(1, 3)], [n, 3], [2, 0]),
         ([token_ids(1, 4), token_ids(1, 5)], [4, n + 12], [0, 2]),
         ([token_ids(1, 6)], [n + 13], [2]),
     ):
-        expected = oracle.forward(chunks, starts, rows)
-        np.testing.assert_allclose(ours.forward(chunks, starts, rows), expected, atol=TOLERANCE[dtype], rtol=0)
+        expected = oracle.forward(chunks, starts, slots)
+        np.testing.assert_allclose(ours.forward(chunks, starts, slots), expected, atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -125,6 +125,6 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
     checkpoint, kv_cache_dtype = Random(), "float32" if dtype == "float32" else "bfloat16"
     model = Model(cuda, checkpoint, dtype)
-    needed = bytes_needed(checkpoint.config, dtype, False, kv_cache_dtype, ROWS, T, 150, 80)
+    needed = bytes_needed(checkpoint.config, dtype, False, kv_cache_dtype, SLOTS, T, 150, 80)
     assert model.cache.k.nbytes * 2 == needed["KV cache"]
     assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)

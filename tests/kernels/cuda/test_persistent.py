@@ -61,9 +61,9 @@ class Decoding:
         checkpoint.tensors["ln_f.bias"] *= 0
         model, random = Model(cuda, checkpoint, dtype, num_tokens=8), np.random.default_rng(1)
         model.cache = cuda.new_kv_cache(checkpoint.config, len(starts), T, "bfloat16")
-        for row, start in enumerate(starts):
+        for slot, start in enumerate(starts):
             k, v = random.standard_normal((2, n_layer, heads, start, n_embd // heads), np.float32)
-            cuda.write_positions(model.cache, row, 0, k, v)
+            cuda.write_positions(model.cache, slot, 0, k, v)
         chunks = [[3 + i] for i in range(len(starts))]
         return cls(model, Batch.of(chunks, starts, list(range(len(starts)))))
 
