@@ -72,7 +72,8 @@ def params_bytes(config: Any, dtype: str, tied: bool) -> int:
     C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
     shapes = [(3 * C, C), (C, C), (F, C), (C, F)]
     per_layer = sum(_linear_bytes(n, k, dtype) + 4 * n for n, k in shapes) + 4 * 4 * C
-    return L * per_layer + (1 if tied else 2) * _linear_bytes(V, C, dtype) + 4 * C * (config.n_positions + 2)
+    tables = (1 if tied else 2) * (_linear_bytes(V, C, dtype) + 4)  # 4: no bias is an array of one number
+    return L * per_layer + tables + 4 * C * (config.n_positions + 2)
 
 
 def _linear_bytes(n: int, k: int, dtype: str) -> int:
