@@ -155,7 +155,7 @@ def test_a_stream_and_logits_and_a_saved_session(model, tmp_path):
 def test_two_models_do_not_share_a_fingerprint(model, tmp_path):
     other = str(write_checkpoint(tmp_path / "other"))
     with load(model) as one, load(other) as two:
-        assert one.engine.origin["weights"] != two.engine.origin["weights"]
+        assert one.engine.probe.origin()["weights"] != two.engine.probe.origin()["weights"]
 
 
 def test_too_little_memory_is_refused_by_arithmetic(model, monkeypatch):
