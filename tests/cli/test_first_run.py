@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import subprocess
 import sys
 
 import numba
@@ -41,6 +42,50 @@ def test_no_notice_where_nothing_compiles(run, monkeypatch):
     monkeypatch.setattr(jit, "cache_is_cold", lambda name: True)
     assert "compiling" not in run("Once --max-tokens 2").err
     assert "compiling" not in run("Once --max-tokens 2 --device reference").err
+
+
+class Processes:
+    """The second processes that runs in this one start, as on a machine with two cores that never compiled."""
+
+    def __init__(self, monkeypatch):
+        self.started, self.start = [], subprocess.Popen
+        monkeypatch.setattr(jit, "is_first_run", lambda: True)
+        monkeypatch.setattr(loading, "thread_count", lambda threads=None: 2)
+        monkeypatch.setattr(subprocess, "Popen", self.keep)
+
+    def keep(self, *args, **options) -> subprocess.Popen:
+        self.started.append(self.start(*args, **options))
+        return self.started[-1]
+
+
+def test_a_first_run_compiles_the_draw_in_a_second_process(run, monkeypatch):
+    alone = run("Once --seed 7 --max-tokens 8")
+    processes = Processes(monkeypatch)
+    assert run("Once --seed 7 --max-tokens 8").out == alone.out
+    assert [process.returncode for process in processes.started] == [0]
+    assert run("Once --temperature 0 --max-tokens 2").code == 0  # draws nothing
+    assert len(processes.started) == 1
+
+
+def test_a_second_process_that_fails_is_not_missed(run, monkeypatch):
+    alone = run("Once --seed 7 --max-tokens 8")
+    processes = Processes(monkeypatch)
+    monkeypatch.setattr(loading, "COMPILE_DRAW", "import sys; sys.exit('no {} {}')")
+    failed = run("Once --seed 7 --max-tokens 8")
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    absent = run("Once --seed 7 --max-tokens 8")
+    assert failed.out == absent.out == alone.out
+    assert "no " not in failed.err
+    assert [process.returncode for process in processes.started] == [1]
+
+
+def test_no_second_process_outlives_the_first(run, monkeypatch):
+    processes = Processes(monkeypatch)
+    monkeypatch.setattr(loading, "COMPILE_DRAW", "import time; time.sleep(100); {} {}")
+    assert run("Once --max-tokens 600").code == 2  # refused
+    monkeypatch.setattr(loading, "PATIENCE", 0.1)
+    assert run("Once --max-tokens 2").code == 0
+    assert [process.poll() is None for process in processes.started] == [False, False]
 
 
 def test_a_mark_that_cannot_be_kept_is_no_error(run, monkeypatch, tmp_path):

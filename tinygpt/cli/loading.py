@@ -146,9 +146,9 @@ def compile_draw(asked: dict[str, float | str]) -> None:
     """Compile what draws a token as the flags ask, by drawing one of two."""
     import numpy as np
 
-    from tinygpt.kernels.cpu import sample
+    from tinygpt.execution.backend import load_backend
     from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
 
     asked = {**asked, "top_p_rule": TOP_P_RULES[asked["top_p_rule"]]}
     warpers = Warpers(**{name: np.array([value], np.float64) for name, value in asked.items()})
-    sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))
+    load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

@@ -28,7 +28,6 @@ HF, OPENAI, FASTERTRANSFORMER = 0, 1, 2  # top_p_rule
 # exp(-104) is 0 in float32, the precision of the filters: lower scores have no probability.
 BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 OFF = np.array([[HF], [0], [1], [0], [0]])  # top_p_rule, min_p, typical_p, epsilon_cutoff and eta_cutoff
-NO_SCORE = np.float32(np.inf)  # no candidate has it
 
 
 class UsualWarpers(NamedTuple):
@@ -170,7 +169,7 @@ def _keep_part_within_p(ids, scores, weights, probabilities, top_p, border, abov
 def _keep_min_p(min_p, count, work):
     _normalise(work.weights[:count], work.probabilities)
     threshold = min_p * greatest_of(work.probabilities[:count])
-    return _keep_reaching(work.probabilities[:count], threshold, NO_SCORE, work)
+    return _keep_reaching(work.probabilities[:count], threshold, work)
 
 
 @kernel
@@ -181,7 +180,7 @@ def _keep_typical(typical_p, count, work):
         nearness[i] = -abs(-nearness[i] - entropy)
     _normalise(work.weights[:count], work.probabilities)
     border, _ = _find_border(nearness, work.probabilities, typical_p, np.bool_(False), np.bool_(True), work.room)
-    kept = _keep_reaching(nearness, border, NO_SCORE, work)
+    kept = _keep_reaching(nearness, border, work)
     exponentials(work.scores[:kept], work.weights)  # the most probable one may be gone
     return kept
 
@@ -189,7 +188,8 @@ def _keep_typical(typical_p, count, work):
 @inline
 def _cut_off(cutoff, count, work):
     _normalise(work.weights[:count], work.probabilities)
-    return _keep_reaching(work.probabilities[:count], cutoff, greatest_of(work.scores[:count]), work)
+    _favour(greatest_of(work.scores[:count]), work.scores[:count], work.probabilities)
+    return _keep_reaching(work.probabilities[:count], cutoff, work)
 
 
 @inline
@@ -199,11 +199,18 @@ def _eta(eta_cutoff, count, work):
 
 
 @kernel
-def _keep_reaching(values, threshold, score, work):
-    """Keep the candidates whose value reaches the threshold, or whose score is `score`."""
+def _favour(score, scores, probabilities):
+    """Let candidates of this score reach every threshold."""
+    for i in range(scores.size):
+        probabilities[i] = np.float32(np.inf) if scores[i] == score else probabilities[i]
+
+
+@kernel
+def _keep_reaching(values, threshold, work):
+    """Keep the candidates whose value reaches the threshold."""
     kept = 0
     for i in range(values.size):
-        if values[i] >= threshold or work.scores[i] == score:
+        if values[i] >= threshold:
             kept = _keep(work.ids, work.scores, work.weights, i, kept)
     return kept
 

@@ -66,6 +66,15 @@ def test_folder_follows_the_environment_and_warms_up(tmp_path):
     assert (Path(path).parent, note, cold) == (tmp_path / "own", "", "False")
 
 
+def test_a_first_run_is_one_before_any_kernel_is_kept(tmp_path):
+    is_first, run_one = "print(jit.is_first_run())", "import numpy as np; philox.uniform(*np.ones(3, np.uint64))"
+    script = f"{REPORT}; {is_first}; {run_one}; {is_first}"
+    *_, before, after = report(script, NUMBA_CACHE_DIR=str(tmp_path))
+    assert (before, after) == ("True", "False")
+    (blocked := tmp_path / "file").write_text("")
+    assert report(script, NUMBA_CACHE_DIR=str(blocked), TMPDIR=str(tmp_path))[-2] == "False"
+
+
 def test_unwritable_cache_falls_back_and_says_so(tmp_path):
     blocked = tmp_path / "file"  # a file, since the permissions of a folder do not stop root
     blocked.write_text("")
