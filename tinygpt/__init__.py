@@ -4,10 +4,12 @@
 >>> LLM("demo").generate("Once upon a time", SamplingParams(max_tokens=16))
 """
 
+from importlib import import_module
 from pathlib import Path
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+_HOMES = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "sampling_params"}
 
 # In a checkout, tinygpt.kernels and tinygpt.weights are the top-level folders beside this one.
 _root = Path(__file__).resolve().parent.parent
@@ -16,17 +18,7 @@ if (_root / "setup.cfg").is_file():
 
 
 def __getattr__(name: str):
-    """Import the classes on first use, so that `--help` never waits for NumPy or Numba."""
-    if name == "LLM":
-        from tinygpt.llm import LLM
-
-        return LLM
-    if name == "AsyncLLM":
-        from tinygpt.async_llm import AsyncLLM
-
-        return AsyncLLM
-    if name == "SamplingParams":
-        from tinygpt.sampling_params import SamplingParams
-
-        return SamplingParams
-    raise AttributeError(f"module 'tinygpt' has no attribute {name!r}")
+    """Import a class on first use, so that `--help` never waits for NumPy or Numba."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tinygpt' has no attribute {name!r}")
+    return getattr(import_module(f"tinygpt.{_HOMES[name]}"), name)

@@ -13,8 +13,8 @@ class CompletionOutput:
     token_ids: list[int]  # the token that ended the sample included
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None  # what ended it: a token id, a stop string, "max_time" or "loop"
-    logprobs: list[dict[int, float]] | None  # per new token: id -> log probability, the chosen id included
-    cumulative_logprob: float | None  # sum over the chosen tokens
+    logprobs: list[dict[int, float]] | None  # per new token: id -> log probability, the sampled id included
+    cumulative_logprob: float | None  # sum over the sampled tokens
     score: float | None  # of a beam search: the sum of its tokens' scores over length**length_penalty
     seed: int  # with the same prompt and parameters, this seed repeats the request
 

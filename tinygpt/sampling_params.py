@@ -79,9 +79,9 @@ class SamplingParams:
     stop: text, or several texts, that ends a sample and is cut off it.
     stop_token_ids: token ids that end a sample.
     ignore_eos: go on past the end-of-text token.
-    logprobs: how many of the most probable tokens to report at each step (0: the chosen one alone).
+    logprobs: how many of the most probable tokens to report at each step (0: the sampled one alone).
 
-    What follows changes the scores before one is chosen, greedily or not, in this order:
+    What follows changes the scores before a token is sampled, greedily or not, in this order:
     logit_bias: {token id: number from -100 to 100 that is added}.
     repetition_penalty: scores of tokens in the prompt or the output are divided by it, negative ones multiplied; 1 is
         off.
@@ -121,7 +121,7 @@ class SamplingParams:
     max_time: seconds from the request's arrival after which it ends with what it has.
     repetition_detection: end a sample that loops: a RepetitionDetection, or a dict of its fields.
     prompt_logprobs: as logprobs, for the tokens of the prompt; for its first ones alone where max_time ends it before.
-    logprobs_mode: "raw", the model's own probabilities, or "processed", those that the token was chosen by.
+    logprobs_mode: "raw", the model's own probabilities, or "processed", those that the token was sampled from.
     overflow: what to do if prompt and max_tokens are more than there are positions: "refuse"; "clamp" max_tokens to
         what fits; "truncate" the prompt's beginning until it fits; "slide": whenever all positions are full, the oldest
         `stride` tokens leave and the others are read again from position 0, so that there is no end.

@@ -341,7 +341,7 @@ def test_a_stream_comes_one_token_at_a_time(llm):
     stream.close()
 
 
-def test_a_stream_that_is_closed_early_frees_its_row(llm):
+def test_a_stream_that_is_closed_early_frees_its_slot(llm):
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
     next(stream)
     assert llm.engine.scheduler.slots.num_free == 3

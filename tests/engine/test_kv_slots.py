@@ -14,14 +14,14 @@ def take_all(slots: SlotTable, *prompts: list[int]) -> list[int]:
     return [slots.take(prompt)[0] for prompt in prompts]
 
 
-def test_rows_are_taken_in_order_and_the_last_given_back_is_next():
+def test_slots_are_taken_in_order_and_the_last_given_back_is_next():
     slots = SlotTable(3, 0)
     assert (slots.num_free, take_all(slots, [1], [2], [3]), slots.num_free) == (3, [0, 1, 2], 0)
     slots.release(1, [2])
     assert (slots.num_free, kept(slots), slots.take([2, 3])) == (1, [], (1, 0))
 
 
-def test_a_prompt_that_goes_on_takes_the_kept_row():
+def test_a_prompt_that_goes_on_takes_the_kept_slot():
     slots = SlotTable(2, 2)
     a, b = take_all(slots, [1, 2], [5])
     slots.release(a, [1, 2, 3])

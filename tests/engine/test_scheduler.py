@@ -125,7 +125,7 @@ def test_a_prompt_of_one_token_is_as_short_as_decoding_and_overtakes_long_ones()
     assert [run_step(scheduler) for _ in range(4)] == [[(short, 1), (long, 9)]] * 3 + [[(long, 3)]]
 
 
-def test_one_that_ends_early_leaves_its_row():
+def test_one_that_ends_early_leaves_its_slot():
     a, b = new_sequence(2, 10), new_sequence(2, 10)
     scheduler = scheduler_of(a, b, slots=1)
     run_step(scheduler, EOS)
@@ -226,7 +226,7 @@ def test_an_ended_sequence_is_kept_for_the_next():
     assert (again.num_reused, longer.num_reused) == (39, 42)
 
 
-def test_a_kept_row_that_was_copied_from_is_not_the_next_to_go():
+def test_a_kept_slot_that_was_copied_from_is_not_the_next_to_go():
     scheduler = scheduler_of(*(new_sequence(30, begin=begin) for begin in (7, 8)), kept=2)
     finish(scheduler)
     branch = new_sequence(20, begin=7)
@@ -268,14 +268,14 @@ def test_a_prefix_that_could_not_be_written_is_written_again():
     assert calls == [0, 0]
 
 
-def test_without_kept_rows_nothing_is_kept():
+def test_without_kept_slots_nothing_is_kept():
     scheduler = scheduler_of(new_sequence(40, begin=7))
     finish(scheduler)
     scheduler.add(new_sequence(40, begin=7))
     assert finish(scheduler) == 40 + 2
 
 
-def test_a_conversation_goes_on_in_its_row_without_a_copy():
+def test_a_conversation_goes_on_in_its_slot_without_a_copy():
     scheduler = scheduler_of(new_sequence(20, begin=7), kept=2)
     finish(scheduler)
     cache = cache_of(scheduler)

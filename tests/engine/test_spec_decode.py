@@ -1,4 +1,4 @@
-"""Speculation: guesses as transformers makes them, fewer steps, and the same tokens as without it, to the bit."""
+"""Spec decode: drafts as transformers makes them, fewer steps, and the same tokens as without it, to the bit."""
 
 import random
 from dataclasses import replace
@@ -22,12 +22,12 @@ few_tokens = st.lists(st.integers(0, 3), min_size=1, max_size=20)
 
 
 @given(few_tokens, st.integers(1, 6), st.integers(1, 4))
-def test_the_guess_is_that_of_transformers(token_ids, count, max_ngram):
+def test_the_draft_is_that_of_transformers(token_ids, count, max_ngram):
     generator = PromptLookupCandidateGenerator(
         num_output_tokens=count, max_matching_ngram_size=max_ngram, max_length=10**6
     )
-    with_guess, _ = generator.get_candidates(torch.tensor([token_ids]))
-    assert propose_by_lookup(token_ids, count, max_ngram) == with_guess[0, len(token_ids) :].tolist()
+    with_draft, _ = generator.get_candidates(torch.tensor([token_ids]))
+    assert propose_by_lookup(token_ids, count, max_ngram) == with_draft[0, len(token_ids) :].tolist()
 
 
 def test_a_longer_match_goes_before_an_earlier_one():
@@ -121,7 +121,7 @@ def test_a_draft_model_that_is_always_right_saves_all_it_can(case, monkeypatch, 
             assert [len(batch.token_ids) for batch in passes] == [len(prompt) + 4, 5, 5, 5, 5]
 
 
-def test_guesses_stay_within_the_positions(case, smaller):
+def test_drafts_stay_within_the_positions(case, smaller):
     """The reference notices a position that is not there."""
     params = SamplingParams(max_tokens=58, prompt_lookup_num_tokens=20, allowed_token_ids=[3, 9])
     for fields in ({}, {"prompt_lookup_num_tokens": 0}):
@@ -129,7 +129,7 @@ def test_guesses_stay_within_the_positions(case, smaller):
             assert len(llm.generate([PROMPT], replace(params, **fields))[0].outputs[0].token_ids) == 58
 
 
-def test_a_guess_that_cannot_go_on_ends_there(case):
+def test_a_draft_that_cannot_go_on_ends_there(case):
     """Behind the end of the sequence no token is left that is not a repetition."""
     params = SamplingParams(max_tokens=20, allowed_token_ids=[3, 9], no_repeat_ngram_size=2, stop_token_ids=[3, 9])
     with LLM(str(case.folder), draft_model=str(case.folder), num_speculative_tokens=12) as llm:
@@ -153,7 +153,7 @@ def test_an_end_among_confirmed_tokens_is_the_end(case, llm):
     assert output.finish_reason == "stop"
 
 
-def test_users_functions_are_not_called_for_guesses(case, llm):
+def test_users_functions_are_not_called_for_drafts(case, llm):
     seen = []
 
     def note(prompt_token_ids, new_token_ids, scores):
@@ -178,6 +178,6 @@ def test_impossible_fields_are_refused(fields):
         SamplingParams(**fields)
 
 
-def test_an_impossible_number_of_guesses_is_refused(case):
+def test_an_impossible_number_of_drafts_is_refused(case):
     with pytest.raises(RequestError, match="num_speculative_tokens is 0"):
         LLM(str(case.folder), draft_model=str(case.folder), num_speculative_tokens=0)

@@ -75,7 +75,7 @@ def test_the_loop_goes_on_meanwhile(llm):
     assert run(main()) > 5  # 400 steps take far longer than that
 
 
-def test_a_cancelled_task_frees_its_row(llm):
+def test_a_cancelled_task_frees_its_slot(llm):
     async def main():
         task = asyncio.ensure_future(AsyncLLM(llm).generate([1], LONG))
         while not llm.engine.scheduler.running:
@@ -92,7 +92,7 @@ def test_a_cancelled_task_frees_its_row(llm):
     assert sequence.finish_reason is None
 
 
-def test_a_stream_that_is_left_frees_its_row(llm):
+def test_a_stream_that_is_left_frees_its_slot(llm):
     async def main():
         stream = AsyncLLM(llm).stream([1], LONG)
         await anext(stream)

@@ -294,7 +294,7 @@ def test_what_is_refused(alone, tuned):
 
 
 def test_a_draft_model_leaves_them_alone(alone, tuned):
-    """It has no soft prompts, and guesses for the others alone."""
+    """It has no soft prompts, and drafts for the others alone."""
     prompt, params = tuned.case.random_ids(20), [params_of(name, logprobs=1) for name in (None, "prompt", "prefix")]
     folder = str(tuned.case.folder)
     with LLM(folder, soft_prompts=tuned.folders, draft_model=folder) as llm:

@@ -120,7 +120,7 @@ class Scheduler:
 
     def _leave_slot(self, sequence: Sequence) -> None:
         # Numbers that are not finite may have spread to positions before their own. Where one has failed they have;
-        # where a token has been chosen there are none; of a prompt that was not read to its end, nobody knows.
+        # where a token has been sampled there are none; of a prompt that was not read to its end, nobody knows.
         self._sharing.give_followers(sequence, 0 if sequence.error else sequence.num_cached)
         num_kept = sequence.num_cached if sequence.new_token_ids and not sequence.error else 0
         self.running.remove(sequence)

@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def context_token_ids(self) -> list[int]:
-        """The tokens that the next one is chosen by: token i of them has position i."""
+        """The tokens that the next one depends on: token i of them has position i."""
         return self.window.inside(self.token_ids, self.num_dropped) if self.num_dropped else self.token_ids
 
     @property

@@ -32,7 +32,7 @@ class Ragged(NamedTuple):
 
 
 class Processors(NamedTuple):
-    """What changes the scores of P rows of logits before a token is chosen; i below is 0 to P - 1."""
+    """What changes the scores of P rows of logits before a token is sampled; i below is 0 to P - 1."""
 
     rows: np.ndarray  # (P,) int64, which rows of the logits
     token_ids: Ragged  # int32, the prompt and the output of row i

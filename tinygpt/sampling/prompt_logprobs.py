@@ -1,4 +1,4 @@
-"""PromptLogprobs: what the model says of tokens that are given and not chosen, filled in as a prompt is read."""
+"""PromptLogprobs: what the model says of tokens that are given and not sampled, filled in as a prompt is read."""
 
 import math
 from dataclasses import dataclass, field

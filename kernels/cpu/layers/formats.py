@@ -7,7 +7,6 @@ to its last. The layer axis comes first; wte and the head are one layer.
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 
 
 class Float32Weight(NamedTuple):
@@ -60,8 +59,3 @@ class Norm(NamedTuple):
 
     weight: np.ndarray  # (L, C) float32
     bias: np.ndarray  # (L, C) float32
-
-
-def is_a(numba_type, record: type) -> bool:
-    """Whether a Numba type is that of the NamedTuple `record`."""
-    return isinstance(numba_type, types.BaseNamedTuple) and numba_type.instance_class is record
