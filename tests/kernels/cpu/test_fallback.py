@@ -99,7 +99,8 @@ def runs(tmp_path_factory) -> Iterator[dict[tuple[str, str], Future]]:
 def run(name: str, dtype: str, folder: Path) -> Path:
     target, file = TARGETS[name], folder / f"{name}-{dtype}.npz"
     cpu_choice = {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.features}
-    environment = {**os.environ, **cpu_choice, "NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **cpu_choice, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     process = subprocess.run(
         [sys.executable, __file__, dtype, str(file)], env=environment, capture_output=True, text=True
     )
