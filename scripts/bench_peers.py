@@ -14,6 +14,7 @@ The machine's limits are measured in the same turns. A peer that cannot be insta
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,11 +49,14 @@ def main() -> None:
     setup = prepare(work, arguments.model, arguments.shape, peers, arguments.dtypes)
     if arguments.prepare_only:
         return
-    results = Results()
+    results, kept = Results(), arguments.json or work / "results.json"
     for dtype in arguments.dtypes:
-        run(setup, dtype, arguments, work / "logs", results)
+        for _ in run(setup, dtype, arguments, work / "logs", results):
+            write_json(kept, setup, results, arguments)  # a run that is cut off keeps what it has found
+        complete(setup, results, dtype)
     print(report(setup, results, arguments.threads))
-    write_json(arguments.json or work / "results.json", setup, results, arguments)
+    write_json(kept, setup, results, arguments)
+    say(f"every time is in {kept}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -75,8 +79,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results) -> None:
-    """Every case in one dtype."""
+def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results) -> Iterator[Row]:
+    """Every case in one dtype; each row when it has been measured."""
     cases = decode_cases(arguments.batch_sizes) if arguments.batch_sizes else CASES
     repeats = dict.fromkeys(cases, arguments.repeats)
     if arguments.long:
@@ -91,6 +95,7 @@ def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, res
             if fits(case, setup.config):
                 say(f"measuring {case.name}, {dtype}")
                 results.rows.append(engines.measure(case, count))
+                yield results.rows[-1]
         limits = engines.limits
     if limits:
         results.limits[dtype] = {name: max(turn[name] for turn in limits) for name in limits[0]}
@@ -103,11 +108,16 @@ def fits(case: Case, config: dict) -> bool:
     return has_room
 
 
-def report(setup: Setup, results: Results, threads: int) -> str:
+def complete(setup: Setup, results: Results, dtype: str) -> None:
+    """Add to the rows of a dtype what its last turn tells: the machine's limit, and which engines are absent."""
     for row in results.rows:
-        if row.dtype in results.limits:
-            row.floor = floor(row.case, setup.config, row.dtype, results.limits[row.dtype])
-        row.absent = [engine for engine, dtype in setup.absent if dtype == row.dtype]
+        if row.dtype == dtype:
+            if dtype in results.limits:
+                row.floor = floor(row.case, setup.config, dtype, results.limits[dtype])
+            row.absent = [engine for engine, absent_dtype in setup.absent if absent_dtype == dtype]
+
+
+def report(setup: Setup, results: Results, threads: int) -> str:
     c = setup.config
     lines = [
         f"n_layer {c['n_layer']}, n_embd {c['n_embd']}, vocab_size {c['vocab_size']}; {threads} threads; ms, best "
@@ -143,8 +153,9 @@ def write_json(path: Path, setup: Setup, results: Results, arguments: argparse.N
             for dtype, of_dtype in results.agreements.items()
         },
     }
-    path.write_text(json.dumps(content, indent=1))
-    say(f"every time is in {path}")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1))
+    part.replace(path)
 
 
 if __name__ == "__main__":

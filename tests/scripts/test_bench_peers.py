@@ -1,5 +1,6 @@
 """scripts/bench_peers.py: ratios, limits and the table, and peers that cannot be had. No peer is installed here."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -173,6 +174,43 @@ def test_our_worker_measures(tmp_path, monkeypatch):
     for measured in rows:
         assert len(measured.ms["tinygpt"]) == 2
         assert min(measured.ms["tinygpt"]) > 0
+
+
+class CutOff:
+    """Stands in for `Engines`: measures one case, and is interrupted at the next."""
+
+    def __init__(self, *_):
+        self.limits, self._cases = [], 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def last_logits(self):
+        return []
+
+    def measure(self, case: Case, count: int) -> Row:
+        self._cases += 1
+        if self._cases == 2:
+            raise KeyboardInterrupt
+        return Row(case, "int8", {"tinygpt": [1.0] * count})
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_has_measured(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(prepare.__file__).parents[1]))
+    import bench_peers
+
+    kept = tmp_path / "results.json"
+    monkeypatch.setattr(bench_peers, "prepare", lambda *_: Setup(tmp_path, {"n_positions": 1024}))
+    monkeypatch.setattr(bench_peers, "Engines", CutOff)
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--dtypes", "int8", "--repeats", "3", "--json", str(kept)])
+    with pytest.raises(KeyboardInterrupt):
+        bench_peers.main()
+    assert [(row["case"], row["ms"]) for row in json.loads(kept.read_text())["rows"]] == [
+        (DECODE_1.name, {"tinygpt": [1.0, 1.0, 1.0]})
+    ]
 
 
 def test_plain_form_holds_the_same_tensors(tmp_path):
