@@ -38,7 +38,7 @@ def test_a_mutant_dies_where_a_test_looks_at_the_border(tmp_path, value, verdict
         "import sys\nfrom pathlib import Path\nfrom scripts import mutate\n"
         "mutate.TESTS['age.py'] = ['test_age.py']\n"
         f"(mutant,) = [m for m in mutate.mutants_of('age.py', {mutant_source!r}) if m.text == '>']\n"
-        f"print(mutate.survives(mutant, Path({str(tmp_path)!r})))\n"
+        f"print(mutate.survives(mutant, Path({str(tmp_path)!r})) > 0)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=mutate.ROOT)
     assert ended.stdout.split() == [verdict], ended.stderr
