@@ -13,6 +13,7 @@ from tinygpt.cli import loading
 from tinygpt.cli.messages import elapsed
 from tinygpt.kernels import cpu as kernels
 from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.kernel_files import KernelFiles
 
 pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
 
@@ -89,7 +90,8 @@ def test_no_second_process_outlives_the_first(run, monkeypatch):
 
 
 def test_a_mark_that_cannot_be_kept_is_no_error(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(jit, "cache_folder", lambda: jit.CacheFolder(tmp_path / "absent"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(jit, "kernel_files", lambda: KernelFiles(tmp_path / "file"))
     assert run("Once --max-tokens 1").code == 0
 
 

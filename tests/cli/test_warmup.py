@@ -35,7 +35,7 @@ def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
 
 def kernels(cache: Path) -> dict[str, int]:
     """The compiled kernels, and when each was written."""
-    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
+    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.kernel")}
 
 
 @pytest.mark.parametrize("dtype", ["int8"])
