@@ -1,7 +1,7 @@
 """Compiled kernels as files: what is loaded is what this user wrote, to the last bit, or it is not there.
 
-A kernel is kept as a pickle with machine code in it, and whoever loads one runs it. So each file begins with a digest of
-its name and content under a key that only this user can read, and nothing is unpickled before the digest is right. A
+A kernel is kept as a pickle with machine code in it, and whoever loads one runs it. So each file begins with a digest
+of its name and content under a key that only this user can read, and nothing is unpickled before the digest is right. A
 file that was damaged, cut short or planted is deleted, and its kernel compiled again.
 """
 

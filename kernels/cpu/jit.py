@@ -98,7 +98,7 @@ class _CompilationListener(event.Listener):
 
 
 def cache_is_cold(name: str) -> bool:
-    """True until `mark_warm(name)`, and again once a kernel is gone: those of a dtype are compiled by its first step."""
+    """True until `mark_warm(name)`, and once a kernel is gone: those of a dtype are compiled by its first step."""
     return name not in kernel_files().marks()
 
 

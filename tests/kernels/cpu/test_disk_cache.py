@@ -72,11 +72,6 @@ def files_of(folder: Path) -> list[Path]:
     return [path for path in (folder / "cache").rglob("*") if path.is_file()]
 
 
-def flip_in_the_middle(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
-
-
 class Bomb:
     """Unpickled, it leaves a file behind."""
 
