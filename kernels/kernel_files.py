@@ -33,7 +33,7 @@ class KernelFiles:
 
     def __init__(self, folder: Path | None):
         self.folder = folder
-        self._has_failed = folder is None
+        self.is_keeping = folder is not None  # until something could not be kept
 
     def names(self) -> set[str]:
         return set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
@@ -64,7 +64,7 @@ class KernelFiles:
 
     def mark(self, name: str) -> None:
         """Note that there is all that `name` stands for, unless some of it could not be kept."""
-        if not self._has_failed:
+        if self.is_keeping:
             with suppress(OSError):  # a mark that cannot be kept costs the next run a needless step
                 self._write(f"{name}.warm", "\n".join(sorted(self.names())).encode())
 
@@ -76,8 +76,8 @@ class KernelFiles:
 
     def say_not_kept(self, error: Exception) -> None:
         """Once: a disk that is full stays full."""
-        if not self._has_failed:
-            self._has_failed = True
+        if self.is_keeping:
+            self.is_keeping = False
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             logger.warning("compiled kernels cannot be kept in %s (%s); this run goes on", self.folder, reason)
 

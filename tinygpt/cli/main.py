@@ -67,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.add_argument("--debug", action="store_true", help="show the log, and the traceback of an error (default: off)")
+        subparser.add_argument(
+            "--debug", action="store_true", help="show the log, and the traceback of an error (default: off)"
+        )
     return parser
 
 

@@ -4,6 +4,7 @@ import argparse
 
 from tinygpt.cli import loading, model_flags
 from tinygpt.cli.messages import counted, say
+from tinygpt.errors import TinyGPTError
 from tinygpt.sampling_params import SamplingParams
 
 SUMMARY = "compile the kernels for a model and dtype ahead of time"
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> None:
                 llm.generate([[0, 0]], params)
             mark_warm(loading.kernels_of(llm, args.kv_cache_dtype))
         bar.update()
+    if not kernel_files().is_keeping:
+        raise TinyGPTError("the compiled kernels could not be kept, so other processes compile them again.")
     made = len(kernel_files().names()) - before
     say(f"{counted(made, 'kernel')} compiled" if made else "nothing was left to compile")
     say(f"the kernels are kept in {cache_folder().path}")
