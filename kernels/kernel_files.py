@@ -60,7 +60,8 @@ class KernelFiles:
                 self._write(name, self._header(name, body) + body)
                 self._remove_leftovers()
             except OSError as error:
-                self.say_not_kept(error)
+                if HAS_OWNERS or name not in self.names():  # on Windows another process may be reading the same
+                    self.say_not_kept(error)
 
     def mark(self, name: str) -> None:
         """Note that there is all that `name` stands for, unless some of it could not be kept."""

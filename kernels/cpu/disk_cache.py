@@ -82,7 +82,7 @@ class DiskCache:
 @functools.cache
 def _digest_of(file: str) -> str | None:
     """What stands for a function's source beside the folder's name, which stands for all sources in this package."""
-    path = Path(file)
+    path = Path(file).resolve()
     try:
         return "" if path.is_relative_to(SOURCES) else hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:  # typed in, for one

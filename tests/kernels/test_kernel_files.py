@@ -228,6 +228,18 @@ def test_a_disk_that_takes_no_more_is_told_once(tmp_path, monkeypatch, caplog, n
     assert files.marks() == []
 
 
+def test_windows_may_refuse_to_replace_what_is_being_read(files, monkeypatch, caplog):
+    def refuse(*paths):
+        raise PermissionError(errno.EACCES, "Access is denied")
+
+    monkeypatch.setattr(kernel_files, "HAS_OWNERS", False)
+    monkeypatch.setattr(os, "replace", refuse)
+    files.save(NAME, BODY)
+    assert not caplog.records
+    files.save("other.kernel", BODY)
+    assert len(caplog.records) == 1
+
+
 def test_a_mark_holds_as_long_as_its_kernels(files):
     files.save("other.kernel", BODY)
     files.mark("int8")

@@ -60,6 +60,18 @@ def test_fingerprint_changes_with_numba_settings_that_change_code(tmp_path, monk
     assert jit.fingerprint(tmp_path) != before
 
 
+def test_assertions_are_part_of_the_code(tmp_path):
+    """python -O compiles none."""
+    with_them, without = (
+        report("from tinygpt.kernels.cpu import jit; print(jit.cache_folder().path)", **environment)
+        for environment in (
+            {"NUMBA_CACHE_DIR": str(tmp_path)},
+            {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONOPTIMIZE": "1"},
+        )
+    )
+    assert with_them != without
+
+
 def test_folder_follows_the_environment_and_warms_up(tmp_path):
     path, note, cold = report(XDG_CACHE_HOME=str(tmp_path), HOME=str(tmp_path / "home"))
     if sys.platform == "linux":
