@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tinygpt.kernels.cache_folder import HAS_OWNERS
 
-MAGIC = b"tinygpt kernel 1\n"
+MAGIC = b"tinygpt kernel 1\n"  # the format, which the folder's name stands for too
 DIGEST_SIZE = KEY_SIZE = 32
 HEADER = len(MAGIC) + DIGEST_SIZE
 LEFTOVER_AGE = 24 * 3600  # seconds

@@ -20,7 +20,7 @@ from numba.core import config, event
 
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
-from tinygpt.kernels.kernel_files import KernelFiles
+from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
 # a needless compilation is slow, a stale kernel is wrong.
@@ -115,6 +115,7 @@ def mark_warm(name: str) -> None:
 def fingerprint(sources: Path) -> str:
     """16 hex digits over all that decides the machine code of the kernels under the folder `sources`."""
     build = (
+        MAGIC,
         numba.__version__,
         llvmlite.__version__,
         np.__version__,  # Numba's types follow NumPy's rules

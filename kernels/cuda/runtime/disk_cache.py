@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
-from tinygpt.kernels.kernel_files import KernelFiles
+from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 SOURCES = Path(__file__).resolve().parents[1]
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
@@ -78,5 +78,5 @@ def _describe_value(value: Any) -> str:
 @functools.cache
 def kernel_files() -> KernelFiles:
     """The kernels of this build, in a folder whose name stands for all sources and the compilers."""
-    build = [metadata.version(name) for name in COMPILERS], sys.version, __debug__
+    build = MAGIC, [metadata.version(name) for name in COMPILERS], sys.version, __debug__
     return KernelFiles(find_folder(f"cuda-{fingerprint_of(SOURCES, build)}").path)
