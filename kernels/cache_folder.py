@@ -2,18 +2,25 @@
 
 import hashlib
 import os
+import stat
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+HAS_OWNERS = hasattr(os, "geteuid")  # Windows: the folders below are this user's own
+
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """Where compiled kernels are kept; `note` says why, where it is not the folder one would expect."""
+    """Where compiled kernels are kept, None where they cannot be.
 
-    path: Path
+    `note` says why it is not the folder that one would expect.
+    """
+
+    path: Path | None
     note: str = ""
 
 
@@ -27,20 +34,21 @@ def fingerprint_of(sources: Path, build: Any) -> str:
 
 
 def find_folder(name: str) -> CacheFolder:
-    """The folder of this name.
+    """The folder of this name, which this user alone can write to.
 
-    It lies under $NUMBA_CACHE_DIR if that is set, else under the user's cache folder, else, where that
-    cannot be written to, under the temporary folder.
+    It lies under $NUMBA_CACHE_DIR if that is set, else under the user's cache folder, else, where that does not do,
+    under the temporary folder.
     """
     base = _user_cache()
-    if _is_writable(base / name):
-        return CacheFolder(base / name)
-    note = f"compiled kernels cannot be kept in {base} (not writable)"
-    owned = _owned_temporary_folder()
-    if owned is not None and _is_writable(owned / name):
-        return CacheFolder(owned / name, f"{note}; using {owned}. Set NUMBA_CACHE_DIR to choose another folder.")
-    path = Path(tempfile.mkdtemp(prefix="tinygpt-"))
-    return CacheFolder(path, f"{note}; this run compiles into {path}. Set NUMBA_CACHE_DIR to keep them.")
+    path, reason = _private_folder(base / name)
+    if path is not None:
+        return CacheFolder(path)
+    note = f"compiled kernels cannot be kept in {base} ({reason})"
+    if (temporary := _temporary_folder()) is not None:
+        path, _ = _private_folder(temporary / name)
+    if path is not None:
+        return CacheFolder(path, f"{note}; using {temporary}. Set NUMBA_CACHE_DIR to choose another folder.")
+    return CacheFolder(None, f"{note}; this run keeps them in memory. Set NUMBA_CACHE_DIR to choose another folder.")
 
 
 def _user_cache() -> Path:
@@ -55,29 +63,67 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "tinygpt"
 
 
-def _is_writable(folder: Path) -> bool:
-    if not folder.is_absolute():
-        return False
+def _temporary_folder() -> Path | None:
+    """This user's folder under the temporary one, or None where a link stands in its place."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-def _owned_temporary_folder() -> Path | None:
-    """This user's folder under the temporary one, or None where someone else made it first.
-
-    Loading a cached kernel runs its code, so a folder that another user may write to is never used.
-    """
-    if not hasattr(os, "getuid"):  # Windows: the temporary folder is this user's own
-        return Path(tempfile.gettempdir()) / "tinygpt"
-    folder = Path(tempfile.gettempdir()) / f"tinygpt-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError:
+        folder = Path(tempfile.gettempdir()) / (f"tinygpt-{os.geteuid()}" if HAS_OWNERS else "tinygpt")
+    except OSError:  # no folder at all can be written to
         return None
-    is_ours = status.st_uid == os.getuid() and not folder.is_symlink() and not status.st_mode & 0o022
-    return folder if is_ours else None
+    return None if folder.is_symlink() else folder
+
+
+def _private_folder(folder: Path) -> tuple[Path | None, str]:
+    """Where the folder really lies, made if need be; or None, and why it is not to be used.
+
+    Loading a kernel runs its code. So nobody else may be able to write to the folder, nor to put another one in its
+    place: that goes for all folders above it, after links have been followed.
+    """
+    if not folder.is_absolute():
+        return None, "not an absolute path"
+    folder = Path(os.path.realpath(folder))
+    try:
+        for part in (*reversed(folder.parents), folder):
+            if reason := _distrust(part, _status_of(part), is_ours=part == folder):
+                return None, reason
+        with tempfile.TemporaryFile(dir=folder):
+            return folder, ""
+    except OSError as error:
+        return None, f"not writable: {error.strerror or error}"
+
+
+def _status_of(folder: Path) -> os.stat_result:
+    """The folder's owner and mode. One that is not there is made, for this user alone whatever the umask."""
+    if not os.path.lexists(folder):
+        with suppress(FileExistsError):  # another process made it first
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o700)
+    return folder.lstat()
+
+
+def _distrust(folder: Path, status: os.stat_result, is_ours: bool) -> str:
+    """Why somebody else could decide what lies in the folder; "" if only root could, who can do anything."""
+    if not HAS_OWNERS:
+        return ""
+    user = os.geteuid()
+    if status.st_uid != user and (is_ours or status.st_uid != 0):
+        return f"{folder} belongs to another user"
+    by_others = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid))
+    # In a sticky folder, such as /tmp, nobody can replace what is not theirs.
+    if by_others and (is_ours or not status.st_mode & stat.S_ISVTX):
+        return f"others may write to {folder}"
+    return ""
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether it is the group that many systems give each user: of the user's name, and without other members.
+
+    Where each user has one, the umask lets it write to all that the user makes.
+    """
+    import grp
+    import pwd
+
+    try:
+        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == user.pw_gid and found.gr_name == user.pw_name and {*found.gr_mem} <= {user.pw_name}

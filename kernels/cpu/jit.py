@@ -1,8 +1,7 @@
 """The one place that declares how kernels are compiled, and where their machine code is kept.
 
-Numba's own cache stamps only the file that holds a kernel: a callee changed in another file stays stale.
-Here the cache lives in a folder named by everything that decides the machine code, all kernel sources
-included, so kernels may be split over files freely and an upgrade can never meet old code.
+The cache lives in a folder named by everything that decides the machine code, all kernel sources included, so kernels
+may be split over files freely and an upgrade can never meet old code.
 """
 
 import contextlib
@@ -15,12 +14,14 @@ from pathlib import Path
 
 import llvmlite
 import numba
+import numpy as np
 from llvmlite import binding
 from numba.core import config, event
 
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
+from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
+from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
-_SOURCES = Path(__file__).resolve().parent
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
 # a needless compilation is slow, a stale kernel is wrong.
 _HARMLESS = {
@@ -29,10 +30,11 @@ _HARMLESS = {
     "NUMBA_THREADING_LAYER",
     "NUMBA_THREADING_LAYER_PRIORITY",
 }
+_SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
 
 
 def jit(function):
-    """Compile a function on first call. It is at module level: Numba's cache misses a closure in every process.
+    """Compile a function on first call. It is at module level: a closure is compiled by every process.
 
     Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a float32, int8
     or int4 result has the same bits on every CPU, and a bfloat16 one but for denormals, which AVX-512's product of
@@ -52,15 +54,9 @@ def kernel(function):
 
 
 def _compiled(function, **options):
-    # Numba reads CACHE_DIR while it decorates; other packages' kernels must not see ours.
-    previous = config.CACHE_DIR
-    config.CACHE_DIR = str(cache_folder().path)
-    try:
-        return numba.njit(
-            cache=True, nogil=True, error_model="numpy", fastmath=False, no_cfunc_wrapper=True, **options
-        )(function)
-    finally:
-        config.CACHE_DIR = previous
+    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=False, no_cfunc_wrapper=True, **options)(function)
+    compiled._cache = DiskCache(function, kernel_files)
+    return compiled
 
 
 def inline(function):
@@ -76,7 +72,13 @@ def inline(function):
 @functools.cache
 def cache_folder() -> CacheFolder:
     """The folder for this build's kernels."""
-    return find_folder(f"kernels-{fingerprint(_SOURCES)}")
+    return find_folder(f"kernels-{fingerprint(SOURCES)}")
+
+
+@functools.cache
+def kernel_files() -> KernelFiles:
+    """The kernels in this build's folder."""
+    return KernelFiles(cache_folder().path)
 
 
 def on_compilation(callback: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -96,38 +98,36 @@ class _CompilationListener(event.Listener):
 
 
 def cache_is_cold(name: str) -> bool:
-    """True until `mark_warm(name)`: the kernels of a dtype are compiled by its first step."""
-    return not _mark_of(name).exists()
+    """True until `mark_warm(name)`, and once a kernel is gone: those of a dtype are compiled by its first step."""
+    return name not in kernel_files().marks()
 
 
 def is_first_run() -> bool:
     """Whether this build's folder holds no kernel yet, and will keep those that are compiled."""
-    folder = cache_folder()
-    return not folder.note and folder.path.is_dir() and not any(folder.path.glob("*/*.nbi"))
+    return not cache_folder().note and not kernel_files().names()
 
 
 def mark_warm(name: str) -> None:
     """Note that this build's kernels for a dtype have been compiled on this machine."""
-    with contextlib.suppress(OSError):  # a mark that cannot be kept costs the next run a needless step
-        _mark_of(name).touch()
-
-
-def _mark_of(name: str) -> Path:
-    return cache_folder().path / f"{name}.warm"
+    kernel_files().mark(name)
 
 
 def fingerprint(sources: Path) -> str:
     """16 hex digits over all that decides the machine code of the kernels under the folder `sources`."""
     build = (
-        str(sources),  # Numba files its entries by the source's folder, so another copy starts cold
+        MAGIC,
         numba.__version__,
         llvmlite.__version__,
+        np.__version__,  # Numba's types follow NumPy's rules
         sys.version,
+        __debug__,  # python -O compiles no assertion
         platform.machine(),
+        binding.get_process_triple(),
         binding.get_host_cpu_name(),
         binding.get_host_cpu_features().flatten(),
         config.USING_SVML,
         sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _HARMLESS),
+        _SETTINGS.read_bytes() if _SETTINGS.is_file() else b"",
     )
     return fingerprint_of(sources, build)
 

@@ -56,7 +56,7 @@ def test_kernels_follow_the_features(monkeypatch):
 def test_the_cache(report):
     folder = jit.cache_folder().path
     assert report["cache"]["folder"] == str(folder)
-    assert report["cache"]["kernels"] == len(list(folder.rglob("*.nbc")))
+    assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
 
 
 def test_sizes_of_folders(tmp_path):

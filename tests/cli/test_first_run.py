@@ -1,10 +1,12 @@
 """What `generate` says where kernels compile, where they are kept, and which threads it sets."""
 
+import errno
 import io
 import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import numba
 import pytest
@@ -13,6 +15,7 @@ from tinygpt.cli import loading
 from tinygpt.cli.messages import elapsed
 from tinygpt.kernels import cpu as kernels
 from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.kernel_files import KernelFiles
 
 pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
 
@@ -89,13 +92,37 @@ def test_no_second_process_outlives_the_first(run, monkeypatch):
 
 
 def test_a_mark_that_cannot_be_kept_is_no_error(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(jit, "cache_folder", lambda: jit.CacheFolder(tmp_path / "absent"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(jit, "kernel_files", lambda: KernelFiles(tmp_path / "file"))
     assert run("Once --max-tokens 1").code == 0
 
 
 def test_a_cache_in_an_unusual_place_is_mentioned(run, monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "cache_folder", lambda: jit.CacheFolder(tmp_path, "kept elsewhere"))
     assert "tinygpt: kept elsewhere\n" in run("Once --max-tokens 1").err
+
+
+def test_a_disk_that_takes_no_kernel_is_said_once_and_ends_no_run(run, monkeypatch, tmp_path):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def load_kernels():
+        for number in range(3):
+            files.save(f"{number}.kernel", b"code")
+            assert files.load("damaged.kernel") is None
+
+    pack, files = kernels.load_params, KernelFiles(tmp_path)
+    files.save("damaged.kernel", b"code")
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    monkeypatch.setattr(kernels, "load_params", lambda *weights: load_kernels() or pack(*weights))
+    said = f"tinygpt: compiled kernels cannot be kept in {tmp_path} (No space left on device); this run goes on\n"
+    for flags, damage in (("", 0), (" --debug", 1)):
+        files.is_keeping = True
+        (tmp_path / "damaged.kernel").write_bytes(b"")
+        result = run("Once --max-tokens 1" + flags)
+        assert result.code == 0
+        assert result.err.count(said) == 1
+        assert result.err.count(f"tinygpt: {tmp_path / 'damaged.kernel'} is damaged") == damage
 
 
 def test_a_terminal_shows_the_seconds(monkeypatch):

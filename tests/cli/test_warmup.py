@@ -9,6 +9,10 @@ import pytest
 
 from support.commands import run_process
 from support.paths import ROOT
+from tinygpt.cli import main as cli
+from tinygpt.cli.commands import warmup
+from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.kernel_files import KernelFiles
 
 REQUESTS = """
 from tinygpt import LLM, SamplingParams
@@ -35,7 +39,7 @@ def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
 
 def kernels(cache: Path) -> dict[str, int]:
     """The compiled kernels, and when each was written."""
-    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
+    return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.kernel")}
 
 
 @pytest.mark.parametrize("dtype", ["int8"])
@@ -50,6 +54,15 @@ def test_after_warmup_nothing_compiles(tmp_path, dtype):
     second = python("-m", "tinygpt", "warmup", "--dtype", dtype, cache=tmp_path)
     assert "nothing was left to compile" in second.stderr
     assert kernels(tmp_path) == made
+
+
+def test_kernels_that_cannot_be_kept_are_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr(warmup, "REQUESTS", {})
+    monkeypatch.setattr(jit, "kernel_files", lambda: KernelFiles(None))
+    assert cli.main(["warmup"]) == 1
+    error = capsys.readouterr().err
+    assert "could not be kept" in error
+    assert "nothing was left to compile" not in error
 
 
 def test_an_impossible_dtype_is_a_sentence():

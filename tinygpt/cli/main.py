@@ -10,6 +10,7 @@ from difflib import get_close_matches
 import tinygpt
 from tinygpt.cli.commands import bench, convert, doctor, generate, info, parity, warmup
 from tinygpt.cli.commands import eval as evaluate
+from tinygpt.cli.messages import log_shown
 from tinygpt.errors import RequestError, TinyGPTError
 
 COMMANDS = {
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = parser.subparsers.choices[args.command]
         subparser.error(_describe_unknown(unknown, subparser))
     try:
-        COMMANDS[args.command].run(args)
+        with log_shown(args.debug):
+            COMMANDS[args.command].run(args)
         return DONE
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
@@ -65,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error (default: off)")
+        subparser.add_argument(
+            "--debug", action="store_true", help="show the log, and the traceback of an error (default: off)"
+        )
     return parser
 
 

@@ -37,6 +37,24 @@ def say(message: str) -> None:
 
 
 @contextmanager
+def log_shown(is_whole: bool) -> Iterator[None]:
+    """While the block runs, show what the library logs: warnings alone, or all of it."""
+    import logging
+
+    log, handler = logging.getLogger("tinygpt"), logging.StreamHandler()
+    level = log.level
+    # On a terminal it takes the place of the clock's line, which goes on below.
+    handler.setFormatter(logging.Formatter(f"{chr(13) * sys.stderr.isatty()}tinygpt: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG if is_whole else level)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+
+
+@contextmanager
 def elapsed(message: str) -> Iterator[None]:
     """Show `message` while the block runs: with a clock on a terminal, as one line anywhere else."""
     if not sys.stderr.isatty():

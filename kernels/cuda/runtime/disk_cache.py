@@ -7,7 +7,7 @@ that is named by all sources.
 
 import functools
 import hashlib
-import os
+import logging
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
+from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 SOURCES = Path(__file__).resolve().parents[1]
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
+logger = logging.getLogger(__name__)
 
 
 class DiskCache:
@@ -31,32 +33,35 @@ class DiskCache:
         """The compiled kernel for arguments of these types, or None."""
         from numba.cuda.dispatcher import _Kernel
 
+        name = self._name(signature)
+        if (body := kernel_files().load(name)) is None:
+            return None
         try:
-            return _Kernel._rebuild(**pickle.loads(self._path(signature).read_bytes()))
-        except Exception:  # absent, or of no use for whatever reason: it is compiled, and written again
+            return _Kernel._rebuild(**pickle.loads(body))
+        except Exception as error:  # of no use for whatever reason: it is compiled, and written again
+            logger.debug("%s cannot be loaded (%r): it is compiled again", name, error)
             return None
 
     def save_overload(self, signature: Any, kernel: Any) -> None:
         from numba.cuda.serialize import dumps
 
         try:
-            path = self._path(signature)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_bytes(dumps(kernel._reduce_states()))
-            part.replace(path)
-        except Exception:  # a full disk, say: the next process compiles again
-            return
+            body = dumps(kernel._reduce_states())
+        except Exception as error:  # what is compiled runs, whether or not it can be kept
+            kernel_files().say_not_kept(error)
+        else:
+            kernel_files().save(self._name(signature), body)
 
     def flush(self) -> None:
         """There is nothing to forget: a file that is there is right."""
 
-    def _path(self, signature: Any) -> Path:
+    def _name(self, signature: Any) -> str:
         from numba import cuda
 
         capability = cuda.get_current_device().compute_capability
         known = f"{describe(self._function)} {signature} {tuple(capability)}"
-        name = hashlib.sha256(known.encode()).hexdigest()[:24]
-        return folder() / f"{self._function.__name__}-{name}.kernel"
+        digest = hashlib.sha256(known.encode()).hexdigest()[:32]
+        return f"{self._function.__name__}-{digest}.kernel"
 
 
 def describe(function: Callable) -> str:
@@ -71,7 +76,7 @@ def _describe_value(value: Any) -> str:
 
 
 @functools.cache
-def folder() -> Path:
-    """The folder of this build: its name stands for all sources and the compilers."""
-    build = [metadata.version(name) for name in COMPILERS], sys.version
-    return find_folder(f"cuda-{fingerprint_of(SOURCES, build)}").path
+def kernel_files() -> KernelFiles:
+    """The kernels of this build, in a folder whose name stands for all sources and the compilers."""
+    build = MAGIC, [metadata.version(name) for name in COMPILERS], sys.version, __debug__
+    return KernelFiles(find_folder(f"cuda-{fingerprint_of(SOURCES, build)}").path)

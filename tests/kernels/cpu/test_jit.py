@@ -17,8 +17,8 @@ REPORT = (
     "print(folder.path); print(folder.note); print(jit.cache_is_cold('int8'))"
 )
 RUN_ONE = (
-    "import numpy as np; philox._multiply_high(np.uint64(3), np.uint64(5)); jit.mark_warm('int8');"
-    "print(jit.cache_is_cold('int8'), jit.cache_is_cold('int4'))"
+    "import numpy as np; philox.uniform(*np.ones(3, np.uint64)); jit.mark_warm('int8');"
+    "print(jit.cache_is_cold('int8')); print(jit.cache_is_cold('int4'))"
 )
 
 
@@ -44,15 +44,32 @@ def test_fingerprint_changes_with_any_source(tmp_path):
     seen.add(jit.fingerprint(tmp_path))
     assert len(seen) == 4
     shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
-    assert jit.fingerprint(copy) not in seen
+    assert jit.fingerprint(copy) == jit.fingerprint(tmp_path)  # wherever they lie
 
 
 def test_fingerprint_changes_with_numba_settings_that_change_code(tmp_path, monkeypatch):
     before = jit.fingerprint(tmp_path)
     monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
     assert jit.fingerprint(tmp_path) == before
-    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    with monkeypatch.context() as patch:
+        patch.setenv("NUMBA_CPU_NAME", "generic")
+        assert jit.fingerprint(tmp_path) != before
+    monkeypatch.chdir(tmp_path)
+    assert jit.fingerprint(tmp_path) == before
+    (tmp_path / ".numba_config.yaml").write_text("opt: 1\n")
     assert jit.fingerprint(tmp_path) != before
+
+
+def test_assertions_are_part_of_the_code(tmp_path):
+    """python -O compiles none."""
+    with_them, without = (
+        report("from tinygpt.kernels.cpu import jit; print(jit.cache_folder().path)", **environment)
+        for environment in (
+            {"NUMBA_CACHE_DIR": str(tmp_path)},
+            {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONOPTIMIZE": "1"},
+        )
+    )
+    assert with_them != without
 
 
 def test_folder_follows_the_environment_and_warms_up(tmp_path):
@@ -60,8 +77,8 @@ def test_folder_follows_the_environment_and_warms_up(tmp_path):
     if sys.platform == "linux":
         assert Path(path).parent == tmp_path / "tinygpt"
     assert (note, cold) == ("", "True")
-    *_, before, after = report(f"{REPORT}; {RUN_ONE}", NUMBA_CACHE_DIR=str(tmp_path / "own"))
-    assert (before, after) == ("True", "False True")
+    *_, before, after, other = report(f"{REPORT}; {RUN_ONE}", NUMBA_CACHE_DIR=str(tmp_path / "own"))
+    assert (before, after, other) == ("True", "False", "True")
     path, note, cold = report(NUMBA_CACHE_DIR=str(tmp_path / "own"))
     assert (Path(path).parent, note, cold) == (tmp_path / "own", "", "False")
 
@@ -87,6 +104,7 @@ def test_unwritable_cache_falls_back_and_says_so(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of folders on Windows")
 @pytest.mark.parametrize("trap", ["writable by others", "a link"])
 def test_a_temporary_folder_that_others_control_is_not_used(tmp_path, trap):
+    """Kernels then stay in memory, and nothing is left behind."""
     target = tmp_path / f"tinygpt-{os.getuid()}"
     if trap == "a link":
         (tmp_path / "elsewhere").mkdir()
@@ -96,9 +114,13 @@ def test_a_temporary_folder_that_others_control_is_not_used(tmp_path, trap):
         target.chmod(0o777)
     blocked = tmp_path / "file"
     blocked.write_text("")
-    path, _, _ = report(NUMBA_CACHE_DIR=str(blocked / "cache"), TMPDIR=str(tmp_path))
-    assert Path(path).parent == tmp_path
-    assert Path(path) != target
+    before = set(tmp_path.rglob("*"))
+    path, note, *_, is_cold, _ = report(
+        f"{REPORT}; {RUN_ONE}", NUMBA_CACHE_DIR=str(blocked / "cache"), TMPDIR=str(tmp_path)
+    )
+    assert (path, is_cold) == ("None", "True")
+    assert "in memory" in note
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_other_packages_keep_their_cache_folder(monkeypatch):
@@ -108,8 +130,9 @@ def test_other_packages_keep_their_cache_folder(monkeypatch):
     def kernel(x):
         return x
 
+    assert kernel(3) == 3
     assert config.CACHE_DIR == "theirs"
-    assert jit.cache_folder().path in Path(kernel._cache.cache_path).parents
+    assert kernel.stats.cache_path == str(jit.cache_folder().path)
 
 
 def test_floating_point_is_strict():

@@ -15,6 +15,7 @@ from tinygpt.kernels.cuda.layers.layer_norm import layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel, normed_linear_kernel
 from tinygpt.kernels.cuda.runtime import disk_cache
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache, describe
+from tinygpt.kernels.kernel_files import KernelFiles
 
 PURPOSES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
 
@@ -68,7 +69,8 @@ def cache(tmp_path, monkeypatch) -> DiskCache:
     from numba import cuda
     from numba.cuda import dispatcher
 
-    monkeypatch.setattr(disk_cache, "folder", lambda: tmp_path)
+    files = KernelFiles(tmp_path)
+    monkeypatch.setattr(disk_cache, "kernel_files", lambda: files)
     monkeypatch.setattr(dispatcher, "_Kernel", FakeKernel)
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
     return DiskCache(linear_kernel("int8", 1, ADD).py_func)
@@ -80,11 +82,17 @@ def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
     assert cache.load_overload("types", None).states == {"name": "compiled", "size": 3}
     assert cache.load_overload("other types", None) is None
     assert DiskCache(linear_kernel("int8", 1, LOGITS).py_func).load_overload("types", None) is None
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(KernelFiles(tmp_path).names()) == 1
 
 
 def test_a_damaged_file_is_compiled_again(cache, tmp_path):
     cache.save_overload("types", FakeKernel(name="compiled"))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.kernel")
     file.write_bytes(file.read_bytes()[:-5])
     assert cache.load_overload("types", None) is None
+
+
+def test_what_cannot_be_taken_apart_runs_all_the_same(cache, tmp_path, caplog):
+    cache.save_overload("types", FakeKernel(name=lambda: 0, stuck=(number for number in range(3))))
+    assert not KernelFiles(tmp_path).names()
+    assert str(tmp_path) in caplog.text

@@ -139,16 +139,16 @@ def _memory_sizes() -> dict[str, int | None]:
 
 
 def _cache() -> dict[str, Any]:
-    from tinygpt.kernels.cpu.jit import cache_folder
+    from tinygpt.kernels.cpu.jit import cache_folder, kernel_files
 
-    folder = cache_folder()
-    others = [path for path in folder.path.parent.glob("kernels-*") if path != folder.path]
+    path, files = cache_folder().path, kernel_files()
+    others = [] if path is None else [build for build in path.parent.glob("kernels-*") if build != path]
     return {
-        "folder": str(folder.path),
-        "note": folder.note or None,
-        "kernels": len(list(folder.path.rglob("*.nbc"))),
-        "size": _size_of(folder.path),
-        "compiled_for": sorted(mark.stem for mark in folder.path.glob("*.warm")),
+        "folder": None if path is None else str(path),
+        "note": cache_folder().note or None,
+        "kernels": len(files.names()),
+        "size": 0 if path is None else _size_of(path),
+        "compiled_for": files.marks(),
         "other_builds": len(others),
         "other_builds_size": sum(map(_size_of, others)),
     }

@@ -4,6 +4,7 @@ import argparse
 
 from tinygpt.cli import loading, model_flags
 from tinygpt.cli.messages import counted, say
+from tinygpt.errors import TinyGPTError
 from tinygpt.sampling_params import SamplingParams
 
 SUMMARY = "compile the kernels for a model and dtype ahead of time"
@@ -28,13 +29,13 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from tinygpt.execution.backend import load_backend
-    from tinygpt.kernels.cpu.jit import cache_folder, mark_warm
+    from tinygpt.kernels.cpu.jit import cache_folder, kernel_files, mark_warm
     from tinygpt.llm import LLM
 
     load_backend("cpu", args.dtype)  # an impossible dtype is refused before anything is said
     if cache_folder().note:
         say(cache_folder().note)
-    before = _compiled_kernels()
+    before = len(kernel_files().names())
     say("compiling kernels for this machine (10 to 20 s for a dtype)")
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=1 + len(REQUESTS), bar_format="tinygpt: {desc} {bar} {elapsed}", disable=None) as bar:
@@ -48,12 +49,8 @@ def run(args: argparse.Namespace) -> None:
                 llm.generate([[0, 0]], params)
             mark_warm(loading.kernels_of(llm, args.kv_cache_dtype))
         bar.update()
-    made = _compiled_kernels() - before
+    if not kernel_files().is_keeping:
+        raise TinyGPTError("the compiled kernels could not be kept, so other processes compile them again.")
+    made = len(kernel_files().names()) - before
     say(f"{counted(made, 'kernel')} compiled" if made else "nothing was left to compile")
     say(f"the kernels are kept in {cache_folder().path}")
-
-
-def _compiled_kernels() -> int:
-    from tinygpt.kernels.cpu.jit import cache_folder
-
-    return len(list(cache_folder().path.rglob("*.nbc")))

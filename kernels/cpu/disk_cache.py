@@ -1,0 +1,89 @@
+"""Compiled CPU kernels on disk, in place of Numba's own cache.
+
+Numba's looks at the file alone that holds a kernel, and would keep a callee that has changed in another one; it files
+kernels by the folder of their sources; and it unpickles whatever it finds.
+"""
+
+import functools
+import hashlib
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba.core import sigutils
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+from tinygpt.kernels.kernel_files import KernelFiles
+
+SOURCES = Path(__file__).resolve().parent
+logger = logging.getLogger(__name__)
+
+
+class DiskCache:
+    """What Numba asks before it compiles a function, and tells when it has."""
+
+    def __init__(self, function: Callable, find_files: Callable[[], KernelFiles]):
+        self._function = function
+        self._find_files = find_files
+
+    def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
+        """The compiled function for arguments of these types, or None."""
+        target_context.refresh()  # as Numba's does: what comes from the disk meets a context that is ready
+        name = self._name(signature, target_context.codegen())
+        if name is None or (body := self._find_files().load(name)) is None:
+            return None
+        try:
+            result = CompileResult._rebuild(target_context, *pickle.loads(body))
+        except Exception as error:  # of no use for whatever reason: it is compiled, and written again
+            logger.debug("%s cannot be loaded (%r): it is compiled again", name, error)
+            return None
+        # Two types may look the same in words.
+        return result if result.signature.args == sigutils.normalize_signature(signature)[0] else None
+
+    def save_overload(self, signature: Any, result: CompileResult) -> None:
+        name = self._name(signature, result.codegen)
+        if name is None or result.library.has_dynamic_globals:  # addresses, which are of this process alone
+            return
+        try:
+            body = dumps(result._reduce())
+        except Exception as error:  # what is compiled runs, whether or not it can be kept
+            self._find_files().say_not_kept(error)
+        else:
+            self._find_files().save(name, body)
+
+    @property
+    def cache_path(self) -> str | None:
+        folder = self._find_files().folder
+        return None if folder is None else str(folder)
+
+    def flush(self) -> None:
+        """There is nothing to forget: a file that is there is right."""
+
+    def enable(self) -> None:
+        """It is never disabled."""
+
+    def disable(self) -> None:
+        raise NotImplementedError("kernels are compiled with this cache or without any")
+
+    def _name(self, signature: Any, codegen: Any) -> str | None:
+        """The name of the file; None for what another process would not know again."""
+        function = self._function
+        source = _digest_of(function.__code__.co_filename)
+        known = repr((function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, signature))
+        if source is None or function.__closure__ or " at 0x" in known:
+            return None
+        digest = hashlib.sha256(f"{known} {codegen.magic_tuple()}".encode()).hexdigest()[:32]
+        return f"{function.__name__.strip('<>')}-{digest}.kernel"
+
+
+@functools.cache
+def _digest_of(file: str) -> str | None:
+    """What stands for a function's source beside the folder's name, which stands for all sources in this package."""
+    path = Path(file).resolve()
+    try:
+        return "" if path.is_relative_to(SOURCES) else hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:  # typed in, for one
+        return None
