@@ -390,8 +390,15 @@ def huge(k, v):
     return np.full_like(k, 3e38), np.full_like(v, 3e38)
 
 
-def test_a_file_changes_nothing_but_its_own_session(llm, alone, tmp_path):
+@pytest.fixture(scope="module")
+def roomy():
+    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=12) as llm:
+        yield llm
+
+
+def test_a_file_changes_nothing_but_its_own_session(roomy, alone, tmp_path):
     """Nor do other sessions begin with what it holds, nor does anyone with what was computed upon that."""
+    llm = roomy  # all stay in their slots
     path, prompt = lying(llm, tmp_path / "a", of_other_tokens), TEXT[:40]
     right = alone.generate([prompt], PARAMS)[0].outputs
     loaded = llm.load_session(path)
@@ -413,7 +420,8 @@ def test_a_file_changes_nothing_but_its_own_session(llm, alone, tmp_path):
     assert llm.generate([longer], PARAMS)[0].outputs == alone.generate([longer], PARAMS)[0].outputs
 
 
-def test_a_request_beside_a_loaded_session_shares_nothing_with_it(llm, alone, tmp_path):
+def test_a_request_beside_a_loaded_session_shares_nothing_with_it(roomy, alone, tmp_path):
+    llm = roomy
     loaded, longer = llm.load_session(lying(llm, tmp_path / "a", of_other_tokens)), TEXT[:60]
     loaded.extend(TEXT[40:60])
     with contextlib.closing(loaded.stream(PARAMS)) as chunks:
