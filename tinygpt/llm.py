@@ -53,8 +53,8 @@ class LLM:
     lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
     soft_prompts: {name: folder in PEFT's layout, or file}: what requests can name as their soft_prompt, trained by
         prompt tuning, p-tuning or prefix tuning.
-    cache_salt: a text. Prompts share what they begin with where their salts are equal, and where they have none;
-        this is the salt of those that are given without. So the time that a prompt takes tells nothing of others'.
+    cache_salt: a text: the salt of prompts that come without one. Only prompts of equal salts, or of none, share what
+        they begin with, so that the time that one takes tells nothing of any other.
 
     Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
     Results do not depend on threads, on these sizes or on what else is running, to the last bit. Several Python
@@ -113,7 +113,7 @@ class LLM:
         """Continue each prompt. The outputs are in the prompts' order.
 
         prompts: a text, a list of texts, or lists of token ids, of any lengths. An empty prompt starts at BOS.
-            {"prompt": text or ids, "cache_salt": text} has a cache salt of its own, here and in all that generates.
+            {"prompt": text or ids, "cache_salt": text} is one with its own salt, here and in stream, submit and score.
         params: one SamplingParams, or one for each prompt.
         Raises RequestError, before any work, if a prompt cannot be served as asked.
         """

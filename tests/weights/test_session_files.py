@@ -402,6 +402,12 @@ def test_threads_that_write_one_file(tmp_path):
     assert any(np.array_equal(found.k, s.k) and np.array_equal(found.v, s.v) for s in sessions)
 
 
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127, ".a", "a b\n"], ids=len)
+def test_any_name_that_a_file_may_have(tmp_path, name):
+    write_session(tmp_path / name, SavedSession(TOKEN_IDS, 0, kv(), kv()), MADE_BY)
+    assert read(tmp_path / name).token_ids == TOKEN_IDS
+
+
 def test_the_file_is_plain_safetensors(tmp_path):
     write_session(tmp_path / "a", SavedSession(TOKEN_IDS, 0, kv(), kv(seed=1)), MADE_BY)
     held = load_file(tmp_path / "a")

@@ -23,7 +23,7 @@ def read_whole(path: Path) -> bytes:
 
 def replace_whole(path: Path, data: bytes) -> None:
     """Write a file that survives a power cut once this returns. One that is there stays until then. Raises OSError."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    partial = path.with_name(f"tinygpt-{secrets.token_hex(4)}.partial")  # no longer than a name may be
     try:
         with partial.open("xb") as file:
             file.write(data)
