@@ -21,7 +21,7 @@ from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.threads import thread_count
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk
-from tinygpt.request.prompts import Prompt, params_list, prompt_list
+from tinygpt.request.prompts import Prompt, checked_salt, params_list, prompt_list
 from tinygpt.request.request import Request
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session, load_session
@@ -53,6 +53,8 @@ class LLM:
     lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
     soft_prompts: {name: folder in PEFT's layout, or file}: what requests can name as their soft_prompt, trained by
         prompt tuning, p-tuning or prefix tuning.
+    cache_salt: a text: the salt of prompts that come without one. Only prompts of equal salts, or of none, share what
+        they begin with, so that the time that one takes tells nothing of any other.
 
     Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
     Results do not depend on threads, on these sizes or on what else is running, to the last bit. Several Python
@@ -75,7 +77,9 @@ class LLM:
         num_speculative_tokens: int = 4,
         lora: str | os.PathLike[str] | None = None,
         soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
+        cache_salt: str | None = None,
     ):
+        cache_salt = checked_salt(cache_salt)
         threads = thread_count(threads)
         sizes = EngineConfig(
             max_num_seqs, prefix_cache_seqs, max_model_len, max_num_batched_tokens, max_queue, num_speculative_tokens
@@ -83,7 +87,8 @@ class LLM:
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora)
         engine_config = sizes.for_model(source.config.n_positions, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
-        self._inputs = InputProcessor(source.config, engine_config, source.checkpoint.path, soft_prompts)
+        folder = source.checkpoint.path
+        self._inputs = InputProcessor(source.config, engine_config, folder, soft_prompts, cache_salt)
         draft_source = None
         if draft_model is not None:
             draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
@@ -108,6 +113,7 @@ class LLM:
         """Continue each prompt. The outputs are in the prompts' order.
 
         prompts: a text, a list of texts, or lists of token ids, of any lengths. An empty prompt starts at BOS.
+            {"prompt": text or ids, "cache_salt": text} is one with its own salt, here and in stream, submit and score.
         params: one SamplingParams, or one for each prompt.
         Raises RequestError, before any work, if a prompt cannot be served as asked.
         """
@@ -156,13 +162,19 @@ class LLM:
         params = params_list(params, 1)[0]
         return self._inputs.num_truncated_tokens(_single_prompt(prompt), params)
 
-    def session(self) -> Session:
-        """A text, empty at first, to be written in turns; its context is not computed again for each."""
+    def session(self, cache_salt: str | None = None) -> Session:
+        """A text, empty at first, to be written in turns; its context is not computed again for each.
+
+        cache_salt: None is the LLM's own.
+        """
         self.engine.check_open()
-        return Session(self, [])
+        return Session(self, [], checked_salt(cache_salt) or self._inputs.cache_salt)
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
-        """What Session.save has written, its keys and values included. CheckpointError if it is of another model."""
+        """What Session.save has written, its keys and values included. CheckpointError if it is of another model.
+
+        No other request ever begins with what the file holds, nor does another session but its forks.
+        """
         self.engine.check_open()
         return load_session(self, path)
 

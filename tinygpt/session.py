@@ -1,12 +1,13 @@
 """Session: a text that the user and the model write in turns, and whose context stays computed."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.errors import RequestError
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.request.prompts import checked_ids
+from tinygpt.request.prompts import Prompt, checked_ids
 from tinygpt.request.truncation import Window, window_of
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.stored.session_file import SavedSession, checked_file, read_session, write_session
@@ -20,11 +21,15 @@ class Session:
 
     Keys and values are kept where those of all ended samples are: in the LLM's prefix cache, of which the sessions that
     were used last have theirs. Of any other, the next call reads all tokens again: later, but the same.
+    Keys and values of a file are only as good as the file: a loaded session and its forks share nothing with any
+    other request, neither those nor what is computed upon them. Once others have taken their place, the model reads the
+    tokens again, and nothing of the file is left but these.
     A session is for one thread at a time. Several may run at once, and share the LLM's steps.
     """
 
-    def __init__(self, llm: "LLM", token_ids: list[int]):
+    def __init__(self, llm: "LLM", token_ids: list[int], cache_salt: Hashable = None):
         self._llm = llm
+        self._cache_salt = cache_salt  # of all its requests
         self._token_ids = token_ids  # another list after each change but those of a stream
         self._window: Window | None = None  # of the last call
         self._is_closed = False
@@ -57,7 +62,7 @@ class Session:
         Raises what LLM.generate raises, and nothing is added then. An empty session begins at BOS.
         """
         params = self._checked(params)
-        (output,) = self._llm.generate([self._token_ids], params)
+        (output,) = self._llm.generate([self._prompt()], params)
         self._token_ids = output.prompt_token_ids + output.outputs[0].token_ids
         self._window = window_of(params, self._llm.max_model_len)
         return output
@@ -68,14 +73,14 @@ class Session:
         RequestError, from the iterator too, once the session has been changed by anything else.
         """
         params = self._checked(params)
-        prompt = self._llm.read_prompt(self._token_ids)
-        chunks = self._llm.stream(prompt.token_ids, params)
+        prompt = self._prompt()
+        chunks = self._llm.stream(prompt, params)
         return self._stream(chunks, self._token_ids, prompt.token_ids, params)
 
     def fork(self) -> "Session":
         """Another session with the same tokens so far, which goes its own way from here."""
         self._check_open()
-        other = Session(self._llm, list(self._token_ids))
+        other = Session(self._llm, list(self._token_ids), self._cache_salt)
         other._window = self._window
         return other
 
@@ -92,12 +97,13 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write tokens, keys and values to a safetensors file, for `LLM.load_session` of the same model.
 
-        Raises OSError or CheckpointError if it cannot be written, RequestError if `path` is none.
+        The file is on the disk when this returns, and one of that name stays until then. Raises CheckpointError if it
+        cannot be written, RequestError if `path` is none.
         """
         path = checked_file(path)
         first, cached = self._context()
         probe = self._llm.engine.probe
-        k, v = probe.keys_and_values(cached)
+        k, v = probe.keys_and_values(cached, self._cache_salt)
         write_session(path, SavedSession(self.token_ids, first, k, v), probe.origin())
 
     def close(self) -> None:
@@ -109,6 +115,10 @@ class Session:
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+    def _prompt(self) -> Prompt:
+        """All tokens, to go on from; BOS where there are none."""
+        return replace(self._llm.read_prompt(self._token_ids), cache_salt=self._cache_salt)
 
     def _stream(
         self, chunks: Iterator[StreamChunk], before: list[int], prompt: list[int], params: SamplingParams
@@ -152,7 +162,8 @@ class Session:
 
 def load_session(llm: "LLM", path: str | os.PathLike[str]) -> Session:
     """A session as it was saved. Raises CheckpointError if the file is damaged or another model's."""
-    probe = llm.engine.probe
-    saved = read_session(checked_file(path), probe.origin(), llm.max_model_len)
-    probe.keep(saved.cached_token_ids, saved.k, saved.v)
-    return Session(llm, saved.token_ids)
+    path, probe = checked_file(path), llm.engine.probe
+    saved = read_session(path, probe.origin(), probe.no_keys(), llm.max_model_len)
+    session = Session(llm, saved.token_ids, cache_salt=object())  # equal to no other
+    probe.keep(saved.cached_token_ids, session._cache_salt, saved.k, saved.v)
+    return session

@@ -75,6 +75,14 @@ def no_model(monkeypatch):
     monkeypatch.setattr(batch.loading, "load_llm", load)
 
 
+def test_a_line_may_have_a_cache_salt(jobs):
+    """Prompts share what they begin with where their salts are equal."""
+    prompt = list(range(40))
+    jobs.write([{"prompt": prompt, **({} if salt is None else {"cache_salt": salt})} for salt in ("a", "b", "a", None)])
+    assert jobs.run("--max-num-seqs", "1") == 0
+    assert [record["num_cached_tokens"] for record in jobs.records().values()] == [0, 0, 39, 0]
+
+
 def test_records_are_what_generate_returns(jobs):
     assert jobs.run() == 0
     records = jobs.records()

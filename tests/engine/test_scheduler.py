@@ -16,14 +16,17 @@ EOS = 0
 FRESH = itertools.count(1000)
 
 
-def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None) -> Sequence:
+def new_sequence(
+    prompt_len: int, max_tokens: int = 3, begin: int | None = None, cache_salt: str | None = None
+) -> Sequence:
     """One whose prompt begins like no other, or like those with the same `begin`."""
     prompt = [next(FRESH) if begin is None else begin] + [1] * (prompt_len - 1)
-    return Sequence(prompt, SamplingParams(max_tokens=max_tokens), 0, 0, frozenset({EOS}), text=None)
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(prompt, params, 0, 0, frozenset({EOS}), text=None, cache_salt=cache_salt)
 
 
 class Cache:
-    """A KV cache that holds the token of each position, and the copies that were made in it."""
+    """A KV cache that holds the token and the salt of each position, and the copies that were made in it."""
 
     def __init__(self, slots: int):
         self.slots = [{} for _ in range(slots)]
@@ -37,10 +40,13 @@ class Cache:
 
     def write(self, sequence: Sequence, count: int) -> None:
         """What a step does; the positions before the new ones must be the sequence's own by then."""
-        ids, start = sequence.token_ids, sequence.num_cached
-        slot = self.slots[sequence.slot]
-        assert [slot[position] for position in range(start)] == ids[:start]
-        slot.update({start + i: token_id for i, token_id in enumerate(sequence.next_token_ids(count))})
+        start, slot, salt = sequence.num_cached, self.slots[sequence.slot], sequence.cache_salt
+        assert [slot[position] for position in range(start)] == salted(sequence.token_ids[:start], salt)
+        slot.update(enumerate(salted(sequence.next_token_ids(count), salt), start))
+
+
+def salted(token_ids: list[int], cache_salt: str | None) -> list[tuple[int, str | None]]:
+    return [(token_id, cache_salt) for token_id in token_ids]
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, int]]:
@@ -234,7 +240,7 @@ def test_a_kept_slot_that_was_copied_from_is_not_the_next_to_go():
     scheduler.add(branch)
     finish(scheduler)
     assert branch.num_reused == 10
-    assert [token_ids[0] for _, token_ids in scheduler.slots.kept] == [7, 7]
+    assert [token_ids[0] for _, token_ids in scheduler.slots.kept(None)] == [7, 7]
 
 
 @pytest.mark.parametrize(("num_steps", "num_kept"), [(1, 0), (3, 1)])
@@ -245,7 +251,7 @@ def test_a_prompt_that_was_not_read_to_its_end_is_not_kept(num_steps, num_kept):
     for _ in range(num_steps):
         run_step(scheduler)
     scheduler.remove(a)
-    assert len(list(scheduler.slots.kept)) == num_kept
+    assert len(list(scheduler.slots.kept(None))) == num_kept
     assert scheduler.slots.num_free == 4
 
 
@@ -266,6 +272,25 @@ def test_a_prefix_that_could_not_be_written_is_written_again():
     assert (a.slot, list(scheduler.waiting), scheduler.slots.num_free) == (None, [a, b], 1)
     assert [chunk.sequence for chunk in scheduler.schedule()] == [a]
     assert calls == [0, 0]
+
+
+@pytest.mark.parametrize("salts", [("red", "blue"), (None, "red"), ("red", None)], ids=str)
+def test_other_salts_share_nothing(salts):
+    """Neither with one that runs, nor with what one has left; nor do they wait for one another."""
+    scheduler = scheduler_of(*(new_sequence(40, begin=7, cache_salt=salt) for salt in salts), kept=2)
+    assert [count for _, count in run_step(scheduler)] == [40, 40]
+    finish(scheduler)
+    late = [new_sequence(40, begin=7, cache_salt=salt) for salt in ("green", salts[0], salts[1])]
+    scheduler.add(*late)
+    assert finish(scheduler) == 40 + 1 + 1 + 3 * 2
+    assert [s.num_reused for s in late] == [0, 39, 39]
+
+
+def test_equal_salts_share_as_none_do():
+    sequences = [new_sequence(40, begin=7, cache_salt="".join(["re", "d"])) for _ in range(3)]
+    scheduler = scheduler_of(*sequences)
+    assert finish(scheduler) == 40 + 2 + 3 * 2
+    assert [s.num_reused for s in sequences] == [0, 39, 39]
 
 
 def test_without_kept_slots_nothing_is_kept():
@@ -289,7 +314,11 @@ def test_a_conversation_goes_on_in_its_slot_without_a_copy():
     kept=st.integers(0, 3),
     spare=st.integers(0, 20),
     shapes=st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 6), st.sampled_from([None, 7, 8])), min_size=1, max_size=12
+        st.tuples(
+            st.integers(1, 40), st.integers(1, 6), st.sampled_from([None, 7, 8]), st.sampled_from([None, "red", "blue"])
+        ),
+        min_size=1,
+        max_size=12,
     ),
     arrivals=st.lists(st.integers(0, 10), min_size=12, max_size=12),
     removals=st.dictionaries(st.integers(0, 20), st.integers(0, 11)),
@@ -331,10 +360,14 @@ def test_any_load(slots, kept, spare, shapes, arrivals, removals):
 def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:
     """Each slot is a running sequence's, or kept, or empty."""
     used = [s.slot for s in scheduler.running]
-    held = dict(scheduler.slots.kept)
+    held = {
+        slot: salted(token_ids, salt)
+        for salt in (None, "red", "blue")
+        for slot, token_ids in scheduler.slots.kept(salt)
+    }
     assert sorted([*used, *held, *scheduler.slots._empty]) == list(range(slots + kept))
     assert len(held) <= kept
     assert scheduler.slots.num_free == slots - len(used)
-    for slot, token_ids in held.items():
+    for slot, tokens in held.items():
         content = cache_of(scheduler).slots[slot]
-        assert [content[position] for position in range(len(token_ids))] == token_ids
+        assert [content[position] for position in range(len(tokens))] == tokens

@@ -1,5 +1,6 @@
 """Sessions: what is written in turns is what a whole list of tokens gives, computed once."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -11,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from support import tiny_checkpoint
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.weights.stored import session_file
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+from tinygpt.weights.stored.session_file import SavedSession, write_session
 
 TEXT = np.random.default_rng(2).integers(8192, size=60).tolist()
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1, seed=3)
@@ -366,29 +367,117 @@ def test_a_file_of_the_same_model_with_other_weights(tmp_path):
         llm.load_session(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("name", ["token_ids", "k", "v"])
-def test_a_file_whose_checksum_is_right_and_whose_arrays_are_not(llm, saved, tmp_path, name):
-    arrays = load_file(saved)
-    arrays[name] = arrays[name][:-1].copy() if name != "token_ids" else arrays[name] + np.int32(8192)
-    with safe_open(saved, framework="numpy") as file:
-        crc32 = session_file._checksum(file.metadata(), arrays)
-    with pytest.raises(CheckpointError, match="is no session of this model"):
-        llm.load_session(rewritten(saved, tmp_path, arrays, crc32=crc32))
+# --- files whose keys and values are of other tokens than they say
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(llm, saved, tmp_path, monkeypatch):
-    before = saved.read_bytes()
+def lying(llm, path, change):
+    """A session of TEXT[:40] whose file is right in everything but what `change` makes of its keys and values."""
     session = llm.session()
-    session.extend([1, 2])
+    session.extend(TEXT[:40])
+    session.save(path)
+    with safe_open(path, framework="numpy") as file:
+        made_by, k, v = json.loads(file.metadata()["made_by"]), file.get_tensor("k"), file.get_tensor("v")
+    write_session(path, SavedSession(TEXT[:40], 0, *change(k, v)), made_by)
+    return path
 
-    def fail(*arguments):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tinygpt.weights.stored.session_file.save_file", fail)
-    with pytest.raises(OSError, match="No space"):
-        session.save(saved)
-    assert saved.read_bytes() == before
-    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+def of_other_tokens(k, v):
+    return k[:, :, ::-1].copy(), v[:, :, ::-1].copy()
+
+
+def huge(k, v):
+    """Finite by themselves, and of which the model makes numbers that are not."""
+    return np.full_like(k, 3e38), np.full_like(v, 3e38)
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=12) as llm:
+        yield llm
+
+
+def test_a_file_changes_nothing_but_its_own_session(roomy, alone, tmp_path):
+    """Nor do other sessions begin with what it holds, nor does anyone with what was computed upon that."""
+    llm = roomy  # all stay in their slots
+    path, prompt = lying(llm, tmp_path / "a", of_other_tokens), TEXT[:40]
+    right = alone.generate([prompt], PARAMS)[0].outputs
+    loaded = llm.load_session(path)
+    fresh, honest = llm.session(), llm.session()
+    fresh.extend(prompt)
+    honest.extend(prompt)
+    honest.save(tmp_path / "b")
+    assert llm.generate([prompt], PARAMS)[0].outputs == right
+    assert fresh.generate(PARAMS).outputs == right
+    assert "".join(chunk.text for chunk in llm.stream(prompt, PARAMS)) == right[0].text
+    (score,), (expected,) = llm.score(prompt, [[5]]), alone.score(prompt, [[5]])
+    assert score == expected
+    fork, wrong = loaded.fork(), loaded.generate(PARAMS).outputs
+    assert wrong != right  # the file did lie
+    assert fork.generate(PARAMS).outputs == wrong  # and a fork is the same session
+    assert llm.generate([prompt], PARAMS)[0].outputs == right
+    assert llm.load_session(tmp_path / "b").generate(PARAMS).outputs == right
+    longer = [*loaded.token_ids, 1, 2, 3]
+    assert llm.generate([longer], PARAMS)[0].outputs == alone.generate([longer], PARAMS)[0].outputs
+
+
+def test_a_request_beside_a_loaded_session_shares_nothing_with_it(roomy, alone, tmp_path):
+    llm = roomy
+    loaded, longer = llm.load_session(lying(llm, tmp_path / "a", of_other_tokens)), TEXT[:60]
+    loaded.extend(TEXT[40:60])
+    with contextlib.closing(loaded.stream(PARAMS)) as chunks:
+        next(chunks)
+        (output,) = llm.generate([longer], PARAMS)
+    assert output.outputs == alone.generate([longer], PARAMS)[0].outputs
+
+
+def test_two_sessions_of_one_file_share_nothing(llm, steps, saved):
+    one, other = llm.load_session(saved), llm.load_session(saved)
+    one.extend(TEXT[9:40])
+    one.generate(PARAMS)
+    other.extend(TEXT[9:40])
+    steps.clear()
+    assert other.generate(PARAMS).num_cached_tokens == 8  # those of the file, and nothing that the first has computed
+    assert sum(steps) == 1 + 31 + 5
+
+
+@pytest.mark.parametrize("change", [of_other_tokens, huge])
+def test_once_others_have_taken_its_place_the_model_has_read_its_tokens(llm, alone, tmp_path, change):
+    loaded = llm.load_session(lying(llm, tmp_path / "a", change))
+    for start in (1, 2):  # as many as slots are kept
+        llm.generate([TEXT[start:]], PARAMS)
+    output = loaded.generate(PARAMS)
+    assert output.num_cached_tokens == 0
+    assert output.outputs == alone.generate([TEXT[:40]], PARAMS)[0].outputs
+    loaded.save(tmp_path / "b")
+    assert np.array_equal(load_file(tmp_path / "b")["k"][:, :, :39], honest_keys(llm, tmp_path))
+
+
+def honest_keys(llm, folder):
+    session = llm.session()
+    session.extend(TEXT[:40])
+    session.save(folder / "honest")
+    return load_file(folder / "honest")["k"]
+
+
+def test_numbers_that_overflow_fail_their_session_alone(llm, alone, tmp_path):
+    path = lying(llm, tmp_path / "a", huge)
+    loaded, beside = llm.load_session(path), [TEXT[start : start + 30] for start in range(8)]
+    expected = [alone.generate([prompt], PARAMS)[0].outputs for prompt in beside]
+    bad = llm.submit(loaded._prompt(), PARAMS)
+    got = [llm.submit(prompt, PARAMS) for prompt in beside]
+    with pytest.raises(TinyGPTError, match="not finite"):
+        bad.result()
+    assert [future.result().outputs for future in got] == expected  # in every slot, the failed one's too
+    assert loaded.generate(PARAMS).outputs == alone.generate([TEXT[:40]], PARAMS)[0].outputs  # nothing of it was kept
+
+
+def test_a_session_that_was_not_loaded_shares_as_ever(llm, steps):
+    llm.generate([TEXT[:40]], PARAMS)
+    session = llm.session()
+    session.extend(TEXT[:40])
+    steps.clear()
+    assert session.generate(PARAMS).num_cached_tokens == 39
+    assert sum(steps) == 1 + 5
 
 
 def test_a_place_that_is_no_file(llm, tmp_path):

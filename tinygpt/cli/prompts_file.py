@@ -8,6 +8,7 @@ from typing import Any
 from tinygpt.cli.messages import counted
 from tinygpt.cli.sampling_flags import with_seed
 from tinygpt.errors import RequestError
+from tinygpt.request.prompts import PROMPT_FIELDS, checked_salt
 from tinygpt.sampling_params import SamplingParams
 
 MAX_LISTED = 20
@@ -21,6 +22,7 @@ class PromptRecord:
     id: str | int
     prompt: str | list[int]
     params: SamplingParams
+    cache_salt: str | None
 
 
 def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
@@ -66,14 +68,14 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if not isinstance(fields, dict):
         raise RequestError(f"a JSON object is expected, such as {json.dumps({'prompt': 'Once upon a time'})}.")
     record_id = _checked_id(fields.pop("id", number))
-    prompt = _pop_prompt(fields)
+    prompt, cache_salt = _pop_prompt(fields), checked_salt(fields.pop("cache_salt", None))
     if isinstance(fields.get("logit_bias"), dict):  # JSON's keys are texts
         fields["logit_bias"] = {int(k) if k.isdecimal() else k: bias for k, bias in fields["logit_bias"].items()}
-    return PromptRecord(number, record_id, prompt, with_seed(replace(defaults, **fields)))
+    return PromptRecord(number, record_id, prompt, with_seed(replace(defaults, **fields)), cache_salt)
 
 
 def _pop_prompt(fields: dict[str, Any]) -> str | list[int]:
-    given = [fields.pop(name) for name in ("prompt", "prompt_token_ids") if name in fields]
+    given = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1:
         raise RequestError("one field prompt, a text or a list of token ids, is needed (or prompt_token_ids).")
     if not isinstance(given[0], (str, list)):

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tinygpt.config import ModelConfig
-from tinygpt.engine.kv_slots import common_prefix
+from tinygpt.engine.kv_slots import Held, common_prefix
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.batch import Batch
@@ -31,7 +31,7 @@ class DraftModel:
         self._runner = ModelRunner(source, sizes, threads)
         self._sampler = Sampler(self._runner)
         self._max_model_len, self._max_num_tokens = sizes.max_model_len, sizes.max_num_batched_tokens
-        self._held: dict[int, list[int]] = {}  # slot -> the tokens it holds
+        self._held: dict[int, Held] = {}  # by slot
         self._plain_params: WeakKeyDictionary[Sequence, SamplingParams] = WeakKeyDictionary()
 
     def propose(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[int]]:
@@ -55,7 +55,9 @@ class DraftModel:
         if sequence not in self._plain_params:  # users' functions are not called for drafts
             plain = replace(sequence.params, logits_processors=None, logprobs=None, best_of=None)
             self._plain_params[sequence] = plain
-        num_held = common_prefix(self._held.get(sequence.slot, []), sequence.token_ids)
+        held = self._held.get(sequence.slot)
+        is_shared = held is not None and held.cache_salt == sequence.cache_salt
+        num_held = common_prefix(held.token_ids, sequence.token_ids) if is_shared else 0
         return Sequence(
             sequence.prompt_token_ids,
             self._plain_params[sequence],
@@ -63,6 +65,7 @@ class DraftModel:
             sequence.index,
             sequence.eos_token_ids,
             text=None,
+            cache_salt=sequence.cache_salt,
             new_token_ids=list(sequence.new_token_ids),
             num_cached=min(num_held, len(sequence) - 1),
             slot=sequence.slot,
@@ -94,7 +97,7 @@ class DraftModel:
         logits = self._runner.forward(batch)  # (R, V)
         for draft, count in chunks:
             draft.advance(count)
-            self._held[draft.slot] = draft.token_ids[: draft.num_cached]
+            self._held[draft.slot] = Held(draft.token_ids[: draft.num_cached], draft.cache_salt)
         return logits
 
 

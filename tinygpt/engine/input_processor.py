@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from tinygpt.engine.scoring import read_continuations, scoring_request
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.outputs import StreamChunk
-from tinygpt.request.prompts import Prompt, prompt_list, read_ids, read_prompt
+from tinygpt.request.prompts import Prompt, prompt_list, read_ids, read_prompt, unsalted
 from tinygpt.request.request import Request
 from tinygpt.request.sequence import Sequence
 from tinygpt.request.soft_prompts import SoftPrompts, VirtualTokens
@@ -29,10 +29,18 @@ class InputProcessor:
     """Makes the requests of one model. Raises RequestError for whatever cannot be served as asked.
 
     engine_config: as its `for_model` gives it. folder: of the tokenizer's files. soft_prompts: their sources, by name.
+    cache_salt: that of prompts without their own.
     """
 
-    def __init__(self, config: ModelConfig, engine_config: EngineConfig, folder: Any, soft_prompts: Mapping | None):
-        self._config, self._engine_config = config, engine_config
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine_config: EngineConfig,
+        folder: Any,
+        soft_prompts: Mapping | None,
+        cache_salt: Hashable = None,
+    ):
+        self._config, self._engine_config, self.cache_salt = config, engine_config, cache_salt
         self._soft_prompts = SoftPrompts(soft_prompts, config)
         self._tokenizer, self._tokenizer_error = _load_tokenizer(folder)
 
@@ -49,7 +57,7 @@ class InputProcessor:
 
     def read_prompt(self, prompt: Any) -> Prompt:
         """A text or token ids, encoded and checked; a Prompt as it is."""
-        return read_prompt(prompt, self._config, lambda: self.tokenizer)
+        return read_prompt(prompt, self._config, lambda: self.tokenizer, self.cache_salt)
 
     def read_ids(self, what: str, given: Any) -> list[int]:
         """The token ids of a text, or checked ones, that `what` are wanted of and that nothing is to follow."""
@@ -73,9 +81,10 @@ class InputProcessor:
     def scoring_requests(self, prompt: Any, continuations: Any, soft_prompt: str | None) -> list[Request]:
         """One request for each continuation of the prompt, which finds its log probabilities."""
         virtual = self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt))
+        prompt, cache_salt = unsalted(prompt, self.cache_salt)
         pairs = read_continuations(prompt, prompt_list(continuations), self._config, lambda: self.tokenizer)
         sizes = self._engine_config.max_model_len, self._config.n_positions
-        return [scoring_request(context, token_ids, virtual, *sizes) for context, token_ids in pairs]
+        return [scoring_request(context, token_ids, virtual, cache_salt, *sizes) for context, token_ids in pairs]
 
     def _fit(self, prompt: Any, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
         """The prompt, its soft prompt, and both as they fit into the positions there are."""
@@ -111,6 +120,7 @@ class InputProcessor:
             "window": fitted.window,
             "on_chunk": on_chunk,
             "soft_prompt": virtual,
+            "cache_salt": prompt.cache_salt,
         }
         return [
             Sequence(index=index, text=self._text_stream(params), prompt_logprobs=wanted[index], **shared)

@@ -1,4 +1,7 @@
-"""PrefixSharing: what prompts have in common with other sequences, ended or running, is copied and not computed."""
+"""PrefixSharing: what prompts have in common with other sequences, ended or running, is copied and not computed.
+
+Only sequences of equal cache salts share, because a prompt that is read faster tells that another began like it.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,9 +37,10 @@ class PrefixSharing:
         earlier: the running sequences that arrived before this one, for which alone it may wait.
         """
         wanted = sequence.context_token_ids[: sequence.num_reusable]
-        running = [(_num_shared(wanted, s), s) for s in earlier]
+        cache_salt = sequence.cache_salt
+        running = [(_num_shared(wanted, s), s) for s in earlier if s.cache_salt == cache_salt]
         ready = [(min(count, s.num_cached), s.slot) for count, s in running]
-        kept = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self._slots.kept]
+        kept = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self._slots.kept(cache_salt)]
         num_ready, slot = max(ready + kept, default=(0, None))
         num_shared, other = max(running, key=lambda item: item[0], default=(0, None))
         if num_shared - max(num_ready, sequence.num_cached) >= WORTH_WAITING:

@@ -1,6 +1,6 @@
 """Probe: runs one sequence that is no part of the steps, to look at what the model makes of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,21 +59,26 @@ class Probe:
         """One vector (C,) float32 of the last hidden states: the last token's, or the mean or sum of all."""
         return POOLINGS[pooling](self.hidden_states(token_ids, slice(-1, None))[0])
 
-    def keys_and_values(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def keys_and_values(self, token_ids: list[int], cache_salt: Hashable) -> tuple[np.ndarray, np.ndarray]:
         """(L, H, T, D) each, in the KV cache's type. What a kept slot holds of them is copied, the rest computed."""
         with self._hold_steps():
-            num_held, source = self._slots.find(token_ids)
+            num_held, source = self._slots.find(token_ids, cache_salt)
             if num_held:
                 self._runner.copy_positions(source, self._slot, 0, num_held)
             for batch in self._batches(token_ids, [0], num_held):
                 self._runner.forward(batch)
             return self._runner.read_positions(self._slot, 0, len(token_ids))
 
-    def keep(self, token_ids: list[int], keys: np.ndarray, values: np.ndarray) -> None:
+    def no_keys(self) -> np.ndarray:
+        """(L, H, 0, D): what keys are like, in the KV cache's type."""
+        with self._hold_steps():
+            return self._runner.read_positions(self._slot, 0, 1)[0][:, :, :0]
+
+    def keep(self, token_ids: list[int], cache_salt: Hashable, keys: np.ndarray, values: np.ndarray) -> None:
         """Put keys and values, as `keys_and_values` gives them, among those of ended sequences."""
         with self._hold_steps():
             if token_ids:
-                self._slots.put(token_ids, lambda slot: self._runner.write_positions(slot, 0, keys, values))
+                self._slots.put(token_ids, cache_salt, lambda slot: self._runner.write_positions(slot, 0, keys, values))
 
     def origin(self) -> dict[str, Any]:
         """What keys and values depend on, beside the tokens."""

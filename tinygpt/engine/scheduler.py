@@ -100,7 +100,8 @@ class Scheduler:
                     budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
 
     def _admit(self, sequence: Sequence) -> None:
-        sequence.enter(*self.slots.take(sequence.context_token_ids[: sequence.num_reusable + 1]))
+        beginning = sequence.context_token_ids[: sequence.num_reusable + 1]
+        sequence.enter(*self.slots.take(beginning, sequence.cache_salt))
         if sequence.soft_prompt is not None and not sequence.num_cached:
             self._put_prefix(sequence)
         self.running.append(sequence)
@@ -110,7 +111,7 @@ class Scheduler:
         try:
             self._write_prefix(sequence)
         except BaseException:  # Ctrl-C among others: the sequence stays the next one
-            self.slots.release(sequence.slot, [])
+            self.slots.release(sequence.slot, [], sequence.cache_salt)
             sequence.leave()
             self.waiting.appendleft(sequence)
             raise
@@ -125,7 +126,7 @@ class Scheduler:
         num_kept = sequence.num_cached if sequence.new_token_ids and not sequence.error else 0
         self.running.remove(sequence)
         self._sharing.forget(sequence)
-        self.slots.release(sequence.slot, sequence.context_token_ids[:num_kept])
+        self.slots.release(sequence.slot, sequence.context_token_ids[:num_kept], sequence.cache_salt)
         sequence.leave()
 
     def _slide(self, sequence: Sequence) -> None:

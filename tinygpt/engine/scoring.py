@@ -1,6 +1,6 @@
 """Label scoring: how probable given continuations of a prompt are, rather than which one the model would write."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -42,7 +42,12 @@ def _text_or_ids(given: Any) -> str | list[int]:
 
 
 def scoring_request(
-    context: list[int], continuation: list[int], virtual: VirtualTokens | None, max_model_len: int, n_positions: int
+    context: list[int],
+    continuation: list[int],
+    virtual: VirtualTokens | None,
+    cache_salt: Hashable,
+    max_model_len: int,
+    n_positions: int,
 ) -> Request:
     """A request that reads a prompt and all of a continuation but its last token, whose logits are not needed.
 
@@ -65,6 +70,7 @@ def scoring_request(
         text=None,
         soft_prompt=virtual,
         prompt_logprobs=PromptLogprobs(len(context) - 1, continuation, num_best=1),
+        cache_salt=cache_salt,
     )
     return Request(Prompt(None, token_ids), params, [sequence])
 

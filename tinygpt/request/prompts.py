@@ -1,7 +1,7 @@
 """Prompts as users give them, checked and turned into token ids before any work is done."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,20 +9,27 @@ from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 
+# How a dict, or a line of a file, may spell its prompt.
+PROMPT_FIELDS = ("prompt", "prompt_token_ids")
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text as given, if it was text, and its token ids."""
+    """The text as given, if it was text, and its token ids.
+
+    cache_salt: what is computed of it is shared with prompts of an equal one, and with no others.
+    """
 
     text: str | None
     token_ids: list[int]
+    cache_salt: Hashable = None
 
 
 def prompt_list(prompts: Any) -> list:
-    """One text, one list of token ids, or a list of either: always as a list of prompts."""
-    if isinstance(prompts, (str, Prompt)):
+    """One text, one list of token ids, one dict of `unsalted`, or a list of these: always as a list of prompts."""
+    if isinstance(prompts, (str, Prompt, dict)):
         return [prompts]
-    if isinstance(prompts, (bytes, dict)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise RequestError(
             f"prompts is {type(prompts).__name__} and must be a text, a list of texts or lists of token ids."
         )
@@ -30,13 +37,41 @@ def prompt_list(prompts: Any) -> list:
     return [prompts] if prompts and all(_is_index(item) for item in prompts) else prompts
 
 
-def read_prompt(prompt: Any, config: ModelConfig, tokenizer_of) -> Prompt:
+def unsalted(given: Any, cache_salt: Hashable) -> tuple[Any, Hashable]:
+    """A prompt without its salt, and the salt; `cache_salt` where it has none of its own.
+
+    One that has is a dict, as vLLM's: {"prompt": text or ids, "cache_salt": text}, or "prompt_token_ids" for "prompt".
+    """
+    if not isinstance(given, dict):
+        return given, cache_salt
+    prompts = [given[name] for name in PROMPT_FIELDS if name in given]
+    if len(prompts) != 1 or not given.keys() <= {*PROMPT_FIELDS, "cache_salt"}:
+        raise RequestError(
+            f"a prompt is a dict with {', '.join(map(repr, given)) or 'no field'}: give one of prompt and "
+            "prompt_token_ids, and cache_salt if it is to have one."
+        )
+    return prompts[0], checked_salt(given.get("cache_salt")) or cache_salt
+
+
+def checked_salt(cache_salt: Any) -> str | None:
+    """A cache salt as given; RequestError unless it is None or a text that is not empty."""
+    if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+        raise RequestError(
+            f"cache_salt is {cache_salt!r} and must be a text that is not empty: leave it out to share with all others "
+            "that have none."
+        )
+    return cache_salt
+
+
+def read_prompt(prompt: Any, config: ModelConfig, tokenizer_of, cache_salt: Hashable = None) -> Prompt:
     """Encode a text, or check token ids; a Prompt has been read already. An empty prompt starts at the BOS token.
 
-    `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none.
+    `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none. cache_salt: that of a
+    prompt without its own.
     """
     if isinstance(prompt, Prompt):
         return prompt
+    prompt, cache_salt = unsalted(prompt, cache_salt)
     if isinstance(prompt, str):
         text, token_ids = prompt, tokenizer_of().encode(prompt) if prompt else []
     else:
@@ -50,7 +85,7 @@ def read_prompt(prompt: Any, config: ModelConfig, tokenizer_of) -> Prompt:
         if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
             raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
         token_ids = [config.bos_token_id]
-    return Prompt(text, token_ids)
+    return Prompt(text, token_ids, cache_salt)
 
 
 def read_ids(what: str, given: Any, config: ModelConfig, tokenizer_of, max_model_len: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Sequence: the bookkeeping of one sample: its tokens, how many of them are cached, when it ends."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -48,6 +48,7 @@ class Sequence:
     on_chunk: Callable[[StreamChunk], None] | None = None
     soft_prompt: VirtualTokens | None = None  # what the ids below 0 stand for, which its prompt begins with
     prompt_logprobs: "PromptLogprobs | None" = None  # those of tokens that are given, where asked for
+    cache_salt: Hashable = None  # keys and values are shared with sequences of an equal one, and with no others
 
     # What was sampled, and what came of it.
     new_token_ids: list[int] = field(default_factory=list)

@@ -3,23 +3,33 @@
 `token_ids` (N,) int32; `k` and `v` (L, H, T, D), in the KV cache's type, of the T tokens from `first` on, at positions
 0 to T - 1. The metadata holds the `format` and its `version`, `first`, what the keys and values were `made_by` (JSON),
 and the `crc32` of `first`, `made_by` and all three arrays.
+
+The checksum finds damage, not intent: whoever can write the file can make it say anything. So all of it is checked but
+whether the keys and values are those of the tokens, which nobody can see without computing them.
 """
 
 import json
 import os
+import reprlib
+import stat
+import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.weights.stored.whole_file import read_whole, replace_whole
 
 FORMAT, VERSION = "tinygpt session", "1"
 NAMES = ("token_ids", "k", "v")
+# The format's names for the types that keys and values have.
+STORED = {"float32": "F32", "float64": "F64", "uint16": "U16"}
 
 
 @dataclass(frozen=True)
@@ -37,49 +47,68 @@ class SavedSession:
 
 
 def checked_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a session's file. RequestError where `path` is no path, CheckpointError where it is a folder."""
+    """The path of a session's file. RequestError where `path` is no path, CheckpointError where it is no file's."""
     if not isinstance(path, (str, os.PathLike)):
         raise RequestError(f"path is {path!r} and must be a text or a Path: name a file.")
-    file = Path(path).expanduser()
-    if file.is_dir():
+    try:
+        file = Path(path).expanduser()
+        mode = file.stat().st_mode
+    except OSError:  # it is not there yet; or it is out of reach, and whoever opens it is told
+        return file
+    except (TypeError, ValueError, RuntimeError) as error:  # of bytes, with a null character, of no such user
+        raise RequestError(f"path is {path!r}, which names no file ({error}): name another.") from None
+    if stat.S_ISDIR(mode):
         raise CheckpointError(f"{file} is a folder, and a session is kept in a file: name one.")
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{file} is a pipe, a socket or a device, and a session is kept in a file: name one.")
     return file
 
 
 def write_session(path: Path, session: SavedSession, made_by: Mapping[str, object]) -> None:
-    """Write the file, whole or not at all: one that is there already stays until the new one is complete.
+    """Write the file, whole or not at all: one that is there already stays until the new one is on the disk.
 
-    made_by: what keys and values depend on beside the tokens; `read_session` refuses another.
+    made_by: what keys and values depend on beside the tokens; `read_session` refuses another. CheckpointError if it
+    cannot be written.
     """
     arrays = {"token_ids": np.array(session.token_ids, np.int32), "k": session.k, "v": session.v}
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     metadata = {"format": FORMAT, "version": VERSION, "first": str(session.first), "made_by": json.dumps(made_by)}
     metadata["crc32"] = _checksum(metadata, arrays)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
-        save_file(arrays, partial, metadata)
-        os.replace(partial, path)
-    except SafetensorError as error:
-        raise CheckpointError(f"the session cannot be written to {path} ({error}): name another file.") from None
-    finally:
-        partial.unlink(missing_ok=True)
+        replace_whole(path, save(arrays, metadata))
+    except OSError as error:
+        raise CheckpointError(
+            f"the session cannot be written to {path} ({error.strerror or error}): make room, or name another file."
+        ) from None
 
 
-def read_session(path: Path, made_by: Mapping[str, object], max_positions: int) -> SavedSession:
-    """Read the file. CheckpointError if it is damaged, no session, or made by something else than `made_by`."""
-    metadata, arrays = _read(path)
+def read_session(path: Path, made_by: Mapping[str, object], none: np.ndarray, max_positions: int) -> SavedSession:
+    """Read the file. CheckpointError if it is damaged, no session, or made by something else than `made_by`.
+
+    none: the keys of no position, (L, H, 0, D), in the type that those of the file must have.
+    """
+    metadata, tensors = _read(path)
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no session that tinygpt saved: name another file.")
     if metadata.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} is in version {metadata.get('version')} of its format and this tinygpt reads version {VERSION}: "
-            "start the session again from its text."
+            f"{path} is in version {_shown(metadata.get('version'))} of its format and this tinygpt reads version "
+            f"{VERSION}: start the session again from its text."
         )
-    if metadata.get("crc32") != _checksum(metadata, arrays):
+    if sorted(tensors) != sorted(NAMES):
+        raise CheckpointError(f"{path} is damaged, it holds {_shown(sorted(tensors))}: copy it again.")
+    if metadata.get("crc32") != _checksum(metadata, {name: tensors[name]["data"] for name in NAMES}):
         raise CheckpointError(f"{path} is damaged, its data does not have the checksum in its header: copy it again.")
     ours = json.loads(json.dumps(made_by))
-    _check_maker(path, json.loads(metadata["made_by"]), ours)
-    session = SavedSession(arrays["token_ids"].tolist(), int(metadata["first"]), arrays["k"], arrays["v"])
-    _check_sizes(path, session, ours)
+    _check_maker(path, metadata.get("made_by", ""), ours)
+    _check_layout(path, tensors, none)
+    session = SavedSession(
+        _array(tensors["token_ids"], np.int32).tolist(),
+        _whole_number(metadata.get("first", "")),
+        _array(tensors["k"], none.dtype),
+        _array(tensors["v"], none.dtype),
+    )
+    _check_content(path, session, ours["vocab_size"])
     if session.k.shape[2] > max_positions:
         raise CheckpointError(
             f"{path} holds keys and values of {session.k.shape[2]} positions and this model was loaded with "
@@ -88,40 +117,95 @@ def read_session(path: Path, made_by: Mapping[str, object], max_positions: int) 
     return session
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """The metadata and, by its name, what there is of each array: `dtype`, `shape`, `data`."""
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata, names = file.metadata() or {}, sorted(file.keys())
-            if metadata.get("format") == FORMAT and names != sorted(NAMES):
-                raise CheckpointError(f"{path} is damaged, it holds {', '.join(names)}: copy it again.")
-            return metadata, {name: file.get_tensor(name) for name in NAMES if name in names}
+        data = read_whole(path)
+        tensors = dict(deserialize(data))  # checks the header: metadata are texts, no array leaves the file
+        (header_size,) = struct.unpack_from("<Q", data)
+        return json.loads(data[8 : 8 + header_size]).get("__metadata__") or {}, tensors
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}): name another file.") from None
-    except (SafetensorError, TypeError) as error:  # TypeError: a type of numbers that NumPy does not have
-        raise CheckpointError(f"{path} is no whole session file ({error}): copy it again.") from None
+    except MemoryError:
+        raise CheckpointError(f"{path} is larger than the memory that is free: name another file.") from None
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no whole session file ({_shown(str(error))}): copy it again.") from None
 
 
-def _check_maker(path: Path, theirs: dict, ours: dict) -> None:
+def _check_maker(path: Path, text: str, ours: dict[str, Any]) -> None:
+    try:
+        theirs = json.loads(text)
+    except (ValueError, RecursionError):
+        theirs = None
+    if not isinstance(theirs, dict):
+        raise CheckpointError(f"{path} does not say which model it was saved by: start again from its text.")
     different = [
-        f"{name} is {theirs.get(name)} there and {ours[name]} here" for name in ours if theirs.get(name) != ours[name]
+        f"{_shown(name)} is {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+        for name in {**ours, **theirs}
+        if name not in theirs or name not in ours or theirs[name] != ours[name]
     ]
     if different:
+        different[5:] = [f"and {len(different) - 5} more"] if len(different) > 5 else []
         raise CheckpointError(
             f"{path} was saved by another model, or by this one with other options: {'; '.join(different)}. Load the "
             "model that it was saved by, or start the session again from its text."
         )
 
 
-def _check_sizes(path: Path, session: SavedSession, ours: dict) -> None:
-    L, H = ours["n_layer"], ours["n_head"]
-    shape = (L, H, len(session.cached_token_ids), ours["n_embd"] // H)
-    is_known = all(0 <= token_id < ours["vocab_size"] for token_id in session.token_ids)
-    if session.k.shape != shape or session.v.shape != shape or not is_known:
-        raise CheckpointError(f"{path} is no session of this model, whatever it says: start again from its text.")
+def _check_layout(path: Path, tensors: Mapping[str, Mapping[str, Any]], none: np.ndarray) -> None:
+    """Types and shapes: what the bytes of the arrays are read as."""
+    L, H, _, D = none.shape
+    T = (tensors["k"]["shape"][2:3] or [0])[0]
+    N = (tensors["token_ids"]["shape"] or [0])[0]
+    kv_type = STORED[none.dtype.name]
+    for name, wanted in {"token_ids": ("I32", [N]), "k": (kv_type, [L, H, T, D]), "v": (kv_type, [L, H, T, D])}.items():
+        found = tensors[name]["dtype"], tensors[name]["shape"]
+        if found != wanted:
+            raise _foreign(path, f"its {name} is {_shown(found)} and should be {_shown(wanted)}")
 
 
-def _checksum(metadata: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> str:
+def _check_content(path: Path, session: SavedSession, vocab_size: int) -> None:
+    outside = next((token_id for token_id in session.token_ids if not 0 <= token_id < vocab_size), None)
+    if outside is not None:
+        raise _foreign(path, f"it has token id {outside}, and this model has {vocab_size}")
+    N, T = len(session.token_ids), session.k.shape[2]
+    if not 0 <= session.first <= N - T:
+        raise _foreign(path, f"it has {N} tokens, and keys and values of {T} at no place among them")
+    if not (_is_finite(session.k) and _is_finite(session.v)):
+        raise _foreign(path, "it has keys or values that are not finite")
+
+
+def _foreign(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is no session of this model, whatever it says, because {problem}: start again from its text."
+    )
+
+
+def _array(tensor: Mapping[str, Any], dtype: Any) -> np.ndarray:
+    return np.ndarray(tensor["shape"], dtype, tensor["data"])
+
+
+def _whole_number(text: str) -> int:
+    """-1 where the text is none that could be a position."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else -1
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    if array.dtype == np.uint16:  # bfloat16: the exponent of what is not finite is all ones
+        return not ((array & 0x7F80) == 0x7F80).any()
+    return bool(np.isfinite(array).all())
+
+
+def _shown(value: Any) -> str:
+    """A value of a file as a message may show it: never long, nor with what a terminal would obey."""
+    if isinstance(value, str) and value.isprintable() and len(value) <= 200:
+        return value
+    return reprlib.repr(value)
+
+
+def _checksum(metadata: Mapping[str, str], arrays: Mapping[str, Any]) -> str:
+    """Of `first`, `made_by` and the bytes of all arrays."""
     checksum = zlib.crc32((metadata.get("first", "") + metadata.get("made_by", "")).encode())
     for name in NAMES:
-        checksum = zlib.crc32(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8), checksum)
+        checksum = zlib.crc32(arrays[name], checksum)
     return f"{checksum:08x}"
