@@ -17,6 +17,7 @@ from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.tensor import Tensor
 
+MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 EMBEDDING, HEAD = "wte.weight", "lm_head.weight"
 Tensors = Mapping[str, StoredTensor]
 
@@ -132,7 +133,8 @@ def _grouped(found: list[tuple[str, str]]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, remark in found:
         groups.setdefault((re.sub(r"\bh\.\d+\.", "", name), remark), []).append(name)
-    return [
+    texts = [
         (", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]} ({len(names)} layers)") + remark
         for (_, remark), names in groups.items()
     ]
+    return texts[:MAX_GROUPS] + [f"and {len(texts) - MAX_GROUPS} more"] * (len(texts) > MAX_GROUPS)

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.errors import CheckpointError
+from tinygpt.regular_file import read_regular_text
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError when it is absent, damaged or not an object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular_text(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} holds no {path.name}: copy it there from the model.") from error
     except OSError as error:

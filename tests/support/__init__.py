@@ -2,7 +2,7 @@
 
 Checkpoints and models (factory, recipes, tiny_checkpoint, library_tokenizers), kernels called alone (kernel_tools,
 logit_rows, cuda_linear, cuda_model), stand-ins (hub_server, cuda_simulator, cuda_device), a compiler without a GPU
-(cuda_compile), comparisons (bits, parity), the command line (commands), records (bench_records) and the public
-contract (contract). A helper of one file stays in that file; one of a single room, if it is a fixture, is in the room's
-conftest.py. No test file imports another.
+(cuda_compile), comparisons (bits, parity), the command line (commands), a process with limits (limits), records
+(bench_records) and the public contract (contract). A helper of one file stays in that file; one of a single room, if it
+is a fixture, is in the room's conftest.py. No test file imports another.
 """

@@ -449,6 +449,15 @@ class TestIncompleteAlphabet:
             ours.encode("ab éx\n")
 
 
+def with_template(ids):
+    """A tokenizer.json whose template puts these ids before every text."""
+    single = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": single, "special_tokens": {"x": {"ids": ids}}}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False}
+    model = {"type": "BPE", "vocab": {character: i for i, character in enumerate(ALPHABET)}, "merges": []}
+    return {"model": model, "pre_tokenizer": byte_level, "decoder": byte_level, "post_processor": template}
+
+
 class TestDamagedFiles:
     @pytest.mark.parametrize(
         ("files", "says"),
@@ -478,8 +487,11 @@ class TestDamagedFiles:
             ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": [], "c": 1}}, "form of"),
             ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": "1"}}, "'b' has id '1'"),
             ({"vocab.json": {"a": 0}, "merges.txt": "", "special_tokens_map.json": {"x_token": {}}}, "string"),
+            ({"tokenizer.json": with_template("abc")}, "no token ids"),
+            ({"tokenizer.json": with_template([-1])}, "no token ids"),
+            ({"tokenizer.json": with_template([1] * 1001)}, "more than 1000 tokens around every text"),
         ],
-        ids=str,
+        ids=lambda value: str(value)[:80],
     )
     def test_refused_in_a_sentence(self, tmp_path, files, says):
         for name, content in files.items():

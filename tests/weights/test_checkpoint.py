@@ -283,10 +283,19 @@ def test_a_tensor_in_two_shards(tmp_path):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b", "a\\b", "C:x", "", ".", "..", 3, None])
+LEAVING = ["../x.safetensors", "/etc/passwd", "a/b", "a\\b", "C:x", "", ".", "..", 3, None]
+UNLIKE_A_NAME = ["*", "model-?.safetensors", "[a-z].safetensors", "x" * 256, "\xe9" * 128, "a\nb", "a\0b", "\ud800"]
+
+
+@pytest.mark.parametrize("shard", [*LEAVING, *UNLIKE_A_NAME], ids=repr)
 def test_an_index_that_leaves_its_folder(tmp_path, shard):
     with pytest.raises(CheckpointError, match="no file name in its own folder"):
         open_checkpoint(sharded(tmp_path, x=shard))
+
+
+def test_an_index_of_more_shards_than_any_model_has(tmp_path):
+    with pytest.raises(CheckpointError, match="at most 1000 are believed"):
+        open_checkpoint(sharded(tmp_path, **{f"x{i}": f"{i}.safetensors" for i in range(1001)}))
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": "x"}])

@@ -129,6 +129,7 @@ REFUSED = [
     ("layer_norm_epsilon", -1e-5),
     ("layer_norm_epsilon", float("nan")),
     ("layer_norm_epsilon", float("inf")),
+    ("layer_norm_epsilon", 10**400),
     ("layer_norm_epsilon", True),
     ("scale_attn_weights", 1),
     ("scale_attn_by_inverse_layer_idx", None),

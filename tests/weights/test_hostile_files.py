@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_config
 from tinygpt.errors import CheckpointError
+from tinygpt.regular_file import open_regular
+from tinygpt.weights.containers import mapped_file
 from tinygpt.weights.containers.pickle_reader import PickleReader
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.containers.torch_file import read_torch
@@ -288,7 +290,7 @@ def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, stride
     whole = rewrite_zip(torch_bytes({"a": torch.arange(4.0)}), data_pkl=view())
     assert read_torch(write_bin(tmp_path, whole)).tensors["a"].float32().tolist() == [0, 1, 2, 3]
     outside = rewrite_zip(whole, data_pkl=view(offset, shape, strides))
-    refuse(write_bin(tmp_path, outside), "truncated or damaged")
+    refuse(write_bin(tmp_path, outside), "truncated or damaged|from 0 to 2")
 
 
 BAD_ZIPS = {
@@ -369,6 +371,95 @@ def test_a_zip_archive_that_is_no_state_dict(tmp_path, case):
     refuse(write_bin(tmp_path, make()), sentence)
 
 
+def data_place(data, key):
+    """Where the data of a storage lie in an archive."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        info = archive.getinfo(f"archive/data/{key}")
+        name_size, extra_size = struct.unpack_from("<HH", data, info.header_offset + 26)
+        return range(start := info.header_offset + 30 + name_size + extra_size, start + info.file_size)
+
+
+def flipped(data, place):
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("key", range(len(STATE)))
+def test_a_bit_flipped_in_any_storage_of_an_archive(tmp_path, key):
+    """Each tensor is verified when it is read; those in other storages are read all the same."""
+    place = data_place(ZIP, key)
+    path = write_bin(tmp_path, flipped(ZIP, place[len(place) // 2]))
+    tensors = read_torch(path).tensors
+    damaged = list(STATE)[key]
+    with pytest.raises(CheckpointError, match=f"its entry 'archive/data/{key}' does not have the checksum"):
+        tensors[damaged].float32()
+    for name in TENSORS.keys() - {damaged}:
+        np.testing.assert_array_equal(tensors[name].float32(), TENSORS[name])
+
+
+def test_tensors_are_verified_in_any_order_and_more_than_once(tmp_path):
+    tensors = read_torch(write_bin(tmp_path, ZIP)).tensors
+    for name in [*reversed(TENSORS), *TENSORS]:
+        np.testing.assert_array_equal(tensors[name].float32(), TENSORS[name])
+
+
+def test_a_bit_flipped_in_the_structure(tmp_path):
+    place = ZIP.index(b"transformer.wte.weight")
+    refuse(write_bin(tmp_path, flipped(ZIP, place)), r"data\.pkl' does not have the checksum")
+
+
+def test_an_archive_that_was_written_without_checksums_is_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = write_bin(tmp_path, torch_bytes(STATE))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    tensors = read_torch(path).tensors
+    assert all(np.array_equal(tensors[name].float32(), TENSORS[name]) for name in TENSORS)
+
+
+def test_entries_that_share_their_bytes(tmp_path):
+    """The directory has the last storage once more, under another name."""
+    start = ZIP.rindex(b"PK\x01\x02", 0, ZIP.rindex(b"/data/"))
+    record = ZIP[start : ZIP.index(b"PK\x01\x02", start + 4)]
+    again = record.replace(b"/data/", b"/dat2/")
+    end = ZIP.rindex(b"PK\x05\x06")
+    counts = struct.pack("<HHI", *(count + 1 for count in struct.unpack_from("<HH", ZIP, end + 8)), 0)
+    (size,) = struct.unpack_from("<I", ZIP, end + 12)
+    tail = ZIP[end : end + 8] + counts[:4] + struct.pack("<I", size + len(again)) + ZIP[end + 16 :]
+    zip64 = ZIP.find(b"PK\x06\x06")
+    directory_end = zip64 if zip64 >= 0 else end
+    refuse(write_bin(tmp_path, ZIP[:directory_end] + again + tail), "is laid over another")
+
+
+def test_tensors_that_share_one_storage_beyond_reason(tmp_path):
+    row = torch.zeros(10_000)
+    layers = {f"h.{i}.bias": row for i in range(50)}
+    assert len(read_torch(write_bin(tmp_path, torch_bytes(layers))).tensors) == 50
+    layers = {f"h.{i}.bias": row for i in range(500)}
+    refuse(write_bin(tmp_path, torch_bytes(layers)), "sharing their storages beyond reason")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "zip"])
+def test_what_is_checked_is_what_is_mapped(tmp_path, monkeypatch, form):
+    """Another file takes the place of the one that was opened."""
+    if form == "safetensors":
+        path, whole, read = tmp_path / "model.safetensors", WHOLE, read_safetensors
+    else:
+        path, whole, read = tmp_path / "pytorch_model.bin", ZIP, read_torch
+
+    def opened_and_replaced(name):
+        file = open_regular(name)
+        (tmp_path / "other").write_bytes(b"PK\x03\x04 damaged" * 10)
+        (tmp_path / "other").replace(name)
+        return file
+
+    path.write_bytes(whole)
+    monkeypatch.setattr(mapped_file, "open_regular", opened_and_replaced)
+    assert len(read(path).tensors) in (2, len(STATE))
+    with pytest.raises(CheckpointError):
+        read(path)
+
+
 def legacy(structure, keys, data=b"", head=None):
     parts = [*(head or legacy_head()), structure, pickle.dumps(keys, protocol=2)]
     return b"".join(parts) + data
@@ -442,7 +533,7 @@ def test_random_damage_is_either_refused_or_harmless(tmp_path, form, data):
     path.write_bytes(damage(path.read_bytes(), data.draw))
     try:
         checkpoint = open_checkpoint(tmp_path)
+        tensors = [checkpoint.tensor(name) for name in checkpoint.stored]
     except CheckpointError:
         return
-    for name in checkpoint.stored:
-        assert checkpoint.tensor(name).dtype == np.float32
+    assert all(tensor.dtype == np.float32 for tensor in tensors)

@@ -135,6 +135,15 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
     assert "cannot be reached" in error("owner/other")
 
 
+@pytest.mark.parametrize("shard", ["*", "[a-z]*.md", "onnx/model.safetensors", "."])
+def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path, shard):
+    folder = sharded_folder(tmp_path / "repo")
+    write_json(folder / "model.safetensors.index.json", {"weight_map": {"x": shard}})
+    with HubServer({"owner/tiny": folder}) as hub:
+        assert "no file name in its own folder" in opened(tmp_path / "home", hub.url, "owner/tiny")[0]["error"]
+        assert hub.downloaded() == sorted([*COMMON, "model.safetensors.index.json"])
+
+
 def test_huggingface_hub_is_imported_for_hub_ids_alone():
     program = "import sys, tinygpt.weights.open as o; o.open_checkpoint('demo'); "
     program += "assert not {'huggingface_hub', 'torch', 'transformers'} & set(sys.modules)"

@@ -246,6 +246,8 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"lora_alpha": 10**400}, "lora_alpha is 1"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform"),
+        ({"target_modules": r"(c)_\1attn"}, "without flags, backreferences"),
+        ({"patterns": {"a": 1}}, "patterns is {'a': 1} and not implemented"),
         ({"target_modules": "c_attn", "layers_to_transform": [1]}, "layers_to_transform"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -255,6 +257,15 @@ def test_a_config_that_cannot_be_used_is_refused_by_name(plain, tmp_path, change
     with pytest.raises(CheckpointError) as refusal:
         merge_lora(open_checkpoint(plain.base), tmp_path)
     assert named in str(refusal.value)
+
+
+@pytest.mark.parametrize("field", ["r", "lora_alpha", "bias", "rank_pattern", "alpha_pattern"])
+def test_null_is_refused_where_peft_fails_on_it(plain, tmp_path, field):
+    change_config(copied(plain, tmp_path), **{field: None})
+    with pytest.raises((TypeError, AttributeError, NotImplementedError, ValueError)):
+        Case(plain.base, tmp_path).model()
+    with pytest.raises(CheckpointError, match=f"{field} is None and must be"):
+        merge_lora(open_checkpoint(plain.base), tmp_path)
 
 
 A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"

@@ -7,6 +7,8 @@ from typing import Any
 from tinygpt.errors import CheckpointError
 from tinygpt.tokenizer.added_tokens import AddedToken
 
+# Looking for tokens that are longer than this takes time in the square of their length.
+MAX_CHARACTERS = 1000
 _NAMES = [field.name for field in fields(AddedToken)]
 
 
@@ -63,6 +65,11 @@ def _added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
         raise CheckpointError(
             f"The added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files, where "
             f"Hugging Face's tokenizers give it {token_id}; correct the file, or give token ids."
+        )
+    if len(entry["content"]) > MAX_CHARACTERS:
+        raise CheckpointError(
+            f"The tokenizer's files name an added token of {len(entry['content'])} characters, beginning with "
+            f"{entry['content'][:40]!r}, and at most {MAX_CHARACTERS} are taken; correct the file, or give token ids."
         )
     flags = {name: entry[name] for name in _NAMES if name in entry}
     if not all(isinstance(flags[name], bool) for name in flags.keys() - {"id", "content"}):

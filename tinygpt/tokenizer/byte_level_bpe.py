@@ -10,7 +10,7 @@ from typing import Any
 
 import tiktoken
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
 from tinygpt.tokenizer.detokenizer import ByteDetokenizer
 from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
@@ -22,6 +22,7 @@ WORDS = (
     r"|\s++\z|(?=\s\s)(?:\s{1000}(?=\s))*+(?:\s(?=\s))*+|\s"
 )
 
+MAX_TEMPLATE = 1000  # tokens on either side of a text
 # GPT-2 writes a byte as the character of its number where that is printable, else as one from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
@@ -153,8 +154,16 @@ def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int
     for piece in processor["single"]:
         if "Sequence" in piece:
             side = after
-        else:
-            side += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+            continue
+        ids = processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise ValueError(f"the template's ids of {piece['SpecialToken']['id']!r} are no token ids")
+        if len(side) + len(ids) > MAX_TEMPLATE:
+            raise CheckpointError(
+                f"The tokenizer of this checkpoint puts more than {MAX_TEMPLATE} tokens around every text: correct the "
+                "post_processor in its tokenizer.json, or give token ids."
+            )
+        side += ids
     return before, after
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.errors import CheckpointError
+from tinygpt.regular_file import read_regular_text
 from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
 
 VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -26,11 +27,11 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     Raises CheckpointError.
     """
     options = _read_options(folder)
-    if (folder / "tokenizer.json").is_file():
+    if (folder / "tokenizer.json").exists():
         spec = _from_tokenizer_json(folder / "tokenizer.json", options)
     elif pair := _vocab_and_merges(folder):
         spec = _from_vocab_and_merges(*pair, options)
-    elif (folder / "vocab.txt").is_file():
+    elif (folder / "vocab.txt").exists():
         spec = _from_vocab_txt(folder / "vocab.txt", options)
     else:
         raise CheckpointError(_no_tokenizer(folder))
@@ -49,7 +50,7 @@ def _read_options(folder: Path) -> dict[str, Any]:
 
 def _vocab_and_merges(folder: Path) -> tuple[Path, Path] | None:
     pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)
-    return next((pair for pair in pairs if all(path.is_file() for path in pair)), None)
+    return next((pair for pair in pairs if all(path.exists() for path in pair)), None)
 
 
 def _no_tokenizer(folder: Path) -> str:
@@ -178,7 +179,7 @@ def _check_model(model: dict[str, Any], path: Path) -> None:
 
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The UTF-8 text in a file, line ends as one newline each. Raises CheckpointError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular_text(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:

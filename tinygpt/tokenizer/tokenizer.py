@@ -47,7 +47,7 @@ class Tokenizer:
             return cls(_load(Path(path)))
         except TinyGPTError:
             raise
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The tokenizer's files in {path} do not have the form of a tokenizer ({error!r}); download them "
                 "again, or give token ids."

@@ -1,7 +1,7 @@
 """A folder that PEFT's save_pretrained wrote: adapter_config.json and the tensors that were trained."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tinygpt.weights.json_file import read_json_object
 
 # In the order in which PEFT looks for them; early versions wrote the second.
 READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": read_torch}
+MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, and matched
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,16 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         )
     for name, read in READERS.items():
         if (path / name).exists():
-            return AdapterFiles(path, config, check_floating(path / name, read(path / name).tensors))
+            tensors = read(path / name).tensors
+            _check_names(path / name, tensors)
+            return AdapterFiles(path, config, check_floating(path / name, tensors))
     raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
+
+
+def _check_names(file: Path, names: Iterable[str]) -> None:
+    longest = max(map(len, names), default=0)
+    if longest > MAX_NAME:
+        raise CheckpointError(f"{file} names a tensor by {longest} characters, where no module has such a name.")
 
 
 def existing_path(given: str | os.PathLike[str]) -> Path:

@@ -1,5 +1,6 @@
 """ModelConfig from the fields of config.json, for every architecture."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ CHECKS: Checks = {
     **{name: (_is_size(most), f"a whole number from 1 to {most}") for name, most in SIZES.items()},
     "n_inner": (lambda value: value is None or _is_size(SIZES["n_inner"])(value), "a whole number from 1 up, or null"),
     **dict.fromkeys(BOOLEANS, (is_bool, "true or false")),
-    "layer_norm_epsilon": (lambda value: is_number(value) and 0 <= value < float("inf"), "a number from 0 up"),
+    "layer_norm_epsilon": (lambda value: is_number(value) and 0 <= value <= sys.float_info.max, "a number from 0 up"),
     "bos_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
     "eos_token_id": (
         lambda value: all(map(is_whole, _as_tuple(value))),

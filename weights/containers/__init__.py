@@ -1,7 +1,7 @@
 """One module for each file format, and the table by which a folder's format is found.
 
 Belongs here: which tensors a file holds and how their elements are decoded. A container knows nothing of any model.
-May import the errors, and weights' JSON reader and tensors.
+May import the errors, `regular_file`, and weights' JSON reader, field checks and tensors.
 """
 
 from collections.abc import Callable

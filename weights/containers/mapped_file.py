@@ -1,38 +1,56 @@
 """A file mapped into memory, and the arrays that lie in it."""
 
 import mmap
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from tinygpt.errors import CheckpointError
+from tinygpt.regular_file import open_regular
 
 # How each floating-point dtype lies in a file: little-endian, and bfloat16, unknown to NumPy, as its bits.
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
+# What a tensor's sizes are believed to be, and how many it has: beyond, their products alone could take for ever.
+MAX_DIMENSIONS, MAX_SIZE = 8, 2**48
+
+
+class Mapping(mmap.mmap):
+    """A mapping that zipfile takes for a file; mmap has this method from Python 3.13 on."""
+
+    def seekable(self) -> bool:
+        return True
 
 
 class MappedFile:
     """The bytes of a checkpoint file, read by the operating system when they are touched.
 
-    Raises CheckpointError when the file cannot be opened, is empty, or is a Git LFS pointer.
+    The file is opened once; `check`, which may raise, is called with it after it is mapped. Raises CheckpointError when
+    the file cannot be opened, is not regular, is empty, or is a Git LFS pointer.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, check: Callable[[BinaryIO], None] = lambda file: None):
         self.path = path
         try:
-            with open(path, "rb") as file:
-                if not path.stat().st_size:
+            with open_regular(path) as file:
+                if not os.fstat(file.fileno()).st_size:
                     raise CheckpointError(f"{path} is empty: download it again.")
                 # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self.data = Mapping(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._refuse_pointer()
+                check(file)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+    def _refuse_pointer(self) -> None:
         if self.data[:24] == b"version https://git-lfs.":
             raise CheckpointError(
-                f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its folder."
+                f"{self.path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its folder."
             )
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers.mapped_file import MAX_DIMENSIONS, MAX_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,12 @@ class PickleReader:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.unused = 0  # elements that instructions have pushed, and no call has gone through
         try:
             for count, (opcode, argument, _) in enumerate(pickletools.genops(self.file)):
                 if count >= MAX_INSTRUCTIONS:
                     raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
+                self.unused += 1
                 self._step(opcode.name, argument)
             (result,) = self.stack
         except CheckpointError:
@@ -145,9 +148,13 @@ class PickleReader:
     def _persistent_id(self, argument: None) -> None:
         (record,) = self._pop(1)
         _expect(record, tuple)
-        tag, kind, key, _device, size, *view = record
+        if len(record) == 6 and record[5] is None:  # the legacy form's view of a storage, which is none
+            record = record[:5]
+        if len(record) != 5:  # looked at first: unpacking takes as long as the record is
+            raise ValueError("a storage in a form that is not known")
+        tag, kind, key, _device, size = record
         _expect(kind, Name)
-        if tag != "storage" or kind not in STORAGE_DTYPES or any(view):
+        if tag != "storage" or kind not in STORAGE_DTYPES:
             raise ValueError("a storage in a form that is not known")
         _expect(key, str)
         _expect_sizes([size])
@@ -167,9 +174,16 @@ class PickleReader:
             self._refuse(f"a call of {function.name!r}")
 
     def _ordered_dict(self, pairs: Any = ()) -> None:
+        """Python 2 wrote the items as [[key, value], ...]."""
+        _expect(pairs, list, tuple)
+        self.unused -= len(pairs)
+        if self.unused < 0:  # an honest file pushes a list's elements once for each time that they are gone through
+            raise ValueError("one list that is given to many dictionaries")
         self.stack.append({})
-        for pair in pairs:  # Python 2 wrote the items as [[key, value], ...]
+        for pair in pairs:
             _expect(pair, list, tuple)
+            if len(pair) != 2:
+                raise ValueError(f"a key and value that are {len(pair)} things")
             self._update_dict(pair)
 
 
@@ -177,9 +191,9 @@ def _strided_view(storage, offset, shape, strides, _requires_grad, _hooks, _meta
     _expect(storage, Storage)
     _expect(shape, tuple)
     _expect(strides, tuple)
-    _expect_sizes([offset, *shape, *strides])
-    if len(shape) != len(strides):
+    if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor with {len(shape)} sizes and {len(strides)} strides")
+    _expect_sizes([offset, *shape, *strides])
     return StridedView(storage, offset, shape, strides)
 
 
@@ -195,8 +209,8 @@ def _expect(value: Any, *types: type) -> None:
 
 
 def _expect_sizes(values: list[Any]) -> None:
-    if any(type(value) is not int or value < 0 for value in values):
-        raise ValueError("a size, stride or offset that is no whole number from 0 up")
+    if not all(type(value) is int and 0 <= value <= MAX_SIZE for value in values):
+        raise ValueError("a size, stride or offset that is no whole number from 0 to 2^48")
 
 
 # The instructions of protocol 2, which is what torch.save writes.

@@ -5,8 +5,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
+from tinygpt.weights.field_checks import shown
 from tinygpt.weights.json_file import read_json_object
 
+MAX_SHARDS = 1000  # of models that are a thousand times larger there are some two hundred
+NAME_MAX = 255  # bytes in the name of a file, on the systems that there are
+MAX_NAMED = 8  # names in a message
 INDEX = ".index.json"  # what follows the name of the whole file
 
 
@@ -14,17 +18,20 @@ def read_shards(index: Path, read: Callable[[Path], Container]) -> Container:
     """All tensors of the shards that `index` names. CheckpointError when one is absent or not as the index says."""
     weight_map = shard_of_each_tensor(index)
     shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (index.parent / shard).is_file()]
+    absent = [shard for shard in shards if not (index.parent / shard).exists()]
     if absent:
-        raise CheckpointError(f"{index} names shards that are not there: {', '.join(absent)}. Download them.")
+        raise CheckpointError(f"{index} names shards that are not there: {_listed(absent)}. Download them.")
+    names_in: dict[str, list[str]] = {shard: [] for shard in shards}
+    for name, shard in weight_map.items():
+        names_in[shard].append(name)
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         found = read(index.parent / shard).tensors
-        lost = [name for name, home in weight_map.items() if home == shard and name not in found]
+        lost = [name for name in names_in[shard] if name not in found]
         twice = [name for name in found if name in tensors]
         if lost or twice:
-            what = [f"does not hold {', '.join(lost)}"] * bool(lost)
-            what += [f"holds {', '.join(twice)}, as another shard does"] * bool(twice)
+            what = [f"does not hold {_listed(lost)}"] * bool(lost)
+            what += [f"holds {_listed(twice)}, as another shard does"] * bool(twice)
             raise CheckpointError(
                 f"{index} does not describe its shards: {shard} {' and '.join(what)}. Download them all again."
             )
@@ -37,11 +44,28 @@ def shard_of_each_tensor(index: Path) -> dict[str, str]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' of tensor names to shards: download it again.")
-    for shard in weight_map.values():
-        if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise CheckpointError(f"{index} names the shard {shard!r}, which is no file name in its own folder.")
+    shards = list(weight_map.values())
+    strange = [shard for shard in shards if not isinstance(shard, str) or not _is_plain_name(shard)]
+    if strange:
+        raise CheckpointError(
+            f"{index} names the shard {shown(strange[0])}, which is no file name in its own folder: download the "
+            "index again."
+        )
+    if len(set(shards)) > MAX_SHARDS:
+        raise CheckpointError(f"{index} names {len(set(shards))} shards and at most {MAX_SHARDS} are believed.")
     return weight_map
 
 
 def _is_plain_name(shard: str) -> bool:
-    return shard not in ("", ".", "..") and PurePosixPath(shard).name == PureWindowsPath(shard).name == shard
+    """Whether a name stands for one file: without folders, and without what the Hub or a shell takes for a pattern."""
+    return (
+        shard not in (".", "..")
+        and shard.isprintable()
+        and not set(shard) & set("*?[]")
+        and PurePosixPath(shard).name == PureWindowsPath(shard).name == shard
+        and 0 < len(shard.encode()) <= NAME_MAX
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

@@ -8,8 +8,9 @@ the elements.
 
 import io
 import math
-import struct
-import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,34 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, element_extent
 from tinygpt.weights.containers.pickle_reader import PickleReader, Storage, StridedView
+from tinygpt.weights.containers.read_ahead import ReadAhead
+from tinygpt.weights.containers.zip_entries import read_entries
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
-LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of its name and its extra field
+MAX_NAMED = 8  # names in a message
+# Tensors may share a storage, as the layers of some models do. All of them together must not be larger than a file of
+# so many such layers: memory stays in proportion to the file.
+MAX_SHARING = 100
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """The bytes of the file that hold a storage, and what raises CheckpointError where they are damaged."""
+
+    data: range
+    verify: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedTensor(MappedTensor):
+    """A MappedTensor whose storage is verified whenever it is read."""
+
+    verify: Callable[[], None] = field(compare=False)
+
+    def float32(self) -> np.ndarray:
+        self.verify()
+        return MappedTensor.float32(self)
 
 
 def read_torch(path: Path) -> Container:
@@ -33,7 +58,18 @@ def read_torch(path: Path) -> Container:
     else:
         structure, storages = _read_legacy(file)
     _check_state_dict(file, structure)
-    return Container({name: _tensor(file, name, view, storages) for name, view in structure.items()})
+    tensors = {name: _tensor(file, name, view, storages) for name, view in structure.items()}
+    _check_total(file, structure)
+    return Container(tensors)
+
+
+def _check_total(file: MappedFile, structure: dict[str, StridedView]) -> None:
+    total = sum(math.prod(view.shape) * _itemsize(view.storage) for view in structure.values())
+    if total > MAX_SHARING * len(file):
+        raise CheckpointError(
+            f"{file.path} has {len(file)} bytes and its tensors claim {total}, sharing their storages beyond reason: "
+            "save it again without views that repeat elements."
+        )
 
 
 def _check_state_dict(file: MappedFile, structure: Any) -> None:
@@ -47,79 +83,45 @@ def _check_state_dict(file: MappedFile, structure: Any) -> None:
     if others:
         raise CheckpointError(
             f"{file.path} must hold a state dict (tensors by name) and holds something else under: "
-            f"{', '.join(others)}. Save the model's state dict alone, or call save_pretrained."
+            f"{', '.join(others[:MAX_NAMED])}. Save the model's state dict alone, or call save_pretrained."
         )
 
 
-def _tensor(file: MappedFile, name: str, view: StridedView, storages: dict[str, range]) -> MappedTensor:
+def _tensor(file: MappedFile, name: str, view: StridedView, storages: dict[str, StoredBytes]) -> VerifiedTensor:
     """Put a view into the file, checked against its storage so that nothing outside is ever read."""
     storage = view.storage
-    found = storages.get(storage.key, range(0))
+    found = storages.get(storage.key, NOWHERE)
     itemsize = _itemsize(storage)
     end = (view.offset + element_extent(view.shape, view.strides)) * itemsize
     # A stride of 0 repeats elements: what comes of it must not be larger than a file that could hold it.
-    if end > len(found) or math.prod(view.shape) * itemsize > len(file):
+    if end > len(found.data) or math.prod(view.shape) * itemsize > len(file):
         raise CheckpointError(
-            f"{file.path} holds {len(found)} bytes for the storage of {name}, which reaches to byte {end}: "
+            f"{file.path} holds {len(found.data)} bytes for the storage of {name}, which reaches to byte {end}: "
             "the file is truncated or damaged, download it again."
         )
-    return MappedTensor(file, storage.dtype, view.shape, view.strides, found.start + view.offset * itemsize)
+    offset = found.data.start + view.offset * itemsize
+    return VerifiedTensor(file, storage.dtype, view.shape, view.strides, offset, found.verify)
 
 
 def _itemsize(storage: Storage) -> int:
     return 2 if storage.dtype == "bfloat16" else np.dtype(storage.dtype).itemsize
 
 
-def _read_zip(file: MappedFile) -> tuple[Any, dict[str, range]]:
-    """The structure, and the bytes of the file that hold each storage."""
-    try:
-        with zipfile.ZipFile(file.path) as archive:
-            entries = _entries(file, archive)
-            for name in {"data.pkl"} - entries.keys():
-                raise CheckpointError(f"{file.path} is a zip archive without {name}: no torch.save wrote it.")
-            if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
-                raise CheckpointError(f"{file.path} was saved on a big-endian machine: convert it to safetensors.")
-            pickled = archive.read(entries["data.pkl"])
-        storages = {
-            name.removeprefix("data/"): _entry_bytes(file, entry)
-            for name, entry in entries.items()
-            if name.startswith("data/")
-        }
-    except (zipfile.BadZipFile, NotImplementedError, UnicodeError, EOFError, OSError) as error:
-        message = f"{file.path} is a damaged zip archive ({error}): download it again."
-        raise CheckpointError(message) from error
-    return PickleReader(io.BytesIO(pickled), file.path).read(), storages
+def _read_zip(file: MappedFile) -> tuple[Any, dict[str, StoredBytes]]:
+    """The structure, and where each storage lies."""
+    entries = read_entries(file)
+    if "data.pkl" not in entries:
+        raise CheckpointError(f"{file.path} is a zip archive without data.pkl: no torch.save wrote it.")
+    if "byteorder" in entries and entries["byteorder"].read() != b"little":
+        raise CheckpointError(f"{file.path} was saved on a big-endian machine: convert it to safetensors.")
+    lying = {name.removeprefix("data/"): entry for name, entry in entries.items() if name.startswith("data/")}
+    ahead = ReadAhead(lying.values())
+    storages = {key: StoredBytes(entry.data, partial(ahead.verify, entry)) for key, entry in lying.items()}
+    return PickleReader(io.BytesIO(entries["data.pkl"].read()), file.path).read(), storages
 
 
-def _entries(file: MappedFile, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """The archive's entries without the folder that all of them lie in; each must be stored as it is."""
-    entries = {}
-    for entry in archive.infolist():
-        name = entry.filename.partition("/")[2]
-        stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
-        if not stored or entry.flag_bits & 1 or name in entries:
-            raise CheckpointError(
-                f"{file.path} is a zip archive whose entry {entry.filename!r} is compressed, encrypted or "
-                "repeated, as torch.save never does: save it again with torch.save or as safetensors."
-            )
-        entries[name] = entry
-    return entries
-
-
-def _entry_bytes(file: MappedFile, entry: zipfile.ZipInfo) -> range:
-    """Where an entry's data lie. The lengths before them are only in the entry's own header."""
-    start = entry.header_offset + LOCAL_HEADER.size
-    if not LOCAL_HEADER.size <= start <= len(file):
-        raise zipfile.BadZipFile(f"the entry {entry.filename!r} begins outside the file")
-    signature, name_size, extra_size = LOCAL_HEADER.unpack_from(file.data, entry.header_offset)
-    start += name_size + extra_size
-    if signature != b"PK\x03\x04" or start + entry.file_size > len(file):
-        raise zipfile.BadZipFile(f"the entry {entry.filename!r} reaches beyond the file")
-    return range(start, start + entry.file_size)
-
-
-def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, range]]:
-    """The structure, and the bytes of the file that hold each storage."""
+def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, StoredBytes]]:
+    """The structure, and where each storage lies. The form has no checksums."""
     file.data.seek(0)
     reader = PickleReader(file.data, file.path)
     if file.data[:2] != b"\x80\x02" or reader.read() != MAGIC_NUMBER or reader.read() != PROTOCOL_VERSION:
@@ -133,7 +135,7 @@ def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, range]]:
     return structure, _legacy_storages(file, structure, keys)
 
 
-def _legacy_storages(file: MappedFile, structure: Any, keys: Any) -> dict[str, range]:
+def _legacy_storages(file: MappedFile, structure: Any, keys: Any) -> dict[str, StoredBytes]:
     _check_state_dict(file, structure)
     itemsizes = {view.storage.key: _itemsize(view.storage) for view in structure.values()}
     if not isinstance(keys, list) or any(type(key) is not str or key not in itemsizes for key in keys):
@@ -142,6 +144,13 @@ def _legacy_storages(file: MappedFile, structure: Any, keys: Any) -> dict[str, r
     for key in keys:
         start = position + 8
         size = int.from_bytes(file.data[position:start], "little") * itemsizes[key]
-        storages[key] = range(start, min(start + size, len(file)))
+        storages[key] = StoredBytes(range(start, min(start + size, len(file))), _nothing_to_verify)
         position = start + size
     return storages
+
+
+def _nothing_to_verify() -> None:
+    pass
+
+
+NOWHERE = StoredBytes(range(0), _nothing_to_verify)

@@ -1,0 +1,224 @@
+"""Small hostile files: each is loaded or refused in time and memory that its size accounts for.
+
+What is held to a limit of CPU time and memory took longer than that, or more, before the loader bounded it.
+"""
+
+import json
+import os
+import struct
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from support.limits import outcome
+from support.tiny_checkpoint import LAYERS, C, random_tensors, write_checkpoint, write_config, write_json
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a process, as Linux has them")
+
+# Pickles written by hand, protocol 2.
+
+
+def program(*parts):
+    return b"\x80\x02" + b"".join(parts) + b"."
+
+
+def text(value):
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def put(index):
+    return b"r" + struct.pack("<I", index)
+
+
+def get(index):
+    return b"h" + bytes([index])
+
+
+STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04"
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
+ORDERED_DICT = b"ccollections\nOrderedDict\n"
+PICKLES = {
+    "huge dimensions": program(
+        b"}" + text("a") + TENSOR + b"(" + STORAGE + b"tQK\x00",
+        b"(" + b"J\xff\xff\xff\x7f" * 300_000 + b"t",
+        b"(" + b"K\x00" * 300_000 + b"t\x89NtRs",
+    ),
+    "one list in many dictionaries": program(
+        b"](" + b"]" + put(1) + text("a") + b"aK\x00a" + get(1) * 300_000 + b"e" + put(2),
+        ORDERED_DICT + put(3),
+        (get(3) + get(2) + b"\x85R") * 100_000,
+    ),
+    "one long shape in many tensors": program(
+        STORAGE + b"tQ" + put(1) + b"(" + b"K\x01" * 200_000 + b"t" + put(2) + TENSOR + put(3),
+        (get(3) + b"(" + get(1) + b"K\x00" + get(2) + get(2) + b"\x89NtR") * 50_000,
+    ),
+    "one long record in many storages": program(STORAGE + b"N" * 300_000 + b"t" + put(1), (get(1) + b"Q") * 300_000),
+}
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+@pytest.mark.parametrize("case", PICKLES)
+def test_a_pickle_whose_work_is_more_than_its_size(tmp_path, case, form):
+    write_config(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    if form == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", PICKLES[case])
+            archive.writestr("archive/data/0", b"\0" * 16)
+    else:
+        head = program(b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19") + program(b"M\xe9\x03")
+        head += program(b"}" + text("little_endian") + b"\x88s")
+        path.write_bytes(head + PICKLES[case] + program(b"]" + text("0") + b"a") + struct.pack("<Q4f", 4, 0, 1, 2, 3))
+    assert f"{path} holds a damaged pickle" in outcome("open_checkpoint(folder)", tmp_path)
+
+
+def test_a_safetensors_file_with_huge_dimensions(tmp_path):
+    write_config(tmp_path)
+    header = {"a": {"dtype": "F32", "shape": [0] + [2**40] * 300_000, "data_offsets": [0, 0]}}
+    data = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data)
+    assert "impossible shape" in outcome("open_checkpoint(folder)", tmp_path)
+
+
+# LoRA configs
+
+
+def write_lora(folder, **fields):
+    """An adapter of rank 1 for the tiny checkpoint, which lies in `folder` / "base"."""
+    write_checkpoint(folder / "base")
+    modules = [f"base_model.model.transformer.h.{i}.attn.c_attn" for i in range(LAYERS)]
+    tensors = {f"{module}.lora_A.weight": np.zeros((1, C), np.float32) for module in modules}
+    tensors |= {f"{module}.lora_B.weight": np.zeros((3 * C, 1), np.float32) for module in modules}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "target_modules": ["c_attn"], "r": 1, "lora_alpha": 1, **fields}
+    write_json(folder / "adapter_config.json", config)
+
+
+MERGE = "merge_lora(open_checkpoint(folder + '/base'), folder)"
+CATASTROPHIC = r"(((.+)+)+)+\d{3}X"
+LORAS = {
+    "target_modules": ({"target_modules": CATASTROPHIC}, "unexpected"),
+    "exclude_modules": ({"exclude_modules": CATASTROPHIC}, "loaded"),
+    "rank_pattern": ({"rank_pattern": {CATASTROPHIC: 2}}, "loaded"),
+    "alpha_pattern": ({"alpha_pattern": {CATASTROPHIC: 2}}, "loaded"),
+    "modules_to_save": ({"modules_to_save": [CATASTROPHIC]}, "loaded"),
+    "layers_pattern": (
+        {"layers_to_transform": [*range(LAYERS)], "layers_pattern": [CATASTROPHIC, "h"]},
+        "loaded",
+    ),
+    "many": ({"rank_pattern": {f"{i:05}.*": 2 for i in range(200_000)}}, "too many, too long"),
+    "long": ({"target_modules": "|".join(["a" * 500_000 + end for end in "bc"])}, "too many, too long"),
+    "modules_to_save that are many": ({"modules_to_save": [f"x{i}" for i in range(300_000)]}, "too many, too long"),
+}
+
+
+@pytest.mark.parametrize("case", LORAS)
+def test_a_lora_whose_names_take_for_ever_to_match(tmp_path, case):
+    fields, expected = LORAS[case]
+    write_lora(tmp_path, **fields)
+    assert expected in outcome(MERGE, tmp_path)
+
+
+def test_a_tensors_name_without_end(tmp_path):
+    write_lora(tmp_path)
+    names = ("module." * 100_000 + f"transformer.h.0.attn.c_attn.lora_{factor}.weight" for factor in "AB")
+    save_file({f"base_model.model.{name}": np.zeros(1, "f4") for name in names}, tmp_path / "adapter_model.safetensors")
+    assert "names a tensor by" in outcome(MERGE, tmp_path)
+
+
+# Tokenizers
+
+
+def write_tokenizer(folder, added=None, **fields):
+    characters = [*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])]
+    model = {"type": "BPE", "vocab": {character: i for i, character in enumerate(characters)}, "merges": []}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False}
+    spec = {"model": model, "pre_tokenizer": byte_level, "decoder": byte_level, "added_tokens": added or [], **fields}
+    write_json(folder / "tokenizer.json", spec)
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 20_000 + [{"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"a": {"id": "a", "ids": [1] * 200_000, "tokens": ["a"] * 200_000}},
+}
+TOKENIZERS = {
+    "added tokens with one long beginning": (
+        {"added": [{"id": 256 + i, "content": "a" * 700_000 + end} for i, end in enumerate("bc")]},
+        "an added token of 700001 characters",
+    ),
+    "a template that grows": ({"post_processor": TEMPLATE}, "more than 1000 tokens around every text"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_tokenizer_whose_work_is_more_than_its_size(tmp_path, case):
+    fields, expected = TOKENIZERS[case]
+    write_tokenizer(tmp_path, **fields)
+    assert expected in outcome("Tokenizer.from_folder(folder)", tmp_path)
+
+
+def test_the_tokenizer_of_these_tests_is_loaded(tmp_path):
+    write_tokenizer(tmp_path, added=[{"id": 256, "content": "ab"}])
+    assert outcome("Tokenizer.from_folder(folder)", tmp_path) == "loaded\n"
+
+
+# What is no regular file
+
+OPEN = "open_checkpoint(folder)"
+TOKENIZE = "Tokenizer.from_folder(folder)"
+FILES = {
+    "generation_config.json": OPEN,
+    "model.safetensors": OPEN,
+    "model.safetensors.index.json": OPEN,
+    "pytorch_model.bin": OPEN,
+    "model.tinygpt.safetensors": OPEN,
+    "shard": OPEN,
+    "adapter_config.json": MERGE,
+    "adapter_model.safetensors": MERGE,
+    "adapter_model.bin": MERGE,
+    "soft prompt": "read_soft_prompt(folder + '/soft prompt', open_checkpoint().config)",
+    "tokenizer.json": TOKENIZE,
+    "tokenizer_config.json": TOKENIZE,
+    "added_tokens.json": TOKENIZE,
+    "vocab.txt": TOKENIZE,
+}
+# The files beside, which are looked for first or are in the way.
+WITHOUT = {
+    "adapter_model.bin": ["adapter_model.safetensors"],
+    "pytorch_model.bin": ["model.safetensors"],
+    "model.safetensors.index.json": ["model.safetensors"],
+    "model.tinygpt.safetensors": ["model.safetensors"],
+    "shard": ["model.safetensors"],
+    "vocab.txt": ["tokenizer.json"],
+}
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_not_regular_is_refused_and_not_waited_for(tmp_path, name, kind):
+    write_lora(tmp_path)
+    write_checkpoint(tmp_path)
+    write_tokenizer(tmp_path)
+    if name == "shard":
+        write_json(tmp_path / "model.safetensors.index.json", {"weight_map": dict.fromkeys(random_tensors(), "shard")})
+    for other in (name, *WITHOUT.get(name, [])):
+        (tmp_path / other).unlink(missing_ok=True)
+    if kind == "FIFO":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    sentence = outcome(FILES[name], tmp_path)
+    assert f"{tmp_path / name} cannot be read: it is a {'FIFO' if kind == 'FIFO' else 'character device'}" in sentence
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "vocab.txt"])
+def test_a_folder_where_a_tokenizers_file_belongs(tmp_path, name):
+    write_tokenizer(tmp_path)
+    if name == "vocab.txt":
+        (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / name).mkdir()
+    assert "Is a directory" in outcome(TOKENIZE, tmp_path)
