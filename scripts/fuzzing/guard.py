@@ -70,7 +70,7 @@ class Guard:
             self._note(f"{event} {args}")
 
     def _hear_open(self, args: tuple) -> None:
-        path, mode, flags = args
+        path, _mode, flags = args
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             self._note(f"write {path}")
         elif not self._is_inside(path) and not os.path.realpath(path).startswith(CODE):

@@ -171,7 +171,8 @@ def check_soft_prompt(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | 
 def check_texts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
     """Nothing is known but that all of it is ids and texts."""
     for ids, text in loaded:
-        if not isinstance(ids, str) and not all(type(i) is int and i >= 0 for i in ids) or not isinstance(text, str):
+        is_refused = isinstance(ids, str)
+        if not isinstance(text, str) or not (is_refused or all(type(i) is int and i >= 0 for i in ids)):
             return f"{ids!r} and {text!r} are no ids and no text"
     return None
 

@@ -90,7 +90,7 @@ class Campaign:
     inputs: int | None
     seconds: float | None
     workers: int
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     patch: Callable[[], None] | None = None
 
     def run(self, on_news: Callable[[Case, Outcome], None] = lambda case, outcome: None) -> Report:

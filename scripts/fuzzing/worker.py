@@ -124,7 +124,7 @@ class Bench:
         given = case if isinstance(case, Input) else case.input(files[case.file])
         folder = self._root / format.name
         path = folder / given.file
-        path.write_bytes(given.data)
+        _replace(path, given.data)
         try:
             loaded, outcome = self._load(format, folder, len(given.data))
             if outcome is not None:
@@ -133,8 +133,10 @@ class Bench:
             problem = format.check(folder, loaded, undamaged)
         except NoWord as error:
             return Outcome("unjudged", detail=str(error))
+        except Exception as error:  # what was loaded is not even of the form that it should have
+            return Outcome("finding", f"wrong: {type(error).__name__} in {_place(error)}", traceback.format_exc(limit=-3))
         finally:
-            path.write_bytes(files[given.file])
+            _replace(path, files[given.file])
         return Outcome("right") if problem is None else Outcome("finding", f"wrong: {_words(problem)}", problem)
 
     def _load(self, format: Format, folder: Path, size: int) -> tuple[Any, Outcome | None]:
@@ -150,6 +152,13 @@ class Bench:
             what = self._guard.violations[0]
             outcome = Outcome("finding", f"reached outside: {_words(what)}", "\n".join(self._guard.violations))
         return loaded, outcome
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """By renaming: what is mapped into memory from the file before stays as it was."""
+    new = path.with_name("new")
+    new.write_bytes(data)
+    new.replace(path)
 
 
 @contextmanager
@@ -182,7 +191,7 @@ def _refusal(message: str, folder: Path) -> Outcome:
 
 def _place(error: BaseException) -> str:
     """The project's innermost function that the error came through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/fuzzing/" not in frame.filename]
+    frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(PROJECT)]
     frame = (ours or frames)[-1]
     return f"{Path(frame.filename).name}:{frame.name}"
