@@ -62,9 +62,13 @@ def _compare_batch(asked: dict[int, Asked], shared: LLM, alone: LLM, comparison:
     together = answers_together(shared, asked)
     for number, request in asked.items():
         expected = answer(alone, request)
-        comparison.ends[expected.partition(":")[0] if expected.startswith(("RequestError", "UNEXPECTED")) else "answered"] += 1
+        comparison.ends[
+            expected.partition(":")[0] if expected.startswith(("RequestError", "UNEXPECTED")) else "answered"
+        ] += 1
         if together[number] != expected or expected.startswith("UNEXPECTED"):
-            comparison.differences.append(f"request {number}, {request}\n  alone   {expected}\n  company {together[number]}")
+            comparison.differences.append(
+                f"request {number}, {request}\n  alone   {expected}\n  company {together[number]}"
+            )
     scheduler = shared.engine.scheduler
     if scheduler.running or scheduler.waiting or scheduler.slots.num_free != MAX_NUM_SEQS:
         comparison.differences.append(f"after request {number}: {len(scheduler.running)} sequences still run")

@@ -102,7 +102,9 @@ def one_of(*values: Any) -> Draw:
 
 
 def _bias(rng: Random, world: World) -> dict[int, float]:
-    return {rng.randrange(world.vocab_size): rng.choice([-100, -3.5, 0, 2, 100.0]) for _ in range(rng.choice([1, 3, 20]))}
+    return {
+        rng.randrange(world.vocab_size): rng.choice([-100, -3.5, 0, 2, 100.0]) for _ in range(rng.choice([1, 3, 20]))
+    }
 
 
 def _many_ids(rng: Random, world: World) -> list[int]:
@@ -165,12 +167,16 @@ FIELDS: dict[str, Draw] = {
     "eos_token_id": _many_ids,
     "include_stop_str_in_output": one_of(True, False),
     "max_time": one_of(1e6, 3600, None),  # never reached: what a shorter one cuts off depends on the clock
-    "repetition_detection": one_of({"max_pattern_size": 3, "min_count": 2}, {"max_pattern_size": 1, "min_count": 4}, None),
+    "repetition_detection": one_of(
+        {"max_pattern_size": 3, "min_count": 2}, {"max_pattern_size": 1, "min_count": 4}, None
+    ),
     "prompt_logprobs": one_of(0, 1, 5, None),
     "logprobs_mode": one_of("raw", "processed"),
     "overflow": one_of("refuse", "clamp", "truncate", "slide", "slide"),
     "stride": one_of(1, 7, 30, 1000),
-    "soft_prompt": lambda rng, world: rng.choice([*world.soft_prompts, "unknown"] if world.soft_prompts else ["unknown"]),
+    "soft_prompt": lambda rng, world: rng.choice(
+        [*world.soft_prompts, "unknown"] if world.soft_prompts else ["unknown"]
+    ),
     "prompt_embeds": _embeds,
 }
 BEAMS = ("num_beams", "num_beam_groups", "diversity_penalty", "early_stopping", "length_penalty")

@@ -134,7 +134,9 @@ class Bench:
         except NoWord as error:
             return Outcome("unjudged", detail=str(error))
         except Exception as error:  # what was loaded is not even of the form that it should have
-            return Outcome("finding", f"wrong: {type(error).__name__} in {_place(error)}", traceback.format_exc(limit=-3))
+            return Outcome(
+                "finding", f"wrong: {type(error).__name__} in {_place(error)}", traceback.format_exc(limit=-3)
+            )
         finally:
             _replace(path, files[given.file])
         return Outcome("right") if problem is None else Outcome("finding", f"wrong: {_words(problem)}", problem)
