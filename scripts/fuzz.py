@@ -17,6 +17,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # tinygpt lies beside scripts/, whether or not it is installed.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -63,6 +64,42 @@ def replay(args: argparse.Namespace) -> int:
     return int(outcome.kind == "finding")
 
 
+def fuzz_requests(args: argparse.Namespace) -> int:
+    from fuzzing.company import ALLOWED_GROWTH, SHOWN, compare, settings
+    from fuzzing.formats import write_world
+    from tqdm import tqdm
+
+    wrong, first, ends = [], 0, Counter()
+    print(f"seed {args.seed}, {args.requests} requests", flush=True)
+    with TemporaryDirectory() as folder, tqdm(total=args.requests, disable=None) as bar:
+        write_world(Path(folder))
+        for model, options, share in settings(Path(folder)):
+            numbers = range(first, min(first + round(share * args.requests), args.requests))
+            first = numbers.stop
+            comparison = compare(model, args.seed, numbers, bar.update, **options)
+            name = ", ".join([Path(model).name if model == "demo" else "tiny", *options])
+            counts = ", ".join(f"{count} {end}" for end, count in comparison.ends.most_common())
+            print(
+                f"{name}: {counts}; {len(comparison.differences)} differ; memory {comparison.growth():.3f} times",
+                flush=True,
+            )
+            for difference in comparison.differences[:SHOWN]:
+                print(f"WRONG: {difference}", flush=True)
+            wrong += comparison.differences
+            if comparison.growth() > ALLOWED_GROWTH:
+                wrong.append(f"memory grew to {comparison.growth():.3f} times that of the second thousand")
+            ends += comparison.ends
+    print(f"{ends.total()} requests: {dict(ends)}; {len(wrong)} wrong")
+    return int(bool(wrong))
+
+
+def fuzz_guided(args: argparse.Namespace) -> int:
+    from fuzzing.guided import run
+
+    run(args.format, args.file, round(60 * args.minutes), args.seed, args.findings)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -77,6 +114,17 @@ def main() -> int:
     again = commands.add_parser("replay", help="a finding again")
     again.add_argument("folder", type=Path)
     again.set_defaults(run=replay)
+    requests = commands.add_parser("requests", help="random requests")
+    requests.add_argument("--requests", type=int, default=1000)
+    requests.add_argument("--seed", type=int, default=1)
+    requests.set_defaults(run=fuzz_requests)
+    guided = commands.add_parser("coverage", help="damaged files, guided by coverage (pip install atheris)")
+    guided.add_argument("--format", default="torch-legacy")
+    guided.add_argument("--file", help="of the format (default: its first)")
+    guided.add_argument("--minutes", type=float, default=1)
+    guided.add_argument("--seed", type=int, default=1)
+    guided.add_argument("--findings", type=Path, default=Path("findings"))
+    guided.set_defaults(run=fuzz_guided)
     args = parser.parse_args()
     return args.run(args)
 

@@ -17,7 +17,7 @@ def keep(report: Report, folder: Path) -> list[Path]:
     if not report.findings:
         return []
     judge, kept = Judge(Limits()), []
-    for (name, what), inputs in report.findings.items():
+    for (_, what), inputs in report.findings.items():
         case, outcome = inputs[0]
         kept.append(_write(folder, case, _shrunk(judge, case, what), outcome))
     judge.close()

@@ -28,6 +28,8 @@ from tinygpt.kernels.cpu import packed as packing
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+from tinygpt.weights.architectures import gpt2
+from tinygpt.weights.checkpoint import HEAD
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.random_checkpoint import random_checkpoint
 from tinygpt.weights.stored.packed import PACKED_FILE, write_packed
@@ -67,9 +69,12 @@ def to_json(value: Any) -> bytes:
 # --- checkpoints
 
 
+def _model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in ModelConfig.__dataclass_fields__ if name in config}
+
+
 def base_tensors(dtype: type = np.float32) -> dict[str, np.ndarray]:
-    config = ModelConfig(**{name: CONFIG[name] for name in ModelConfig.__dataclass_fields__ if name in CONFIG})
-    stored = random_checkpoint("seed", config).stored
+    stored = random_checkpoint("seed", ModelConfig(**_model_fields(CONFIG))).stored
     return {f"transformer.{name}": tensor.float32().astype(dtype) for name, tensor in stored.items()}
 
 
@@ -258,8 +263,10 @@ def _tokenizer_json() -> Files:
     flags = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False}
     spec = {
         "version": "1.0",
-        "added_tokens": [{"id": 264, "content": "<|endoftext|>", "special": True, **flags}]
-        + [{"id": 265, "content": "then", "special": False, **flags}],
+        "added_tokens": [
+            {"id": 264, "content": "<|endoftext|>", "special": True, **flags},
+            {"id": 265, "content": "then", "special": False, **flags},
+        ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": byte_level,
@@ -341,6 +348,26 @@ def _golden() -> Files:
 
 def _load_golden(folder: Path) -> list[Golden]:
     return load_goldens(folder / "golden.npz")
+
+
+def write_world(folder: Path) -> None:
+    """A model that random requests can be asked of: with a tokenizer, a smaller model to draft, and a soft prompt."""
+    generator = np.random.default_rng(4)
+    config = {**CONFIG, "vocab_size": 272, "n_positions": 64, "n_embd": 16, "n_inner": 24, "eos_token_id": 264}
+    for place, layers in ((folder, 2), (folder / "draft", 1)):
+        shapes = gpt2.stored_shapes(ModelConfig(**{**_model_fields(config), "n_layer": layers}))
+        # Far from even, so that one token is much more probable than another.
+        arrays = {name: generator.standard_normal(shape, np.float32) * 0.4 for name, shape in shapes.items()}
+        place.mkdir(exist_ok=True)
+        _written(place, {**_tokenizer_json(), "config.json": to_json({**config, "n_layer": layers})})
+        _written(place, {"model.safetensors": save({name: array for name, array in arrays.items() if name != HEAD})})
+    (folder / "soft").mkdir()
+    embeds = generator.standard_normal((3, 16), np.float32)
+    soft = {**SOFT, "token_dim": 16}
+    _written(
+        folder / "soft",
+        {"adapter_config.json": to_json(soft), "adapter_model.safetensors": save({"prompt_embeddings": embeds})},
+    )
 
 
 def _written(folder: Path, files: Files) -> Path:

@@ -15,6 +15,8 @@ import safetensors
 
 from tinygpt.weights.architectures import gpt2
 
+from . import binary_mutators
+
 Arrays = Mapping[str, np.ndarray]
 ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 ALIASES |= {"max_position_embeddings": "n_positions"}
@@ -122,6 +124,8 @@ def check_packed(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | None:
     if _is_same(loaded, undamaged):
         return None
     data = (folder / "model.tinygpt.safetensors").read_bytes()
+    if _sealed(binary_mutators.seal_packed(data, None)) != _sealed(data):
+        return "its checksum is wrong, and it was loaded"
     wanted = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(data)}
     wrong = [name for name, array in loaded.items() if array.tobytes() != wanted.get(name)]
     return f"{', '.join(wrong)} has other bytes than the file" if wrong else None
@@ -129,9 +133,17 @@ def check_packed(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | None:
 
 def check_session(folder: Path, loaded: Any, undamaged: Any) -> str | None:
     (token_ids, others), said = loaded, _read_safetensors(folder / "session")
+    data = (folder / "session").read_bytes()
+    if _sealed(binary_mutators.seal_session(data, None)) != _sealed(data):
+        return "its checksum is wrong, and it was loaded"
     if token_ids != said["token_ids"].tolist():
         return f"its tokens are {token_ids} and {said['token_ids'].tolist()} in the file"
     return None if others == undamaged[1] else "another request has another result than before"
+
+
+def _sealed(data: bytes) -> str:
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size])["__metadata__"]["crc32"]
 
 
 def check_lora(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | None:

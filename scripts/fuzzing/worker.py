@@ -105,6 +105,7 @@ class Bench:
     def __init__(self, root: Path, limits: Limits):
         self._root, self._limits, self._guard = root, limits, Guard()
         self._places: dict[str, tuple[Files, Any]] = {}
+        root.mkdir(exist_ok=True)
         # Beside every folder, in case something asks for it by a relative path.
         (root / "canary").write_bytes(b"canary")
 
