@@ -23,8 +23,6 @@ from .formats import FORMATS, Files, Format
 from .guard import PROJECT, Guard
 from .oracles import NoWord
 
-MAX_MESSAGE = 5000  # characters: more is no sentence
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -148,7 +146,7 @@ class Bench:
             with _limited(self._limits, size), self._guard.watching(folder):
                 loaded = format.load(folder)
         except TinyGPTError as error:
-            outcome = _refusal(str(error), folder)
+            outcome = Outcome("refused" if str(error).strip() else "finding", detail=str(error))
         except Exception as error:
             outcome = Outcome("finding", f"{type(error).__name__} in {_place(error)}", traceback.format_exc(limit=-12))
         if self._guard.violations:
@@ -176,20 +174,6 @@ def _limited(limits: Limits, size: int) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-
-
-def _refusal(message: str, folder: Path) -> Outcome:
-    """A refusal is a sentence that a terminal can show."""
-    text = message.replace(str(folder), "FOLDER")
-    if not text.strip():
-        return Outcome("finding", "a refusal without a word")
-    if len(text) > MAX_MESSAGE:
-        return Outcome(
-            "finding", f"a refusal of too many words: {_words(text[:40])}", f"{len(text)} characters: {text[:500]}"
-        )
-    if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text):
-        return Outcome("finding", f"control characters in a refusal: {_words(text[:60])}", repr(text[:500]))
-    return Outcome("refused", detail=text)
 
 
 def _place(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -23,6 +24,8 @@ COMMANDS = {
     "parity": parity,
 }
 DONE, FAILED, USAGE = 0, 1, 2
+MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some lines
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters but tabs and ends of lines
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
 
 EPILOG = """text goes to stdout and everything else to stderr
@@ -94,8 +97,15 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("\ntinygpt: interrupted", file=sys.stderr)
         return INTERRUPTED
-    print(f"tinygpt: error: {_sentence(error)}", file=sys.stderr)
+    print(f"tinygpt: error: {_printable(_sentence(error))}", file=sys.stderr)
     return USAGE if isinstance(error, RequestError) else FAILED
+
+
+def _printable(sentence: str) -> str:
+    """What a file has put into a sentence may neither steer the terminal nor fill it."""
+    text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], sentence)
+    more = len(text) - MAX_SENTENCE
+    return f"{text[:MAX_SENTENCE]} [...] and {more} characters more" if more > 0 else text
 
 
 def _sentence(error: BaseException) -> str:
