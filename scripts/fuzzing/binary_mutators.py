@@ -121,7 +121,7 @@ def _instructions(data: bytes) -> list[bytes]:
 def edit_instructions(data: bytes, rng: Random) -> bytes:
     ops = _instructions(data)
     place, other = rng.randrange(len(ops)), rng.randrange(len(ops))
-    change = rng.randrange(5)
+    change = rng.randrange(6)
     if change == 0:
         del ops[place : place + rng.choice([1, 1, 2, 5])]
     elif change == 1:
@@ -130,6 +130,9 @@ def edit_instructions(data: bytes, rng: Random) -> bytes:
         ops[place], ops[other] = ops[other], ops[place]
     elif change == 3:
         ops.insert(place, rng.choice(FRAGMENTS))
+    elif change == 4:  # many of one thing: dimensions, or references to what is there
+        many = rng.choice([rng.choice(ops), b"h" + bytes([rng.randrange(20)]), b"K\x01"])[:20]
+        ops[place] = b"(" + many * rng.choice([10, 1000, 300_000]) + rng.choice([b"t", b"l", b"t\x85"])
     else:
         ops[place] = rng.choice(FRAGMENTS)
     return b"".join(ops)

@@ -84,7 +84,7 @@ def _fields(rng: Random, world: World) -> dict[str, Any]:
     if kind == "sample":
         fields.setdefault("temperature", 1.0)
     elif kind == "beams" and rng.random() < 0.9:
-        fields["n"] = min(fields.get("n", 1), fields["num_beams"]) if isinstance(fields.get("n", 1), int) else 1
+        fields["n"] = rng.randint(1, 2)
     if "soft_prompt" in fields and rng.random() < 0.9:
         fields.pop("prompt_embeds", None)
     if fields.get("overflow") != "slide" and rng.random() < 0.9:

@@ -113,7 +113,7 @@ class Bench:
             files, folder = dict(format.files()), self._root / format.name
             folder.mkdir(exist_ok=True)
             for name, content in files.items():
-                (folder / name).write_bytes(content)
+                _replace(folder / name, content)
             self._places[format.name] = files, format.load(folder)
         return self._places[format.name]
 
@@ -158,6 +158,7 @@ class Bench:
 def _replace(path: Path, data: bytes) -> None:
     """By renaming: what is mapped into memory from the file before stays as it was."""
     new = path.with_name("new")
+    new.touch(mode=0o600)
     new.write_bytes(data)
     new.replace(path)
 
