@@ -27,16 +27,16 @@ SHOWN = 5
 
 @dataclass
 class Comparison:
-    """`ends` are how many requests were answered or refused; `memory` is in bytes, after each batch."""
+    """`ends` are how many requests were answered or refused; `memory` is in bytes, after so many of them."""
 
     ends: Counter = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)  # (number of requests so far, bytes)
+    memory: list[tuple[int, int]] = field(default_factory=list)
 
     def growth(self) -> float:
-        """The most memory of the last tenth over the most of the second thousand."""
-        second = [size for number, size in self.memory if 1000 < number <= 2000]
-        last = [size for number, size in self.memory if number > 0.9 * self.memory[-1][0]]
+        """The most memory of the last tenth over the most of the second thousand; 1 for fewer requests than these."""
+        second = [size for count, size in self.memory if 1000 < count <= 2000]
+        last = [size for count, size in self.memory if count > 0.9 * self.ends.total()]
         return max(last) / max(second) if second else 1.0
 
 
@@ -73,7 +73,7 @@ def _compare_batch(asked: dict[int, Asked], shared: LLM, alone: LLM, comparison:
     if scheduler.running or scheduler.waiting or scheduler.slots.num_free != MAX_NUM_SEQS:
         comparison.differences.append(f"after request {number}: {len(scheduler.running)} sequences still run")
     gc.collect()
-    comparison.memory.append((number, _resident_bytes()))
+    comparison.memory.append((comparison.ends.total(), _resident_bytes()))
 
 
 def answers_together(llm: LLM, asked: dict[int, Asked]) -> dict[int, str]:
