@@ -164,7 +164,9 @@ def _session() -> Files:
 def _load_session(folder: Path) -> tuple[list[int], Any]:
     """The session's tokens, and what another request gets that begins as the undamaged one does."""
     llm = _session_llm()
-    llm.generate([[9], [10]])  # these take the places in the cache of what an earlier file may have left there
+    llm.generate(
+        [[9], [10]], SamplingParams(max_tokens=1)
+    )  # these take the places in the cache of what an earlier file may have left there
     with llm.load_session(folder / "session") as session:
         token_ids = session.token_ids
         session.generate(SamplingParams(max_tokens=1, overflow="slide"))

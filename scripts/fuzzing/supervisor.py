@@ -65,10 +65,8 @@ class Worker:
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         if self.state == "is judged":
             return Outcome("unjudged", detail=f"the independent reader died of it ({how})")
-        if self.state == "starts":
-            raise RuntimeError(f"a worker died before its first input ({how}): its message is above.")
-        if isinstance(self.state, Outcome):
-            raise RuntimeError(f"a worker died between two inputs, after number {self.number} ({how}).")
+        if self.state != "loads":
+            raise RuntimeError(f"a worker died before an input was damaged ({how}): its message is above.")
         words = {-signal.SIGPROF: "takes too long", -signal.SIGKILL: "waits or takes all memory"}
         return Outcome("finding", words.get(code, f"the process dies: {how}"))
 

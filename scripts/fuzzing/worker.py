@@ -8,7 +8,7 @@ import signal
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -91,8 +91,7 @@ def work(connection: Connection, limits: Limits, patch: Any = None) -> None:
             except EOFError:
                 return
             for number, case in job.cases():
-                connection.send((number, "loads"))
-                outcome = bench.run(case, lambda number=number: connection.send((number, "is judged")))
+                outcome = bench.run(case, lambda state, number=number: connection.send((number, state)))
                 connection.send((number, outcome))
             connection.send(None)
 
@@ -117,18 +116,20 @@ class Bench:
             self._places[format.name] = files, format.load(folder)
         return self._places[format.name]
 
-    def run(self, case: Case | Input, about_to_judge=lambda: None) -> Outcome:
+    def run(self, case: Case | Input, tell: Callable[[str], None] = lambda state: None) -> Outcome:
+        """What becomes of an input. tell: is called with "loads" and "is judged" before these begin."""
         format = FORMATS[case.format]
         files, undamaged = self.undamaged(format)
         given = case if isinstance(case, Input) else case.input(files[case.file])
         folder = self._root / format.name
         path = folder / given.file
         _replace(path, given.data)
+        tell("loads")
         try:
             loaded, outcome = self._load(format, folder, len(given.data))
             if outcome is not None:
                 return outcome
-            about_to_judge()
+            tell("is judged")
             problem = format.check(folder, loaded, undamaged)
         except NoWord as error:
             return Outcome("unjudged", detail=str(error))
