@@ -9,7 +9,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
@@ -83,13 +83,10 @@ def work(connection: Connection, limits: Limits, patch: Any = None) -> None:
     warnings.simplefilter("ignore")
     if patch is not None:
         patch()
-    with tempfile.TemporaryDirectory(prefix="tinygpt-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tinygpt-fuzz-") as folder, suppress(EOFError, BrokenPipeError):
         bench = Bench(Path(folder), limits)
         while True:
-            try:
-                job: Range | Several = connection.recv()
-            except EOFError:
-                return
+            job: Range | Several = connection.recv()
             for number, case in job.cases():
                 outcome = bench.run(case, lambda state, number=number: connection.send((number, state)))
                 connection.send((number, outcome))
