@@ -35,9 +35,9 @@ def bench(tmp_path_factory):
 
 
 def test_a_sample_of_damaged_files():
-    report = Campaign(seed=12, formats=ALL, inputs=8000, seconds=None, workers=2, limits=PATIENT).run()
-    assert report.findings == {}
-    assert report.counts.total() == 8000
+    report = Campaign(seed=12, formats=ALL, inputs=5000, seconds=None, workers=2, limits=PATIENT).run()
+    assert [f"{outcome.what} by {case}" for found in report.findings.values() for case, outcome in found] == []
+    assert report.counts.total() == 5000
     for kind in ("right", "refused"):
         assert {name for name, ended in report.counts if ended == kind} == {*ALL}
 
