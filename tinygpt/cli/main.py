@@ -97,8 +97,19 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("\ntinygpt: interrupted", file=sys.stderr)
         return INTERRUPTED
-    print(f"tinygpt: error: {_printable(_sentence(error))}", file=sys.stderr)
+    print(f"tinygpt: error: {_sentence(error)}", file=sys.stderr)
     return USAGE if isinstance(error, RequestError) else FAILED
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, TinyGPTError):
+        return _printable(str(error))
+    if isinstance(error, MemoryError):
+        return "there is not enough memory: use a smaller --max-num-seqs, --max-model-len or model."
+    if isinstance(error, OSError):
+        place = f": {str(error.filename)!r}" if error.filename is not None else ""
+        return f"{error.strerror or error}{place}."
+    return f"unexpected {type(error).__name__}: {error} (run it again with --debug to see where)."
 
 
 def _printable(sentence: str) -> str:
@@ -106,14 +117,3 @@ def _printable(sentence: str) -> str:
     text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], sentence)
     more = len(text) - MAX_SENTENCE
     return f"{text[:MAX_SENTENCE]} [...] and {more} characters more" if more > 0 else text
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, TinyGPTError):
-        return str(error)
-    if isinstance(error, MemoryError):
-        return "there is not enough memory: use a smaller --max-num-seqs, --max-model-len or model."
-    if isinstance(error, OSError):
-        place = f": {str(error.filename)!r}" if error.filename is not None else ""
-        return f"{error.strerror or error}{place}."
-    return f"unexpected {type(error).__name__}: {error} (run it again with --debug to see where)."
