@@ -6,6 +6,7 @@ import pytest
 
 from support import tiny_checkpoint
 from tinygpt.cli.commands import generate
+from tinygpt.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
 
@@ -125,6 +126,8 @@ def test_stdin_that_is_no_text(run, give_stdin):
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: 'out.jsonl'"),
         (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero"),
+        (CheckpointError("a \x1b[2J\x07\x9b\nb"), 1, "a \\x1b[2J\\x07\\x9b\nb\n"),
+        (CheckpointError("a" * 10_000), 1, f"{'a' * 8000} [...] and 2000 characters more\n"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -1,7 +1,9 @@
 """`python -m tinygpt parity`: it passes where engines agree, and sees every kind of difference where they do not."""
 
+import io
 import json
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +171,20 @@ def test_flags_that_do_not_go_together(capsys, folder, golden, tmp_path):
     assert "does not exist" in say_no(capsys, folder, "--save-golden", tmp_path / "none" / "golden.npz")
 
 
+def npy(value: object) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(value))
+    return buffer.getvalue()
+
+
+def refill(golden: Path, target: Path, contents: dict[str, bytes]) -> Path:
+    """The golden file with other contents of some entries."""
+    with zipfile.ZipFile(golden) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, contents.get(name, old.read(name)))
+    return target
+
+
 def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     damaged = tmp_path / "damaged.npz"
     damaged.write_bytes(golden.read_bytes()[:-100])
@@ -176,6 +192,17 @@ def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
     assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", tmp_path / "text.npz")
     assert "unsafe" not in say_no(capsys, folder, "--golden", tmp_path / "text.npz")
+    for name, content in {
+        "logits.0.npy": b"no array",
+        "token_ids.0.npy": npy([1.5]),
+        "greedy_leads.0.npy": npy(1),
+    }.items():
+        refilled = refill(golden, tmp_path / "refilled.npz", {name: content})
+        assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", refilled)
+    # The directory of the archive begins in front of the file.
+    elsewhere = tmp_path / "elsewhere.npz"
+    elsewhere.write_bytes(golden.read_bytes()[50:])
+    assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", elsewhere)
     shorter = change(golden, tmp_path / "shorter.npz", logits=np.zeros((7, 96), np.float32))
     assert "is of another model" in say_no(capsys, folder, "--golden", shorter)
     stateless = change(golden, tmp_path / "stateless.npz", hidden_states=None)

@@ -412,6 +412,13 @@ class TestOtherKinds:
         with pytest.raises(CheckpointError, match=r'pip install "tinygpt\[tokenizers\]".*token ids still work'):
             Tokenizer.from_folder(tmp_path)
 
+    def test_a_text_that_the_package_cannot_encode(self, tmp_path):
+        write(tmp_path, "vocab.txt", "[CLS]\n[SEP]\n[PAD]\n[MASK]\nthe\n")
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert tokenizer.encode("the") == [0, 4, 1]
+        with pytest.raises(RequestError, match=r"cannot encode the text: .*\[UNK\].* Give token ids"):
+            tokenizer.encode("them")
+
     def test_vocab_txt(self, tmp_path):
         from transformers import BertTokenizerFast
 

@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -24,6 +25,8 @@ COMMANDS = {
     "parity": parity,
 }
 DONE, FAILED, USAGE = 0, 1, 2
+MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some lines
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters but tabs and ends of lines
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
 
 EPILOG = """text goes to stdout and everything else to stderr
@@ -104,10 +107,17 @@ def _report(error: BaseException) -> int:
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, TinyGPTError):
-        return str(error)
+        return _printable(str(error))
     if isinstance(error, MemoryError):
         return "there is not enough memory: use a smaller --max-num-seqs, --max-model-len or model."
     if isinstance(error, OSError):
         place = f": {str(error.filename)!r}" if error.filename is not None else ""
         return f"{error.strerror or error}{place}."
     return f"unexpected {type(error).__name__}: {error} (run it again with --debug to see where)."
+
+
+def _printable(sentence: str) -> str:
+    """What a file has put into a sentence may neither steer the terminal nor fill it."""
+    text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], sentence)
+    more = len(text) - MAX_SENTENCE
+    return f"{text[:MAX_SENTENCE]} [...] and {more} characters more" if more > 0 else text

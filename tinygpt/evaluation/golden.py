@@ -1,8 +1,9 @@
 """What an engine is compared with: another's logits and greedy tokens, just computed or kept in a file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,27 +88,34 @@ def save_goldens(path: Path, goldens: Sequence[Golden]) -> None:
 
 def load_goldens(path: Path) -> list[Golden]:
     """Read what `save_goldens` wrote. RequestError where it did not write it; OSError where there is no such file."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if str(arrays["format"]) != FORMAT:
-                raise KeyError("format")
-            count = sum(name.startswith("token_ids.") for name in arrays.files)
-            return [_golden(arrays, i) for i in range(count)]
-    except OSError:
-        raise
-    # A damaged archive is many things to zipfile, zlib and NumPy.
-    except Exception as error:
-        raise RequestError(
-            f"{path} is no file that parity --save-golden has written, or a damaged one: make it again or name another."
-        ) from error
+    with path.open("rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                if str(arrays["format"]) != FORMAT:
+                    raise KeyError("format")
+                count = sum(name.startswith("token_ids.") for name in arrays.files)
+                return [_golden(arrays, i) for i in range(count)]
+        # A damaged archive is many things to zipfile, zlib and NumPy, an OSError among them.
+        except Exception as error:
+            raise RequestError(
+                f"{path} is no file that parity --save-golden has written, or a damaged one: make it again or name "
+                "another."
+            ) from error
 
 
-def _golden(arrays, i: int) -> Golden:
-    states = arrays[f"hidden_states.{i}"] if f"hidden_states.{i}" in arrays.files else None
+def _golden(arrays: Mapping[str, Any], i: int) -> Golden:
+    has_states = f"hidden_states.{i}" in arrays
     return Golden(
-        arrays[f"token_ids.{i}"].tolist(),
-        arrays[f"logits.{i}"],
-        arrays[f"greedy_ids.{i}"].tolist(),
-        arrays[f"greedy_leads.{i}"].tolist(),
-        states,
+        _array(arrays, f"token_ids.{i}", np.int64, 1).tolist(),
+        _array(arrays, f"logits.{i}", np.float32, 2),
+        _array(arrays, f"greedy_ids.{i}", np.int64, 1).tolist(),
+        _array(arrays, f"greedy_leads.{i}", np.float64, 1).tolist(),
+        _array(arrays, f"hidden_states.{i}", np.float32, 3) if has_states else None,
     )
+
+
+def _array(arrays: Mapping[str, Any], name: str, dtype: type, ndim: int) -> np.ndarray:
+    array = arrays[name]  # bytes, where the archive's entry is no array
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != ndim:
+        raise ValueError(name)
+    return array

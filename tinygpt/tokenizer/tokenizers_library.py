@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.detokenizer import PrefixDetokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -39,7 +39,13 @@ class LibraryTokenizer:
         self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        try:
+            return self._tokenizer.encode(text).ids
+        except Exception as error:  # the library raises nothing narrower: a vocabulary without its unknown token, say
+            raise RequestError(
+                f"The tokenizer of this checkpoint cannot encode the text: {error}. Give token ids, or load the "
+                "tokenizer with transformers and save it again."
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most

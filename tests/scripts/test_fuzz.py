@@ -1,0 +1,192 @@
+"""scripts/fuzz.py: a sample of what it does, what it would find, and that it survives what it finds."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from scripts.fuzzing import company, findings, minimise
+from scripts.fuzzing.cases import Case, Input, Mutation, case_of
+from scripts.fuzzing.formats import FORMATS, write_world
+from scripts.fuzzing.random_requests import FIELDS, World, request_of
+from scripts.fuzzing.supervisor import Campaign, Judge, Report
+from scripts.fuzzing.worker import Bench, Limits, Outcome
+from support import sabotage
+from support.paths import ROOT
+from tinygpt import SamplingParams
+
+ALL = tuple(FORMATS)
+CASES = sorted((ROOT / "tests" / "data" / "fuzz").iterdir())
+# A machine that does other things may be slow: a load that hangs takes longer than any of this.
+PATIENT = Limits(seconds=30.0)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(tmp_path_factory.mktemp("fuzz"), PATIENT)
+
+
+# --- files
+
+
+def test_a_sample_of_damaged_files():
+    report = Campaign(seed=12, formats=ALL, inputs=5000, seconds=None, workers=2, limits=PATIENT).run()
+    assert [f"{outcome.what} by {case}" for found in report.findings.values() for case, outcome in found] == []
+    assert report.counts.total() == 5000
+    for kind in ("right", "refused"):
+        assert {name for name, ended in report.counts if ended == kind} == {*ALL}
+
+
+@pytest.mark.parametrize("place", CASES, ids=lambda place: place.name)
+def test_what_once_broke(bench, place):
+    outcome = bench.run(findings.read(place))
+    assert outcome.kind != "finding", outcome
+
+
+@pytest.mark.parametrize(
+    ("harm", "formats", "what"),
+    [
+        (sabotage.execute_pickles, ("torch-legacy",), "reached outside: pickle.find_class"),
+        (sabotage.believe_views, ("torch-zip",), "TypeError in mapped_file.py"),
+        (sabotage.follow_shards_anywhere, ("safetensors-shards",), "reached outside: read"),
+        (sabotage.forget_checksums, ("packed-float32",), "wrong: its checksum"),
+        (sabotage.forget_checksums, ("session",), "wrong: its checksum"),
+    ],
+)
+def test_a_check_that_is_taken_out_is_found(harm, formats, what):
+    report = Campaign(1, formats, inputs=400, seconds=None, workers=1, limits=PATIENT, patch=harm).run()
+    assert any(found.startswith(what) for _, found in report.findings), list(report.findings)
+
+
+@pytest.mark.parametrize(
+    ("harm", "what"),
+    [
+        (sabotage.read_for_ever, "takes too long"),
+        (sabotage.allocate, "MemoryError in"),
+        (sabotage.crash, "the process dies: SIGSEGV"),
+    ],
+)
+def test_whatever_a_loader_does_is_survived(harm, what):
+    judge = Judge(Limits(seconds=0.5), harm)
+    undamaged = FORMATS["golden.npz"].files()["golden.npz"]
+    assert judge.outcome(Input("golden.npz", "golden.npz", b"x")).what.startswith(what)
+    assert judge.outcome(Input("golden.npz", "golden.npz", undamaged)).kind == "right"
+    judge.close()
+
+
+def test_a_campaign_goes_on_behind_what_kills_its_workers():
+    limits = Limits(seconds=0.2)
+    report = Campaign(1, ("golden.npz",), 30, None, workers=2, limits=limits, patch=sabotage.crash).run()
+    assert report.counts.total() == 30
+    assert report.counts["golden.npz", "finding"] == sum(map(has_other_beginning, range(30))) > 1
+
+
+def has_other_beginning(index: int) -> bool:
+    case = case_of(1, index, ("golden.npz",))
+    return case.input(FORMATS["golden.npz"].files()["golden.npz"]).data[:2] != b"PK"
+
+
+def test_an_input_follows_from_seed_and_number():
+    cases = [case_of(3, i, ALL) for i in range(200)]
+    assert cases == [case_of(3, i, ALL) for i in range(200)] != [case_of(4, i, ALL) for i in range(200)]
+    assert {case.format for case in cases} == {*ALL}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_mutator_of_a_format_changes_its_files(name):
+    format = FORMATS[name]
+    files = format.files()
+    for file, mutators in format.targets.items():
+        for mutator in mutators:
+            case = Case(name, file, (Mutation(mutator.__name__, 0),))
+            changed = [replace(case, mutations=(Mutation(mutator.__name__, i),)).input(files[file]) for i in range(20)]
+            assert any(given.data != files[file] for given in changed), mutator.__name__
+
+
+def test_seals_make_checksums_right(bench):
+    for format in FORMATS.values():
+        if format.seal:
+            (file,) = [name for name, kinds in format.targets.items() if len(kinds) > 15]
+            undamaged = format.files()[file]
+            other = undamaged[:-1] + bytes([undamaged[-1] ^ 1])
+            assert bench.run(Input(format.name, file, other)).kind == "refused"
+            assert "checksum" not in bench.run(Input(format.name, file, format.seal(other, Random(0)))).detail
+
+
+def test_findings_are_shrunk_and_can_be_tried_again(tmp_path):
+    undamaged = bytes(range(200))
+    given = Input("golden.npz", "golden.npz", b"abc" + undamaged[3:90] + b"xyz" + undamaged[93:])
+    smaller = minimise.fewer_bytes(given, undamaged, lambda tried: b"y" in tried.data[91:92])
+    assert [i for i in range(200) if smaller.data[i] != undamaged[i]] == [91]
+    case = Case("golden.npz", "golden.npz", tuple(Mutation("flip_bits", i) for i in range(5)))
+    shorter = minimise.fewer_mutations(case, lambda tried: Mutation("flip_bits", 3) in tried.mutations)
+    assert shorter.mutations == (Mutation("flip_bits", 3),)
+    report = Report(Counter(), {("golden.npz", "a word"): [(shorter, Outcome("finding", "a word", "more"))]})
+    (place,) = findings.keep(report, tmp_path)
+    assert findings.read(place) == shorter.input(FORMATS["golden.npz"].files()["golden.npz"])
+    assert json.loads((place / "finding.json").read_text())["detail"] == "more"
+
+
+# --- requests
+
+
+def test_requests_cover_every_field():
+    assert FIELDS.keys() | {"seed"} == {field.name for field in fields(SamplingParams)}
+    world = World(272, 64, 16, ("soft",))
+    requests = [request_of(1, i, world) for i in range(2000)]
+    assert {name for request in requests for name in request.fields} >= FIELDS.keys()
+    assert {request.entry for request in requests} == company.ASK.keys()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_world(folder)
+    return folder
+
+
+def test_requests_in_company_and_alone(world):
+    for model, options, _ in company.settings(world):
+        if model != "demo":
+            comparison = company.compare(model, 1, range(60), lambda count: None, **options)
+            assert comparison.differences == []
+            assert comparison.ends["answered"] > 30 < comparison.ends.total() - 5
+
+
+def test_a_request_that_sees_others_is_found(world, monkeypatch):
+    """Every prompt is taken to be in the cache already, as far as the last one went."""
+    from tinygpt.engine.kv_slots import SlotTable
+
+    find = SlotTable.find
+    monkeypatch.setattr(SlotTable, "find", lambda self, ids: (min(2, len(ids) - 1), find(self, ids)[1] or 0))
+    (model, options, _), *_ = company.settings(world)
+    assert company.compare(model, 1, range(100), lambda count: None, **options).differences
+
+
+# --- the command
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_the_command(tmp_path):
+    done = run("files", "--inputs", "40", "--workers", "1", "--formats", "golden.npz", "--findings", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "seed 1, 40 inputs" in done.stdout
+    assert "| all |" in done.stdout
+    assert "no format x" in run("files", "--formats", "x").stderr
+
+
+def test_coverage_says_what_it_needs():
+    pytest.importorskip("pip")
+    try:
+        import atheris  # noqa: F401
+    except ImportError:
+        assert "pip install atheris" in run("coverage").stderr
