@@ -52,7 +52,7 @@ def _encode(llm: "LLM", source: Path, pending: list[PromptRecord]) -> list["Prom
     encoded, problems = [], {}
     for record in pending:
         try:
-            encoded.append(llm.read_prompt(record.prompt))
+            encoded.append(llm.read_prompt(record.prompt, record.split_special_tokens))
             llm.generate_as_finished([encoded[-1]], record.params)  # checks when called, runs when iterated
         except RequestError as error:
             problems[record.line] = str(error)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,14 @@ class LibraryTokenizer:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a special token in a text is plain text
+        self._lock = threading.Lock()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        with self._lock:  # the library has the switch in the tokenizer, which several threads may be using
+            self._tokenizer.encode_special_tokens = split_special_tokens
+            return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
