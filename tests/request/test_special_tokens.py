@@ -93,7 +93,7 @@ def test_token_ids_stay_what_they_are(splitting):
 
 
 def test_bad_words_are_read_as_prompts_are(case):
-    """The mark's token is likely to begin a text's end: here it is made certain, and then it may not come."""
+    """After "a" the mark's token may not come, though it is made certain: or may, where it is no token in texts."""
     llm, _ = case
     end = llm.config.eos_token_ids[0]
     params = {"max_tokens": 2, "logit_bias": {end: 100.0}, "ignore_eos": True}
