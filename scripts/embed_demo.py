@@ -29,7 +29,7 @@ A small GPT-2 that writes in the manner of old tales, embedded so that a first r
 | architecture | GPT-2: {n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, {activation}; tied |
 | parameters | {parameters:.1f} million, stored as bfloat16 |
 | tokenizer | byte-level BPE, {vocab_size} tokens |
-| trained on | {tokens_seen:.1f} million tokens of {corpus}, documents set apart by `<|endoftext|>` |
+| trained on | {tokens_seen:.1f} million tokens of {corpus}, documents set apart by the end-of-text token |
 | validation loss | {loss} per token, {bits} bits per byte (held-out text in windows of {window}, float32 weights) |
 | licence | MIT, as the project |
 

@@ -53,6 +53,8 @@ class LLM:
     lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
     soft_prompts: {name: folder in PEFT's layout, or file}: what requests can name as their soft_prompt, trained by
         prompt tuning, p-tuning or prefix tuning.
+    split_special_tokens: a special token such as <|endoftext|> that is written in a text is plain text; by default it
+        is that token, as in transformers. For texts of unknown origin; `read_prompt` has the same for one text.
     cache_salt: a text: the salt of prompts that come without one. Only prompts of equal salts, or of none, share what
         they begin with, so that the time that one takes tells nothing of any other.
 
@@ -77,6 +79,7 @@ class LLM:
         num_speculative_tokens: int = 4,
         lora: str | os.PathLike[str] | None = None,
         soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
+        split_special_tokens: bool = False,
         cache_salt: str | None = None,
     ):
         cache_salt = checked_salt(cache_salt)
@@ -88,7 +91,9 @@ class LLM:
         engine_config = sizes.for_model(source.config.n_positions, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
         folder = source.checkpoint.path
-        self._inputs = InputProcessor(source.config, engine_config, folder, soft_prompts, cache_salt)
+        self._inputs = InputProcessor(
+            source.config, engine_config, folder, soft_prompts, split_special_tokens, cache_salt
+        )
         draft_source = None
         if draft_model is not None:
             draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
@@ -104,10 +109,14 @@ class LLM:
         self.engine.check_open()
         return self._inputs.tokenizer
 
-    def read_prompt(self, prompt: Any) -> Prompt:
-        """A text or token ids, encoded and checked once: what `generate`, `stream` and `submit` take as it is."""
+    def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
+        """A text or token ids, encoded and checked once: what `generate`, `stream`, `submit` and `embed` take as it is.
+
+        split_special_tokens: whether a special token that is written in the text is plain text; None is as the LLM was
+        told. Token ids stay as they are.
+        """
         self.engine.check_open()
-        return self._inputs.read_prompt(prompt)
+        return self._inputs.read_prompt(prompt, split_special_tokens)
 
     def generate(self, prompts: Any, params: Any = None) -> list[RequestOutput]:
         """Continue each prompt. The outputs are in the prompts' order.
@@ -211,18 +220,25 @@ class LLM:
         vectors = [self.engine.probe.embedding(token_ids, pooling) for token_ids in given]  # (C,) each
         return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
 
-    def score(self, prompt: Any, continuations: Any, soft_prompt: str | None = None) -> list[ContinuationScore]:
+    def score(
+        self,
+        prompt: Any,
+        continuations: Any,
+        soft_prompt: str | None = None,
+        split_special_tokens: bool | None = None,
+    ) -> list[ContinuationScore]:
         """How probable each continuation of the prompt is, by the model's own probabilities; the prompt is read once.
 
         prompt: a text or token ids; an empty one is the BOS token. continuations: texts, or lists of token ids.
         Texts are encoded as evaluation harnesses do: white space at the end of the prompt counts as the beginning of
         each continuation, prompt and continuation are encoded together, and what follows the prompt's own tokens is
         the continuation. Where these come out otherwise, or either is token ids, both are encoded apart.
-        soft_prompt: the name of one of the LLM's soft prompts, to stand in front of the prompt.
+        soft_prompt: the name of one of the LLM's soft prompts, to stand in front of the prompt. split_special_tokens:
+        as for `read_prompt`, of prompt and continuations.
         Raises RequestError, before any work, if a continuation is empty or too long.
         """
         self.engine.check_open()
-        requests = self._inputs.scoring_requests(prompt, continuations, soft_prompt)
+        requests = self._inputs.scoring_requests(prompt, continuations, soft_prompt, split_special_tokens)
         deque(self._run(requests), maxlen=0)
         return [score_of(request) for request in requests]
 

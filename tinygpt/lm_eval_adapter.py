@@ -36,8 +36,8 @@ class TinyGPTLM(TemplateLM):
     batch_size and max_batch_size, which the harness always gives, change nothing: max_num_seqs says how many requests
         run at once, and results do not depend on it.
 
-    Special tokens that are written in a text are plain text. Contexts that are too long lose their beginning, as with
-    the harness's own `hf` model.
+    As with the harness's own `hf` model, special tokens that are written in a text are those tokens, and contexts that
+    are too long lose their beginning.
     """
 
     def __init__(

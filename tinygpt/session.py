@@ -48,12 +48,15 @@ class Session:
     def __len__(self) -> int:
         return len(self._token_ids)
 
-    def extend(self, addition: Any) -> None:
-        """Add a text or token ids. A text is encoded by itself: no token spans its border with what was before."""
+    def extend(self, addition: Any, split_special_tokens: bool | None = None) -> None:
+        """Add a text or token ids. A text is encoded by itself: no token spans its border with what was before.
+
+        split_special_tokens: as for LLM.read_prompt.
+        """
         self._check_open()
         addition = addition if isinstance(addition, str) else checked_ids(addition)
         if addition:  # an empty prompt would be BOS
-            added = self._llm.read_prompt(addition).token_ids
+            added = self._llm.read_prompt(addition, split_special_tokens).token_ids
             self._token_ids = self._token_ids + added
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:

@@ -14,7 +14,7 @@ CARD = """\
 | architecture | GPT-2: {n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, gelu_new; tied |
 | parameters | {parameters:.2f} million, float32 ({megabytes:.1f} MB as bfloat16) |
 | tokenizer | byte-level BPE, {vocab_size} tokens, made from the same corpus |
-| corpus | {corpus}; {corpus_tokens:.1f} million tokens, documents set apart by `<|endoftext|>` |
+| corpus | {corpus}; {corpus_tokens:.1f} million tokens, documents set apart by the end-of-text token |
 | trained on | {tokens_seen:.1f} million tokens, {passes:.1f} passes, dropout {dropout}, seed {seed} |
 | optimizer | AdamW, learning rate {learning_rate:g}, {batch_tokens} tokens a step |
 | validation loss | {validation_loss:.3f} per token, {bits_per_byte:.3f} bits per byte, at the best of its evaluations |

@@ -26,7 +26,9 @@ def give_stdin(monkeypatch):
 def encoded(monkeypatch):
     """The texts that any tokenizer has encoded, in order."""
     texts, encode = [], Tokenizer.encode
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: texts.append(text) or encode(self, text))
+    monkeypatch.setattr(
+        Tokenizer, "encode", lambda self, text, *split: texts.append(text) or encode(self, text, *split)
+    )
     return texts
 
 

@@ -420,3 +420,22 @@ def test_soft_prompts_are_for_all_lines_or_chosen_by_name(jobs, tmp_path):
         for number, name in enumerate(("one", "two", None), 1):
             (sample,) = llm.generate("The", SamplingParams(**base, soft_prompt=name))[0].outputs
             assert records[number]["outputs"] == json.loads(json.dumps([vars(sample)]))
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-special-tokens"]])
+def test_a_line_says_how_special_tokens_in_its_prompt_are_read(jobs, flags):
+    text = "The end.<|endoftext|>"
+    given = {"said": None, "split": True, "not split": False}
+    jobs.write([{"id": name, "prompt": text, "split_special_tokens": split} for name, split in given.items()])
+    assert jobs.run(*flags) == 0, jobs.err
+    with LLM("demo", split_special_tokens=bool(flags)) as llm:
+        for name, split in given.items():
+            assert jobs.records()[name]["prompt_token_ids"] == llm.read_prompt(text, split).token_ids
+    ends = {name: record["prompt_token_ids"][-1] == 8192 for name, record in jobs.records().items()}
+    assert ends == {"said": not flags, "split": False, "not split": True}
+
+
+def test_a_switch_of_a_line_that_is_none_is_refused(jobs, no_model):
+    jobs.write([{"prompt": "The fox", "split_special_tokens": "no"}])
+    assert jobs.run() == 2
+    assert 'line 1: split_special_tokens is "no" and must be true or false.' in jobs.err

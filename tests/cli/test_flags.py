@@ -32,6 +32,7 @@ def test_defaults_are_the_contract():
         "prefix_cache_seqs": 4,
         "draft_model": None,
         "num_speculative_tokens": 4,
+        "split_special_tokens": False,
         "lora": None,
         "soft_prompt": None,
         "interactive": False,
@@ -140,7 +141,7 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
     monkeypatch.setattr("tinygpt.llm.LLM", stop)
     flags = "--max-num-seqs 3 --max-num-batched-tokens 9 --prefix-cache-seqs 2 --max-model-len 64 --lora a"
     more = "--soft-prompt n=p=q --draft-model d --num-speculative-tokens 7 --dtype int8 --kv-cache-dtype float32"
-    assert run(f"Once --threads 1 {flags} {more}").code == cli.INTERRUPTED
+    assert run(f"Once --threads 1 --no-special-tokens {flags} {more}").code == cli.INTERRUPTED
     assert given == {
         "model": "demo",
         "dtype": "int8",
@@ -153,6 +154,7 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         "prefix_cache_seqs": 2,
         "draft_model": "d",
         "num_speculative_tokens": 7,
+        "split_special_tokens": True,
         "lora": "a",
         "soft_prompts": {"n": "p=q"},
     }

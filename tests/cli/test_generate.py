@@ -183,3 +183,11 @@ def test_the_kv_cache_has_the_dtype_that_is_asked_for(run, monkeypatch, name):
     monkeypatch.setattr(kernels, "new_kv_cache", lambda *sizes: made.append(sizes) or new_kv_cache(*sizes))
     assert run(f"Once --max-tokens 1 --kv-cache-dtype {name}").code == 0
     assert [sizes[-1] for sizes in made] == [name]
+
+
+@pytest.mark.parametrize(("flags", "is_split"), [([], False), (["--no-special-tokens"], True)])
+def test_special_tokens_in_a_prompt(run, llm, flags, is_split):
+    result = run(["The end.<|endoftext|>", "--max-tokens", "1", "--json", *flags])
+    prompt = llm.read_prompt("The end.<|endoftext|>", split_special_tokens=is_split)
+    assert json.loads(result.out)["prompt_token_ids"] == prompt.token_ids
+    assert (prompt.token_ids[-1] == 8192) != is_split

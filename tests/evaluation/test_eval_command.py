@@ -16,6 +16,7 @@ from tinygpt.errors import RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
 
 LAMBADA = DATA / "lambada_test.jsonl"
+TALES = DATA / "tales" / "val.txt"
 WORDS = "the of and a to in he was it that with had as her not old king".split()  # noqa: SIM905
 SIZE = 512  # the demo's positions
 
@@ -76,6 +77,34 @@ def test_perplexity_is_that_of_transformers(llm, theirs, their_tokenizer, stride
     text = text_of_size(llm, num_tokens)
     expected = strided(theirs, their_tokenizer(text).input_ids, stride or SIZE)
     assert perplexity(llm, text, stride).token_perplexity == pytest.approx(expected, rel=2e-5)
+
+
+def documents() -> str:
+    """Six of uneven lengths, with a mark between two, at an end of the text and where a window begins."""
+    return "<|endoftext|>".join(passage(60 + 70 * i, i) for i in range(6)) + "<|endoftext|>"
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_documents_are_set_apart_by_the_special_token(theirs, their_tokenizer, is_split):
+    token_ids = their_tokenizer(documents(), split_special_tokens=is_split).input_ids
+    assert token_ids.count(their_tokenizer.eos_token_id) == (0 if is_split else 6)
+    with LLM("demo", split_special_tokens=is_split) as llm:
+        for stride in (256, None):
+            found = perplexity(llm, documents(), stride)
+            assert found.num_tokens == len(token_ids)
+            assert found.token_perplexity == pytest.approx(strided(theirs, token_ids, stride or SIZE), rel=2e-5)
+
+
+@pytest.mark.skipif(not TALES.is_file(), reason=f"the demo's held-out tales are not in {TALES}")
+def test_perplexity_of_tales(llm, theirs, their_tokenizer):
+    text = TALES.read_text(encoding="utf-8")[:9000]
+    token_ids = their_tokenizer(text).input_ids
+    assert token_ids.count(their_tokenizer.eos_token_id) == 4
+    assert perplexity(llm, text).token_perplexity == pytest.approx(strided(theirs, token_ids, SIZE), rel=2e-5)
+
+
+def test_lambada_reads_special_tokens_as_tokens(llm, theirs, their_tokenizer):
+    check_lambada(llm, theirs, their_tokenizer, [f"{passage(9, i)}<|endoftext|>{passage(9 + i, i)}" for i in range(3)])
 
 
 def test_a_window_of_nothing_new_counts_nothing(llm, theirs):
@@ -210,6 +239,17 @@ def test_json_holds_all_that_was_found(run, text_file):
     assert (record["task"], record["file"], record["dtype"]) == ("ppl", str(text_file), "float32")
     assert (record["stride"], record["max_model_len"], record["num_words"]) == (SIZE, SIZE, 100)
     assert record["token_perplexity"] == pytest.approx(math.exp(record["loss"]))
+
+
+def test_special_tokens_can_be_plain_text(run, llm, text_file):
+    text_file.write_text(documents(), encoding="utf-8")
+    counts = []
+    for flags in ([], ["--no-special-tokens"]):
+        code, out, _ = run("ppl", text_file, "--json", *flags)
+        assert code == 0
+        counts.append(json.loads(out)["num_tokens"])
+    assert counts == [len(llm.tokenizer.encode(documents(), split)) for split in (False, True)]
+    assert counts[0] < counts[1]
 
 
 def test_lambada_names_each_protocol(run, rows_file):

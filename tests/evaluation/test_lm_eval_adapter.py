@@ -109,6 +109,26 @@ def assert_alike(mine: list, other: list) -> None:
         assert one == (wanted if isinstance(wanted, str) else pytest.approx(wanted, rel=1e-4))
 
 
+MARK = "<|endoftext|>"
+
+
+def test_documents_with_special_tokens(ours, theirs):
+    """A rolling document with a mark in it, one of several windows too; pairs and contexts with marks anywhere."""
+    end = ours.eot_token_id
+    assert ours.tok_encode(f"a{MARK}") == theirs.tok_encode(f"a{MARK}") == [*ours.tok_encode("a"), end]
+    texts = [f"The end.{MARK}Once upon a time", f"{MARK}Once{MARK}{MARK}", MARK.join(row["text"] for row in ROWS)]
+    asked = requests(*((text,) for text in texts))
+    mine, other = (model.loglikelihood_rolling(asked, disable_tqdm=True) for model in (ours, theirs))
+    assert mine == pytest.approx(other, rel=1e-4)
+    pairs = requests(
+        ("The end.", f"{MARK}Once"), (f"The end.{MARK}", "Once upon"), (MARK, "Once"), ("The end", f".{MARK}")
+    )
+    assert_alike(ours.loglikelihood(pairs, disable_tqdm=True), theirs.loglikelihood(pairs, disable_tqdm=True))
+    arguments = {"until": ["."], "max_gen_toks": 8}
+    asked = requests((f"The end.{MARK}", arguments), (f"{MARK}Once upon a time", arguments))
+    assert ours.generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
+
+
 def requests(*arguments: tuple) -> list[SimpleNamespace]:
     return [SimpleNamespace(args=args) for args in arguments]
 

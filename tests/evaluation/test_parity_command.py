@@ -131,6 +131,17 @@ def test_prompts_of_a_file(capsys, folder, tmp_path):
     assert (code, report["num_positions"], report["num_greedy_tokens"]) == (0, 4, 0)
 
 
+def test_special_tokens_in_prompts_of_a_file(capsys, tmp_path):
+    file, text = tmp_path / "prompts.jsonl", "Once<|endoftext|>"
+    lines = [{"prompt": text}, {"prompt": text, "split_special_tokens": True}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    code, report = parity(capsys, "demo", "--input", file, "--max-tokens", 0)
+    with LLM("demo") as llm:
+        expected = [len(llm.read_prompt(text, split).token_ids) for split in (False, True)]
+    assert (code, report["num_positions"]) == (0, sum(expected))
+    assert expected[0] < expected[1]
+
+
 def test_prompts_that_cannot_be_used(capsys, folder, tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = [

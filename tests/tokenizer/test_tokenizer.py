@@ -1,8 +1,11 @@
 """The tokenizer against Hugging Face's `tokenizers`, which is the specification: equal ids on any text."""
 
+import functools
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,12 +136,29 @@ class TestText:
         assert ours.encode("") == []
         assert ours.decode([]) == ""
 
-    def test_special_token_in_a_text_is_plain_text(self, ours, trained):
-        end = trained.token_to_id("<|endoftext|>")
+    def test_special_token_in_a_text_is_that_token(self, ours, trained):
+        end, (a,), (b,) = trained.token_to_id("<|endoftext|>"), ours.encode("a"), ours.encode("b")
         assert ours.special_ids == {end}
-        assert end not in ours.encode("a<|endoftext|>b")
+        assert ours.encode("a<|endoftext|>b") == [a, end, b]
         assert ours.decode([end]) == "<|endoftext|>"
         assert ours.decode([end], skip_special_tokens=True) == ""
+
+    def test_special_token_as_plain_text(self, ours, trained, tmp_path):
+        text, end = "a<|endoftext|>b", trained.token_to_id("<|endoftext|>")
+        plain = ours.encode(text, split_special_tokens=True)
+        assert end not in plain
+        assert ours.decode(plain, skip_special_tokens=True) == text
+        trained.save(str(tmp_path / "tokenizer.json"))
+        splitting = Tokenizer.from_folder(tmp_path, split_special_tokens=True)
+        assert splitting.encode(text) == plain
+        assert splitting.encode(text, split_special_tokens=False) == ours.encode(text)
+
+    @pytest.mark.parametrize("given", ["no", 0, 1])
+    def test_a_switch_that_is_none_is_refused(self, ours, given, tmp_path):
+        with pytest.raises(RequestError, match=f"split_special_tokens is {given!r} and must be True or False"):
+            ours.encode("a", split_special_tokens=given)
+        with pytest.raises(RequestError, match="must be True or False"):
+            Tokenizer.from_folder(tmp_path, split_special_tokens=given)
 
     @pytest.mark.parametrize(("text", "place"), [("\ud800", 0), ("abc\udfffd", 3), ("\udc00\ud800", 0)])
     def test_lone_surrogate_is_refused(self, ours, text, place):
@@ -298,7 +318,8 @@ class TestFiles:
             write(tmp_path, theirs, (source / ours).read_text(encoding="utf-8"))
         ours, theirs = Tokenizer.from_folder(source), hugging_face(tmp_path)
         assert (ours.vocab_size, ours.special_ids) == (50257, {50256})
-        assert ours.encode("Hello world<|endoftext|>")[:3] == [15496, 995, 27]
+        assert ours.encode("Hello world<|endoftext|>") == [15496, 995, 50256]
+        assert ours.encode("<|endoftext|>", split_special_tokens=True) == [27, 91, 437, 1659, 5239, 91, 29]
         for text in [*PARTS, "".join(PARTS), tales.read_text(encoding="utf-8")]:
             assert_equal(ours, theirs, text)
 
@@ -328,6 +349,8 @@ class TestAddedTokens:
             ([AddedToken("<|x|>", special=True), AddedToken("<|")], "<|x|><|"),  # of the other pass: found
             ([AddedToken("RR", rstrip=True), AddedToken("LL", lstrip=True)], "a RR \u3000 LL b\u2003LL"),
             ([AddedToken("RR", rstrip=True), AddedToken("LL", lstrip=True)], "\x1cLLRR\x1f\x85LL"),
+            ([AddedToken("<s>", special=True, lstrip=True, rstrip=True)], " <s> \n<s>x <s> a<s"),
+            ([AddedToken("<s>", special=True, normalized=False), AddedToken("<s>b", special=True)], "a<s>b<s>"),
         ],
     )
     def test_which_is_found(self, tmp_path, tokens, text):
@@ -342,9 +365,10 @@ class TestAddedTokens:
         for text in ["\n\n", "R\n\nb", "R \n b\n", " \n R"]:
             assert_equal(save(library, tmp_path), library, text)
 
-    def test_single_word(self, tmp_path):
+    @pytest.mark.parametrize("special", [False, True])
+    def test_single_word(self, tmp_path, special):
         library = bpe([("a", "b")])
-        library.add_tokens([AddedToken("WW", single_word=True)])
+        library.add_tokens([AddedToken("WW", single_word=True, special=special)])
         for text in ["WW", "aWW", "WW WW日", " WW\u0301", "WW\u200d."]:
             assert_equal(save(library, tmp_path), library, text)
 
@@ -391,6 +415,99 @@ OTHER_KINDS = {
 }
 
 
+class Slow:
+    """A tokenizer of the package that lets other threads run before it encodes."""
+
+    def __init__(self, library: Library):
+        self._library = library
+
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        if name == "encode_special_tokens":
+            self._library.encode_special_tokens = value
+
+    def encode(self, text: str):
+        time.sleep(1e-3)
+        return self._library.encode(text)
+
+
+FILES = {
+    "special_tokens_map": {
+        "pad_token": {"content": "<pad>", "lstrip": True, "normalized": False},
+        "mask_token": {"content": "<mask>", "rstrip": True, "normalized": True},
+        "additional_special_tokens": ["<|endoftext|>ab", "<|end"],
+    },
+    "added_tokens": {"oft": 259, "<pad>": 260, "<new>": 261},
+}
+
+
+class TestSpecialTokens:
+    """Special tokens in texts, beside all that transformers does with a text and not its backend alone."""
+
+    parts = st.sampled_from(["<|endoftext|>", "<pad>", "<mask>", "<new>", "<|endoftext", "<|end", "|>", "<", "of", "t"])
+    texts = st.lists(parts | st.sampled_from(["ab", " ", "  ", "\n", "\u3000", "é", "text"]), max_size=12).map("".join)
+
+    @pytest.fixture(scope="class", params=["two files", "tokenizer.json", "single_word"])
+    @classmethod
+    def both(cls, request, tmp_path_factory):
+        """Ours and transformers' of one folder: run by tiktoken, twice, and by the package."""
+        from transformers import GPT2TokenizerFast
+
+        folder = tmp_path_factory.mktemp("special")
+        write_pair(bpe([("a", "b"), ("o", "f")], ["<|endoftext|>"]), folder, **FILES)
+        theirs = GPT2TokenizerFast.from_pretrained(folder)
+        if request.param == "single_word":
+            theirs.add_special_tokens({"sep_token": AddedToken("of", single_word=True)})
+        if request.param != "two files":
+            folder = tmp_path_factory.mktemp("saved")
+            theirs.save_pretrained(folder)
+        return Tokenizer.from_folder(folder), theirs
+
+    @given(texts)
+    def test_transformers(self, both, text):
+        ours, theirs = both
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.encode(text, split_special_tokens=True) == theirs(text, split_special_tokens=True).input_ids
+
+    def test_flags_of_tokenizer_config_come_before_those_of_tokenizer_json(self, tmp_path):
+        library = bpe([("a", "b")])
+        library.add_special_tokens(["<s>", AddedToken("<m>", rstrip=True)])
+        flags = {"special": True, "normalized": False}
+        listed = {
+            "257": {"content": "<s>", "lstrip": True, **flags},
+            "258": {"content": "<m>", "rstrip": True, **flags},
+        }
+        ours = save(library, tmp_path, tokenizer_config={"added_tokens_decoder": listed})
+        theirs = hugging_face(tmp_path)
+        assert ours.encode("a <s> <m> ") == [*ours.encode("a"), 257, *ours.encode(" "), 258]
+        assert_equal(ours, theirs, "a <s> <m> ")
+
+    @given(texts)
+    def test_demo(self, text):
+        ours, theirs = self.demos()
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.encode(text, split_special_tokens=True) == theirs(text, split_special_tokens=True).input_ids
+
+    @staticmethod
+    @functools.cache
+    def demos():
+        from transformers import AutoTokenizer
+
+        return Tokenizer.from_folder(DEMO), AutoTokenizer.from_pretrained(DEMO)
+
+    def test_threads_that_want_it_otherwise(self, tmp_path, monkeypatch):
+        """The package keeps the switch in the tokenizer, where another thread might turn it."""
+        library = with_digits(bpe([("a", "b")]))
+        library.add_special_tokens(["<s>"])
+        ours, text = save(library, tmp_path), "ab<s>"
+        expected = {split: ours.encode(text, split) for split in (False, True)}
+        assert expected[False] != expected[True]
+        monkeypatch.setattr(ours._model, "_tokenizer", Slow(ours._model._tokenizer))
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(lambda i: ours.encode(text, i % 2 == 0), range(40))
+            assert [i for i, ids in enumerate(found) if ids != expected[i % 2 == 0]] == []
+
+
 class TestOtherKinds:
     """What is not byte-level BPE as GPT-2 has it runs on the optional package."""
 
@@ -425,7 +542,7 @@ class TestOtherKinds:
         write(tmp_path, "vocab.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\n##b\n日\n本\n.\n")
         theirs = BertTokenizerFast.from_pretrained(tmp_path).backend_tokenizer
         ours = Tokenizer.from_folder(tmp_path)
-        for text in ["ab b. 日本語 A", "", "[MASK]"]:
+        for text in ["ab b. 日本語 A", "", "[MASK]", "a [SEP][SEP] b[sep]"]:
             assert_equal(ours, theirs, text)
 
     def test_nothing_of_it_is_imported_for_gpt2(self, tmp_path, trained):

@@ -52,7 +52,8 @@ def _encode(llm: "LLM", source: Path, pending: list[PromptRecord]) -> list["Prom
     encoded, problems = [], {}
     for record in pending:
         try:
-            encoded.append(llm.read_prompt({"prompt": record.prompt, "cache_salt": record.cache_salt}))
+            prompt = {"prompt": record.prompt, "cache_salt": record.cache_salt}
+            encoded.append(llm.read_prompt(prompt, record.split_special_tokens))
             llm.generate_as_finished([encoded[-1]], record.params)  # checks when called, runs when iterated
         except RequestError as error:
             problems[record.line] = str(error)

@@ -21,7 +21,7 @@ def _named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-# An argument of LLM -> what add_argument takes for the flag of its name.
+# An argument of LLM -> what add_argument takes for the flag of its name, or of the name that stands under "flag".
 FLAGS: dict[str, dict[str, Any]] = {
     "model": {"default": "demo", "help": f"{CHECKPOINT} (default: %(default)s)"},
     "dtype": {"default": "auto", "help": f"{DTYPE} (default: %(default)s)"},
@@ -80,6 +80,12 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "tokens that it drafts at a time (default: %(default)s)",
     },
+    "split_special_tokens": {
+        "flag": "--no-special-tokens",
+        "action": "store_true",
+        "help": "read a special token that is written in a text, such as <|endoftext|>, as plain text: for texts of "
+        "unknown origin (default: it is that token)",
+    },
 }
 # Those of every command that loads a model into the CPU's kernels.
 CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")
@@ -97,7 +103,8 @@ def add_group(
 
 def add_flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """One of FLAGS, with `changes`."""
-    parser.add_argument(f"--{name.replace('_', '-')}", **{**FLAGS[name], **changes})
+    options = {"flag": f"--{name.replace('_', '-')}", **FLAGS[name], **changes}
+    parser.add_argument(options.pop("flag"), dest=name, **options)
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

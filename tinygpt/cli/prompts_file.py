@@ -21,6 +21,7 @@ class PromptRecord:
     line: int  # counted from 1
     id: str | int
     prompt: str | list[int]
+    split_special_tokens: bool | None  # None: as the command line says
     params: SamplingParams
     cache_salt: str | None
 
@@ -68,10 +69,12 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if not isinstance(fields, dict):
         raise RequestError(f"a JSON object is expected, such as {json.dumps({'prompt': 'Once upon a time'})}.")
     record_id = _checked_id(fields.pop("id", number))
-    prompt, cache_salt = _pop_prompt(fields), checked_salt(fields.pop("cache_salt", None))
+    prompt, split_special_tokens = _pop_prompt(fields), _pop_switch(fields)
+    cache_salt = checked_salt(fields.pop("cache_salt", None))
     if isinstance(fields.get("logit_bias"), dict):  # JSON's keys are texts
         fields["logit_bias"] = {int(k) if k.isdecimal() else k: bias for k, bias in fields["logit_bias"].items()}
-    return PromptRecord(number, record_id, prompt, with_seed(replace(defaults, **fields)), cache_salt)
+    params = with_seed(replace(defaults, **fields))
+    return PromptRecord(number, record_id, prompt, split_special_tokens, params, cache_salt)
 
 
 def _pop_prompt(fields: dict[str, Any]) -> str | list[int]:
@@ -81,6 +84,13 @@ def _pop_prompt(fields: dict[str, Any]) -> str | list[int]:
     if not isinstance(given[0], (str, list)):
         raise RequestError(f"prompt is {json.dumps(given[0])} and must be a text or a list of token ids.")
     return given[0]
+
+
+def _pop_switch(fields: dict[str, Any]) -> bool | None:
+    given = fields.pop("split_special_tokens", None)
+    if given is not None and not isinstance(given, bool):
+        raise RequestError(f"split_special_tokens is {json.dumps(given)} and must be true or false.")
+    return given
 
 
 def _checked_id(record_id: Any) -> str | int:

@@ -29,7 +29,7 @@ class InputProcessor:
     """Makes the requests of one model. Raises RequestError for whatever cannot be served as asked.
 
     engine_config: as its `for_model` gives it. folder: of the tokenizer's files. soft_prompts: their sources, by name.
-    cache_salt: that of prompts without their own.
+    split_special_tokens: as LLM has it. cache_salt: that of prompts without their own.
     """
 
     def __init__(
@@ -38,11 +38,12 @@ class InputProcessor:
         engine_config: EngineConfig,
         folder: Any,
         soft_prompts: Mapping | None,
+        split_special_tokens: bool,
         cache_salt: Hashable = None,
     ):
         self._config, self._engine_config, self.cache_salt = config, engine_config, cache_salt
         self._soft_prompts = SoftPrompts(soft_prompts, config)
-        self._tokenizer, self._tokenizer_error = _load_tokenizer(folder)
+        self._tokenizer, self._tokenizer_error = _load_tokenizer(folder, split_special_tokens)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -55,12 +56,12 @@ class InputProcessor:
         """Give the tokenizer's memory back."""
         self._tokenizer, self._tokenizer_error = None, "this LLM has been closed."
 
-    def read_prompt(self, prompt: Any) -> Prompt:
+    def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
         """A text or token ids, encoded and checked; a Prompt as it is."""
-        return read_prompt(prompt, self._config, lambda: self.tokenizer, self.cache_salt)
+        return read_prompt(prompt, self._config, lambda: self.tokenizer, split_special_tokens, self.cache_salt)
 
     def read_ids(self, what: str, given: Any) -> list[int]:
-        """The token ids of a text, or checked ones, that `what` are wanted of and that nothing is to follow."""
+        """The token ids of a prompt that `what` are wanted of and that nothing is to follow."""
         return read_ids(what, given, self._config, lambda: self.tokenizer, self._engine_config.max_model_len)
 
     def request(self, prompt: Any, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
@@ -78,11 +79,15 @@ class InputProcessor:
         _, _, fitted = self._fit(prompt, params)
         return fitted.num_truncated
 
-    def scoring_requests(self, prompt: Any, continuations: Any, soft_prompt: str | None) -> list[Request]:
+    def scoring_requests(
+        self, prompt: Any, continuations: Any, soft_prompt: str | None, split_special_tokens: bool | None
+    ) -> list[Request]:
         """One request for each continuation of the prompt, which finds its log probabilities."""
         virtual = self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt))
         prompt, cache_salt = unsalted(prompt, self.cache_salt)
-        pairs = read_continuations(prompt, prompt_list(continuations), self._config, lambda: self.tokenizer)
+        pairs = read_continuations(
+            prompt, prompt_list(continuations), self._config, lambda: self.tokenizer, split_special_tokens
+        )
         sizes = self._engine_config.max_model_len, self._config.n_positions
         return [scoring_request(context, token_ids, virtual, cache_salt, *sizes) for context, token_ids in pairs]
 
@@ -137,9 +142,9 @@ class InputProcessor:
         return TextStream(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
 
 
-def _load_tokenizer(folder: Any) -> tuple[Tokenizer | None, str]:
+def _load_tokenizer(folder: Any, split_special_tokens: bool) -> tuple[Tokenizer | None, str]:
     """The tokenizer, or the reason why there is none: token ids work without one."""
     try:
-        return Tokenizer.from_folder(folder), ""
+        return Tokenizer.from_folder(folder, split_special_tokens), ""
     except CheckpointError as error:
         return None, str(error)  # the error itself would keep the frames it went through, and all weights in them

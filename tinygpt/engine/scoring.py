@@ -17,7 +17,11 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
 def read_continuations(
-    prompt: Any, continuations: Seq[Any], config: ModelConfig, tokenizer_of: Callable[[], Tokenizer]
+    prompt: Any,
+    continuations: Seq[Any],
+    config: ModelConfig,
+    tokenizer_of: Callable[[], Tokenizer],
+    split_special_tokens: bool | None,
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Of each continuation: the ids of what comes before it, and its own. `LLM.score` says what belongs to which."""
     prompt = _text_or_ids(prompt)
@@ -28,10 +32,10 @@ def read_continuations(
         if are_texts:
             before = prompt.rstrip()
             continuation = prompt[len(before) :] + continuation
-        context = read_prompt(before, config, tokenizer_of).token_ids
-        token_ids = read_prompt(continuation, config, tokenizer_of).token_ids
+        context = read_prompt(before, config, tokenizer_of, split_special_tokens).token_ids
+        token_ids = read_prompt(continuation, config, tokenizer_of, split_special_tokens).token_ids
         if are_texts and before:
-            whole = tokenizer_of().encode(before + continuation)
+            whole = tokenizer_of().encode(before + continuation, split_special_tokens)
             if whole[: len(context)] == context and len(whole) > len(context):
                 token_ids = whole[len(context) :]
         yield context, token_ids

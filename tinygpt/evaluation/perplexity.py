@@ -82,8 +82,8 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, show_progress: bo
     """Perplexity of a text by the strided method of Hugging Face's documentation (perplexity.md).
 
     Windows of llm.max_model_len tokens begin every `stride` tokens, and each predicts the tokens that no window before
-    has seen; None is a full window, without overlap. As there, windows of n new tokens count n - 1 times. Special
-    tokens that are written in the text are plain text.
+    has seen; None is a full window, without overlap. As there, windows of n new tokens count n - 1 times, and
+    <|endoftext|> between documents is that token, unless the LLM splits special tokens.
     Raises RequestError if the stride is no number from 1 to max_model_len, or the text has less than two tokens.
     """
     stride = llm.max_model_len if stride is None else stride

@@ -1,13 +1,14 @@
 """Prompts as users give them, checked and turned into token ids before any work is done."""
 
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.tokenizer.tokenizer import Tokenizer
 
 # How a dict, or a line of a file, may spell its prompt.
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
@@ -63,23 +64,31 @@ def checked_salt(cache_salt: Any) -> str | None:
     return cache_salt
 
 
-def read_prompt(prompt: Any, config: ModelConfig, tokenizer_of, cache_salt: Hashable = None) -> Prompt:
+def read_prompt(
+    prompt: Any,
+    config: ModelConfig,
+    tokenizer_of: Callable[[], Tokenizer],
+    split_special_tokens: bool | None = None,
+    cache_salt: Hashable = None,
+) -> Prompt:
     """Encode a text, or check token ids; a Prompt has been read already. An empty prompt starts at the BOS token.
 
-    `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none. cache_salt: that of a
-    prompt without its own.
+    `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none. split_special_tokens: as
+    for `Tokenizer.encode`. cache_salt: that of a prompt without its own.
     """
     if isinstance(prompt, Prompt):
         return prompt
     prompt, cache_salt = unsalted(prompt, cache_salt)
     if isinstance(prompt, str):
-        text, token_ids = prompt, tokenizer_of().encode(prompt) if prompt else []
+        text, token_ids = prompt, tokenizer_of().encode(prompt, split_special_tokens) if prompt else []
     else:
         text, token_ids = None, checked_ids(prompt)
     outside = [i for i in token_ids if not 0 <= i < config.vocab_size]
     if outside:
+        written = "" if text is None else f", and the text holds it as {tokenizer_of().decode(outside[:1])!r}"
         raise RequestError(
-            f"token id {outside[0]} is outside the vocabulary: this model knows ids 0 to {config.vocab_size - 1}."
+            f"token id {outside[0]} is outside the vocabulary: this model knows ids 0 to {config.vocab_size - 1}"
+            f"{written}."
         )
     if not token_ids:
         if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
@@ -88,16 +97,23 @@ def read_prompt(prompt: Any, config: ModelConfig, tokenizer_of, cache_salt: Hash
     return Prompt(text, token_ids, cache_salt)
 
 
-def read_ids(what: str, given: Any, config: ModelConfig, tokenizer_of, max_model_len: int) -> list[int]:
-    """The token ids of a text, or checked ones, that `what` are wanted of and that nothing is to follow.
+def read_ids(
+    what: str,
+    given: Any,
+    config: ModelConfig,
+    tokenizer_of: Callable[[], Tokenizer],
+    max_model_len: int,
+    split_special_tokens: bool | None = None,
+) -> list[int]:
+    """The token ids of a prompt that `what` are wanted of and that nothing is to follow.
 
     Raises RequestError for none, for ids outside the vocabulary and for more than max_model_len.
     """
-    if not isinstance(given, str):
+    if not isinstance(given, (str, Prompt)):
         given = checked_ids(given)
     if not given:
         raise RequestError(f"{what} need at least one token id: the list is empty.")
-    token_ids = read_prompt(given, config, tokenizer_of).token_ids
+    token_ids = read_prompt(given, config, tokenizer_of, split_special_tokens).token_ids
     if len(token_ids) > max_model_len:
         raise RequestError(
             f"{len(token_ids)} token ids were given, but {describe_positions(max_model_len, config.n_positions)}: "

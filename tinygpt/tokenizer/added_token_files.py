@@ -40,13 +40,24 @@ def _entries(spec: dict[str, Any], options: dict[str, Any]) -> Iterator[dict[str
     """The added tokens of each file in the order of their ids, then those that options name by their use."""
     named = list(_special_tokens(options))
     special = {content_of(token) for token in named}
-    yield from spec.get("added_tokens") or ()
     decoder = {int(i): entry for i, entry in options.get("added_tokens_decoder", {}).items()}
+    # Where both list a token, it has the flags that tokenizer_config.json gives it.
+    listed_again = {content_of(entry): entry for entry in decoder.values()}
+    for entry in spec.get("added_tokens") or ():
+        yield {**listed_again.get(content_of(entry), entry), "id": entry["id"]}
     yield from ({**decoder[i], "id": i} for i in sorted(decoder))
     older = options.get("added_tokens", {})
     for content in sorted(older, key=older.get):
         yield {"content": content, "id": older[content], "special": content in special}
-    yield from ({"content": content_of(token), "special": True} for token in named)
+    yield from map(_named_entry, named)
+
+
+def _named_entry(token: Any) -> dict[str, Any]:
+    """A token that an option names is special. As an object it has flags of its own, which transformers keeps."""
+    flags = token if isinstance(token, dict) else {}
+    if "__type" in flags:  # written before the token was known to be special
+        flags = {"normalized": True, **flags}
+    return {**flags, "content": content_of(token), "special": True}
 
 
 def _special_tokens(options: dict[str, Any]) -> Iterator[Any]:

@@ -26,24 +26,27 @@ class AddedToken:
 
 
 class AddedTokenSplitter:
-    """Splits a text at the added tokens in it, as Hugging Face's `tokenizers` does with special tokens off.
+    """Splits a text at the added tokens in it, as Hugging Face's `tokenizers` does.
 
     Tokens with normalized=False are looked for first, then the others in what is left; of those that start
-    at one place the longest is taken. A special token in a text stays text, and also hides the tokens of its
-    own pass that it overlaps.
+    at one place the longest is taken.
     """
 
     def __init__(self, tokens: Iterable[AddedToken]):
         tokens = list(tokens)
         passes = ([t for t in tokens if not t.normalized], [t for t in tokens if t.normalized])
-        # A pass with special tokens alone finds nothing: GPT-2's own vocabulary has no other kind.
-        self._passes = [_Pass(group) for group in passes if any(not t.special for t in group)]
+        self._passes = [_Pass(group) for group in passes if group]
 
-    def split(self, text: str) -> Iterator[str | int]:
-        """The text in order: an id for each added token found, a non-empty string for what lies between."""
+    def split(self, text: str, split_special_tokens: bool) -> Iterator[str | int]:
+        """The text in order: an id for each added token found, a non-empty string for what lies between.
+
+        split_special_tokens: a special token stays text, and also hides the tokens of its own pass that it overlaps.
+        """
         parts: list[str | int] = [text] if text else []
         for matcher in self._passes:
-            split = (matcher.split(part) if isinstance(part, str) else [part] for part in parts)
+            if split_special_tokens and matcher.are_all_special:
+                continue  # it would find nothing: GPT-2's own vocabulary has no other kind
+            split = (matcher.split(part, split_special_tokens) if isinstance(part, str) else [part] for part in parts)
             parts = [*chain.from_iterable(split)]
         return iter(parts)
 
@@ -54,12 +57,13 @@ class _Pass:
         # re takes the first alternative that matches, so the longest stand first.
         contents = sorted(self._by_content, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, contents)))
+        self.are_all_special = all(token.special for token in tokens)
 
-    def split(self, text: str) -> Iterator[str | int]:
+    def split(self, text: str, split_special_tokens: bool) -> Iterator[str | int]:
         start = 0
         for match in self._pattern.finditer(text):
             token = self._by_content[match.group()]
-            if token.special:
+            if split_special_tokens and token.special:
                 continue
             begin, end = match.span()
             while token.lstrip and begin > start and text[begin - 1] in WHITESPACE:

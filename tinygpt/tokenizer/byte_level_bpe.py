@@ -60,9 +60,9 @@ class ByteLevelBPE:
         self._prefix_space = spec["pre_tokenizer"]["add_prefix_space"]
         self._before, self._after = _template_ids(spec.get("post_processor"))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         ids = list(self._before)
-        for part in self._splitter.split(text):
+        for part in self._splitter.split(text, split_special_tokens):
             if isinstance(part, str):
                 ids += self._encode_plain(part)
             else:
@@ -133,7 +133,7 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
             raise UnlikeGPT2(f"its {name} is {_type(spec.get(name))}")
     if not spec["pre_tokenizer"].get("use_regex", True):
         raise UnlikeGPT2("its pre_tokenizer does not split words")
-    if any(entry["single_word"] and not entry["special"] for entry in spec["added_tokens"]):
+    if any(entry["single_word"] for entry in spec["added_tokens"]):
         raise UnlikeGPT2("it has added tokens with single_word")
 
 

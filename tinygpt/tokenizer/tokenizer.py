@@ -17,7 +17,7 @@ class TokenizerModel(Protocol):
     vocab_size: int
     special_ids: frozenset[int]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]: ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
 
@@ -28,23 +28,27 @@ class Tokenizer:
     """Text to token ids and back, as the files of a checkpoint say.
 
     `vocab_size` is one more than the highest token id; a model may have more rows, which decode to nothing.
-    `special_ids` are the ids that `skip_special_tokens` leaves out.
+    `special_ids` are the ids that `skip_special_tokens` leaves out. `split_special_tokens` is what `encode` does
+    where it is not told otherwise.
     """
 
-    def __init__(self, model: TokenizerModel):
+    def __init__(self, model: TokenizerModel, split_special_tokens: bool = False):
         self._model = model
+        self.split_special_tokens = split_special_tokens
         self.vocab_size = model.vocab_size
         self.special_ids = model.special_ids
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "Tokenizer":
+    def from_folder(cls, path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
         """Load the tokenizer of a checkpoint folder, in any of the forms that `read_tokenizer` knows.
 
         Byte-level BPE as GPT-2 has it runs on tiktoken, everything else on the optional package
-        `tokenizers`. Raises CheckpointError where there is no tokenizer, or none that can be used.
+        `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises CheckpointError where
+        there is no tokenizer, or none that can be used.
         """
+        check_switch(split_special_tokens)
         try:
-            return cls(_load(Path(path)))
+            return cls(_load(Path(path)), split_special_tokens)
         except TinyGPTError:
             raise
         except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -53,12 +57,17 @@ class Tokenizer:
                 "again, or give token ids."
             ) from error
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
         """The token ids of `text`, with what the tokenizer adds around every text (GPT-2's adds nothing).
 
-        A special token such as <|endoftext|> written in the text is plain text. Raises RequestError for what
-        is no string, and for lone surrogates, which are half a character and have no UTF-8 form.
+        A special token such as <|endoftext|> that is written in the text is that token. split_special_tokens: it is
+        plain text, as befits a text of unknown origin; None is what the tokenizer was loaded with.
+        Raises RequestError for what is no string, and for lone surrogates, which are half a character and have no
+        UTF-8 form.
         """
+        if split_special_tokens is None:
+            split_special_tokens = self.split_special_tokens
+        check_switch(split_special_tokens)
         if not isinstance(text, str):
             raise RequestError(f"A text to encode must be a string; {type(text).__name__} was given.")
         try:
@@ -68,7 +77,7 @@ class Tokenizer:
                 f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, "
                 "which is half of a character; decode the text again from its source, or remove it."
             ) from None
-        return self._model.encode(text)
+        return self._model.encode(text, split_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
@@ -92,6 +101,12 @@ def _load(folder: Path) -> TokenizerModel:
         return ByteLevelBPE(spec)
     except UnlikeGPT2 as reason:
         return LibraryTokenizer(spec, str(reason))
+
+
+def check_switch(split_special_tokens: Any) -> None:
+    """Refuse what is neither True nor False: a text such as "no" would be taken for True."""
+    if not isinstance(split_special_tokens, bool):
+        raise RequestError(f"split_special_tokens is {split_special_tokens!r} and must be True or False.")
 
 
 def _check_token_id(token_id: Any, position: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,13 +35,15 @@ class LibraryTokenizer:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a special token in a text is plain text
+        self._lock = threading.Lock()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         try:
-            return self._tokenizer.encode(text).ids
+            with self._lock:  # the library has the switch in the tokenizer, which several threads may be using
+                self._tokenizer.encode_special_tokens = split_special_tokens
+                return self._tokenizer.encode(text).ids
         except Exception as error:  # the library raises nothing narrower: a vocabulary without its unknown token, say
             raise RequestError(
                 f"The tokenizer of this checkpoint cannot encode the text: {error}. Give token ids, or load the "

@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     lambada.add_argument("--limit", type=whole_number, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
-    group = add_group(parser, (*CPU_FLAGS, "max_model_len"), dtype={"type": dtypes}, max_model_len=window)
+    names = (*CPU_FLAGS, "max_model_len", "split_special_tokens")
+    group = add_group(parser, names, dtype={"type": dtypes}, max_model_len=window)
     group.description = "--dtype may name several, separated by commas, to be compared in one table."
 
 
@@ -86,6 +87,7 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> l
         max_num_seqs=NUM_TOGETHER,
         max_model_len=args.max_model_len,
         kv_cache_dtype=args.kv_cache_dtype,
+        split_special_tokens=args.split_special_tokens,
     ) as llm:
         if args.stride is not None:
             check_stride(llm, args.stride)

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--input",
         metavar="FILE",
-        help="JSONL, one object a line: prompt (a text or token ids), any sampling field to override, and id "
-        "(the line's number where there is none) (default: none)",
+        help="JSONL, one object a line: prompt (a text or token ids), any sampling field or split_special_tokens to "
+        "override, and id (the line's number where there is none) (default: none)",
     )
     group.add_argument(
         "--output",

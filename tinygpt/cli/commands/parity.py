@@ -147,7 +147,7 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     prompts, problems = [], {}
     for record in read_prompts(path, SamplingParams()):
         try:
-            given = record.prompt, llm.config, lambda: llm.tokenizer, llm.max_model_len
+            given = record.prompt, llm.config, lambda: llm.tokenizer, llm.max_model_len, record.split_special_tokens
             prompts.append(read_ids("logits", *given))
         except TinyGPTError as error:
             problems[record.line] = str(error)
