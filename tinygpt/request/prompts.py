@@ -3,12 +3,14 @@
 import operator
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the command line imports this module, and answers --help without the tokenizer
+    from tinygpt.tokenizer.tokenizer import Tokenizer
 
 # How a dict, or a line of a file, may spell its prompt.
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
@@ -67,7 +69,7 @@ def checked_salt(cache_salt: Any) -> str | None:
 def read_prompt(
     prompt: Any,
     config: ModelConfig,
-    tokenizer_of: Callable[[], Tokenizer],
+    tokenizer_of: Callable[[], "Tokenizer"],
     split_special_tokens: bool | None = None,
     cache_salt: Hashable = None,
 ) -> Prompt:
@@ -101,7 +103,7 @@ def read_ids(
     what: str,
     given: Any,
     config: ModelConfig,
-    tokenizer_of: Callable[[], Tokenizer],
+    tokenizer_of: Callable[[], "Tokenizer"],
     max_model_len: int,
     split_special_tokens: bool | None = None,
 ) -> list[int]:
