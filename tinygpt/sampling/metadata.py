@@ -71,11 +71,11 @@ class Edits:
     words: list[np.ndarray]  # the ids of each word that may not come
     allowed_ids: np.ndarray  # empty: all may come
     suppressed_ids: np.ndarray
-    forbidden_at_first: np.ndarray  # until there are min_tokens: the suppressed ones, and those that end the sequence
+    forbidden_at_first: np.ndarray  # until there are min_tokens: the suppressed ones, EOS and those that stop
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int) -> "Edits":
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
+        ends = eos_token_ids.union(params.stop_token_ids)  # even with ignore_eos, as in vLLM
         ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
         suppressed_ids = _ids(params.suppress_tokens)
         return cls(
