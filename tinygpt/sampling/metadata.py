@@ -97,8 +97,7 @@ class SamplingState:
 
     def __init__(self, sequence: Sequence, vocab_size: int):
         params = self.params = sequence.params
-        given = {name: getattr(params, name) for name in Warpers._fields}
-        self.warpers = tuple({**given, "top_p_rule": TOP_P_RULES[params.top_p_rule]}.values())
+        self.warpers = warpers_of(params)
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self.edits = Edits.of(params, sequence.eos_token_ids, vocab_size)
         has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size
@@ -155,6 +154,12 @@ class SamplingState:
             is_reset = token_id in (self.params.top_p_reset_ids or ())
             top_p = self.params.top_p if is_reset else max(top_p * self.params.top_p_decay, self.params.top_p_min)
         self.warpers = (temperature, top_k, top_p, *others)
+
+
+def warpers_of(params: SamplingParams) -> tuple[float, ...]:
+    """One row's values of Warpers."""
+    given = {name: getattr(params, name) for name in Warpers._fields}
+    return tuple({**given, "top_p_rule": TOP_P_RULES[params.top_p_rule]}.values())
 
 
 def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
