@@ -85,7 +85,7 @@ def test_a_probability_at_eta_stays(backend):
     for row in [row_of(seed, spread=5.0) for seed in SEEDS]:
         probabilities = softmax(row)
         flatness = np.exp(np.sum(probabilities * np.log(probabilities)))
-        small = [p for p in probabilities_of(row) if 1e-9 < p and np.sqrt(p) < 0.99 * flatness]
+        small = [p for p in probabilities_of(row) if p > 1e-9 and np.sqrt(p) < 0.99 * flatness]
         cases += [(row, "eta_cutoff", around(p), EtaLogitsWarper) for p in small]
     compared(backend, cases)
 
