@@ -142,7 +142,8 @@ class LLM:
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Continue one prompt, token by token. Checked when called; closing the iterator ends the request.
 
-        A chunk's text never ends inside a character, and all chunks together are the text of `generate`.
+        A chunk's text never ends inside a character, and all chunks of a sample together are its text, tokens and
+        logprobs in `generate`. Those of n samples come mixed, each with its index.
         """
         chunks: deque[StreamChunk] = deque()
         return self._stream(self._single_request(prompt, params, chunks.append), chunks)
@@ -302,14 +303,12 @@ class LLM:
         return self._inputs.read_ids(what, token_ids)
 
     def _single_request(self, prompt: Any, params: SamplingParams | None, on_chunk: OnChunk | None) -> Request:
-        """The request of a call that takes one prompt, and one sample where it is given in chunks."""
+        """The request of a call that takes one prompt; on_chunk: where its samples are given as they are made."""
         self.engine.check_open()
         params = params_list(params, 1)[0]
-        if on_chunk is not None and params.n != 1:
-            raise RequestError(f"n is {params.n} and a stream has one sample: set n to 1, or use generate.")
         if on_chunk is not None and params.num_beams > 1:
             raise RequestError(f"num_beams is {params.num_beams} and a search has no text until it ends: use generate.")
-        if on_chunk is not None and params.best_of not in (None, 1):
+        if on_chunk is not None and (params.best_of or params.n) > params.n:
             raise RequestError(f"best_of is {params.best_of} and a stream cannot choose among samples: use generate.")
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
 

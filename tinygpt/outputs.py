@@ -85,8 +85,11 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """The text that became certain with one more token, and that token. The last chunk has a finish reason."""
+    """The text that became certain with one more token, and that token. A sample's last chunk has a finish reason."""
 
     text: str
     token_id: int | None  # None where the sample ended without one more: its max_time was over
     finish_reason: Literal["stop", "length"] | None = None
+    index: int = 0  # which of the request's n samples
+    logprobs: dict[int, float] | None = None  # of this token, as in CompletionOutput's list, whose text may come later
+    prompt_logprobs: list[dict[int, float] | None] | None = None  # RequestOutput's: in the first chunk of sample 0

@@ -72,14 +72,15 @@ class SamplingParams:
 
     max_tokens: tokens to generate at most, 1 or more.
     temperature: what logits are divided by; 0 is greedy (the most probable token, ties to the lowest id).
-    top_k: only the k most probable tokens stay, and those tied with the k-th; 0 is off.
+    top_k: only the k most probable tokens stay, and those tied with the k-th; 0 (or -1) is off.
     top_p: of those, only the most probable stay that reach probability p, the last one included; 1.0 is off.
-    seed: 0 to 2**64 - 1; the same seed and prompt give the same tokens. None: the engine draws one.
-    n: samples per prompt, 1 to 10 000.
-    stop: text, or several texts, that ends a sample and is cut off it.
-    stop_token_ids: token ids that end a sample.
+    seed: 0 to 2**64 - 1; the same seed and prompt give the same tokens. None (or -1): the engine draws one.
+    n: samples per prompt, 1 to 10 000. Greedy ones are equal: one is computed, and given n times.
+    stop: text, or several texts, that ends a sample and is cut off it. All of it has to be new: one that begins in the
+        prompt does not count (in vLLM neither, in Hugging Face's it does).
+    stop_token_ids: token ids that end a sample, and whose text is cut off.
     ignore_eos: go on past the end-of-text token.
-    logprobs: how many of the most probable tokens to report at each step (0: the sampled one alone).
+    logprobs: how many of the most probable tokens to report at each step (0: the sampled one alone; -1: all).
 
     What follows changes the scores before a token is sampled, greedily or not, in this order:
     logit_bias: {token id: number from -100 to 100 that is added}.
@@ -89,8 +90,8 @@ class SamplingParams:
     no_repeat_ngram_size: no run of so many tokens comes twice in prompt and output; 0 is off.
     bad_words, bad_words_ids: texts (with and without a space before them), and token ids, that may not come. The
         end-of-text token by itself is left out of them, as in Hugging Face's: use suppress_tokens or ignore_eos.
-    min_tokens: before so many tokens, neither the end-of-text token nor stop_token_ids may come, and no stop text is
-        looked for.
+    min_tokens: before there are so many tokens, neither the end-of-text token (even with ignore_eos) nor stop_token_ids
+        may come. No stop text ends a sample that is complete within them, and no loop before the last of them.
     allowed_token_ids: only these may come.
     suppress_tokens: token ids that may not come.
     logits_processors: functions f(prompt_token_ids, new_token_ids, scores) -> scores, (V,) float32 both.
@@ -106,20 +107,23 @@ class SamplingParams:
     epsilon_cutoff: tokens less probable than this go; 0 is off.
     eta_cutoff: as epsilon_cutoff, lowered where the distribution is flat (Hewitt et al., 2022); 0 is off.
 
-    best_of: samples to make, of which the n most probable are returned; None is n.
-    num_beams: above 1, beam search: n is how many of its sequences are returned, the best first. temperature is 0.
+    best_of: samples to make, of which those n are returned whose tokens have the highest mean log probability (as
+        logprobs_mode has it), the best first; None is n.
+    num_beams: above 1, beam search: n is how many of its sequences are returned, the best first. temperature has to be
+        0: there is no beam sampling.
     length_penalty: sequences are ranked by their log probability over length**length_penalty.
     early_stopping: when the search ends: True, as soon as num_beams sequences have ended; False, when the best beam
         would not be among them if it ended now; "never", when it cannot come among them any more.
     num_beam_groups: groups that the beams are divided into, each of which avoids what those before it chose.
     diversity_penalty: how much: taken off a token's score for each beam of an earlier group that chose it.
     prompt_lookup_num_tokens: tokens to draft for each step, those that followed the last few before; 0 is off. Results
-        are the same; it saves steps where a text repeats itself.
+        are the same; it saves steps where a text repeats itself. A beam search takes no drafts.
     max_matching_ngram_size: how many of the last tokens have to be the same, at most.
     eos_token_id: end-of-text token or tokens in place of the checkpoint's.
-    include_stop_str_in_output: leave the stop text that ended a sample in its text.
+    include_stop_str_in_output: leave what ended a sample in its text: the stop text, or that of the stop token.
     max_time: seconds from the request's arrival after which it ends with what it has.
-    repetition_detection: end a sample that loops: a RepetitionDetection, or a dict of its fields.
+    repetition_detection: end a sample that loops: a RepetitionDetection, or a dict of its fields. One that loops with
+        the last of max_tokens has ended by its length.
     prompt_logprobs: as logprobs, for the tokens of the prompt; for its first ones alone where max_time ends it before.
     logprobs_mode: "raw", the model's own probabilities, or "processed", those that the token was sampled from.
     overflow: what to do if prompt and max_tokens are more than there are positions: "refuse"; "clamp" max_tokens to
@@ -286,6 +290,11 @@ def _describe_unknown(unknown: list[str], names: list[str]) -> str:
     return f"unknown sampling field {', '.join(listed)}; the fields are {', '.join(names)}."
 
 
+def _seed(value) -> int | None:
+    number = read.optional_integer(value, -1, MAX_SEED)
+    return None if number == -1 else number
+
+
 def _repetition_detection(value) -> RepetitionDetection | None:
     if value is None or isinstance(value, RepetitionDetection):
         return value
@@ -296,7 +305,7 @@ def _repetition_detection(value) -> RepetitionDetection | None:
 
 _COUNT = "a whole number from 0 (off) to 2**31 - 1"
 _IDS = "None or a list of token ids, each a whole number from 0 to 2**31 - 1"
-_LOGPROBS = "None or a whole number from 0 to 2**31 - 1"
+_LOGPROBS = "None or a whole number from 0 (or -1: all) to 2**31 - 1"
 _PENALTY = f"a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g} (0 is off)"
 _SHARE = ("a number above 0 and at most 1 (off)", lambda value: read.real(value, lambda number: 0 < number <= 1))
 _CUTOFF = ("a number from 0 (off) to below 1", lambda value: read.real(value, lambda number: 0 <= number < 1))
@@ -313,14 +322,14 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
         lambda value: read.real(value, lambda number: number == 0 or MIN_TEMPERATURE <= number < math.inf),
     ),
-    "top_k": (_COUNT, lambda value: read.integer(value, 0)),
+    "top_k": ("a whole number from 0 (or -1: off) to 2**31 - 1", lambda value: max(read.integer(value, -1), 0)),
     "top_p": _SHARE,
-    "seed": ("None or a whole number from 0 to 2**64 - 1", lambda value: read.optional_integer(value, 0, MAX_SEED)),
+    "seed": ("None, or -1 for the same, or a whole number from 0 to 2**64 - 1", _seed),
     "n": (f"a whole number from 1 to {MAX_SAMPLES}", lambda value: read.integer(value, 1, MAX_SAMPLES)),
     "stop": ("None, a text or a list of texts, none of them empty", read.texts),
     "stop_token_ids": (_IDS, read.token_ids),
     "ignore_eos": ("True or False", read.boolean),
-    "logprobs": (_LOGPROBS, lambda value: read.optional_integer(value, 0)),
+    "logprobs": (_LOGPROBS, read.integer_or_all),
     "logit_bias": (
         f"None or a dict from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} (to forbid: suppress_tokens)",
         lambda value: read.biases(value, MAX_BIAS),
@@ -377,7 +386,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "min_pattern_size, 1 to max_pattern_size",
         _repetition_detection,
     ),
-    "prompt_logprobs": (_LOGPROBS, lambda value: read.optional_integer(value, 0)),
+    "prompt_logprobs": (_LOGPROBS, read.integer_or_all),
     "logprobs_mode": ("'raw' or 'processed'", read.one_of("raw", "processed")),
     "soft_prompt": ("None or the name of a soft prompt that the LLM was given", read.name),
     "prompt_embeds": ("None or an array of finite numbers, (P, n_embd) with P 1 or more", read.embeddings),

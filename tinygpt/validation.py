@@ -58,6 +58,12 @@ def optional_integer(value, low: int, high: int = MAX_COUNT) -> int | None:
     return None if value is None else integer(value, low, high)
 
 
+def integer_or_all(value) -> int | None:
+    """None, or a count; -1, as in vLLM, is one that no list is as long as."""
+    number = optional_integer(value, -1)
+    return MAX_COUNT if number == -1 else number
+
+
 def texts(value) -> tuple[str, ...]:
     """None, a text or several: none of them empty."""
     read = () if value is None else (value,) if isinstance(value, str) else tuple(value)

@@ -314,8 +314,8 @@ def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):
 
 
 def test_flags_are_checked_once_for_all(jobs, no_model):
-    assert jobs.run("--top-k", "-1") == 2
-    assert jobs.err.startswith("tinygpt: error: top_k=-1")
+    assert jobs.run("--top-k", "-2") == 2
+    assert jobs.err.startswith("tinygpt: error: top_k=-2")
 
 
 def test_output_must_not_be_the_input(jobs, no_model):

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ("Once --top-k -1", 2, "top_k=-1"),
+        ("Once --top-k -2", 2, "top_k=-2"),
         ("Once --temperature nan", 2, "temperature=nan"),
         ("Once --top-p 0 --max-tokens 0", 2, "max_tokens=0"),
-        ("Once --seed -1", 2, "seed=-1"),
+        ("Once --seed -2", 2, "seed=-2"),
         ("Once --n 0", 2, "n=0"),
         (["Once", "--stop", ""], 2, "stop="),
         ("Once --threads 0", 2, "threads is 0"),

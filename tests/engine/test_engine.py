@@ -397,9 +397,7 @@ def test_several_threads_share_one_engine(llm):
         assert list(pool.map(use, params)) == alone
 
 
-def test_a_stream_has_one_prompt_and_one_sample(llm):
-    with pytest.raises(RequestError, match="n is 2"):
-        llm.stream("a", SamplingParams(n=2))
+def test_a_stream_has_one_prompt(llm):
     with pytest.raises(RequestError, match="2 prompts"):
         llm.stream(["a", "b"])
     assert [chunk.token_id for chunk in llm.stream([], GREEDY)] == generate_one(llm, "").token_ids

@@ -99,7 +99,7 @@ def test_the_queue_is_bounded():
                 llm.submit([9])
             futures.pop().cancel()
             with pytest.raises(QueueFullError, match="2 samples are waiting and 2 more"):
-                llm.submit([9], SamplingParams(n=2))
+                llm.submit([9], SamplingParams(n=2, temperature=1.0))
             futures.append(llm.submit([9], params_for(4)))
         for future in futures:
             assert future.result(SECONDS).outputs
@@ -110,19 +110,19 @@ def test_a_queue_of_none_serves_as_many_as_run():
     with LLM("demo", max_num_seqs=2, max_queue=0) as llm, between_steps(llm):
         llm.submit([1])
         with pytest.raises(QueueFullError):
-            llm.submit([1], SamplingParams(n=2))
+            llm.submit([1], SamplingParams(n=2, temperature=1.0))
         llm.submit([1])
         with pytest.raises(QueueFullError):
             llm.submit([1])
 
 
-@pytest.mark.parametrize("fields", [{"n": 6}, {"n": 1, "best_of": 6, "temperature": 1.0}], ids=str)
+@pytest.mark.parametrize("fields", [{"n": 6}, {"n": 1, "best_of": 6}], ids=str)
 def test_a_request_for_which_there_is_never_room(fields):
     with LLM("demo", max_num_seqs=2, max_queue=3) as llm:
         with pytest.raises(RequestError, match="6 samples, but max_queue is 3 and max_num_seqs 2") as raised:
-            llm.submit([1], SamplingParams(**fields))
+            llm.submit([1], SamplingParams(temperature=1.0, **fields))
         assert not isinstance(raised.value, QueueFullError)  # later is no better
-        assert llm.submit([1], SamplingParams(n=5, max_tokens=1)).result(SECONDS).outputs
+        assert llm.submit([1], SamplingParams(n=5, max_tokens=1, temperature=1.0)).result(SECONDS).outputs
 
 
 def test_cancelling_before_the_run(llm):
@@ -184,8 +184,8 @@ def test_what_is_impossible_is_refused_at_once(llm, prompt, params, message):
         llm.submit(prompt, params)
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"n": 1, "best_of": 3}])
-def test_chunks_are_of_one_sample(llm, fields):
+@pytest.mark.parametrize("fields", [{"n": 2, "best_of": 3}, {"n": 1, "best_of": 3}])
+def test_chunks_are_of_no_chosen_sample(llm, fields):
     with pytest.raises(RequestError, match="stream"):
         llm.submit("a", SamplingParams(**fields), on_chunk=print)
 

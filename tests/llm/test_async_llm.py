@@ -119,8 +119,8 @@ def test_errors_come_to_who_asked(llm):
         door = AsyncLLM(llm)
         with pytest.raises(RequestError, match="vocabulary"):
             await door.generate([8193])
-        with pytest.raises(RequestError, match="n is 2"):
-            await read(door.stream([1], SamplingParams(n=2)))
+        with pytest.raises(RequestError, match="best_of is 2"):
+            await read(door.stream([1], SamplingParams(best_of=2)))
         with llm.engine._step_lock.held():
             pending = asyncio.ensure_future(read(door.stream([1], LONG)))
             await asyncio.sleep(0)

@@ -164,7 +164,7 @@ def test_min_tokens_forbids_all_that_would_end_the_sample(backend):
         return np.flatnonzero(row == -np.inf).tolist()
 
     assert forbidden([5], stop_token_ids=[3, 7]) == [3, 7, 11]
-    assert forbidden([5], stop_token_ids=[3], ignore_eos=True) == [3]
+    assert forbidden([5], stop_token_ids=[3], ignore_eos=True) == [3, 7, 11]
     assert forbidden([5, 5], stop_token_ids=[3]) == []
 
 

@@ -87,7 +87,7 @@ def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
         monkeypatch.setattr(llm.engine.runner, "forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
         llm.generate([PROMPT], asked(prompt_logprobs=None, max_tokens=1))
         assert rows == [1]
-        (output,) = llm.generate([PROMPT], asked(max_tokens=1, n=3))
+        (output,) = llm.generate([PROMPT], asked(max_tokens=1, n=3, temperature=1.0))
         assert (sum(rows[1:]), output.num_cached_tokens) == (200 + 2, 0)
         assert llm.generate([PROMPT], asked(max_tokens=1, prompt_logprobs=None))[0].num_cached_tokens == 199
 

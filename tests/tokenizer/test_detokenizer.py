@@ -95,9 +95,9 @@ class TestDetokenizer:
         assert [one.push(ids[0]), two.push(ids[0]), one.push(ids[1]), two.push(ids[1])] == ["", "", "é", "é"]
 
 
-def whole(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """The same question asked of a whole text: read on until some stop string is complete."""
-    for end in range(1, len(text) + 1):
+def whole(text: str, stop: list[str], num_early: int = 0) -> tuple[str, str | None]:
+    """The same question asked of a whole text: read on until some stop string is complete, behind num_early."""
+    for end in range(num_early + 1, len(text) + 1):
         complete = [s for s in stop if text[:end].endswith(s)]
         if complete:
             longest = max(complete, key=len)
@@ -178,9 +178,10 @@ class TestTextStream:
     def test_what_is_streamed_is_always_a_prefix_of_the_final_text(self, characters, stop, is_included, min_tokens):
         token_bytes = "".join(characters).encode(errors="surrogateescape")
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        unsearched = decoder.decode(token_bytes[:min_tokens])
-        final, matched = whole(decoder.decode(token_bytes[min_tokens:], final=True), stop)
-        final = unsearched + final + (matched or "" if is_included else "")
+        early = decoder.decode(token_bytes[:min_tokens])
+        text = early + decoder.decode(token_bytes[min_tokens:], final=True)
+        final, matched = whole(text, stop, len(early))
+        final += matched or "" if is_included else ""
         stream = TextStream(ByteDetokenizer(lambda i: bytes([i])), stop, is_included, min_tokens)
         given = ""
         for token_id in token_bytes:
@@ -192,8 +193,10 @@ class TestTextStream:
         given += stream.finish()
         assert (given, stream.text, stream.stop) == (final, final, matched)
 
-    @pytest.mark.parametrize(("min_tokens", "final"), [(0, ""), (1, "b"), (3, "bab"), (4, "babab"), (9, "babab")])
-    def test_stop_strings_are_not_looked_for_before_min_tokens(self, min_tokens, final):
+    @pytest.mark.parametrize(
+        ("min_tokens", "final"), [(0, ""), (1, ""), (2, "b"), (3, "ba"), (4, "bab"), (5, "babab"), (9, "babab")]
+    )
+    def test_a_stop_string_counts_if_it_is_complete_after_min_tokens(self, min_tokens, final):
         stream = TextStream(ByteDetokenizer(lambda i: bytes([i])), ["ba", "ab"], min_tokens=min_tokens)
         given = [stream.push(token_id) for token_id in b"babab" if stream.stop is None]
         assert "".join(given) + stream.finish() == final

@@ -32,7 +32,7 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams) -> None:
 
     def check(llm: "LLM") -> None:
         _ = llm.tokenizer  # raise the error that says why there is none
-        llm.stream("", params).close()
+        llm.session().stream(params).close()  # raise what is impossible
 
     llm = loading.load_llm(args, check)
     turns = Turns(llm, params)

@@ -26,7 +26,6 @@ THREAD_POOLS = (
     "VECLIB_MAXIMUM_THREADS",
 )
 COLLECT_AFTER = 200_000  # new objects
-WARPERS = ("temperature", "top_k", "top_p", "top_p_rule", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # For a second process, which finds its modules where this one does.
 COMPILE_DRAW = "import sys; sys.path[:] = {}; from tinygpt.cli import loading; loading.compile_draw({})"
 PATIENCE = 60  # seconds for which it may keep this one waiting
@@ -135,7 +134,9 @@ def _is_first_draw(args: argparse.Namespace) -> bool:
 
 
 def _start_compiling_draw(args: argparse.Namespace) -> subprocess.Popen | None:
-    code = COMPILE_DRAW.format(sys.path, {name: getattr(args, name) for name in WARPERS})
+    from tinygpt.sampling.metadata import Warpers
+
+    code = COMPILE_DRAW.format(sys.path, {name: getattr(args, name) for name in Warpers._fields})
     nowhere = subprocess.DEVNULL
     with suppress(OSError):
         return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
@@ -147,8 +148,7 @@ def compile_draw(asked: dict[str, float | str]) -> None:
     import numpy as np
 
     from tinygpt.execution.backend import load_backend
-    from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
+    from tinygpt.sampling.metadata import Warpers, warpers_of
 
-    asked = {**asked, "top_p_rule": TOP_P_RULES[asked["top_p_rule"]]}
-    warpers = Warpers(**{name: np.array([value], np.float64) for name, value in asked.items()})
+    warpers = Warpers(*np.array(warpers_of(SamplingParams(**asked)), np.float64)[:, None])
     load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

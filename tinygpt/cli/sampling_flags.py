@@ -46,12 +46,14 @@ FLAGS: dict[str, dict[str, dict]] = {
         "seed": _flag("the same seed gives the same text (default: drawn, and reported)", whole_number, "N"),
         "n": _flag("samples for each prompt", whole_number, "N"),
         "best_of": _flag(
-            "samples to make, of which the --n most probable are returned (default: as many as --n)", whole_number, "N"
+            "samples to make, of which the --n most probable per token are returned (default: as many as --n)",
+            whole_number,
+            "N",
         ),
     },
     "where a sample ends": {
         "stop": _flag("at this text, which is left out; may be given several times", str, "TEXT", action="append"),
-        "include_stop_str_in_output": _switch("keep that text"),
+        "include_stop_str_in_output": _switch("keep that text, or that of the stop token"),
         "stop_token_ids": _flag("at one of these tokens", _ids, "ID,ID"),
         "eos_token_id": _flag("end-of-text tokens in place of the model's (default: the model's)", _ids, "ID,ID"),
         "ignore_eos": _switch("go on past the end-of-text token"),
@@ -109,7 +111,9 @@ FLAGS: dict[str, dict[str, dict]] = {
         "stride": _flag("tokens to drop at a time (default: half the positions)", whole_number, "N"),
     },
     "probabilities, in JSON records": {
-        "logprobs": _flag("of each new token, and of the N most probable ones at its position", whole_number, "N"),
+        "logprobs": _flag(
+            "of each new token, and of the N most probable ones at its position; -1 is all", whole_number, "N"
+        ),
         "prompt_logprobs": _flag("of each token of the prompt", whole_number, "N"),
         "logprobs_mode": _flag("raw: the model's own; processed: those that tokens were drawn from", str, "MODE"),
     },

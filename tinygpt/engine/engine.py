@@ -141,14 +141,16 @@ class Engine:
 
     def _sample(self, logits: Any, step: StepInput) -> tuple[list[SampledToken], list[Prediction]]:
         """The tokens of the sequences whose last token is in the step, and of those in a beam search, predictions."""
+        sampled, searched = [], []
+        for row, sequence in step.ends():
+            (sampled if sequence.beams is None else searched).append((row, sequence))
         tokens = predictions = []
-        sampled, searched = step.sampled, step.searched
         if searched:  # first: the sampler may write over the logits
-            rows = [row for row, _ in searched]
-            predictions = predict(self._sampler, logits[rows], [sequence for _, sequence in searched])
+            rows, sequences = zip(*searched, strict=True)
+            predictions = predict(self._sampler, logits[list(rows)], sequences)
         if sampled:
-            rows = [row for row, _ in sampled]
-            tokens = self._sampler.sample(rows_of(logits, rows), [sequence for _, sequence in sampled])
+            rows, sequences = zip(*sampled, strict=True)
+            tokens = self._sampler.sample(rows_of(logits, list(rows)), sequences)
         return tokens, predictions
 
     def _record(

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,7 @@ class InputProcessor:
         self, prompt: Prompt, virtual: VirtualTokens | None, fitted: Fitted, arrival: float, on_chunk: OnChunk | None
     ) -> list[Sequence]:
         params = fitted.params
-        count = params.num_beams if params.num_beams > 1 else params.best_of or params.n
+        count = _num_sequences(params)
         wanted = [None] * count
         if params.prompt_logprobs is not None:  # the first sample finds them for all
             wanted[0] = PromptLogprobs(len(virtual or ()), prompt.token_ids[1:], params.prompt_logprobs)
@@ -123,7 +124,7 @@ class InputProcessor:
             "eos_token_ids": frozenset(self._eos_token_ids(params)),
             "deadline": None if params.max_time is None else arrival + params.max_time,
             "window": fitted.window,
-            "on_chunk": on_chunk,
+            "on_chunk": _for_all_samples(on_chunk, params.n) if count < params.n and on_chunk else on_chunk,
             "soft_prompt": virtual,
             "cache_salt": prompt.cache_salt,
         }
@@ -140,6 +141,23 @@ class InputProcessor:
             return None
         detokenizer = self._tokenizer.detokenizer()
         return TextStream(detokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+
+
+def _num_sequences(params: SamplingParams) -> int:
+    """Beams, or samples; greedy ones are equal, unless functions make them differ, so that one is enough."""
+    if params.num_beams > 1:
+        return params.num_beams
+    return 1 if params.temperature == 0 and not params.logits_processors else params.best_of or params.n
+
+
+def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
+    """Call on_chunk with each chunk of one sequence as with those of n samples."""
+
+    def give(chunk: StreamChunk) -> None:
+        for index in range(n):
+            on_chunk(replace(chunk, index=index, prompt_logprobs=None if index else chunk.prompt_logprobs))
+
+    return give
 
 
 def _load_tokenizer(folder: Any, split_special_tokens: bool) -> tuple[Tokenizer | None, str]:

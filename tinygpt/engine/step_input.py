@@ -38,18 +38,8 @@ class StepInput:
         last_rows = [end - 1 - len(drafts.get(i, ())) for i, end in enumerate(itertools.accumulate(counts))]
         return cls(chunks, drafts, batch, last_rows)
 
-    @property
-    def sampled(self) -> list[tuple[int, Sequence]]:
-        """The sequences whose next token is to be sampled, each with the row of the logits that it is sampled from."""
-        return [(row, sequence) for row, sequence in self._ends if sequence.beams is None]
-
-    @property
-    def searched(self) -> list[tuple[int, Sequence]]:
-        """Those whose next token a beam search chooses."""
-        return [(row, sequence) for row, sequence in self._ends if sequence.beams is not None]
-
-    @property
-    def _ends(self) -> list[tuple[int, Sequence]]:
+    def ends(self) -> list[tuple[int, Sequence]]:
+        """The sequences whose next token is due, each with the row of the logits that it comes from."""
         pairs = zip(self.last_rows, self.chunks, strict=True)
         return [(row, chunk.sequence) for row, chunk in pairs if chunk.is_sampled]
 

@@ -8,10 +8,11 @@ from tinygpt.sampling_params import SamplingParams
 def is_looping(new_token_ids: Sequence[int], params: SamplingParams) -> bool:
     """Whether the tokens end in one pattern, often enough in a row that params.repetition_detection ends the sample.
 
-    The rule is vLLM's: some pattern of min_pattern_size to max_pattern_size tokens, min_count times.
+    The rule is vLLM's: some pattern of min_pattern_size to max_pattern_size tokens, min_count times, where there are
+    min_tokens, and not yet max_tokens, which end a sample in any case.
     """
     detection = params.repetition_detection
-    if detection is None:
+    if detection is None or not params.min_tokens <= len(new_token_ids) < params.max_tokens:
         return False
     longest = min(detection.max_pattern_size, len(new_token_ids) // detection.min_count)
     sizes = range(detection.min_pattern_size, longest + 1)

@@ -13,7 +13,7 @@ from tinygpt.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and the sequences that continue it, in order of their index."""
+    """A prompt and the sequences that continue it, in order of their index; one, where all samples are equal."""
 
     prompt: Prompt
     params: SamplingParams
@@ -43,7 +43,7 @@ class Request:
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=[_completion(rank, s) for rank, s in enumerate(self._best())],
             metrics=self._metrics(),
-            prompt_logprobs=None if wanted is None else [None, *wanted.found],
+            prompt_logprobs=None if wanted is None else wanted.reported,
             prompt_cumulative_logprob=sum(wanted.logprobs) if wanted is not None and wanted.is_complete else None,
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
@@ -62,10 +62,13 @@ class Request:
     def _best(self) -> list[Sequence]:
         """The n sequences to return: all of them, or those of best_of that are most probable per token.
 
-        A beam search has found its sequences in order, and fewer than n where no more were possible.
+        A beam search has found its sequences in order, and fewer than n where no more were possible. A single sequence
+        stands for all samples.
         """
         if self.params.num_beams > 1:
             return [s for s in self.sequences if s.score is not None] or self.sequences[: self.params.n]
+        if len(self.sequences) == 1:
+            return self.sequences * self.params.n
         if len(self.sequences) == self.params.n:
             return self.sequences
         return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]  # stable: the lowest index
@@ -93,10 +96,10 @@ def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
     return CompletionOutput(
         index=rank,
         text=None if sequence.text is None else sequence.text.text,
-        token_ids=sequence.new_token_ids,
+        token_ids=list(sequence.new_token_ids),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
-        logprobs=sequence.logprobs if wants_logprobs else None,
+        logprobs=list(sequence.logprobs) if wants_logprobs else None,
         cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
         score=sequence.score,
         seed=sequence.seed,

@@ -147,12 +147,12 @@ class Sequence:
             self.fail(token.error)
             return
         try:
-            chunk = self._append(token)
+            text = self._append(token)
         except BaseException:  # Ctrl-C: who comes by it may not be who waits for this sequence, and it is half done
             self.fail("it was interrupted while it was given a token.")
             raise
         if self.on_chunk is not None:
-            self._give(chunk)
+            self._give(text, token)
 
     def extend(self, token_id: int) -> None:
         """Append a drafted token, which ends nothing."""
@@ -176,9 +176,9 @@ class Sequence:
 
     def expire(self) -> None:
         """End with what there is: the time of the request is over."""
-        chunk = self._finish(None, "length", "max_time", "")
+        text = self._finish("length", "max_time")
         if self.on_chunk is not None:
-            self._give(chunk)
+            self._give(text, None)
 
     def fail(self, error: str) -> None:
         """End with an error that only this request's caller sees."""
@@ -193,45 +193,55 @@ class Sequence:
         if call is not None:
             call()
 
-    def _append(self, token: SampledToken) -> StreamChunk | None:
-        token_id = token.token_id
+    def _append(self, token: SampledToken) -> str:
+        """Note the token, and end if it is the last one. Returns the text that is certain now."""
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
-        self.new_token_ids.append(token_id)
+        self.new_token_ids.append(token.token_id)
         if token.logprobs is not None:
             self.logprobs.append(token.logprobs)
         if token.logprob is not None:
             self.cumulative_logprob += token.logprob
-        ends, text = token_id in self._end_token_ids, ""
-        if self.text is not None and not ends:
-            if self.on_chunk is not None or self.params.stop:
-                text = self.text.push(token_id)
-            else:  # half of what a step takes in Python
-                self.text.push_later(token_id)
-        if ends:
-            return self._finish(token_id, "stop", token_id, text)
-        if self.params.stop and self.text.stop is not None:
-            return self._finish(token_id, "stop", self.text.stop, text)
-        if is_looping(self.new_token_ids, self.params):
-            return self._finish(token_id, "stop", "loop", text)
-        if len(self.new_token_ids) >= self.params.max_tokens:
-            return self._finish(token_id, "length", None, text)
-        return None if self.on_chunk is None else StreamChunk(text, token_id)
+        text, end = self._push(token.token_id), self._end()
+        return text if end is None else text + self._finish(*end)
 
-    def _finish(self, token_id: int | None, reason: str, stop_reason: int | str | None, text: str) -> StreamChunk:
-        """End after `text`; what was held back may still complete a stop string."""
-        if self.text is not None:
-            text += self.text.finish()
-            if reason == "length" and self.text.stop is not None:
-                reason, stop_reason = "stop", self.text.stop
+    def _push(self, token_id: int) -> str:
+        """The text that is certain with this token."""
+        is_silent = token_id in self._end_token_ids and not self.params.include_stop_str_in_output
+        if self.text is None or is_silent:
+            return ""
+        if self.on_chunk is not None or self.params.stop:
+            return self.text.push(token_id)
+        self.text.push_later(token_id)  # half of what a step takes in Python
+        return ""
+
+    def _end(self) -> tuple[Literal["stop", "length"], int | str | None] | None:
+        """Why the last token is the last: the finish reason and the stop reason; None: it is not."""
+        if self.params.stop and self.text.stop is not None:
+            return "stop", self.text.stop
+        if self.new_token_ids[-1] in self._end_token_ids:
+            return "stop", self.new_token_ids[-1]
+        if is_looping(self.new_token_ids, self.params):
+            return "stop", "loop"
+        return ("length", None) if len(self.new_token_ids) >= self.params.max_tokens else None
+
+    def _finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None) -> str:
+        """End. Returns the text that was held back, which may still complete a stop string."""
+        text = "" if self.text is None else self.text.finish()
+        if self.params.stop and self.text.stop is not None:
+            reason, stop_reason = "stop", self.text.stop
         self.stop_reason = stop_reason
         self.finished_time = time.perf_counter()
         self.finish_reason = reason
-        return StreamChunk(text, token_id, reason)
+        return text
 
-    def _give(self, chunk: StreamChunk) -> None:
+    def _give(self, text: str, token: SampledToken | None) -> None:
+        """Call on_chunk with the text and the token, or that there is none."""
+        token_id, logprobs = (None, None) if token is None else (token.token_id, token.logprobs)
+        is_first = len(self.new_token_ids) == (token is not None)
+        prompt_logprobs = self.prompt_logprobs.reported if is_first and self.prompt_logprobs is not None else None
         try:
-            self.on_chunk(chunk)
+            self.on_chunk(StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs))
         except BaseException as error:  # it is a user's, and must not reach the step's other sequences
             if is_ctrl_c(error):
                 raise

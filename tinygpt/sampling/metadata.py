@@ -71,11 +71,11 @@ class Edits:
     words: list[np.ndarray]  # the ids of each word that may not come
     allowed_ids: np.ndarray  # empty: all may come
     suppressed_ids: np.ndarray
-    forbidden_at_first: np.ndarray  # until there are min_tokens: the suppressed ones, and those that end the sequence
+    forbidden_at_first: np.ndarray  # until there are min_tokens: the suppressed ones, EOS and those that stop
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int) -> "Edits":
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_token_ids)
+        ends = eos_token_ids.union(params.stop_token_ids)  # even with ignore_eos, as in vLLM
         ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
         suppressed_ids = _ids(params.suppress_tokens)
         return cls(
@@ -97,8 +97,7 @@ class SamplingState:
 
     def __init__(self, sequence: Sequence, vocab_size: int):
         params = self.params = sequence.params
-        given = {name: getattr(params, name) for name in Warpers._fields}
-        self.warpers = tuple({**given, "top_p_rule": TOP_P_RULES[params.top_p_rule]}.values())
+        self.warpers = warpers_of(params)
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self.edits = Edits.of(params, sequence.eos_token_ids, vocab_size)
         has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size
@@ -155,6 +154,12 @@ class SamplingState:
             is_reset = token_id in (self.params.top_p_reset_ids or ())
             top_p = self.params.top_p if is_reset else max(top_p * self.params.top_p_decay, self.params.top_p_min)
         self.warpers = (temperature, top_k, top_p, *others)
+
+
+def warpers_of(params: SamplingParams) -> tuple[float, ...]:
+    """One row's values of Warpers."""
+    given = {name: getattr(params, name) for name in Warpers._fields}
+    return tuple({**given, "top_p_rule": TOP_P_RULES[params.top_p_rule]}.values())
 
 
 def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:

@@ -23,6 +23,11 @@ class PromptLogprobs:
     found: list[dict[int, float]] = field(default_factory=list)  # of each target so far: id -> log probability
 
     @property
+    def reported(self) -> list[dict[int, float] | None]:
+        """Of each token of the prompt so far: nothing comes before the first."""
+        return [None, *self.found]
+
+    @property
     def num_reusable(self) -> int | float:
         """How many positions may be taken over from others."""
         return math.inf if self.is_complete else self.first

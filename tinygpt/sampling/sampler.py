@@ -40,8 +40,8 @@ class Sampler:
             return self._take_greatest(logits, sequences)
         raw = {r: logits[r].copy() for r, s in enumerate(states) if s.changes_scores and s.wants_raw_logprobs}
         errors = self._process(logits, sequences, states)
-        warpers = gather_warpers(states)
-        token_ids = self.runner.sample(logits, warpers, *draws_of(sequences), lengths_of(sequences)).tolist()  # (R,)
+        warpers, positions = gather_warpers(states), np.array([len(s) for s in sequences], np.uint64)  # (R,)
+        token_ids = self.runner.sample(logits, warpers, *draws_of(sequences), positions).tolist()  # (R,)
         tokens = []
         for r, (token_id, error, state) in enumerate(zip(token_ids, errors, states, strict=True)):
             if error is None and token_id < 0:
@@ -113,10 +113,6 @@ def sampled(token_id: int, sequence: Sequence) -> SampledToken:
 def draws_of(sequences: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:
     """The seeds and sample indices (R,) that the sequences' tokens are drawn by."""
     return np.array([s.seed for s in sequences], np.uint64), np.array([s.index for s in sequences], np.uint64)
-
-
-def lengths_of(sequences: Seq[Sequence]) -> np.ndarray:
-    return np.array([len(s) for s in sequences], np.uint64)  # (R,)
 
 
 def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: SamplingState) -> str | None:

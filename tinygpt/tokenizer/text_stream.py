@@ -8,8 +8,8 @@ from tinygpt.tokenizer.detokenizer import Detokenizer
 class TextStream:
     """`text` grows by what `push` and `finish` return, and is never taken back.
 
-    stop: the strings that end the text. They are cut off unless is_stop_included, and are not looked for in the text of
-    the first min_tokens tokens.
+    stop: the strings that end the text. They are cut off unless is_stop_included. One that is complete within the text
+    of the first min_tokens tokens ends nothing; one that only begins there does.
     """
 
     def __init__(
@@ -17,7 +17,7 @@ class TextStream:
     ):
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(stop, is_stop_included)
-        self._tokens_to_skip = min_tokens
+        self._num_early = min_tokens  # tokens to come with which no stop string may be complete
         self._parts: list[str] = []
         self._later: list[int] = []
 
@@ -32,11 +32,9 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        text = self._detokenizer.push(token_id)
-        if self._tokens_to_skip:
-            self._tokens_to_skip -= 1
-            return self._give(text)
-        return self._give(self._stop_strings.push(text))
+        is_early = self._num_early > 0
+        self._num_early -= is_early
+        return self._give(self._stop_strings.push(self._detokenizer.push(token_id), is_early))
 
     def push_later(self, token_id: int) -> None:
         """Take a token whose text is not needed before `finish`, where no string ends the text."""
@@ -69,12 +67,12 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that is now safe to give; after a match, nothing."""
+    def push(self, text: str, is_early: bool = False) -> str:
+        """The text that is now safe to give; after a match, nothing. is_early: no stop string may be complete in it."""
         if self.matched is not None:
             return ""
-        text = self._held + text
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        num_seen, text = len(self._held), self._held + text
+        found = [] if is_early else self._complete_behind(num_seen, text)
         if found:
             end, _, self.matched = min(found)
             self._held = ""
@@ -87,6 +85,14 @@ class StopStrings:
         """The text that was waiting, when no more comes."""
         held, self._held = self._held, ""
         return held
+
+    def _complete_behind(self, num_seen: int, text: str) -> list[tuple[int, int, str]]:
+        """(end, minus its length, stop string) of each that is in `text` with more than the first num_seen characters.
+
+        Whatever is complete among those was too early.
+        """
+        starts = ((text.find(stop, max(num_seen + 1 - len(stop), 0)), stop) for stop in self._stop)
+        return [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
 
     def _unsettled(self, text: str) -> int:
         """The length of the longest end of `text` that begins a stop string."""

@@ -1,0 +1,116 @@
+"""Streams: all chunks together are what `generate` gives: texts, tokens and log probabilities, of every sample."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt.errors import RequestError
+
+PROMPT = "Once upon a time"
+WARM = {"max_tokens": 16, "temperature": 1.0, "seed": 7}
+CASES = {
+    "greedy": SamplingParams(max_tokens=16, logprobs=2),
+    "the token alone": SamplingParams(**WARM, logprobs=0),
+    "processed": SamplingParams(**WARM, logprobs=3, top_k=9, logprobs_mode="processed"),
+    "a stop string": SamplingParams(max_tokens=30, stop="he", logprobs=1),
+    "a stop string that stays": SamplingParams(max_tokens=30, stop="he", logprobs=1, include_stop_str_in_output=True),
+    "held back to the end": SamplingParams(max_tokens=8, stop=[" house and nothing else"], logprobs=1),
+    "a stop token": SamplingParams(max_tokens=30, stop_token_ids=[262, 11, 264], logprobs=1),
+    "halves of characters": SamplingParams(**WARM, logprobs=1, allowed_token_ids=[222, 223, 159, 160, 232, 94]),
+    "of the prompt": SamplingParams(**WARM, logprobs=1, prompt_logprobs=2),
+    "of the prompt alone": SamplingParams(max_tokens=2, prompt_logprobs=0),
+    "none": SamplingParams(**WARM),
+    "several": SamplingParams(**WARM, n=3, logprobs=1, prompt_logprobs=1),
+    "several that wait their turn": SamplingParams(**WARM, n=7, logprobs=1, prompt_logprobs=1),
+    "several that end apart": SamplingParams(**WARM, n=4, stop=["e", "n"], logprobs=1),
+    "several that are equal": SamplingParams(max_tokens=9, n=3, logprobs=1, prompt_logprobs=1),
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=4) as llm:
+        yield llm
+
+
+def summed(chunks):
+    """What each sample's chunks add up to."""
+    chunks, samples = list(chunks), []
+    for index in sorted({chunk.index for chunk in chunks}):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert all(chunk.finish_reason is None for chunk in own[:-1])
+        logprobs = [chunk.logprobs for chunk in own if chunk.logprobs is not None]
+        token_ids = [chunk.token_id for chunk in own if chunk.token_id is not None]
+        text = "".join(chunk.text for chunk in own)
+        samples.append((index, text, token_ids, logprobs or None, own[-1].finish_reason))
+    return samples
+
+
+def expected_of(output):
+    return [(s.index, s.text, s.token_ids, s.logprobs, s.finish_reason) for s in output.outputs]
+
+
+@pytest.mark.parametrize("params", CASES.values(), ids=CASES)
+def test_all_chunks_together_are_the_output(llm, params):
+    (output,) = llm.generate(PROMPT, params)
+    chunks = list(llm.stream(PROMPT, params))
+    assert summed(chunks) == expected_of(output)
+    assert [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None] == (
+        [] if output.prompt_logprobs is None else [output.prompt_logprobs]
+    )
+    for chunk in chunks:
+        assert (chunk.logprobs is None) == (params.logprobs is None)
+        assert chunk.logprobs is None or chunk.token_id in chunk.logprobs
+
+
+def test_a_stream_of_asyncio_is_the_same(llm):
+    async def read(params):
+        return [chunk async for chunk in AsyncLLM(llm).stream(PROMPT, params)]
+
+    async def main():
+        return await asyncio.wait_for(asyncio.gather(*map(read, CASES.values())), 120)
+
+    for chunks, params in zip(asyncio.run(main()), CASES.values(), strict=True):
+        assert summed(chunks) == summed(llm.stream(PROMPT, params))
+
+
+def test_a_session_streams_them_too(llm):
+    params = CASES["of the prompt"]
+    session = llm.session()
+    session.extend(PROMPT)
+    assert summed(session.stream(params)) == summed(llm.stream(PROMPT, params))
+
+
+def test_spec_decode_changes_no_entry(llm):
+    params = SamplingParams(max_tokens=24, logprobs=1)
+    assert summed(llm.stream(PROMPT, replace(params, prompt_lookup_num_tokens=4))) == summed(llm.stream(PROMPT, params))
+
+
+def test_the_prompts_come_with_the_first_chunk(llm):
+    chunks = list(llm.stream(PROMPT, CASES["several"]))
+    first = next(chunk for chunk in chunks if chunk.index == 0)
+    assert [chunk for chunk in chunks if chunk.prompt_logprobs is not None] == [first]
+
+
+def test_equal_samples_are_computed_once(llm):
+    with_functions = SamplingParams(n=3, logits_processors=lambda prompt, new, scores: scores)  # which may change
+    for params, count in ((SamplingParams(n=3), 1), (SamplingParams(n=3, temperature=1.0), 3), (with_functions, 3)):
+        stream = llm.stream(PROMPT, params)
+        next(stream)
+        assert len(llm.engine.scheduler.running) == count
+        stream.close()
+
+
+def test_equal_samples_share_no_list(llm):
+    first, second = llm.generate(PROMPT, SamplingParams(n=2, logprobs=0))[0].outputs
+    assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
+    assert first.token_ids is not second.token_ids
+    assert first.logprobs is not second.logprobs
+
+
+def test_a_stream_cannot_choose_among_samples(llm):
+    with pytest.raises(RequestError, match="best_of is 3 and a stream cannot choose"):
+        llm.stream(PROMPT, SamplingParams(n=2, best_of=3))
+    assert len(summed(llm.stream(PROMPT, SamplingParams(n=2, best_of=2)))) == 2
