@@ -459,15 +459,16 @@ def honest_keys(llm, folder):
     return load_file(folder / "honest")["k"]
 
 
-def test_numbers_that_overflow_fail_their_session_alone(llm, alone, tmp_path):
-    path = lying(llm, tmp_path / "a", huge)
-    loaded, beside = llm.load_session(path), [TEXT[start : start + 30] for start in range(8)]
+def test_numbers_that_overflow_fail_their_session_alone(roomy, alone, tmp_path):
+    llm, beside = roomy, [TEXT[start : start + 30] for start in range(8)]
+    loaded = llm.load_session(lying(llm, tmp_path / "a", huge))
     expected = [alone.generate([prompt], PARAMS)[0].outputs for prompt in beside]
-    bad = llm.submit(loaded._prompt(), PARAMS)
     got = [llm.submit(prompt, PARAMS) for prompt in beside]
     with pytest.raises(TinyGPTError, match="not finite"):
-        bad.result()
-    assert [future.result().outputs for future in got] == expected  # in every slot, the failed one's too
+        loaded.generate(PARAMS)
+    assert [future.result().outputs for future in got] == expected
+    after = TEXT[20:60]  # in the slot where that was, which is the next to be taken
+    assert llm.generate([after], PARAMS)[0].outputs == alone.generate([after], PARAMS)[0].outputs
     assert loaded.generate(PARAMS).outputs == alone.generate([TEXT[:40]], PARAMS)[0].outputs  # nothing of it was kept
 
 
