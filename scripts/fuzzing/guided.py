@@ -3,7 +3,6 @@
 Its own mutations are beside those of the format, so that a frame stays whole every other time.
 """
 
-import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -18,9 +17,10 @@ class FindingError(Exception):
 
 def run(name: str, file: str | None, seconds: int, seed: int, findings: Path) -> None:
     """Fuzz one file of a format, its first one by default. Ends the process, as atheris does."""
-    if importlib.util.find_spec("atheris") is None:
+    try:
+        import atheris
+    except ImportError:
         sys.exit("fuzz.py: coverage needs atheris, which is not installed: pip install atheris")
-    import atheris
 
     with atheris.instrument_imports(include=READERS):
         from .cases import Input

@@ -1,6 +1,7 @@
 """scripts/fuzz.py: a sample of what it does, what it would find, and that it survives what it finds."""
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -184,9 +185,7 @@ def test_the_command(tmp_path):
     assert "no format x" in run("files", "--formats", "x").stderr
 
 
-def test_coverage_says_what_it_needs():
-    pytest.importorskip("pip")
-    try:
-        import atheris  # noqa: F401
-    except ImportError:
-        assert "pip install atheris" in run("coverage").stderr
+def test_coverage_says_what_it_needs(tmp_path, monkeypatch):
+    (tmp_path / "atheris.py").write_text("raise ImportError")  # absent, whatever is installed
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert "pip install atheris" in run("coverage").stderr
