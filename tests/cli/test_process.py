@@ -81,3 +81,37 @@ def test_a_closed_pipe_ends_the_run_quietly():
     result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")
+
+
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+
+
+@FULL
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "Once", "--max-tokens", "2"], ["generate", "Once", "--json"], ["info", "demo"]],
+    ids=" ".join,
+)
+def test_a_full_stdout_is_one_sentence(arguments, unbuffered):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "tinygpt", *arguments]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert result.returncode == cli.FAILED
+    assert result.stderr.decode() == (
+        "tinygpt: error: stdout cannot be written (No space left on device): mend that, or send it elsewhere.\n"
+    )
+
+
+@FULL
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_stderr_changes_nothing(unbuffered):
+    results = []
+    for max_tokens in ("2", "9999"):
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--seed", "1", "--max-tokens", max_tokens]
+            environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+            results.append(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, env=environment))
+    assert [result.returncode for result in results] == [cli.DONE, cli.USAGE]
+    assert results[0].stdout.strip()
