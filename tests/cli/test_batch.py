@@ -283,14 +283,6 @@ def test_every_bad_line_is_listed_before_any_work(jobs, no_model):
     assert not jobs.output.exists()
 
 
-def test_lines_nested_to_any_depth(jobs, no_model):
-    """Deep enough for an error while they are read, or only while they are shown."""
-    depths = range(700, sys.getrecursionlimit())
-    jobs.write([f'{{"prompt": "a", "id": {"[" * depth + "]" * depth}}}' for depth in depths])
-    assert jobs.run() == 2
-    assert jobs.err.startswith(f"tinygpt: error: {len(depths)} lines of ")
-
-
 def test_a_line_that_is_not_utf8(jobs, no_model):
     jobs.input.write_bytes(b'{"prompt": "caf\xe9"}\n')
     assert jobs.run() == 2

@@ -18,7 +18,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError
 
 folder, file, change = sys.argv[1:]
-llm, params = LLM(folder), SamplingParams(max_tokens=3)
+llm, params = LLM(folder), SamplingParams(max_tokens=3, seed=1)
 before = llm.generate([[3]], params)[0].outputs
 if change == "cut":
     os.truncate(file, 100)

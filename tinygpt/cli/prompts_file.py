@@ -47,8 +47,6 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
             records[record.id] = record
         except RequestError as error:
             problems[number] = str(error)
-        except RecursionError:
-            problems[number] = "its lists or objects are nested too deeply."
     refuse(path, problems)
     return list(records.values())
 
