@@ -67,22 +67,18 @@ for thread in threads:
 right(llm)
 """
 FORK_WHILE_LOADING = """
+import tinygpt.llm, tinygpt.kernels.cpu.model  # of an import in another thread Python itself leaves a lock behind
 llms = []
 def begin():
     llms.append(load(threads=2))
     right(llms[0])
 thread = threading.Thread(target=begin)
 thread.start()
-import tinygpt.llm
 time.sleep(generator.random() * float(sys.argv[3]))
 def child():
-    from tinygpt.errors import RequestError
-    try:
-        right(load(threads=2))
-        for llm in list(llms):
-            right(llm)
-    except RequestError as error:
-        assert "fork" in str(error)
+    right(load(threads=2))
+    for llm in list(llms):
+        right(llm)
 in_child(child)
 thread.join()
 right(llms[0])

@@ -104,6 +104,28 @@ for holding in (llm.engine._step_lock.held, lambda: llm.engine._step_lock._chang
 """)
 
 
+def test_a_fork_waits_for_the_kernel_that_is_compiled():
+    run("""
+from numba.core.compiler_lock import global_compiler_lock
+from tinygpt.kernels.cpu.jit import jit
+
+is_held = threading.Event()
+
+def compile():
+    with global_compiler_lock:
+        is_held.set()
+        time.sleep(0.3)
+
+thread = threading.Thread(target=compile)
+thread.start()
+is_held.wait()
+kernel = jit(lambda x: x + 1)
+assert in_child(lambda: kernel(1) == 2)
+thread.join()
+assert kernel(1) == 2
+""")
+
+
 def test_what_was_asked_before_a_fork_is_the_parents():
     run("""
 chunks, stream, outputs = [], llm.stream("Once", short), llm.generate_as_finished(["Once"], short)
