@@ -20,6 +20,8 @@ from .lab import PROMPT, Lab, Run, finish
 EVENTS = ("open", "mmap.__new__", "os.mkdir", "os.rename", "os.truncate", "os.scandir", "os.listdir", "os.remove")
 ARRAYS = ("empty", "zeros", "ones", "full", "array", "concatenate", "frombuffer", "ascontiguousarray", "arange")
 
+CALLS_A_TRIAL = 8
+
 
 class Fault:
     """Lets `number` - 1 calls pass and fails the next one. Only calls of this package's own code count."""
@@ -139,27 +141,33 @@ def run_here(arguments: tuple[str, ...], fault: Fault, fail: Callable[[], None])
 def injected(name: str, kind: str, arguments_of: Callable[[Lab], tuple], expected_of: Callable[[Lab], str]):
     """A scenario: the nth call of a kind fails in a command; n is counted up from one trial to the next."""
 
+    fail, numbers = FAULTS[kind]
+
+    def try_nth(lab: Lab, expected: str, nth: int, number: int) -> tuple[str, bool]:
+        """What was wrong, and whether there are fewer than n calls."""
+        fault, arguments = Fault(nth), arguments_of(lab)
+
+        def work() -> str:
+            problem = run_here(arguments, fault, lambda: fail(fault, number)).problem(expected) or ""
+            return "over\n" * (fault.left > 0) + problem
+
+        said = in_child(work) or ""
+        return said.removeprefix("over\n"), said.startswith("over\n")
+
     def scenario(lab: Lab, generator: Random) -> str | None:
         import tinygpt.llm  # noqa: F401, in the parent, so that each child begins with it
 
-        expected, arguments = expected_of(lab), arguments_of(lab)
-        fail, numbers = FAULTS[kind]
-        count = lab.next_of(scenario.__name__)
-        number = numbers[count % len(numbers)]
-        nth = lab.position.get(scenario.__name__, 0) + 1
-        fault = Fault(nth)
-
-        def work() -> str | None:
-            run = run_here(arguments, fault, lambda: fail(fault, number))
-            is_over = fault.left > 0
-            return ("over\n" if is_over else "") + (run.problem(expected) or "")
-
-        said = in_child(work) or ""
-        is_over, said = said.startswith("over\n"), said.removeprefix("over\n")
-        lab.position[scenario.__name__] = 0 if is_over else nth
-        if is_over:
-            lab.rounds[scenario.__name__] += 1
-        return f"{kind} number {nth} failed with {errno.errorcode[number]}: {said}" if said else None
+        name, expected = scenario.__name__, expected_of(lab)
+        for _ in range(CALLS_A_TRIAL):
+            nth = lab.next_of(name)
+            number = numbers[(nth + lab.rounds[name]) % len(numbers)]
+            problem, is_over = try_nth(lab, expected, nth, number)
+            if is_over:
+                lab.rounds[name] += 1
+                lab.counts[name] = 0
+            if problem:
+                return f"{kind} number {nth} failed with {errno.errorcode[number]}: {problem}"
+        return None
 
     scenario.__name__ = f"{kind}_in_{name}"
     return scenario

@@ -53,8 +53,7 @@ class Lab:
     """folder: empty, for this campaign alone."""
 
     folder: Path
-    counts: Counter = field(default_factory=Counter)
-    position: dict[str, int] = field(default_factory=dict)  # of the call that failed last, by scenario
+    counts: Counter = field(default_factory=Counter)  # of `next_of`
     kept: dict[str, str] = field(default_factory=dict)  # what a scenario needs again
     rounds: Counter = field(default_factory=Counter)  # how often a scenario has been through all calls
 
