@@ -28,7 +28,8 @@ def problem_of_end(run: Run, number: signal.Signals) -> str | None:
         return f"exit code {run.code} after SIGINT: {run.err[-1500:]}"
     if run.code not in (0, 130, -number):
         return f"exit code {run.code} after {number.name}: {run.err[-1500:]}"
-    return f"a traceback after {number.name}: {run.err[-1500:]}" if "Traceback" in run.err else None
+    is_ours = "Traceback" in run.err and "tinygpt/cli" in run.err  # and not of Python's own start
+    return f"a traceback after {number.name}: {run.err[-1500:]}" if is_ours else None
 
 
 def batch_is_continued(lab: Lab, generator: Random) -> str | None:

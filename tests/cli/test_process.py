@@ -83,6 +83,25 @@ def test_a_closed_pipe_ends_the_run_quietly():
     assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")
 
 
+INTERRUPTED_IMPORT = """
+import runpy, sys
+
+class CtrlC:
+    def find_spec(name, path=None, target=None):
+        if name == "tinygpt.cli.commands.generate":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC)
+runpy.run_module("tinygpt", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_modules_are_imported():
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (cli.INTERRUPTED, "", "\ntinygpt: interrupted\n")
+
+
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 
 
