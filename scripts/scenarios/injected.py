@@ -44,9 +44,19 @@ class Fault:
             self.is_on = False
 
 
+def is_import() -> bool:
+    """Whether a module is being read: without the program's own files there is no program."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "importlib" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def fail_files(fault: Fault, number: int) -> None:
     def hook(event: str, arguments) -> None:
-        if event in EVENTS and fault.hit():
+        if event in EVENTS and not is_import() and fault.hit():
             raise OSError(number, os.strerror(number), arguments[0] if isinstance(arguments[0], str) else None)
 
     sys.addaudithook(hook)

@@ -13,7 +13,7 @@ from tinygpt.cli.prompts_file import PromptRecord
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling_params import SamplingParams
 
-PROMPTS = [PromptRecord(1, 1, "The fox", SamplingParams()), PromptRecord(2, "é", "It was", SamplingParams())]
+PROMPTS = [PromptRecord(*fields, None, SamplingParams(), None) for fields in ((1, 1, "The fox"), (2, "é", "It was"))]
 
 
 class Disk:
@@ -76,6 +76,20 @@ def test_a_file_system_without_sync_is_no_error(tmp_path, disk, number):
     with RecordFile(tmp_path / "out", Earlier()) as file:
         file.write("line")
     assert (tmp_path / "out").read_text() == "line\n"
+
+
+def test_a_folder_that_may_be_written_to_but_not_listed(tmp_path, disk, monkeypatch):
+    plain = os.open
+
+    def opened(path, *arguments):
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return plain(path, *arguments)
+
+    monkeypatch.setattr(os, "open", opened)
+    with RecordFile(tmp_path / "out", Earlier()) as file:
+        file.write("line")
+    assert disk.synced == ["file"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/null"), reason="needs /dev/null")

@@ -118,9 +118,10 @@ class RecordFile:
 
 
 def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # folders cannot be opened there
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # nobody may open a folder on Windows, and not everybody elsewhere
         return
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
         _sync(descriptor)
     finally:
