@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tinygpt
+import tinygpt.__main__ as module
 from support.paths import ROOT
 from tinygpt.cli import main as cli
 
@@ -64,7 +65,8 @@ def test_the_demo_checkpoint_is_whole():
 
 def test_the_command_is_the_module(setup):
     scripts = dict(line.split(" = ") for line in words(setup["options.entry_points"]["console_scripts"]))
-    assert scripts == {"tinygpt": f"{cli.__name__}:{cli.main.__name__}"}
+    assert scripts == {"tinygpt": f"{module.__name__}:{module.main.__name__}"}
+    assert module.main is cli.main
 
 
 def test_run_time_needs_no_torch(setup):

@@ -272,7 +272,7 @@ class LLM:
             for request in requests:
                 self.engine.add(request.sequences)
             while pending:
-                self.step()
+                self._step_for(requests[0])
                 while finished:  # by this thread's step or by another's
                     i = finished.popleft()
                     yield i, pending.pop(i).output()
@@ -293,10 +293,14 @@ class LLM:
                 elif is_ended:
                     break
                 else:
-                    self.step()
+                    self._step_for(request)
             request.raise_error()
         finally:
             self.engine.remove(request.sequences)
+
+    def _step_for(self, request: Request) -> None:
+        request.check_process()
+        self.step()
 
     def _read_ids(self, what: str, token_ids: Any) -> list[int]:
         self.engine.check_open()

@@ -17,6 +17,7 @@ import numba
 import numpy as np
 from llvmlite import binding
 from numba.core import config, event
+from numba.core.compiler_lock import global_compiler_lock
 
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
@@ -31,6 +32,14 @@ _HARMLESS = {
     "NUMBA_THREADING_LAYER_PRIORITY",
 }
 _SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
+
+# A fork waits for the kernel that another thread compiles: the child would find Numba's lock taken for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
 
 
 def jit(function):

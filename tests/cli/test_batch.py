@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -256,6 +257,9 @@ BAD = [
     ({"prompt": "a", "prompt_token_ids": [1]}, "one field prompt"),
     ({"prompt": 5}, "prompt is 5"),
     ({"prompt": "a", "topk": 5}, "did you mean 'top_k'"),
+    ('{"prompt": "a", "prompt": "b"}', '"prompt" is there more than once'),
+    ('{"prompt": "a", "logit_bias": {"1": 2, "1": 3}}', '"1" is there more than once'),
+    ({"prompt": "a", "logit_bias": {"1" * 5000: 2}}, "logit_bias"),
     ({"prompt": "a", "self": 5}, "unknown sampling field 'self'"),
     ({"prompt": "a", "temperature": -1}, "temperature=-1"),
     ('{"prompt": "a", "top_p": NaN}', "top_p=nan"),
@@ -350,7 +354,17 @@ def test_an_input_that_is_not_there(jobs, no_model):
 def test_a_full_disk_is_reported(jobs):
     jobs.output = jobs.input.parent.__class__("/dev/full")
     assert jobs.run() == 1
-    assert "No space left" in jobs.err
+    assert "--output /dev/full cannot be written (No space left on device)" in jobs.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that takes any bytes for a name")
+def test_a_folder_whose_name_is_no_text(jobs, tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    shutil.copytree(DEMO, tmp_path / name)
+    assert jobs.run("--model", str(tmp_path / name)) == 0
+    assert {record["model"] for record in jobs.records().values()} == {str(tmp_path / name)}
+    assert jobs.run("--model", str(tmp_path / name)) == 0
+    assert "4 of 4 prompts skipped" in jobs.err
 
 
 # --- progress

@@ -1,6 +1,8 @@
 """Converted checkpoints: the same bits as packing at load, written whole or not at all, refused where damaged."""
 
+import errno
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -54,6 +56,16 @@ def demo_int8(tmp_path_factory):
 @pytest.fixture
 def tiny_int8(source, tmp_path):
     return converted(source, tmp_path / "int8", "int8")
+
+
+def test_a_full_disk_names_the_folder_and_leaves_nothing(source, tmp_path, capsys, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert cli.main(["convert", str(source), str(tmp_path / "int8")]) == 1
+    assert f"DST {tmp_path / 'int8'} cannot be written (No space left on device)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def header_of(file: Path) -> tuple[dict, int]:

@@ -81,3 +81,56 @@ def test_a_closed_pipe_ends_the_run_quietly():
     result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")
+
+
+INTERRUPTED_IMPORT = """
+import runpy, sys
+
+class CtrlC:
+    def find_spec(name, path=None, target=None):
+        if name == "tinygpt.cli.commands.generate":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC)
+runpy.run_module("tinygpt", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_modules_are_imported():
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (cli.INTERRUPTED, "", "\ntinygpt: interrupted\n")
+
+
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+
+
+@FULL
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "Once", "--max-tokens", "2"], ["generate", "Once", "--json"], ["info", "demo"]],
+    ids=" ".join,
+)
+def test_a_full_stdout_is_one_sentence(arguments, unbuffered):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "tinygpt", *arguments]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert result.returncode == cli.FAILED
+    assert result.stderr.decode() == (
+        "tinygpt: error: stdout cannot be written (No space left on device): mend that, or send it elsewhere.\n"
+    )
+
+
+@FULL
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_stderr_changes_nothing(unbuffered):
+    results = []
+    for max_tokens in ("2", "9999"):
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--seed", "1", "--max-tokens", max_tokens]
+            environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+            results.append(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, env=environment))
+    assert [result.returncode for result in results] == [cli.DONE, cli.USAGE]
+    assert results[0].stdout.strip()

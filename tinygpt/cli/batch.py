@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.messages import Speed, counted, say
-from tinygpt.cli.output_file import Earlier, check_dtype, check_output, open_after, read_earlier
+from tinygpt.cli.messages import Speed, counted, put, say
+from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
 from tinygpt.cli.prompts_file import PromptRecord, read_prompts, refuse
 from tinygpt.cli.records import record_line
 from tinygpt.errors import RequestError
@@ -90,12 +90,7 @@ def _answer(
 def _writer(target: Path | None, earlier: Earlier) -> Iterator[Callable[[str], None]]:
     """What writes a line at once: to the file, behind its earlier records, or to stdout."""
     if target is None:
-        yield lambda line: print(line, flush=True)
+        yield put
         return
-    with open_after(target, earlier) as file:
-
-        def write(line: str) -> None:
-            file.write(f"{line}\n".encode())
-            file.flush()
-
-        yield write
+    with RecordFile(target, earlier) as file:
+        yield file.write

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.messages import say
+from tinygpt.cli.messages import put, say
 from tinygpt.cli.sampling_flags import seed_note
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
@@ -76,8 +76,8 @@ class Turns:
         self._num_turns += 1
         with contextlib.closing(chunks), contextlib.suppress(KeyboardInterrupt):
             for chunk in chunks:
-                print(chunk.text, end="", flush=True)
-        print(flush=True)
+                put(chunk.text, end="")
+        put()
 
     def command(self, name: str, argument: str = "") -> None:
         """Do what a line that begins with a colon asks for."""
@@ -143,7 +143,7 @@ def _typed_lines() -> Iterator[str]:
         try:
             yield input(prompt)
         except KeyboardInterrupt:  # the line is given up, as in a shell
-            print()
+            put()
         except EOFError:
-            print()
+            put()
             return

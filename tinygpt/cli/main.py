@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 
 import tinygpt
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         return _report(error)
+    finally:
+        _give_up_streams()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,14 +98,27 @@ def _prepare_streams() -> None:
 def _report(error: BaseException) -> int:
     """Say what went wrong in a sentence on stderr; the exit code that goes with it."""
     if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `| head`
-        # Python flushes stdout once more when it exits, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):
-        print("\ntinygpt: interrupted", file=sys.stderr)
+        _complain("\ntinygpt: interrupted")
         return INTERRUPTED
-    print(f"tinygpt: error: {_sentence(error)}", file=sys.stderr)
+    _complain(f"tinygpt: error: {_sentence(error)}")
     return USAGE if isinstance(error, RequestError) else FAILED
+
+
+def _give_up_streams() -> None:
+    """Python flushes both once more when it exits. If one fails, it would complain, and the exit code be another."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _complain(message: str) -> None:
+    with suppress(OSError):  # nobody reads stderr, or nothing can: the exit code says it too
+        print(message, file=sys.stderr, flush=True)
 
 
 def _sentence(error: BaseException) -> str:

@@ -4,8 +4,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+
+from tinygpt.errors import TinyGPTError
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,19 @@ def say_truncated(count: int) -> None:
         say(f"the first {counted(count, 'token')} of the prompt did not fit the positions and was not read")
 
 
+def put(text: str = "", end: str = "\n") -> None:
+    """Text on stdout, at once. TinyGPTError where it cannot be written, and BrokenPipeError if its reader has left."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TinyGPTError(f"stdout cannot be written ({error.strerror}): mend that, or send it elsewhere.") from None
+
+
 def say(message: str) -> None:
-    print(f"tinygpt: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk, or a reader that left: no reason to end the work
+        print(f"tinygpt: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -69,12 +82,13 @@ def elapsed(message: str) -> Iterator[None]:
     finally:
         finished.set()
         clock.join()
-        print(file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(file=sys.stderr, flush=True)
 
 
 def _tick(message: str, started: float, finished: threading.Event) -> None:
-    while True:
+    last = False
+    while not last:
         last = finished.wait(0.1)
-        print(f"\rtinygpt: {message}: {time.perf_counter() - started:.1f} s", end="", file=sys.stderr, flush=True)
-        if last:
-            return
+        with suppress(OSError):
+            print(f"\rtinygpt: {message}: {time.perf_counter() - started:.1f} s", end="", file=sys.stderr, flush=True)

@@ -1,15 +1,21 @@
 """The file behind --output: records are appended as they finish, and an interrupted run can be continued."""
 
+import errno
 import json
 import os
-from collections.abc import Iterable
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tinygpt.cli.prompts_file import PromptRecord
 from tinygpt.cli.records import BEGINNING
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, TinyGPTError
+
+SYNC_SECONDS = 1.0  # between two times that records are made sure of: what a power cut may cost
 
 
 @dataclass(frozen=True)
@@ -41,20 +47,11 @@ def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype:
     if not path.is_file():  # not there yet, or a device such as /dev/null
         return Earlier()
     prompt_of = {record.id: record.prompt for record in prompts}
-    ids, size = set(), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"line {number} of --output {path}"
-            if not line.endswith(b"\n"):
-                _check_beginning(place, line)
-                break
-            record = _read_record(place, line)
-            _check_prompt(place, record, prompt_of)
-            _check_maker(place, record, model, dtype)
-            dtype = record["dtype"]  # where "auto" was given, the first record says what the others must have
-            ids.add(record["id"])
-            size += len(line)
-    return Earlier(frozenset(ids), dtype if ids else None, size)
+    try:
+        with path.open("rb") as file:
+            return _read_records(path, file, prompt_of, model, dtype)
+    except OSError as error:
+        raise RequestError(f"--output {path} cannot be read ({error.strerror}): name another output file.") from None
 
 
 def check_dtype(path: Path | None, earlier: Earlier, dtype: str) -> None:
@@ -66,18 +63,103 @@ def check_dtype(path: Path | None, earlier: Earlier, dtype: str) -> None:
         )
 
 
-def open_after(path: Path, earlier: Earlier) -> BinaryIO:
-    """Open the file for appending, behind its last whole record."""
-    if path.is_file() and path.stat().st_size > earlier.size:
-        os.truncate(path, earlier.size)
-    return path.open("ab")
+class RecordFile:
+    """The file, open for whole lines behind its last whole record; the disk has each line a second later.
+
+    Nothing is buffered here: the system has a line, or TinyGPTError says why not.
+    """
+
+    def __init__(self, path: Path, earlier: Earlier):
+        self._path = path
+        with self._explained():
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            status = os.fstat(self._descriptor)
+            self._is_kept = stat.S_ISREG(status.st_mode)  # and no pipe or device
+            self._synced = time.monotonic()
+            if self._is_kept:
+                _sync_folder(path.parent)  # the file's name, where it is new
+                if status.st_size > earlier.size:
+                    os.ftruncate(self._descriptor, earlier.size)
+
+    def write(self, line: str) -> None:
+        data = memoryview(f"{line}\n".encode())
+        with self._explained():
+            while data:  # a disk that becomes full takes a part
+                data = data[os.write(self._descriptor, data) :]
+            if not 0 <= time.monotonic() - self._synced < SYNC_SECONDS:
+                self._sync()
+
+    def __enter__(self) -> "RecordFile":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        try:
+            with self._explained():
+                self._sync()
+        finally:
+            os.close(self._descriptor)
+
+    def _sync(self) -> None:
+        if self._is_kept:
+            _sync(self._descriptor)
+            self._synced = time.monotonic()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # the reader has seen enough
+            raise
+        except OSError as error:
+            raise TinyGPTError(
+                f"--output {self._path} cannot be written ({error.strerror}): mend that, and give the same command "
+                "again, which goes on behind the records that are in the file."
+            ) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # nobody may open a folder on Windows, and not everybody elsewhere
+        return
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that knows no such thing
+            raise
+
+
+def _read_records(
+    path: Path, file: Iterable[bytes], prompt_of: dict[str | int, str | list[int]], model: str, dtype: str
+) -> Earlier:
+    ids, size = set(), 0
+    for number, line in enumerate(file, 1):
+        place = f"line {number} of --output {path}"
+        if not line.endswith(b"\n"):
+            _check_beginning(place, line)
+            break
+        record = _read_record(place, line)
+        _check_prompt(place, record, prompt_of)
+        _check_maker(place, record, model, dtype)
+        dtype = record["dtype"]  # where "auto" was given, the first record says what the others must have
+        ids.add(record["id"])
+        size += len(line)
+    return Earlier(frozenset(ids), dtype if ids else None, size)
 
 
 def _read_record(place: str, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        fields = (record["id"], record["model"], record["dtype"])
-        if all(isinstance(field, (str, int)) for field in fields) and {"prompt", "prompt_token_ids"} <= record.keys():
+        is_id = isinstance(record["id"], (str, int)) and not isinstance(record["id"], bool)
+        is_made_by = isinstance(record["model"], str) and isinstance(record["dtype"], str)
+        if is_id and is_made_by and {"prompt", "prompt_token_ids"} <= record.keys():
             return record
     except (ValueError, KeyError, TypeError, RecursionError):
         pass

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.cli.messages import counted
+from tinygpt.cli.records import is_unicode
 from tinygpt.cli.sampling_flags import with_seed
 from tinygpt.errors import RequestError
 from tinygpt.request.prompts import PROMPT_FIELDS, checked_salt
@@ -63,7 +64,9 @@ def refuse(path: Path, problems: dict[int, str]) -> None:
 
 def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, object_pairs_hook=_fields_of)
+    except RequestError:
+        raise
     except (ValueError, RecursionError) as error:
         raise RequestError(f"not JSON: {error}.") from None
     if not isinstance(fields, dict):
@@ -72,9 +75,23 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     prompt, split_special_tokens = _pop_prompt(fields), _pop_switch(fields)
     cache_salt = checked_salt(fields.pop("cache_salt", None))
     if isinstance(fields.get("logit_bias"), dict):  # JSON's keys are texts
-        fields["logit_bias"] = {int(k) if k.isdecimal() else k: bias for k, bias in fields["logit_bias"].items()}
+        fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
     params = with_seed(replace(defaults, **fields))
     return PromptRecord(number, record_id, prompt, split_special_tokens, params, cache_salt)
+
+
+def _fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = {}
+    for name, value in pairs:
+        if name in fields:
+            raise RequestError(f"{json.dumps(name)} is there more than once: keep one.")
+        fields[name] = value
+    return fields
+
+
+def _token_id(key: str) -> str | int:
+    """A key as a number, if it can be a token id: Python reads no number of thousands of digits."""
+    return int(key) if key.isdecimal() and len(key) <= 20 else key
 
 
 def _pop_prompt(fields: dict[str, Any]) -> str | list[int]:
@@ -96,14 +113,6 @@ def _pop_switch(fields: dict[str, Any]) -> bool | None:
 def _checked_id(record_id: Any) -> str | int:
     if isinstance(record_id, int) and not isinstance(record_id, bool):
         return record_id
-    if isinstance(record_id, str) and _is_unicode(record_id):
+    if isinstance(record_id, str) and is_unicode(record_id):
         return record_id
     raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can spell and UTF-8 cannot
-        return False
-    return True

@@ -23,4 +23,14 @@ def record_line(record_id: str | int | None, model: str, dtype: str, output: "Re
         "time_to_finish": round(metrics.finished - metrics.arrival, 6),
     }
     record = {"id": record_id, "model": model, "dtype": dtype, **asdict(output), "metrics": times}
-    return json.dumps(record, ensure_ascii=False)
+    line = json.dumps(record, ensure_ascii=False)
+    return line if is_unicode(line) else json.dumps(record)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can spell it: not a lone surrogate, which JSON can, and which file names may hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -4,11 +4,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tinygpt.cli.messages import put
+
 INDENT = "  "
 
 
 def print_json(report: Mapping[str, Any]) -> None:
-    print(json.dumps(report, ensure_ascii=False, indent=2))
+    put(json.dumps(report, ensure_ascii=False, indent=2))
 
 
 def print_fields(title: str, values: Mapping[str, Any]) -> None:
@@ -20,10 +22,10 @@ def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
     """A section with a line for each row, its columns aligned."""
     cells = [[str(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print(title)
+    put(title)
     for row in cells:
         line = INDENT.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(f"{INDENT}{line}".rstrip())
+        put(f"{INDENT}{line}".rstrip())
 
 
 def size_text(size: int | None) -> str:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from tinygpt.cli.messages import put
 from tinygpt.errors import RequestError, TinyGPTError
 
 
@@ -28,10 +29,10 @@ def check_writable(flag: str, path: Path) -> None:
 def write(text: str, path: Path | None) -> None:
     """To the file, or to stdout without one. If the file fails after all, to stdout, with TinyGPTError."""
     if path is None:
-        print(text)
+        put(text)
         return
     try:
         path.write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
-        print(text)
+        put(text)
         raise TinyGPTError(f"{path} could not be written ({error.strerror}): the results are on stdout.") from None

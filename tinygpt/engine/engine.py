@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tinygpt.engine import multi_step
+from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.beams import Prediction, predict
 from tinygpt.engine.deadlines import Deadlines
 from tinygpt.engine.draft_model import DraftModel
@@ -37,15 +38,20 @@ class Engine:
         self.engine_config = engine_config
         self.runner = runner
         self._sampler = Sampler(runner)
-        max_num_tokens = engine_config.max_num_batched_tokens
-        self._drafter = Drafter(max_num_tokens, engine_config.max_num_logits, draft_model)
-        slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
-        self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._write_prefix)
-        self.probe = Probe(runner, slots, engine_config, self._hold_steps)
+        self._drafter = Drafter(engine_config.max_num_batched_tokens, engine_config.max_num_logits, draft_model)
+        self._is_closed = False
+        self.begin_anew()
+        call_after_fork(self)
+
+    def begin_anew(self) -> None:
+        """Know no sequence, whatever the KV cache holds: at first, and in a forked process."""
+        slots = SlotTable(self.engine_config.max_num_seqs, self.engine_config.prefix_cache_seqs)
+        max_num_tokens = self.engine_config.max_num_batched_tokens
+        self.scheduler = Scheduler(slots, max_num_tokens, self.runner.copy_positions, self._write_prefix)
+        self.probe = Probe(self.runner, slots, self.engine_config, self._hold_steps)
         self._deadlines = Deadlines()
         self._removed: deque[Sequence] = deque()  # not yet forgotten by the scheduler
         self._step_lock = StepLock(self._forget_removed)
-        self._is_closed = False
 
     def add(self, sequences: list[Sequence]) -> None:
         """Have sequences run from the next step on, or as soon as there are slots for them."""

@@ -81,8 +81,8 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.is_finished]
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; its slot is free for the next one."""
-        if sequence.slot is not None:
+        """Forget a sequence, wherever it is; its slot is free for the next one. One that is unknown is no mistake."""
+        if sequence in self.running:
             self._leave_slot(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)

@@ -1,18 +1,40 @@
 """Service: runs submitted requests in a thread of its own, callers who know nothing of each other in one batch."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.engine import Engine
 from tinygpt.errors import QueueFullError, RequestError, is_ctrl_c
 from tinygpt.outputs import RequestOutput
-from tinygpt.request.request import Request
+from tinygpt.request.request import Request, refuse_fork
 
 # Seconds without work after which the thread ends, so that an LLM that is forgotten can be collected.
 IDLE_SECONDS = 1.0
+
+
+class SubmittedFuture(Future[RequestOutput]):
+    """A future for which a forked process does not wait: nobody would settle it there."""
+
+    def __init__(self):
+        super().__init__()
+        self._process = os.getpid()
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        self._check_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_process()
+        return super().exception(timeout)
+
+    def _check_process(self) -> None:
+        if not self.done():
+            refuse_fork(self._process)
 
 
 class Service:
@@ -24,18 +46,23 @@ class Service:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._max_queue = engine.engine_config.max_queue
+        self._is_closed = False
+        self.begin_anew()
+        call_after_fork(self)
+
+    def begin_anew(self) -> None:
+        """Have nothing to do: at first, and in a forked process. No future is settled, for the parent does that."""
         self._changed = threading.Condition()
         self._pending: dict[Future[RequestOutput], Request] = {}
         self.num_samples = 0  # of the pending requests
         self._thread: threading.Thread | None = None
-        self._is_closed = False
 
     def submit(self, request: Request) -> "Future[RequestOutput]":
         """Have `request` run. Cancelling the future, which works until it has a result, frees its slots.
 
         Raises QueueFullError if there is no room for it.
         """
-        future: Future[RequestOutput] = Future()
+        future: Future[RequestOutput] = SubmittedFuture()
         with self._changed:
             self._check_room(len(request.sequences))
             self._pending[future] = request
@@ -72,7 +99,7 @@ class Service:
             )
 
     def _wake(self) -> None:
-        if self._thread is None or not self._thread.is_alive():  # a fork leaves it behind
+        if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tinygpt-service", daemon=True)
             self._thread.start()
         self._changed.notify_all()

@@ -36,7 +36,7 @@ class ModelRunner:
         self.dtype, self.kv_cache_dtype = source.dtype, source.kv_cache_dtype
         self._backend = source.backend
         _check_memory(source, engine_config)
-        self._params = source.load_params(threads)
+        self._params, self._file = source.load_params(threads), source.file
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
 
@@ -45,11 +45,16 @@ class ModelRunner:
         return self._params is None
 
     def forward(self, batch: Batch) -> Any:
-        """Run one step: its keys and values go into the KV cache. Logits (R, V) float32, valid until the next step."""
+        """Run one step: its keys and values go into the KV cache. Logits (R, V) float32, valid until the next step.
+
+        CheckpointError if the file that the weights are mapped from was cut short.
+        """
+        self._check_file()
         return self._backend.forward(self._params, batch, self._kv_cache, self._workspace)  # (R, V)
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Run a step and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32."""
+        self._check_file()
         return self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
 
     @property
@@ -106,6 +111,7 @@ class ModelRunner:
     @cached_property
     def origin(self) -> dict[str, Any]:
         """What keys and values depend on, beside the tokens. Reads all weights on first use."""
+        self._check_file()
         about = {**asdict(self.config), "device": name_of(self._backend)}
         return {
             **about,
@@ -116,7 +122,12 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the memory back; nothing can be run any more."""
-        self._params = self._kv_cache = self._workspace = None
+        self._params = self._file = self._kv_cache = self._workspace = None
+
+    def _check_file(self) -> None:
+        """CheckpointError if the weights are no longer there; a microsecond."""
+        if self._file is not None:
+            self._file.check_whole()
 
 
 def _check_memory(source: ModelSource, sizes: EngineConfig) -> None:

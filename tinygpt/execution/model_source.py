@@ -10,6 +10,7 @@ from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend, name_of
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
@@ -43,6 +44,11 @@ class ModelSource:
     @property
     def config(self) -> ModelConfig:
         return self.checkpoint.config
+
+    @property
+    def file(self) -> MappedFile | None:
+        """The file in which the Params lie, where they are no copies."""
+        return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
 
     def load_params(self, threads: int) -> Any:
         """The backend's Params: packed now, or as they lie in a converted checkpoint.

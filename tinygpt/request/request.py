@@ -1,14 +1,23 @@
 """Request: a prompt and the sequences that continue it."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tinygpt.errors import TinyGPTError
+from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tinygpt.request.prompts import Prompt
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling_params import SamplingParams
+
+
+def refuse_fork(process: int) -> None:
+    """RequestError in any other process than that one: what was running at a fork goes on in the parent."""
+    if process != os.getpid():
+        raise RequestError(
+            "the request was made before this process was forked, and only its parent runs it: make it again."
+        )
 
 
 @dataclass(eq=False)
@@ -20,6 +29,7 @@ class Request:
     sequences: list[Sequence]
     arrival: float = field(default_factory=time.perf_counter)
     num_truncated: int = 0  # tokens of the prompt's beginning that are not read
+    process: int = field(default_factory=os.getpid)
 
     def when_finished(self, call: Callable[[], None]) -> None:
         """Have `call` called in the step that ends the last sequence, unless the request is removed before."""
@@ -33,6 +43,10 @@ class Request:
 
         for sequence in self.sequences:
             sequence.when_ended(end_one)
+
+    def check_process(self) -> None:
+        """RequestError in a process that was forked while the request ran."""
+        refuse_fork(self.process)
 
     def output(self) -> RequestOutput:
         """What a finished request gives back; the error of the first sequence that failed, if any did."""

@@ -56,6 +56,14 @@ class MappedFile:
     def __len__(self) -> int:
         return len(self.data)
 
+    def check_whole(self) -> None:
+        """CheckpointError if the file is shorter than it was: to touch what is gone would end the process."""
+        if self.data.size() < len(self.data):
+            raise CheckpointError(
+                f"{self.path} was cut short while it was in use: restore it and load the model again. Replace a file "
+                "that may be in use by renaming another to its name."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:

@@ -22,7 +22,7 @@ from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.containers import CONTAINERS
-from tinygpt.weights.containers.mapped_file import MappedTensor
+from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 
 PACKED_FILE = "model.tinygpt.safetensors"
@@ -67,6 +67,11 @@ class PackedCheckpoint:
         _check_metadata(file, metadata)
         tied = metadata["tied"] == "true"
         return cls(path, config, metadata["dtype"], tied, metadata, stored, _begin_checksum(stored))
+
+    @property
+    def file(self) -> MappedFile:
+        """Where all of `arrays` lie."""
+        return next(iter(self.stored.values())).file
 
     def arrays(self, layout: Layout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Views of the file, mapped into memory: writable, though what is written stays out of the file.

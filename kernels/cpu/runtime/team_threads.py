@@ -24,7 +24,7 @@ class TeamThreads:
     def _start(self) -> None:
         board = new_board()
         teams = [Team(board, np.zeros(8, np.int64), self._scratch[i]) for i in range(self._threads)]
-        self._leader, self._process = teams[0], os.getpid()
+        self._leader = teams[0]
         self._shared = _Shared([_Follower(team) for team in teams[1:]])
         for follower in self._shared.followers:
             threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
@@ -35,7 +35,7 @@ class TeamThreads:
 
         It is compiled and holds no GIL. Steps with the same arguments find the followers awake.
         """
-        if self._process != os.getpid():  # a fork takes the calling thread along, and none of the followers
+        if self._shared.process != os.getpid():  # a fork takes the calling thread along, and none of the followers
             self._finalizer.detach()
             self._start()
         self._shared.set_task((take_steps, *arguments))
@@ -81,6 +81,7 @@ class _Shared:
         self.changed = threading.Condition()
         self.task: tuple | None = None
         self.is_closed = False
+        self.process = os.getpid()
 
     def set_task(self, task: tuple) -> None:
         if self.task is not None and all(a is b for a, b in zip(self.task, task, strict=True)):
@@ -93,6 +94,8 @@ class _Shared:
             self.task = task
 
     def close(self) -> None:
+        if self.process != os.getpid():  # there are no followers, and the lock may stay locked
+            return
         with self.changed:
             self.is_closed, self.task = True, None
         for follower in self.followers:

@@ -11,7 +11,7 @@ from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.messages import elapsed, say
 from tinygpt.cli.model_flags import CHECKPOINT, add_flag
 from tinygpt.config import DTYPES
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, TinyGPTError
 
 SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 
@@ -58,6 +58,17 @@ def _becoming(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def _written(target: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TinyGPTError(
+            f"DST {target} cannot be written ({error.strerror or error}), and nothing is left of it: make room, or "
+            "name another folder."
+        ) from None
+
+
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     """Fill the folder; the sizes of the weights' files in bytes, before and after."""
     from tinygpt.execution.model_source import ModelSource
@@ -82,7 +93,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
         "source": args.source,
         **packed.PACKING,
     }
-    with elapsed(f"writing {args.target}"):
+    with elapsed(f"writing {args.target}"), _written(args.target):
         after = write_packed(folder, packed.arrays_of(params), metadata).stat().st_size
         for name in (*CONFIG_FILES, *TOKENIZER_FILES):
             if (checkpoint.path / name).is_file():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.bench.formats import records_table
 from tinygpt.cli import loading
 from tinygpt.cli.flags import dtypes, whole_number
-from tinygpt.cli.messages import say
+from tinygpt.cli.messages import put, say
 from tinygpt.cli.model_flags import CPU_FLAGS, add_group
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.texts import read_rows, read_text
@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> None:
     records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
     if args.json:
         for record in records:
-            print(json.dumps(record, ensure_ascii=False))
+            put(json.dumps(record, ensure_ascii=False))
     else:
-        print(records_table(records, COLUMNS[args.task]))
+        put(records_table(records, COLUMNS[args.task]))
 
 
 def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
 from tinygpt.cli.interactive import run_interactive
-from tinygpt.cli.messages import Speed, say, say_truncated
+from tinygpt.cli.messages import Speed, put, say, say_truncated
 from tinygpt.cli.records import record_line
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
@@ -120,7 +120,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     else:
         output = llm.generate([prompt], params)[0]
         if args.json:
-            print(record_line(None, args.model, llm.dtype, output), flush=True)
+            put(record_line(None, args.model, llm.dtype, output))
         else:
             _print_samples(output, front)
         speed = _speed(output)
@@ -128,13 +128,13 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
 
 
 def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> Speed:
-    print(front, end="", flush=True)
+    put(front, end="")
     started, times = time.perf_counter(), []
     for chunk in llm.stream(prompt, params):
         if chunk.token_id is not None:  # None: its time was over
             times.append(time.perf_counter() - started)
-        print(chunk.text, end="", flush=True)
-    print(flush=True)
+        put(chunk.text, end="")
+    put()
     return Speed(len(times), time.perf_counter() - started, times[0] if times else None)
 
 
@@ -143,7 +143,7 @@ def _print_samples(output: "RequestOutput", front: str) -> None:
     for sample in output.outputs:
         if len(output.outputs) > 1:
             say(f"sample {sample.index + 1} of {len(output.outputs)}:")
-        print(front + sample.text, flush=True)
+        put(front + sample.text)
 
 
 def _speed(output: "RequestOutput") -> Speed:

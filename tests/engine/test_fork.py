@@ -1,0 +1,171 @@
+"""A process forked at any moment: its engine begins idle and right, and the parent notices nothing."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+
+from support.paths import ROOT
+from tinygpt import LLM
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+PATIENCE = 60  # seconds after which a child is taken for hanging
+
+# Each test's program goes between these two. in_child(work): whether `work` returned True in a forked process.
+BEGINNING = f"""
+import os, random, signal, threading, time, traceback
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm({PATIENCE})
+        try:
+            os._exit(0 if work() else 1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
+
+llm = LLM("demo", threads=2, max_num_seqs=4)
+short = SamplingParams(max_tokens=6, temperature=0.8, seed=1)
+long = SamplingParams(max_tokens=40, ignore_eos=True)
+expected = llm.generate("Once", short)[0].outputs
+
+def is_right():
+    outputs = [llm.generate("Once", short)[0], llm.submit("Once", short).result(), llm.generate("Once", short)[0]]
+    return all(output.outputs == expected for output in outputs)
+
+def is_refused(call):
+    try:
+        call()
+    except RequestError as error:
+        return "before this process was forked" in str(error)
+"""
+END = """
+assert is_right()
+print("done")
+"""
+
+
+def run(program: str) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGINNING + program + END]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
+    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+
+
+def test_forks_while_other_threads_take_steps():
+    run("""
+def work(i):
+    while not is_over:
+        if i % 3 == 0:
+            llm.generate([[i, 2, 3]] * 2, long)
+        elif i % 3 == 1:
+            list(llm.stream([i, 2], long))
+        else:
+            llm.submit([i, 2], long).result()
+
+is_over, generator = False, random.Random(0)
+threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+for thread in threads:
+    thread.start()
+for _ in range(12):
+    time.sleep(0.02 * generator.random())
+    assert in_child(is_right)
+    assert is_right()
+is_over = True
+for thread in threads:
+    thread.join()
+""")
+
+
+def test_forks_while_other_threads_have_the_locks():
+    run("""
+for holding in (llm.engine._step_lock.held, lambda: llm.engine._step_lock._changed, lambda: llm._service._changed,
+                lambda: llm.engine.runner._workspace.team._shared.changed):
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold():
+        with holding():
+            is_held.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    assert in_child(lambda: is_right() and llm.close() is None), holding
+    may_end.set()
+    thread.join()
+""")
+
+
+def test_a_fork_waits_for_the_kernel_that_is_compiled():
+    run("""
+from numba.core.compiler_lock import global_compiler_lock
+from tinygpt.kernels.cpu.jit import jit
+
+is_held = threading.Event()
+
+def compile():
+    with global_compiler_lock:
+        is_held.set()
+        time.sleep(0.3)
+
+thread = threading.Thread(target=compile)
+thread.start()
+is_held.wait()
+kernel = jit(lambda x: x + 1)
+assert in_child(lambda: kernel(1) == 2)
+thread.join()
+assert kernel(1) == 2
+""")
+
+
+def test_what_was_asked_before_a_fork_is_the_parents():
+    run("""
+chunks, stream, outputs = [], llm.stream("Once", short), llm.generate_as_finished(["Once"], short)
+text = [next(stream).text]
+with llm.engine._step_lock.held():
+    future, cancelled = llm.submit("Once", short, on_chunk=chunks.append), llm.submit("Once", short)
+    calls = [lambda: list(stream), lambda: list(outputs), future.result, future.exception]
+    assert in_child(lambda: all(map(is_refused, calls)) and cancelled.cancel() and is_right() and not chunks)
+assert "".join(text + [chunk.text for chunk in stream]) == expected[0].text
+assert next(outputs)[1].outputs == future.result().outputs == cancelled.result().outputs == expected
+assert in_child(lambda: future.result().outputs == expected)
+""")
+
+
+def test_a_fork_within_a_step():
+    run("""
+children = []
+llm.submit([1], long, on_chunk=lambda chunk: children.append(in_child(is_right))).result()
+assert children == [True] * 40
+""")
+
+
+def test_a_closed_llm_stays_closed():
+    run("""
+other = LLM("demo")
+other.close()
+
+def is_closed():
+    try:
+        other.generate("Once")
+    except RequestError as error:
+        return "has been closed" in str(error)
+
+assert in_child(is_closed)
+""")
+
+
+def test_a_forgotten_llm_is_collected():
+    llm = LLM("demo")
+    seen = [weakref.ref(part) for part in (llm, llm.engine, llm._service)]
+    del llm
+    gc.collect()
+    assert [reference() for reference in seen] == [None] * 3

@@ -1,0 +1,70 @@
+"""A converted checkpoint's file, which is mapped while the model runs, and what others do to it meanwhile."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support import tiny_checkpoint
+from support.paths import ROOT
+from tinygpt.cli import main as cli
+from tinygpt.weights.stored.packed import PACKED_FILE
+
+# In a process of its own: to touch what was cut off ends the process with SIGBUS.
+PROGRAM = """
+import os, sys
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import CheckpointError
+
+folder, file, change = sys.argv[1:]
+llm, params = LLM(folder), SamplingParams(max_tokens=3, seed=1)
+before = llm.generate([[3]], params)[0].outputs
+if change == "cut":
+    os.truncate(file, 100)
+else:
+    os.rename(file, file + ".old")
+    open(file, "wb").close()
+calls = {
+    "generate": lambda: llm.generate([[3]], params)[0].outputs,
+    "submit": lambda: llm.submit([3], params).result().outputs,
+    "logits": lambda: llm.logits([3]).shape,
+    "hidden_states": lambda: llm.hidden_states([3]).shape,
+    "save": lambda: llm.session().save(folder + ".session"),
+}
+for name, call in calls.items():
+    try:
+        print(name, call() == before)
+    except CheckpointError as error:
+        print(name, error)
+llm.close()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = tiny_checkpoint.write_checkpoint(tmp_path / "source", tiny_checkpoint.random_tensors())
+    assert cli.main(["convert", str(source), str(tmp_path / "int8")]) == 0
+    return tmp_path / "int8"
+
+
+def run(folder, change: str) -> dict[str, str]:
+    """What each call came to after the change."""
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(folder / PACKED_FILE), change]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return dict(line.split(" ", 1) for line in result.stdout.splitlines())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody cut a file that is mapped")
+def test_a_file_that_is_cut_short_is_reported_by_every_call(folder):
+    said = run(folder, "cut")
+    assert len(said) == 5
+    for sentence in said.values():
+        assert sentence.startswith(f"{folder / PACKED_FILE} was cut short while it was in use: restore it")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody rename a file that is mapped")
+def test_a_file_may_be_replaced_by_renaming(folder):
+    said = run(folder, "rename")
+    assert (said["generate"], said["submit"]) == ("True", "True")
