@@ -49,6 +49,7 @@ CONFIG = {"model_type": "gpt2", "vocab_size": 16, "n_positions": 12, "n_embd": 8
 CONFIG |= {"n_inner": 12, "bos_token_id": 1, "eos_token_id": 2, "layer_norm_epsilon": 1e-5}
 GENERATION_CONFIG = {"bos_token_id": 1, "eos_token_id": [2, 3], "max_length": 12, "do_sample": True}
 TEXTS = ("the theme there", " \n\t of Ångström's 12 日本", "<|endoftext|>then", "")
+ASKED = [(text, is_split) for text in TEXTS for is_split in (False, True)]  # is_split: special tokens are plain text
 Files = Mapping[str, bytes]
 
 
@@ -329,11 +330,11 @@ def _unigram() -> Files:
 
 
 def _load_tokenizer(folder: Path) -> list[tuple[list[int] | str, str]]:
-    """What the texts become, and those texts again. A text that cannot be encoded has its error in place of ids."""
+    """What each of ASKED becomes, and its text again. A text that cannot be encoded has its error in place of ids."""
     tokenizer, results = Tokenizer.from_folder(folder), []
-    for text in TEXTS:
+    for text, is_split in ASKED:
         try:
-            ids = tokenizer.encode(text)
+            ids = tokenizer.encode(text, is_split)
         except TinyGPTError as error:
             ids = str(error)
         results.append((ids, tokenizer.decode([] if isinstance(ids, str) else ids)))
@@ -457,7 +458,7 @@ def _formats() -> list[Format]:
     lora_bin = functools.partial(_lora, {}, True)
     bin_shard = "pytorch_model-00002-of-00002.bin"
     tensors, checkpoint = _load_tensors, oracles.check_checkpoint
-    check_tokenizer = functools.partial(oracles.check_tokenizer, TEXTS)
+    check_tokenizer = functools.partial(oracles.check_tokenizer, ASKED)
     found = [
         Format("safetensors", _safetensors, {"model.safetensors": SAFETENSORS}, tensors, checkpoint, weight=3),
         Format("safetensors-float16", half, {"model.safetensors": SAFETENSORS}, tensors, checkpoint),

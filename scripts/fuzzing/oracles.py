@@ -197,7 +197,7 @@ def check_texts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
     return None
 
 
-def check_tokenizer(texts: Sequence[str], folder: Path, loaded: Any, undamaged: Any) -> str | None:
+def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any, undamaged: Any) -> str | None:
     """Ids are those of Hugging Face's library, where that reads the file and no other file has a say."""
     if (wrong := check_texts(folder, loaded, undamaged)) or loaded == undamaged:
         return wrong
@@ -212,8 +212,8 @@ def check_tokenizer(texts: Sequence[str], folder: Path, loaded: Any, undamaged: 
         raise NoWord(str(error)) from None
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = True
-    for text, (ids, _) in zip(texts, loaded, strict=False):
+    for (text, is_split), (ids, _) in zip(asked, loaded, strict=False):
+        library.encode_special_tokens = is_split
         if not isinstance(ids, str) and ids != library.encode(text).ids:
             return f"{text!r} becomes {ids} and {library.encode(text).ids} in Hugging Face's tokenizers"
     return None
