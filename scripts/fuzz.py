@@ -80,7 +80,7 @@ def fuzz_requests(args: argparse.Namespace) -> int:
             name = ", ".join([Path(model).name if model == "demo" else "tiny", *options])
             counts = ", ".join(f"{count} {end}" for end, count in comparison.ends.most_common())
             print(
-                f"{name}: {counts}; {len(comparison.differences)} differ; memory {comparison.growth():.3f} times",
+                f"{name}: {counts}; {len(comparison.differences)} differ; {comparison.memory_text()}",
                 flush=True,
             )
             for difference in comparison.differences[:SHOWN]:

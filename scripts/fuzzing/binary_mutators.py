@@ -22,6 +22,12 @@ def _join(header: bytes, body: bytes) -> bytes:
     return struct.pack("<Q", len(header)) + header + body
 
 
+def sort_header(data: bytes) -> bytes:
+    """The library writes metadata in an order that is drawn anew every time."""
+    header, body = _split(data)
+    return _join(json.dumps(json.loads(header), sort_keys=True).encode(), body)
+
+
 def edit_header(data: bytes, rng: Random) -> bytes:
     header, body = _split(data)
     return _join(rng.choice(JSON)(header, rng), body)

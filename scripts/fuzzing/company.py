@@ -39,6 +39,11 @@ class Comparison:
         last = [size for count, size in self.memory if count > 0.9 * self.ends.total()]
         return max(last) / max(second) if second else 1.0
 
+    def memory_text(self) -> str:
+        """Every so often, in MB."""
+        marks = self.memory[4 :: max(len(self.memory) // 6, 1)]
+        return "memory " + ", ".join(f"{size / 2**20:.1f} MB after {count}" for count, size in marks)
+
 
 def compare(model: str, seed: int, numbers: range, on_batch: Callable[[int], None], **options: Any) -> Comparison:
     """Requests `numbers` of a seed, in company in an LLM of these options and alone in a plain one of its dtype."""

@@ -4,12 +4,16 @@ A format whose files take torch or tokenizers to write is left out where these a
 """
 
 import functools
-import importlib.util
+import importlib
 import io
 import json
+import pickle
+import struct
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,14 @@ from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.golden import Golden, load_goldens, save_goldens
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import packed as packing
+from tinygpt.kernels.kernel_files import KernelFiles
+from tinygpt.outputs import RequestMetrics
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
 from tinygpt.weights.architectures import gpt2
 from tinygpt.weights.checkpoint import HEAD
+from tinygpt.weights.containers.torch_file import MAGIC_NUMBER, PROTOCOL_VERSION
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.random_checkpoint import random_checkpoint
 from tinygpt.weights.stored.packed import PACKED_FILE, write_packed
@@ -42,6 +49,7 @@ CONFIG = {"model_type": "gpt2", "vocab_size": 16, "n_positions": 12, "n_embd": 8
 CONFIG |= {"n_inner": 12, "bos_token_id": 1, "eos_token_id": 2, "layer_norm_epsilon": 1e-5}
 GENERATION_CONFIG = {"bos_token_id": 1, "eos_token_id": [2, 3], "max_length": 12, "do_sample": True}
 TEXTS = ("the theme there", " \n\t of Ångström's 12 日本", "<|endoftext|>then", "")
+ASKED = [(text, is_split) for text in TEXTS for is_split in (False, True)]  # is_split: special tokens are plain text
 Files = Mapping[str, bytes]
 
 
@@ -51,6 +59,7 @@ class Format:
 
     load: what tinygpt makes of the folder. check: what is wrong with that, or None; it is given the folder, what was
     loaded, and what the undamaged folder gave. seal: makes checksums right again. weight: its share of all inputs.
+    is_writing: loading may write to the folder.
     """
 
     name: str
@@ -60,6 +69,7 @@ class Format:
     check: Callable[[Path, Any, Any], str | None]
     seal: Mutator | None = None
     weight: int = 1
+    is_writing: bool = False
 
 
 def to_json(value: Any) -> bytes:
@@ -86,17 +96,37 @@ def _safetensors(dtype: type = np.float32) -> Files:
     return {**_configs(), "model.safetensors": save(base_tensors(dtype), {"format": "pt"})}
 
 
-def _torch(is_legacy: bool) -> Files:
-    return {**_configs(), "pytorch_model.bin": _torch_bytes(base_tensors(), is_legacy)}
+def _torch(to_bytes: Callable[[Mapping[str, np.ndarray]], bytes]) -> Files:
+    return {**_configs(), "pytorch_model.bin": to_bytes(base_tensors())}
 
 
-def _torch_bytes(tensors: Mapping[str, np.ndarray], is_legacy: bool = False) -> bytes:
+def _torch_bytes(tensors: Mapping[str, np.ndarray]) -> bytes:
     import torch
 
     buffer = io.BytesIO()
-    state = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    torch.save(state, buffer, _use_new_zipfile_serialization=not is_legacy)
+    torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, buffer)
     return buffer.getvalue()
+
+
+def _legacy_bytes(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """As torch.save wrote before 1.6, but for the names of storages, which were addresses."""
+    import torch
+
+    storages = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> tuple | None:
+            if not isinstance(value, torch.storage.TypedStorage):
+                return None
+            key = str(len(storages))
+            storages[key] = struct.pack("<Q", value._size()) + bytes(value._untyped_storage)
+            return "storage", torch.FloatStorage, key, "cpu", value._size(), None
+
+    buffer = io.BytesIO()
+    state = {name: torch.from_numpy(array.copy()) for name, array in tensors.items()}
+    for part in (MAGIC_NUMBER, PROTOCOL_VERSION, {"little_endian": True}, state, [*map(str, range(len(state)))]):
+        Pickler(buffer, protocol=2).dump(part)
+    return buffer.getvalue() + b"".join(storages.values())
 
 
 def _shards(name: str, to_bytes: Callable[[Mapping[str, np.ndarray]], bytes]) -> Files:
@@ -158,7 +188,7 @@ def _session() -> Files:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "session"
         session.save(path)
-        return {"session": path.read_bytes()}
+        return {"session": binary.sort_header(path.read_bytes())}
 
 
 def _load_session(folder: Path) -> tuple[list[int], Any]:
@@ -170,7 +200,7 @@ def _load_session(folder: Path) -> tuple[list[int], Any]:
     with llm.load_session(folder / "session") as session:
         token_ids = session.token_ids
         session.generate(SamplingParams(max_tokens=1, overflow="slide"))
-    (other,) = llm.generate([[1, 5, 6, 7, 8]], SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2))
+    (other,) = llm.generate([[1, 5, 6, 7, 8]], SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2, seed=1))
     return token_ids, other.outputs
 
 
@@ -276,7 +306,7 @@ def _tokenizer_json() -> Files:
         "decoder": byte_level,
         "model": {"type": "BPE", "unk_token": None, "vocab": _vocab(), "merges": [f"{a} {b}" for a, b in MERGES]},
     }
-    return {"tokenizer.json": to_json(spec), "tokenizer_config.json": to_json({**OPTIONS, **DECODER})}
+    return {"tokenizer.json": to_json(spec), "tokenizer_config.json": to_json(DECODER)}
 
 
 def _vocab_txt() -> Files:
@@ -300,11 +330,11 @@ def _unigram() -> Files:
 
 
 def _load_tokenizer(folder: Path) -> list[tuple[list[int] | str, str]]:
-    """What the texts become, and those texts again. A text that cannot be encoded has its error in place of ids."""
+    """What each of ASKED becomes, and its text again. A text that cannot be encoded has its error in place of ids."""
     tokenizer, results = Tokenizer.from_folder(folder), []
-    for text in TEXTS:
+    for text, is_split in ASKED:
         try:
-            ids = tokenizer.encode(text)
+            ids = tokenizer.encode(text, is_split)
         except TinyGPTError as error:
             ids = str(error)
         results.append((ids, tokenizer.decode([] if isinstance(ids, str) else ids)))
@@ -329,6 +359,9 @@ def _load_prompts(folder: Path) -> list[tuple[Any, Any]]:
 def _results() -> Files:
     llm = _session_llm()
     outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=3, logprobs=1, ignore_eos=True, seed=1))
+    outputs = [
+        replace(output, metrics=RequestMetrics(0.0, 0.1, 0.2, 0.3, 3), num_cached_tokens=0) for output in outputs
+    ]
     lines = [record_line(i, "seed", "float32", output) for i, output in zip((2, 7), outputs, strict=True)]
     half = lines[0][: len(lines[0]) // 2]
     prompts = [b'{"id": 2, "prompt": [1, 2, 3]}', b'{"id": 7, "prompt": [4]}', b'{"id": 8, "prompt": [5]}']
@@ -373,6 +406,23 @@ def write_world(folder: Path) -> None:
     )
 
 
+# --- compiled kernels
+
+
+def _kernel() -> Files:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "key").touch(mode=0o600)
+        (Path(name) / "key").write_bytes(b"key " * 8)
+        KernelFiles(Path(name)).save("add.kernel", b"machine code" * 20)
+        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
+
+
+def _load_kernel(folder: Path) -> bytes | None:
+    """What is given to be unpickled and run; None where it would be compiled again."""
+    body = KernelFiles(folder).load("add.kernel")
+    return None if body is None else bytes(body)
+
+
 def _written(folder: Path, files: Files) -> Path:
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -388,11 +438,18 @@ ADAPTER = {"adapter_config.json": JSON, "adapter_model.safetensors": SAFETENSORS
 BIN_INDEX, SAFETENSORS_INDEX = "pytorch_model.bin.index.json", "model.safetensors.index.json"
 
 
+def _is_there(package: str) -> bool:
+    """Imported here, so that no file is to blame for it."""
+    with suppress(ImportError):
+        importlib.import_module(package)
+    return package in sys.modules
+
+
 def _formats() -> list[Format]:
     half = functools.partial(_safetensors, np.float16)
     shards = functools.partial(_shards, "model.safetensors", save)
     torch_shards = functools.partial(_shards, "pytorch_model.bin", _torch_bytes)
-    zipped, legacy = functools.partial(_torch, False), functools.partial(_torch, True)
+    zipped, legacy = functools.partial(_torch, _torch_bytes), functools.partial(_torch, _legacy_bytes)
     gpt2, openai = (
         functools.partial(_pair, "vocab.json", "merges.txt"),
         functools.partial(_pair, "encoder.json", "vocab.bpe"),
@@ -401,7 +458,7 @@ def _formats() -> list[Format]:
     lora_bin = functools.partial(_lora, {}, True)
     bin_shard = "pytorch_model-00002-of-00002.bin"
     tensors, checkpoint = _load_tensors, oracles.check_checkpoint
-    check_tokenizer = functools.partial(oracles.check_tokenizer, TEXTS)
+    check_tokenizer = functools.partial(oracles.check_tokenizer, ASKED)
     found = [
         Format("safetensors", _safetensors, {"model.safetensors": SAFETENSORS}, tensors, checkpoint, weight=3),
         Format("safetensors-float16", half, {"model.safetensors": SAFETENSORS}, tensors, checkpoint),
@@ -450,16 +507,24 @@ def _formats() -> list[Format]:
         Format(
             "results.jsonl", _results, {"results.jsonl": JSON_LINES}, _load_results, oracles.check_results, weight=2
         ),
+        Format(
+            "kernel",
+            _kernel,
+            {"add.kernel": mutators.BYTES, "key": mutators.BYTES},
+            _load_kernel,
+            oracles.check_kernel,
+            is_writing=True,
+        ),
         Format("golden.npz", _golden, {"golden.npz": ZIP}, _load_golden, oracles.check_golden),
     ]
-    if importlib.util.find_spec("torch"):
+    if _is_there("torch"):
         found += [
             Format("torch-zip", zipped, {"pytorch_model.bin": TORCH}, tensors, checkpoint, weight=4),
             Format("torch-legacy", legacy, {"pytorch_model.bin": LEGACY}, tensors, checkpoint, weight=3),
             Format("torch-shards", torch_shards, {BIN_INDEX: JSON, bin_shard: TORCH}, tensors, checkpoint),
             Format("lora-torch", lora_bin, {"adapter_model.bin": TORCH}, _load_lora, oracles.check_lora),
         ]
-    if importlib.util.find_spec("tokenizers"):
+    if _is_there("tokenizers"):
         found += [
             Format(
                 "vocab.txt",

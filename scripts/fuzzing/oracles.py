@@ -6,6 +6,7 @@ Each check returns what is wrong in a few words, or None.
 import json
 import math
 import warnings
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,21 @@ def _read_torch(path: Path) -> dict[str, np.ndarray]:
     try:
         import torch
 
+        if zipfile.is_zipfile(path):
+            _refuse_folders(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True)
         return {name: tensor.detach().float().numpy() for name, tensor in state.items()}
     except Exception as error:  # of any kind: torch has no errors of its own for a damaged file
         raise NoWord(str(error)) from None
+
+
+def _refuse_folders(path: Path) -> None:
+    """An entry with MS-DOS's mark of a folder: torch reads nothing of it, and hands out whatever is in memory."""
+    with zipfile.ZipFile(path) as archive:
+        if folders := [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]:
+            raise NoWord(f"torch would take {folders} for folders")
 
 
 def _weights(folder: Path) -> dict[str, np.ndarray]:
@@ -67,18 +77,16 @@ def _weights(folder: Path) -> dict[str, np.ndarray]:
 
 def _difference(loaded: Arrays, wanted: Arrays) -> str | None:
     """What differs in the tensors that both have; which of them must be there is the loader's own affair."""
-    for name in loaded.keys() & wanted.keys():
-        if loaded[name].shape != wanted[name].shape:
-            return f"{name} is {loaded[name].shape} and should be {wanted[name].shape}"
-        if not np.array_equal(loaded[name], wanted[name], equal_nan=True):
-            return f"{name} has other elements than the file"
-    return None
+    wrong = [name for name in loaded.keys() & wanted.keys() if not _is_equal(loaded, wanted, name)]
+    return f"{', '.join(wrong)}: other elements than in the file" if wrong else None
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and _difference(one, other) is None
-    return one == other
+def _is_equal(one: Arrays, other: Arrays, name: str) -> bool:
+    return name in other and np.array_equal(one[name], other[name], equal_nan=True)
+
+
+def _is_same(one: Arrays, other: Arrays) -> bool:
+    return one.keys() == other.keys() and not _difference(one, other)
 
 
 def check_checkpoint(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | None:
@@ -189,7 +197,7 @@ def check_texts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
     return None
 
 
-def check_tokenizer(texts: Sequence[str], folder: Path, loaded: Any, undamaged: Any) -> str | None:
+def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any, undamaged: Any) -> str | None:
     """Ids are those of Hugging Face's library, where that reads the file and no other file has a say."""
     if (wrong := check_texts(folder, loaded, undamaged)) or loaded == undamaged:
         return wrong
@@ -204,17 +212,17 @@ def check_tokenizer(texts: Sequence[str], folder: Path, loaded: Any, undamaged: 
         raise NoWord(str(error)) from None
     library.no_truncation()
     library.no_padding()
-    library.encode_special_tokens = True
-    for text, (ids, _) in zip(texts, loaded, strict=False):
+    for (text, is_split), (ids, _) in zip(asked, loaded, strict=False):
+        library.encode_special_tokens = is_split
         if not isinstance(ids, str) and ids != library.encode(text).ids:
             return f"{text!r} becomes {ids} and {library.encode(text).ids} in Hugging Face's tokenizers"
     return None
 
 
 def _undamaged_options() -> bytes:
-    from .formats import DECODER, OPTIONS, to_json
+    from .formats import DECODER, to_json
 
-    return to_json({**OPTIONS, **DECODER})
+    return to_json(DECODER)
 
 
 def check_prompts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
@@ -245,3 +253,7 @@ def check_golden(folder: Path, loaded: Any, undamaged: Any) -> str | None:
         if not isinstance(golden.logits, np.ndarray) or not all(type(i) is int for i in golden.token_ids):
             return f"{golden} is no golden"
     return None
+
+
+def check_kernel(folder: Path, loaded: bytes | None, undamaged: bytes) -> str | None:
+    return None if loaded in (None, undamaged) else "other machine code than was saved"

@@ -45,6 +45,8 @@ def _prompt(rng: Random, world: World) -> Any:
     """Many begin alike, because what prompts share is computed once."""
     if rng.random() < IMPOSSIBLE:
         return rng.choice([*WRONG, [world.vocab_size], [1] * (world.max_model_len + 1), "\ud800", ["the"] * 3])
+    if rng.random() < 0.1:  # a tenant's: it shares what is computed with its like alone
+        return {"prompt": _prompt(rng, world), "cache_salt": rng.choice(["one", "two", "two", ""])}
     if rng.random() < 0.3:
         return rng.choice(TEXTS)
     common = Random(rng.randrange(4))

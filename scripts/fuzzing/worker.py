@@ -135,13 +135,14 @@ class Bench:
                 "finding", f"wrong: {type(error).__name__} in {_place(error)}", traceback.format_exc(limit=-3)
             )
         finally:
-            _replace(path, files[given.file])
+            for name in files if format.is_writing else (given.file,):
+                _replace(folder / name, files[name])
         return Outcome("right") if problem is None else Outcome("finding", f"wrong: {_words(problem)}", problem)
 
     def _load(self, format: Format, folder: Path, size: int) -> tuple[Any, Outcome | None]:
         loaded, outcome = None, None
         try:
-            with _limited(self._limits, size), self._guard.watching(folder):
+            with _limited(self._limits, size), self._guard.watching(folder, format.is_writing):
                 loaded = format.load(folder)
         except TinyGPTError as error:
             outcome = Outcome("refused" if str(error).strip() else "finding", detail=str(error))
