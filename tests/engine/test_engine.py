@@ -418,7 +418,7 @@ REFUSED = {
     "bytes in a list": ([b"abc"], "b'abc'"),
     "None": (None, "NoneType"),
     "None in a list": ([None], "None"),
-    "a dict": ({"prompt": "a"}, "dict"),
+    "a dict": ({"prompt": "a", "text": "b"}, "dict with .prompt., .text.: give one of prompt and prompt_token_ids"),
     "float array": (np.array([[1.0, 2.0]]), "1.0"),
     "too deep": ([[[1, 2]]], r"\[1, 2\]"),
     "lone surrogate": ("a\ud800", "surrogate"),
