@@ -17,6 +17,8 @@ import safetensors
 from tinygpt.weights.architectures import gpt2
 
 from . import binary_mutators
+from .seeds import base_tensors
+from .tokenizer_seeds import DECODER, to_json
 
 Arrays = Mapping[str, np.ndarray]
 ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
@@ -156,8 +158,6 @@ def _sealed(data: bytes) -> str:
 
 def check_lora(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | None:
     """Each matrix is the base model's plus a multiple of B @ A; the factor is known where no pattern decides it."""
-    from .formats import base_tensors
-
     if _is_same(loaded, undamaged):
         return None
     config = json.loads((folder / "adapter_config.json").read_bytes())
@@ -220,8 +220,6 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
 
 
 def _undamaged_options() -> bytes:
-    from .formats import DECODER, to_json
-
     return to_json(DECODER)
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from scripts.fuzzing import company, findings, minimise
 from scripts.fuzzing.cases import Case, Input, Mutation, case_of
-from scripts.fuzzing.formats import FORMATS, write_world
+from scripts.fuzzing.formats import FORMATS
 from scripts.fuzzing.random_requests import FIELDS, World, request_of
+from scripts.fuzzing.seeds import write_world
 from scripts.fuzzing.supervisor import Campaign, Judge, Report
 from scripts.fuzzing.worker import Bench, Limits, Outcome
 from support import sabotage

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.fuzzing import formats
+from scripts.fuzzing import loaders
 from tinygpt.weights.containers import shards, torch_file
 from tinygpt.weights.containers.mapped_file import MappedTensor
 from tinygpt.weights.containers.pickle_reader import PickleReader
@@ -56,5 +56,5 @@ def crash() -> None:
 
 def _harm_goldens(load: Callable[[Path], Any]) -> None:
     """Those that are damaged; the undamaged one is read as ever, or no worker would start."""
-    undamaged = formats.load_goldens
-    formats.load_goldens = lambda path: load(path) if path.read_bytes()[:2] != b"PK" else undamaged(path)
+    undamaged = loaders.load_goldens
+    loaders.load_goldens = lambda path: load(path) if path.read_bytes()[:2] != b"PK" else undamaged(path)
