@@ -233,7 +233,7 @@ def check_prompts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
 def check_results(folder: Path, loaded: Any, undamaged: Any) -> str | None:
     data = (folder / "results.jsonl").read_bytes()
     kept = data[: loaded.size]
-    records = [json.loads(line) for line in kept.splitlines()]
+    records = [json.loads(line) for line in kept.split(b"\n") if line.strip()]
     if kept and not kept.endswith(b"\n"):
         return "half a record would be kept"
     if b"\n" in data[loaded.size :]:
