@@ -203,7 +203,7 @@ def golden() -> Files:
 def kernel() -> Files:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "key").touch(mode=0o600)
-        (Path(name) / "key").write_bytes(b"key " * 8)
+        (Path(name) / "key").write_bytes(b"key 4567" * 4)
         KernelFiles(Path(name)).save("add.kernel", b"machine code" * 20)
         return {path.name: path.read_bytes() for path in Path(name).iterdir()}
 

@@ -14,8 +14,8 @@ def pair(vocab: str, merges: str) -> dict[str, bytes]:
         vocab: to_json(_vocab()),
         merges: ("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in MERGES)).encode(),
         "tokenizer_config.json": to_json(OPTIONS),
-        "special_tokens_map.json": to_json({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<a>"]}),
-        "added_tokens.json": to_json({"<|endoftext|>": 264, "<a>": 265}),
+        "special_tokens_map.json": to_json({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<a1>"]}),
+        "added_tokens.json": to_json({"<|endoftext|>": 264, "<a1>": 265}),
     }
 
 
@@ -39,7 +39,10 @@ def tokenizer_json() -> dict[str, bytes]:
 
 def vocab_txt() -> dict[str, bytes]:
     words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "the", "##me", "##re", "of", "12", "日", "本", "th", "##en"]
-    return {"vocab.txt": "\n".join(words).encode() + b"\n", "tokenizer_config.json": to_json({"do_lower_case": True})}
+    return {
+        "vocab.txt": "\n".join(words).encode() + b"\n",
+        "tokenizer_config.json": to_json({"do_lower_case": True, "model_max_length": 12}),
+    }
 
 
 def unigram() -> dict[str, bytes]:
