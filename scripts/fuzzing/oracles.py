@@ -202,7 +202,7 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
     if (wrong := check_texts(folder, loaded, undamaged)) or loaded == undamaged:
         return wrong
     options = folder / "tokenizer_config.json"
-    if options.exists() and options.read_bytes() != _undamaged_options():
+    if options.exists() and options.read_bytes() != to_json(DECODER):
         return None
     try:
         import tokenizers
@@ -210,6 +210,8 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
         library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except BaseException as error:  # a panic of the library is no Exception
         raise NoWord(str(error)) from None
+    if options.exists() and "<|endoftext|>" not in map(str, library.get_added_tokens_decoder().values()):
+        raise NoWord("its added token comes from tokenizer_config.json, which the library does not read")
     library.no_truncation()
     library.no_padding()
     for (text, is_split), (ids, _) in zip(asked, loaded, strict=False):
@@ -217,10 +219,6 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
         if not isinstance(ids, str) and ids != library.encode(text).ids:
             return f"{text!r} becomes {ids} and {library.encode(text).ids} in Hugging Face's tokenizers"
     return None
-
-
-def _undamaged_options() -> bytes:
-    return to_json(DECODER)
 
 
 def check_prompts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
