@@ -66,7 +66,7 @@ def replay(args: argparse.Namespace) -> int:
 
 def fuzz_requests(args: argparse.Namespace) -> int:
     from fuzzing.company import ALLOWED_GROWTH, SHOWN, compare, settings
-    from fuzzing.formats import write_world
+    from fuzzing.seeds import write_world
     from tqdm import tqdm
 
     wrong, first, ends = [], 0, Counter()

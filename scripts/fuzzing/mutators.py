@@ -15,7 +15,21 @@ INTEGERS += [2**bits + change for bits in (31, 32, 63, 64) for change in (-1, 0,
 INTEGERS += [-1, -(2**31), -(2**63)]
 SLOW = r"(\w+\.?)+!"  # an expression that takes for ever to match a long name
 DEEP = "@deep@"  # stands for a value that json.dumps could not write
-VALUES: list[Any] = [None, True, False, "", "a", "\0", "\ud800", "../canary", "/etc/passwd", "*", "é" * 300, SLOW]
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    "",
+    "a",
+    "\0",
+    "\ud800",
+    "../canary",
+    "../../canary",
+    "/etc/passwd",
+    "*",
+    "é" * 300,
+    SLOW,
+]
 VALUES += [*INTEGERS, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), [], {}, [[]], [None], {"a": {}}, DEEP]
 LINES = [
     b"",

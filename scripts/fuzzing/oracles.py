@@ -17,6 +17,8 @@ import safetensors
 from tinygpt.weights.architectures import gpt2
 
 from . import binary_mutators
+from .seeds import base_tensors
+from .tokenizer_seeds import DECODER, to_json
 
 Arrays = Mapping[str, np.ndarray]
 ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
@@ -156,8 +158,6 @@ def _sealed(data: bytes) -> str:
 
 def check_lora(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | None:
     """Each matrix is the base model's plus a multiple of B @ A; the factor is known where no pattern decides it."""
-    from .formats import base_tensors
-
     if _is_same(loaded, undamaged):
         return None
     config = json.loads((folder / "adapter_config.json").read_bytes())
@@ -202,7 +202,7 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
     if (wrong := check_texts(folder, loaded, undamaged)) or loaded == undamaged:
         return wrong
     options = folder / "tokenizer_config.json"
-    if options.exists() and options.read_bytes() != _undamaged_options():
+    if options.exists() and options.read_bytes() != to_json(DECODER):
         return None
     try:
         import tokenizers
@@ -210,6 +210,8 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
         library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except BaseException as error:  # a panic of the library is no Exception
         raise NoWord(str(error)) from None
+    if options.exists() and "<|endoftext|>" not in map(str, library.get_added_tokens_decoder().values()):
+        raise NoWord("its added token comes from tokenizer_config.json, which the library does not read")
     library.no_truncation()
     library.no_padding()
     for (text, is_split), (ids, _) in zip(asked, loaded, strict=False):
@@ -217,12 +219,6 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
         if not isinstance(ids, str) and ids != library.encode(text).ids:
             return f"{text!r} becomes {ids} and {library.encode(text).ids} in Hugging Face's tokenizers"
     return None
-
-
-def _undamaged_options() -> bytes:
-    from .formats import DECODER, to_json
-
-    return to_json(DECODER)
 
 
 def check_prompts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
@@ -235,7 +231,7 @@ def check_prompts(folder: Path, loaded: Any, undamaged: Any) -> str | None:
 def check_results(folder: Path, loaded: Any, undamaged: Any) -> str | None:
     data = (folder / "results.jsonl").read_bytes()
     kept = data[: loaded.size]
-    records = [json.loads(line) for line in kept.splitlines()]
+    records = [json.loads(line) for line in kept.split(b"\n") if line.strip()]
     if kept and not kept.endswith(b"\n"):
         return "half a record would be kept"
     if b"\n" in data[loaded.size :]:

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +19,7 @@ from typing import Any
 from tinygpt.errors import TinyGPTError
 
 from .cases import Case, Input, case_of
-from .formats import FORMATS, Files, Format
+from .formats import FORMATS, Format
 from .guard import PROJECT, Guard
 from .oracles import NoWord
 
@@ -98,12 +98,12 @@ class Bench:
 
     def __init__(self, root: Path, limits: Limits):
         self._root, self._limits, self._guard = root, limits, Guard()
-        self._places: dict[str, tuple[Files, Any]] = {}
+        self._places: dict[str, tuple[Mapping[str, bytes], Any]] = {}
         root.mkdir(exist_ok=True)
         # Beside every folder, in case something asks for it by a relative path.
         (root / "canary").write_bytes(b"canary")
 
-    def undamaged(self, format: Format) -> tuple[Files, Any]:
+    def undamaged(self, format: Format) -> tuple[Mapping[str, bytes], Any]:
         """Its files, which now lie in its folder, and what they load as."""
         if format.name not in self._places:
             files, folder = dict(format.files()), self._root / format.name
