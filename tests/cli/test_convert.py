@@ -174,7 +174,7 @@ def test_the_file_says_what_it_is(demo_int8):
     file = demo_int8 / PACKED_FILE
     assert metadata.pop("crc32") == f"{zlib.crc32(file.read_bytes()[header_of(file)[1] :]):08x}"
     packing = {name: str(number) for name, number in packed.PACKING.items()}
-    about = {"format": "tinygpt packed weights", "version": "2", "dtype": "int8", "tied": "true", "source": "demo"}
+    about = {"format": "tinygpt packed weights", "version": "3", "dtype": "int8", "tied": "true", "source": "demo"}
     about |= {"vocab_size": "8193"}
     assert metadata == about | packing
 
@@ -368,7 +368,7 @@ DAMAGE = {
     "too long": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "not a whole safetensors file"),
     "no file of ours": (replace_by_plain, "not made by tinygpt's convert"),
     "another format": (set_metadata(format="gguf"), "not made by tinygpt's convert"),
-    "another version": (set_metadata(version="1"), "version 1 .* reads version 2"),
+    "another version": (set_metadata(version="1"), "version 1 .* reads version 3"),
     "another panel": (set_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
     "another group": (set_metadata(group="32"), "its group is 32"),
     "another packing": (set_metadata(packing="0"), "its packing is 0"),
