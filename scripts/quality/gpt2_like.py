@@ -8,7 +8,8 @@
   times larger than the rest; here it is 30.
 - Massive activations, hundreds of times larger than the median, stand in these channels at the first position alone
   (Sun et al., "Massive Activations in Large Language Models", COLM 2024). In GPT-2 the first MLP makes them of wpe[0];
-  here they stand in wpe[0] itself.
+  here they stand in wpe[0] itself. A model that was not trained with them would attend to that position at random, so
+  that the rows of c_attn and c_fc that read these channels become a tenth.
 - Values and neurons that are some times larger than others, without a publication that counts them: 4 and 10.
 
 No checkpoint of OpenAI's was measured for this. The sizes are chosen so that float32 stays in its senses.
@@ -29,15 +30,20 @@ from .outliers import (
     typical,
 )
 
-ROGUE = (4, -2, -2)  # of the residual stream's std
-MASSIVE = 100  # the same, at the first position
+ROGUE = np.array([8, -4, -4])  # of the std of wte
+MASSIVE = np.array([100, -50, -50])  # of the residual stream's, at the first position
+READ = 0.1
 NORMS, VALUES, NEURONS = 30, 4, 10
 
 
 def make_gpt2_like(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
-    config, stds = checkpoint.config, residual_stds(checkpoint, token_ids)
-    raise_residual(tensors, checkpoint, token_ids, ROGUE, in_wte=True)
-    tensors["wpe.weight"][0, outlier_channels(config.n_embd)] += np.float32(MASSIVE * typical(stds)) * np.sign(ROGUE)
+    config, channels = checkpoint.config, outlier_channels(checkpoint.config.n_embd)
+    size = typical(residual_stds(checkpoint, token_ids))
+    for layer in range(config.n_layer):
+        for matrix in ("attn.c_attn", "mlp.c_fc"):
+            tensors[f"h.{layer}.{matrix}.weight"][channels] *= READ
+    raise_residual(tensors, checkpoint, token_ids, ROGUE * tensors["wte.weight"].std() / size, in_wte=True)
+    tensors["wpe.weight"][0, channels] += (MASSIVE * size).astype(np.float32)
     amplify_norms(tensors, config, NORMS)
     amplify_values(tensors, config, VALUES)
     raise_neurons(tensors, config, NEURONS)

@@ -5,6 +5,7 @@ as float8 with a scale for each output channel, or for each token of an embeddin
 """
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
         out.write(_header(arrays, {"format": FORMAT, "source": source}))
         for array in arrays.values():
             out.write(np.ascontiguousarray(array).data)
+        out.flush()
+        os.fsync(out.fileno())
     return file
 
 
