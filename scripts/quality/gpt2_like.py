@@ -8,11 +8,11 @@
   times larger than the rest; here it is 30.
 - Massive activations, hundreds of times larger than the median, stand in these channels at the first position alone
   (Sun et al., "Massive Activations in Large Language Models", COLM 2024). In GPT-2 the first MLP makes them of wpe[0];
-  here they stand in wpe[0] itself. A model that was not trained with them would attend to that position at random, so
-  that the rows of c_attn and c_fc that read these channels become a tenth.
+  here they stand in wpe[0] itself. A model that was not trained with them loses its first token by that, and to which
+  others attend: float32's perplexity on held-out tales rises from 52 to about 90.
 - Values and neurons that are some times larger than others, without a publication that counts them: 4 and 10.
 
-No checkpoint of OpenAI's was measured for this. The sizes are chosen so that float32 stays in its senses.
+No checkpoint of OpenAI's was measured for this: where a publication has no number, the sizes are ours.
 """
 
 import numpy as np
@@ -32,16 +32,12 @@ from .outliers import (
 
 ROGUE = np.array([8, -4, -4])  # of the std of wte
 MASSIVE = np.array([100, -50, -50])  # of the residual stream's, at the first position
-READ = 0.1
 NORMS, VALUES, NEURONS = 30, 4, 10
 
 
 def make_gpt2_like(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
     config, channels = checkpoint.config, outlier_channels(checkpoint.config.n_embd)
     size = typical(residual_stds(checkpoint, token_ids))
-    for layer in range(config.n_layer):
-        for matrix in ("attn.c_attn", "mlp.c_fc"):
-            tensors[f"h.{layer}.{matrix}.weight"][channels] *= READ
     raise_residual(tensors, checkpoint, token_ids, ROGUE * tensors["wte.weight"].std() / size, in_wte=True)
     tensors["wpe.weight"][0, channels] += (MASSIVE * size).astype(np.float32)
     amplify_norms(tensors, config, NORMS)

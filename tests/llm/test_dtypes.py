@@ -71,10 +71,10 @@ def window() -> list[int]:
     return token_ids
 
 
-def check_quality(model: str, window: list[int], limits: dict[str, float], converted=None) -> None:
+def check_quality(model: str, window: list[int], limits: dict[str, float], converted=None, sane=100) -> None:
     results = measure(model, [window], () if converted else QUANTISED, converted or {})
     assert results["float32"].mean_kl == 0
-    assert results["float32"].perplexity < 100  # the model is in its senses
+    assert results["float32"].perplexity < sane  # the model is in its senses
     for dtype, limit in limits.items():
         # A thousandth of it, or the dtype was not used at all.
         assert np.log1p(limit / 100) / 1000 < results[dtype].mean_kl < np.log1p(limit / 100), dtype
@@ -86,7 +86,9 @@ def test_quality(window):
 
 @pytest.mark.parametrize("name", OUTLIERS)
 def test_quality_with_outliers(window, name, tmp_path):
-    check_quality(write_outliers("demo", OUTLIERS[name], window, tmp_path / "demo"), window, OUTLIER_LIMITS)
+    model = write_outliers("demo", OUTLIERS[name], window, tmp_path / "demo")
+    # Massive activations at the first position cost the model its first token, which others attend to.
+    check_quality(model, window, OUTLIER_LIMITS, sane=200 if name == "like GPT-2" else 100)
 
 
 @pytest.mark.parametrize("name", EXTREMES)

@@ -66,6 +66,7 @@ def calibrate(checkpoint: Checkpoint, text: str, token_ids: list[int], dtype: st
         cache = reference.new_kv_cache(checkpoint.config, 1, len(sample))
         reference.forward(params, Batch.of([sample], [0], [0]), cache)
     sizes = {name: one.largest if dtype == "int8" else one.size / one.count for name, one in found.items()}
+    sizes = {name: size.astype(np.float32) for name, size in sizes.items()}  # as files keep them
     about = {"smooth_text_sha256": hashlib.sha256(text.encode()).hexdigest(), "smooth_samples": str(len(samples))}
     means = {name: one.total / one.count for name, one in found.items()}
     return Calibration(share, sizes, means, {"smooth": str(share), **about})
