@@ -22,7 +22,7 @@ INTO_KERNELS = {
     "tinygpt.execution.backend": {"tinygpt.kernels.errors"},
     "tinygpt.execution.model_runner": {"tinygpt.kernels.errors", "tinygpt.kernels.host"},
     "tinygpt.bench.machine_limits": {"tinygpt.kernels.cpu.simd.peak"},
-    "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed"},
+    "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},
     "tinygpt.cli.commands.doctor": {
         "tinygpt.kernels.cpu.jit",
         "tinygpt.kernels.cpu.simd.tiles",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 # The precisions that weights can be held in.
 DTYPES = ("float32", "bfloat16", "int8", "int4")
+STORAGE_DTYPE = "float8"  # one more, which `convert` writes, and which is expanded to bfloat16 as it is loaded
 # Every spelling of a function that is implemented, and the one function each stands for.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",

@@ -13,6 +13,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.architectures import Architecture, architecture_of
 from tinygpt.weights.containers import read_weights
 from tinygpt.weights.containers.container import StoredTensor
+from tinygpt.weights.containers.float8 import NAME as FLOAT8
 from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.tensor import Tensor
@@ -36,6 +37,12 @@ class Checkpoint:
     stored: Mapping[str, Tensor]
     tied: bool
     ignored: tuple[str, ...] = ()
+
+    @property
+    def auto_dtype(self) -> str:
+        """The precision that dtype "auto" stands for: bfloat16 loses little of float8 with its scales."""
+        is_float8 = any(getattr(tensor, "dtype", None) == FLOAT8 for tensor in self.stored.values())
+        return "bfloat16" if is_float8 else "float32"
 
     def tensor(self, name: str) -> np.ndarray:
         """The float32 parameter `name`, such as "h.3.attn.c_attn.weight"; every matrix is (out, in).

@@ -70,7 +70,7 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     keep_rows(team, b.queries, layer, qkv)
     write_kv(team, k, v, qkv, step.positions, step.token_slots)
     attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale)  # (N, C)
-    convert(team, b.heads, attended)
+    convert(team, b.heads, attended, params.attended_factors, layer)
     add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments)  # (N, C)
 
 

@@ -2,13 +2,15 @@
 
 import numpy as np
 
+from tinygpt.kernels.cpu.packing.pack import panel_count
+from tinygpt.kernels.cpu.packing.smoothing import BALANCE
 from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, weight_layout
 from tinygpt.kernels.cpu.params import Params, new_params
 from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
 from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
 # What a reader must share with the writer. Count `packing` up when the same layout comes to mean other numbers.
-PACKING = {"packing": 2, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_GROUP}
+PACKING = {"packing": 3, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_GROUP}
 
 
 def arrays_of(params: Params) -> dict[str, np.ndarray]:
@@ -17,6 +19,8 @@ def arrays_of(params: Params) -> dict[str, np.ndarray]:
     norms = {norm: getattr(params, norm) for norm in NORMS} | {"ln_f": [array[0] for array in params.ln_f]}
     arrays |= {f"{name}_{kind}": array for name, norm in norms.items() for kind, array in zip(KINDS, norm, strict=True)}
     arrays |= {f"{name}_bias": getattr(params, name).bias for name in LINEARS}
+    factors = {"attended_factors": params.attended_factors, "inner_factors": params.c_fc.factors}
+    arrays |= {name: array for name, array in factors.items() if array.size}
     weights = {name: getattr(params, name).weight for name in (*LINEARS, "lm_head")} | {"wte": params.wte}
     if params.wte is params.lm_head.weight:
         del weights["wte"]
@@ -33,6 +37,9 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
     layout |= {f"ln_f_{kind}": ((C,), float32) for kind in KINDS}
     for name, (n, k) in {"c_attn": (3 * C, C), "attn_proj": (C, C), "c_fc": (F, C), "mlp_proj": (C, F)}.items():
         layout |= _weight_layout(name, dtype, L, n, k) | {f"{name}_bias": ((L, n), float32)}
+    if dtype in BALANCE:
+        sizes = {"attended_factors": C, "inner_factors": F}
+        layout |= {name: ((L, panel_count(size) * PANEL), float32) for name, size in sizes.items()}
     for name in ["lm_head"] if tied else ["lm_head", "wte"]:
         layout |= _weight_layout(name, head_dtype_of(dtype), 1, V, C)
     return layout

@@ -22,6 +22,8 @@ def attend(q, k, v, positions, scale: float) -> np.ndarray:
 
 def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     """x (N, in) -> (N, out)."""
+    if params.watch is not None:
+        params.watch(name, x)
     return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
 
 

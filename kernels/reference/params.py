@@ -1,5 +1,6 @@
 """The model's weights, read in place."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,14 @@ from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
 @dataclass(frozen=True)
 class Params:
-    """The checkpoint's tensors under their own names, and its config."""
+    """The checkpoint's tensors under their own names, and its config.
+
+    watch(name, x), where it is given, sees what goes into each linear layer, x (N, in).
+    """
 
     config: Any
     tensors: dict[str, np.ndarray]
+    watch: Callable[[str, np.ndarray], None] | None = None
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.tensors[name]

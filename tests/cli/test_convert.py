@@ -1,6 +1,7 @@
 """Converted checkpoints: the same bits as packing at load, written whole or not at all, refused where damaged."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from support import tiny_checkpoint
 from support.paths import ROOT
@@ -19,12 +21,16 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.config import DTYPES
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.evaluation.calibration import calibrate
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
+from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, write_packed
 
 IDS = [3, 1, 4, 1, 5, 9]
+TEXT = "There was once a miller who had three sons, and when he died he left them his mill, his ass and his cat."
 SHAPES = {  # of models; the first is smaller than one panel, and no size of it is a whole number of anything
     "tiny": {},
     "untied": {"tie_word_embeddings": False},
@@ -174,9 +180,42 @@ def test_the_file_says_what_it_is(demo_int8):
     file = demo_int8 / PACKED_FILE
     assert metadata.pop("crc32") == f"{zlib.crc32(file.read_bytes()[header_of(file)[1] :]):08x}"
     packing = {name: str(number) for name, number in packed.PACKING.items()}
-    about = {"format": "tinygpt packed weights", "version": "2", "dtype": "int8", "tied": "true", "source": "demo"}
+    about = {"format": "tinygpt packed weights", "version": "3", "dtype": "int8", "tied": "true", "source": "demo"}
     about |= {"vocab_size": "8193"}
     assert metadata == about | packing
+
+
+def test_a_calibration_is_told_and_used(tmp_path, demo_int8):
+    text = tmp_path / "text"
+    text.write_text(TEXT, encoding="utf-8")
+    options = ["--dtype", "int8", "--smooth", "0.75", "--calibrate", str(text)]
+    assert cli.main(["convert", "demo", str(tmp_path / "int8"), *options]) == 0
+    header, _ = header_of(tmp_path / "int8" / PACKED_FILE)
+    about = {name: value for name, value in header["__metadata__"].items() if name.startswith("smooth")}
+    digest = hashlib.sha256(TEXT.encode()).hexdigest()
+    assert about == {"smooth": "0.75", "smooth_text_sha256": digest, "smooth_samples": "1"}
+    with LLM(str(tmp_path / "int8"), max_num_seqs=1) as llm, LLM(str(demo_int8), max_num_seqs=1) as plain:
+        calibrated, by_weights = llm.logits(IDS), plain.logits(IDS)
+    assert 0 < np.abs(calibrated - by_weights).max() < 1
+
+
+def test_sizes_measured_before_do_as_the_text_does(tmp_path):
+    """All but the biases, as act-scales have no means; --smooth is 0.5 where it is not given."""
+    text, scales = tmp_path / "text", tmp_path / "scales.pt"
+    text.write_text(TEXT, encoding="utf-8")
+    checkpoint = open_checkpoint("demo")
+    found = calibrate(checkpoint, TEXT, Tokenizer.from_folder(checkpoint.path).encode(TEXT), "int8", 0.5)
+    torch.save({f"transformer.{name}": torch.tensor(size) for name, size in found.sizes.items()}, scales)
+    files = []
+    for name, options in {"a": ["--calibrate", str(text)], "b": ["--act-scales", str(scales)]}.items():
+        assert cli.main(["convert", "demo", str(tmp_path / name), *options]) == 0
+        files.append(read_safetensors(tmp_path / name / PACKED_FILE).tensors)
+    for name, one in files[0].items():
+        other = files[1][name]
+        size = int(np.prod(one.shape)) * (1 if one.dtype == "U8" else 4)
+        parts = [tensor.file.data[tensor.offset : tensor.offset + size] for tensor in (one, other)]
+        is_corrected = name.endswith("_bias") and not name.startswith("ln")
+        assert (parts[0] == parts[1]) != is_corrected, name
 
 
 def test_any_safetensors_reader_can_read_it(demo_int8):
@@ -242,10 +281,36 @@ def test_an_empty_folder_is_filled(source, tmp_path):
         (["demo", "{tmp}/no/such/folder"], 2, "create it first"),
         (["{int8}", "{tmp}/x"], 2, "converted already"),
         (["demo", "{tmp}/x", "--threads", "0"], 2, "threads is 0"),
+        (["demo", "{tmp}/x", "--smooth", "0.5"], 2, "nothing to go by: give --calibrate TEXT or --act-scales FILE"),
+        (
+            ["demo", "{tmp}/x", "--smooth", "1.5", "--calibrate", "{text}"],
+            2,
+            "--smooth is 1.5 and must be a number from",
+        ),
+        (
+            ["demo", "{tmp}/x", "--smooth", "nan", "--calibrate", "{text}"],
+            2,
+            "--smooth is nan and must be a number from",
+        ),
+        (["demo", "{tmp}/x", "--calibrate", "{text}", "--act-scales", "{text}"], 2, "are both given: give one"),
+        (
+            ["demo", "{tmp}/x", "--dtype", "float32", "--smooth", "0.5"],
+            2,
+            "dtype is 'float32', whose activations are not",
+        ),
+        (["demo", "{tmp}/x", "--dtype", "float8", "--calibrate", "{text}"], 2, "dtype is 'float8', whose activations"),
+        (["demo", "{tmp}/x", "--calibrate", "{empty}"], 2, "is empty: give a file that holds text"),
+        (["demo", "{tmp}/x", "--calibrate", "{tmp}/none"], 2, "none"),
+        (["demo", "{tmp}/x", "--act-scales", "{text}"], 1, "text"),
+        (["{int8}", "{tmp}/x", "--dtype", "float8"], 2, "converted already"),
     ],
 )
-def test_what_cannot_be_converted(demo_int8, tmp_path, capsys, arguments, code, says):
-    arguments = [word.format(tmp=tmp_path, int8=demo_int8) for word in arguments]
+def test_what_cannot_be_converted(demo_int8, tmp_path, tmp_path_factory, capsys, arguments, code, says):
+    texts = tmp_path_factory.mktemp("texts")
+    (texts / "text").write_text(TEXT, encoding="utf-8")
+    (texts / "empty").touch()
+    places = {"tmp": tmp_path, "int8": demo_int8, "text": texts / "text", "empty": texts / "empty"}
+    arguments = [word.format(**places) for word in arguments]
     assert cli.main(["convert", *arguments]) == code
     error = capsys.readouterr().err
     assert error.startswith("tinygpt: error: ")
@@ -368,7 +433,7 @@ DAMAGE = {
     "too long": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "not a whole safetensors file"),
     "no file of ours": (replace_by_plain, "not made by tinygpt's convert"),
     "another format": (set_metadata(format="gguf"), "not made by tinygpt's convert"),
-    "another version": (set_metadata(version="1"), "version 1 .* reads version 2"),
+    "another version": (set_metadata(version="1"), "version 1 .* reads version 3"),
     "another panel": (set_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
     "another group": (set_metadata(group="32"), "its group is 32"),
     "another packing": (set_metadata(packing="0"), "its packing is 0"),

@@ -1,18 +1,18 @@
 """bfloat16, int8 and int4 as a whole: what they cost in quality, on odd shapes too, and how they are chosen."""
 
-import runpy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from scripts.quality.checkpoints import EXTREMES, OUTLIERS, write_outliers
+from scripts.quality.measure import measure
 from support.bits import assert_same_bits
 from support.factory import Recipe, make_case
-from support.paths import ROOT
 from tinygpt import LLM
+from tinygpt.cli import main as cli
 from tinygpt.errors import RequestError
 
-QUALITY = runpy.run_path(str(ROOT / "scripts" / "quality.py"))
 QUANTISED = ("bfloat16", "int8", "int4")
 # Lewis Carroll, "Alice's Adventures in Wonderland" (1865).
 TEXT = """\
@@ -36,6 +36,21 @@ In another moment down went Alice after it, never once considering how in the wo
 The rabbit-hole went straight on like a tunnel for some way, and then dipped suddenly down, so suddenly that Alice had \
 not a moment to think about stopping herself before she found herself falling down a very deep well.
 """
+# Oscar Wilde, "The Happy Prince" (1888).
+OTHER_TEXT = """\
+High above the city, on a tall column, stood the statue of the Happy Prince. He was gilded all over with thin leaves \
+of fine gold, for eyes he had two bright sapphires, and a large red ruby glowed on his sword-hilt.
+
+He was very much admired indeed. "He is as beautiful as a weathercock," remarked one of the Town Councillors who \
+wished to gain a reputation for having artistic tastes; "only not quite so useful," he added, fearing lest people \
+should think him unpractical, which he really was not.
+
+"Why can't you be like the Happy Prince?" asked a sensible mother of her little boy who was crying for the moon. "The \
+Happy Prince never dreams of crying for anything."
+
+"I am glad there is some one in the world who is quite happy," muttered a disappointed man as he gazed at the \
+wonderful statue.
+"""
 
 
 # Quality.
@@ -45,6 +60,7 @@ not a moment to think about stopping herself before she found herself falling do
 # the perplexity would grow by on a text that the float32 model has written itself.
 LIMITS = {"bfloat16": 0.05, "int8": 0.15, "int4": 2.0}
 OUTLIER_LIMITS = {"bfloat16": 0.05, "int8": 0.3, "int4": 3.0}
+CALIBRATED_LIMITS = {"int8": 1.0, "int4": 5.0}
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +71,10 @@ def window() -> list[int]:
     return token_ids
 
 
-def check_quality(model: str, window: list[int], limits: dict[str, float]) -> None:
-    results = QUALITY["measure"](model, [window], QUANTISED)
+def check_quality(model: str, window: list[int], limits: dict[str, float], converted=None, sane=100) -> None:
+    results = measure(model, [window], () if converted else QUANTISED, converted or {})
     assert results["float32"].mean_kl == 0
-    assert results["float32"].perplexity < 100  # the model is in its senses
+    assert results["float32"].perplexity < sane  # the model is in its senses
     for dtype, limit in limits.items():
         # A thousandth of it, or the dtype was not used at all.
         assert np.log1p(limit / 100) / 1000 < results[dtype].mean_kl < np.log1p(limit / 100), dtype
@@ -68,14 +84,26 @@ def test_quality(window):
     check_quality("demo", window, LIMITS)
 
 
-@pytest.mark.parametrize("outliers", QUALITY["OUTLIERS"])
-def test_quality_with_outliers(window, outliers, tmp_path):
-    change = QUALITY["OUTLIERS"][outliers]
-    check_quality(QUALITY["write_outliers"]("demo", change, window, tmp_path / "demo"), window, OUTLIER_LIMITS)
+@pytest.mark.parametrize("name", OUTLIERS)
+def test_quality_with_outliers(window, name, tmp_path):
+    model = write_outliers("demo", OUTLIERS[name], window, tmp_path / "demo")
+    # Massive activations at the first position cost the model its first token, which others attend to.
+    check_quality(model, window, OUTLIER_LIMITS, sane=200 if name == "like GPT-2" else 100)
 
 
-def test_large_gains_leave_the_function_as_it_is(window, tmp_path):
-    changed = QUALITY["write_outliers"]("demo", QUALITY["amplify_norms"], window, tmp_path / "demo")
+@pytest.mark.parametrize("name", EXTREMES)
+def test_quality_with_extreme_outliers_and_a_calibration(window, name, tmp_path):
+    model, text, converted = write_outliers("demo", EXTREMES[name], window, tmp_path / "demo"), tmp_path / "text", {}
+    text.write_text(OTHER_TEXT, encoding="utf-8")
+    for dtype in CALIBRATED_LIMITS:
+        converted[dtype] = str(tmp_path / dtype)
+        assert cli.main(["convert", model, converted[dtype], "--dtype", dtype, "--calibrate", str(text)]) == 0
+    check_quality(model, window, CALIBRATED_LIMITS, converted)
+
+
+@pytest.mark.parametrize("name", ["layer norms x 30", "values x 30", "values x 100"])
+def test_outliers_leave_the_function_as_it_is(window, name, tmp_path):
+    changed = write_outliers("demo", (OUTLIERS | EXTREMES)[name], window, tmp_path / "demo")
     with LLM("demo", max_num_seqs=1) as before, LLM(changed, max_num_seqs=1) as after:
         np.testing.assert_allclose(after.logits(window), before.logits(window), atol=1e-3)
 

@@ -3,6 +3,7 @@
 import importlib
 from types import ModuleType
 
+from tinygpt.config import STORAGE_DTYPE
 from tinygpt.errors import RequestError
 from tinygpt.kernels.errors import DeviceError
 
@@ -14,6 +15,11 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     if device not in DEVICES:
         raise RequestError(f"device is {device!r} and must be one of {', '.join(map(repr, DEVICES))}.")
     backend = importlib.import_module(f"tinygpt.kernels.{device}")
+    if dtype == STORAGE_DTYPE:
+        raise RequestError(
+            f"dtype is {dtype!r}, in which weights are kept in files and nothing computes: run `python -m tinygpt "
+            f"convert SRC DST --dtype {dtype}` and load DST, leaving dtype at 'auto'."
+        )
     if dtype not in ("auto", *backend.DTYPES):
         allowed = ", ".join(map(repr, backend.DTYPES))
         raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only.")

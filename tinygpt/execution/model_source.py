@@ -63,12 +63,14 @@ class ModelSource:
 
 
 def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
-    """The precision of the weights: "auto" is a converted checkpoint's own, and float32 for any other.
+    """The precision of the weights: "auto" is a converted checkpoint's own, bfloat16 for one that was converted to
+    float8 where the backend has it, and float32 for any other.
 
     Raises RequestError if a converted checkpoint has another one, or is of no use to the backend.
     """
     if not isinstance(checkpoint, PackedCheckpoint):
-        return "float32" if dtype == "auto" else dtype
+        auto = checkpoint.auto_dtype if checkpoint.auto_dtype in backend.DTYPES else "float32"
+        return auto if dtype == "auto" else dtype
     if backend.PACKED is None:
         raise RequestError(
             f"{checkpoint.path} is a converted checkpoint, which device {name_of(backend)!r} cannot read: give the "

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import name_of_open_file
 from tinygpt.weights.containers.container import Container
+from tinygpt.weights.containers.float8 import FORMAT as FLOAT8
+from tinygpt.weights.containers.float8 import with_scales
 from tinygpt.weights.containers.mapped_file import (
     MAX_DIMENSIONS,
     MAX_SIZE,
@@ -35,7 +37,8 @@ def read_safetensors(path: Path) -> Container:
     start = 8 + header_size
     header = json.loads(file.data[8:start])
     metadata = header.pop("__metadata__", None) or {}
-    return Container({name: _tensor(file, start, entry) for name, entry in header.items()}, metadata)
+    tensors = {name: _tensor(file, start, entry) for name, entry in header.items()}
+    return Container(with_scales(path, tensors) if metadata.get("format") == FLOAT8 else tensors, metadata)
 
 
 def _check(path: Path, opened: BinaryIO) -> None:

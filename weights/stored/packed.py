@@ -3,8 +3,10 @@
 model.tinygpt.safetensors holds the CPU kernels' arrays by name. Its metadata says what they mean: `format` and
 `version` of this file, `dtype`, whether the head is `tied` to wte (and so stored once), the packing's own numbers,
 the `source`, and the `crc32` of all the data, which is verified at every load: it finds what a disk or a copy has
-damaged, in a third of the time that SHA-256 takes. The header is padded so that the data starts on a 64-byte boundary,
-and arrays that fill whole 64 bytes come first, so that each of them starts on one too. Two-byte arrays hold bfloat16.
+damaged, in a third of the time that SHA-256 takes. Where channels were evened out by a calibration, `smooth` is its
+alpha, beside the text's hash and the number of samples, or the hash of the act-scales file. The header is padded so
+that the data starts on a 64-byte boundary, and arrays that fill whole 64 bytes come first, so that each of them starts
+on one too. Two-byte arrays hold bfloat16.
 """
 
 import json
@@ -26,7 +28,7 @@ from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 
 PACKED_FILE = "model.tinygpt.safetensors"
-FORMAT, VERSION = "tinygpt packed weights", "2"
+FORMAT, VERSION = "tinygpt packed weights", "3"
 BOUNDARY = 64  # bytes: the widest vector, and a cache line
 CONVERT_AGAIN = "convert the original checkpoint again with `python -m tinygpt convert`."
 # NumPy's dtypes by their names in the file, and by those that `read_safetensors` has for them.

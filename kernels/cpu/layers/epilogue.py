@@ -35,8 +35,9 @@ copy_row = make_row_operation(PANEL_VECTORS, second)
 
 @kernel
 def finish_tile(out, tile, linears, layer, segments, activation, add, columns, scratch):
-    """out[row + r, columns of the panel] = or += activation(sum of segments * scales + bias), for a tile's rows."""
-    first, has_bias = tile.panel * PANEL, linears.bias.size > 0
+    """out[row + r, columns of the panel] = or += activation(sum of segments * scales + bias) * factors, for a tile's
+    rows."""
+    first, has_bias, has_factors = tile.panel * PANEL, linears.bias.size > 0, linears.factors.size > 0
     used = min(PANEL, columns - first)
     biases = address(linears.bias) + (layer * linears.bias.shape[1] + first) * 4
     if has_bias and used < PANEL:
@@ -54,6 +55,8 @@ def finish_tile(out, tile, linears, layer, segments, activation, add, columns, s
             add_row(y, biases)
         if activation != NONE:
             activate(float32_at(y, PANEL), activation)
+        if has_factors:
+            multiply_row(y, address(linears.factors) + (layer * linears.factors.shape[1] + first) * 4)
         emit(out, tile.row + r, first, y, used, add)
 
 

@@ -52,6 +52,8 @@ class Linear(NamedTuple):
 
     weight: Any  # (L, N, K), one of the records above
     bias: np.ndarray  # (L, N) float32, or (1, 0) for none
+    # (L, P * PANEL) float32: what an output is multiplied by for the next product, see packing/smoothing.py; or (1, 0)
+    factors: np.ndarray
 
 
 class Norm(NamedTuple):

@@ -149,19 +149,26 @@ def _quantise(builder, values, target, scales) -> None:
     store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(scales, 12), 4)
 
 
-def _convert_rows(team, operand, x):
+def _convert_rows(team, operand, x, factors, layer):
     first, last = claim_rows(team, x.shape[0])
     while first >= 0:
         for n in range(first, last):
-            put(operand, n, 0, float32_at(address(x) + n * x.shape[1] * 4, x.shape[1]))
+            row = float32_at(address(x) + n * x.shape[1] * 4, x.shape[1])
+            if factors.size > 0:
+                scaled = float32_at(address(team.scratch), x.shape[1])
+                for k in range(x.shape[1]):
+                    scaled[k] = row[k] * factors[layer, k]
+                row = scaled
+            put(operand, n, 0, row)
         complete_rows(team, x.shape[0])
         first, last = claim_rows(team, x.shape[0])
     finish_phase(team)
 
 
-def _leave_rows(team, operand, x):
+def _leave_rows(team, operand, x, factors, layer):
     pass
 
 
-# convert(team, operand, x): put the rows of x (N, K) into the operand. A phase, unless the operand is made of x itself.
+# convert(team, operand, x, factors, layer): put the rows of x (N, K) into the operand, times a layer's factors (L, K),
+# which may be (1, 0): none. A phase, unless the operand is made of x itself. Needs K values of the thread's scratch.
 convert = by_type({Float32Operand: _leave_rows}, otherwise=_convert_rows, argument=1)

@@ -8,10 +8,8 @@ import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
 from tinygpt.kernels.cpu.packing.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
-from tinygpt.kernels.cpu.packing.smoothing import smoothing_factors
 from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
-from tinygpt.kernels.names import KINDS
 
 FORMATS = {
     "float32": (Float32Weight, pack_float32),
@@ -29,10 +27,12 @@ def head_dtype_of(dtype: str) -> str:
     return "int8" if dtype == "int4" else dtype
 
 
-def pack_layers(checkpoint, names, norms, dtype: str, pool: ThreadPoolExecutor) -> tuple[tuple, np.ndarray]:
+def pack_layers(
+    checkpoint, names, dtype: str, pool: ThreadPoolExecutor, factors_of: Callable | None = None
+) -> tuple[tuple, np.ndarray]:
     """Weights of one shape (N, K), one after another, and the factors (L, K) that they were multiplied by.
 
-    norms: the layer norms in front of them, whose channels may be evened out; None where there is none.
+    factors_of(layer, weight) gives those of a layer, (K,) float32; without it they are ones.
     """
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
@@ -40,9 +40,8 @@ def pack_layers(checkpoint, names, norms, dtype: str, pool: ThreadPoolExecutor) 
     all_factors = np.ones((len(names), k), np.float32)
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
-        if norms:
-            norm = (checkpoint.tensor(f"{norms[layer]}.{kind}") for kind in KINDS)
-            all_factors[layer] = smoothing_factors(weight, *norm, dtype)
+        if factors_of is not None:
+            all_factors[layer] = factors_of(layer, weight)
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
         _in_shares(pool, pack, panel_count(n), source, is_transposed, all_factors[layer], *(a[layer] for a in arrays))

@@ -11,6 +11,7 @@ import pytest
 
 from support.kernel_tools import (
     SHAPES,
+    aligned,
     bfloat16_bits,
     check,
     operand_of,
@@ -29,6 +30,7 @@ from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, linear, linear_to_op
 from tinygpt.kernels.cpu.layers.operands import convert, from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing.pack import pack_float32, panel_count
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
+from tinygpt.kernels.cpu.params import NO_FACTORS
 from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
 from tinygpt.kernels.cpu.workspace import new_operand
 
@@ -140,15 +142,26 @@ def test_rows_of_zeros_stay_zero(dtype):
 
 
 @jit
-def run_convert(team, operand, x):
-    convert(team, operand, x)
+def run_convert(team, operand, x, factors, layer):
+    convert(team, operand, x, factors, layer)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])  # an operand of float32 is the array itself
 def test_convert_puts_every_row(dtype):
     x = random_values(11, 70)
-    operand, expected = new_operand(dtype, *x.shape), operand_of(x, dtype)
-    run_convert(solo_team(), operand, x)
+    operand = new_operand(dtype, *x.shape)
+    run_convert(solo_team(), operand, x, NO_FACTORS, ONLY)
+    assert_same_operand(operand, operand_of(x, dtype))
+
+
+def test_convert_multiplies_by_the_factors_of_its_layer():
+    x, factors = random_values(11, 70), random_values(2, 2 * PANEL, seed=5)  # as they lie, in whole panels
+    operand = new_operand("int8", *x.shape)
+    run_convert(solo_team(), operand, x, factors, np.int64(1))
+    assert_same_operand(operand, operand_of(x * factors[1, :70], "int8"))
+
+
+def assert_same_operand(operand, expected) -> None:
     for array, put in zip(operand, expected, strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), put.view(np.uint8))
 
@@ -171,7 +184,7 @@ def random_layer(m: int, k: int, n: int, has_bias: bool = True) -> Layer:
 def run_linear(layer: Layer, dtype="float32", kind=activations.NONE, add=REPLACE, segments=None) -> np.ndarray:
     out = layer.before.copy() if add else unwritten(*layer.before.shape)
     segments = whole(layer.x.shape[1]) if segments is None else segments
-    linears = Linear(packed(layer.weight, dtype), layer.bias[None])
+    linears = Linear(packed(layer.weight, dtype), layer.bias[None], NO_FACTORS)
     linear(solo_team(), out, operand_of(layer.x, dtype), linears, ONLY, segments, kind, add)
     return out
 
@@ -203,7 +216,7 @@ def test_linear_takes_the_layer_it_is_told():
         random_layer(3, 7, 5)._replace(weight=random_values(5, 7, seed=9), bias=random_values(5, seed=8)),
     ]
     weight = type(packed(layers[0].weight))(np.concatenate([packed(layer.weight).panels for layer in layers]))
-    linears = Linear(weight, np.stack([layer.bias for layer in layers]))
+    linears = Linear(weight, np.stack([layer.bias for layer in layers]), NO_FACTORS)
     for i, layer in enumerate(layers):
         out = unwritten(3, 5)
         x = operand_of(layer.x)
@@ -226,11 +239,26 @@ def test_linear_then_activation(name, kind, add):
 def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
     layer, kind = random_layer(11, 35, n), activations.GELU_TANH
     out = new_operand(dtype, 12, n)
-    x, linears = operand_of(layer.x, dtype), Linear(packed(layer.weight, dtype), layer.bias[None])
+    x, linears = operand_of(layer.x, dtype), Linear(packed(layer.weight, dtype), layer.bias[None], NO_FACTORS)
     linear_to_operand(solo_team(), out, x, linears, ONLY, whole(35), kind, 11)
-    expected = operand_of(np.vstack([run_linear(layer, dtype, kind), np.zeros((1, n), np.float32)]), dtype)
-    for array, put in zip(out, expected, strict=True):
-        np.testing.assert_array_equal(array.view(np.uint8), put.view(np.uint8))
+    assert_same_operand(
+        out, operand_of(np.vstack([run_linear(layer, dtype, kind), np.zeros((1, n), np.float32)]), dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("n", [5, PANEL, PANEL + 35])
+def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
+    layer, kind = random_layer(11, 35, n), activations.GELU_TANH
+    weight, factors = packed(layer.weight, dtype), random_values(2, panel_count(n) * PANEL, seed=5)
+    linears = Linear(
+        type(weight)(*(aligned(np.repeat(array, 2, axis=0)) for array in weight)),
+        layer.bias[None].repeat(2, 0),
+        factors,
+    )
+    out = new_operand(dtype, 11, n)
+    linear_to_operand(solo_team(), out, operand_of(layer.x, dtype), linears, np.int64(1), whole(35), kind, 11)
+    assert_same_operand(out, operand_of(run_linear(layer, dtype, kind) * factors[1, :n], dtype))
 
 
 @EVERY_DTYPE

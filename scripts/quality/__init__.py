@@ -1,0 +1,1 @@
+"""What quality.py measures, and the checkpoints with outliers that it makes."""

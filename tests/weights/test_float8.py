@@ -1,0 +1,125 @@
+"""float8: its values and its rounding beside torch's, and checkpoints that are converted to it."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support import tiny_checkpoint
+from support.bits import assert_same_bits
+from tinygpt import LLM
+from tinygpt.cli import main as cli
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.weights.containers.float8 import LARGEST, VALUES, encode
+from tinygpt.weights.open import open_checkpoint
+
+MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return tiny_checkpoint.write_checkpoint(tmp_path / "source")
+
+
+@pytest.fixture
+def target(source, tmp_path) -> Path:
+    assert cli.main(["convert", str(source), str(tmp_path / "float8"), "--dtype", "float8"]) == 0
+    return tmp_path / "float8"
+
+
+# The format.
+
+
+def test_every_byte_is_what_torch_reads():
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    np.testing.assert_array_equal(VALUES, bytes_.view(torch.float8_e4m3fn).float().numpy())
+
+
+def test_encoding_rounds_as_torch_does_ties_included():
+    values = VALUES[:127].astype(np.float64)
+    between = (values[:-1] + values[1:]) / 2
+    sizes = np.concatenate([values, between, between * (1 - 1e-6), between * (1 + 1e-6), [0, LARGEST]])
+    x = np.concatenate([sizes, -sizes]).astype(np.float32)[None]  # the largest is LARGEST: the scale is 1
+    codes, scales = encode(x, axis=1)
+    assert scales.tolist() == [[1.0]]
+    np.testing.assert_array_equal(codes, torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_largest_of_a_channel_becomes_the_largest_value(axis):
+    x = np.random.default_rng(0).standard_normal((7, 5), np.float32) * np.float32(1e3)
+    codes, scales = encode(x, axis)
+    assert scales.shape == ((1, 5) if axis == 0 else (7, 1))
+    assert (np.abs(VALUES[codes]).max(axis=axis) == LARGEST).all()
+    assert (np.abs(VALUES[codes] * scales - x) <= np.abs(x) / 16 + scales * 2.0**-10 + 1e-3).all()
+
+
+def test_zeros_stay_and_what_is_not_finite_is_seen():
+    x = np.zeros((3, 4), np.float32)
+    x[1, 2], x[2, 3] = np.nan, np.inf
+    codes, scales = encode(x, axis=1)
+    back = VALUES[codes] * scales
+    assert not back[0].any()
+    assert np.isnan(back[1:]).any(axis=1).all()
+
+
+# Checkpoints.
+
+
+def test_the_file_is_read_by_others(source, target):
+    mine, before = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")
+    for name in MATRICES:
+        codes, scales = mine[f"h.1.{name}"], mine[f"h.1.{name}_scale"]
+        assert (codes.dtype, scales.dtype, scales.shape) == (torch.float8_e4m3fn, torch.float32, (1, codes.shape[1]))
+        exact = before[f"transformer.h.1.{name}"]
+        assert ((codes.float() * scales - exact).abs() <= exact.abs() / 16 + scales * 2.0**-10).all()
+    assert mine["wte.weight_scale"].shape == (tiny_checkpoint.V, 1)
+    assert torch.equal(mine["wpe.weight"], before["transformer.wpe.weight"])
+
+
+def test_it_computes_what_bfloat16_makes_of_the_same_weights(target, tmp_path):
+    checkpoint = open_checkpoint(target)
+    tensors = {name: np.array(tensor.float32()) for name, tensor in checkpoint.stored.items()}
+    plain = tiny_checkpoint.write_checkpoint(tmp_path / "plain", tensors)
+    with LLM(str(target), max_num_seqs=1) as float8, LLM(str(plain), "bfloat16", max_num_seqs=1) as bfloat16:
+        assert (float8.dtype, bfloat16.dtype) == ("bfloat16", "bfloat16")
+        assert_same_bits(float8.logits([3, 1, 4, 1]), bfloat16.logits([3, 1, 4, 1]))
+
+
+@pytest.mark.parametrize(("device", "dtype", "is_then"), [("reference", "auto", "float32"), ("cpu", "int8", "int8")])
+def test_other_dtypes_and_backends_take_it_too(target, device, dtype, is_then):
+    with LLM(str(target), dtype, device, max_num_seqs=1) as llm:
+        assert llm.dtype == is_then
+        assert np.isfinite(llm.logits([1, 2])).all()
+
+
+def test_info_names_it(target, capsys):
+    assert cli.main(["info", str(target), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["refused"] == []
+    assert report["tensors"]["h.0.mlp.c_fc.weight"] == {
+        "dtype": "float8",
+        "shape": [tiny_checkpoint.C, tiny_checkpoint.F],
+        "size": tiny_checkpoint.C * tiny_checkpoint.F,
+        "file": "model.safetensors",
+    }
+    assert not [name for name in report["tensors"] if name.endswith("_scale")]
+
+
+def test_a_tensor_without_its_scales_is_refused(target):
+    file = target / "model.safetensors"
+    data = file.read_bytes()
+    (size,) = struct.unpack_from("<Q", data)
+    header = data[8 : 8 + size].replace(b"h.0.mlp.c_fc.weight_scale", b"h.0.mlp.c_fc.weight_other")
+    file.write_bytes(data[:8] + header + data[8 + size :])
+    with pytest.raises(CheckpointError, match=r"holds h\.0\.mlp\.c_fc\.weight as float8 without its scales: convert"):
+        open_checkpoint(target)
+
+
+def test_nothing_computes_in_float8():
+    with pytest.raises(RequestError, match=r"dtype is .float8., in which .* convert SRC DST --dtype float8"):
+        LLM("demo", dtype="float8")

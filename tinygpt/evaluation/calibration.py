@@ -1,0 +1,105 @@
+"""Calibration: how large each channel that goes into a linear layer is, measured on a text or read from a file.
+
+The statistics are those of SmoothQuant (Xiao et al., 2022), the largest size, and of AWQ (Lin et al., 2023), the mean
+size: the first for int8, whose activations need their range, the second for int4, whose weights need their error small
+where activations usually are large.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.execution.backend import load_backend
+from tinygpt.execution.batch import Batch
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers.torch_file import read_torch
+
+NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most: runs of so many tokens, each from another place of the text
+READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Channels of what goes into linear layers, by the layer's name, such as "h.0.attn.c_attn".
+
+    `share` of a channel's size goes into the activations: SmoothQuant's alpha. A layer that is not in `sizes` is left
+    to the weights, one that is not in `means` gets no correction. `about` says where it comes from.
+    """
+
+    share: float
+    sizes: Mapping[str, np.ndarray]  # (K,)
+    means: Mapping[str, np.ndarray] = field(default_factory=dict)  # (K,)
+    about: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Statistics:
+    """Of one linear layer's inputs, over all tokens so far."""
+
+    largest: Any = 0.0  # (K,)
+    size: Any = 0.0  # (K,)  sum of |x|
+    total: Any = 0.0  # (K,)
+    count: int = 0
+
+    def add(self, x: np.ndarray) -> None:
+        """x (N, K)."""
+        sizes = np.abs(x)
+        self.largest = np.maximum(self.largest, sizes.max(axis=0))
+        self.size, self.total = self.size + sizes.sum(axis=0), self.total + x.sum(axis=0)
+        self.count += len(x)
+
+
+def calibrate(checkpoint: Checkpoint, text: str, token_ids: list[int], dtype: str, share: float) -> Calibration:
+    """Run samples of a text, encoded as token_ids, in float64. RequestError if there are none."""
+    samples = samples_of(token_ids, min(SAMPLE_TOKENS, checkpoint.config.n_positions))
+    found: dict[str, Statistics] = {}
+    reference = load_backend("reference", "float32")
+    params = reference.load_params(checkpoint)
+    params = replace(params, watch=lambda name, x: found.setdefault(name, Statistics()).add(x))
+    for sample in tqdm(samples, unit="sample", disable=None):
+        cache = reference.new_kv_cache(checkpoint.config, 1, len(sample))
+        reference.forward(params, Batch.of([sample], [0], [0]), cache)
+    sizes = {name: one.largest if dtype == "int8" else one.size / one.count for name, one in found.items()}
+    sizes = {name: size.astype(np.float32) for name, size in sizes.items()}  # as files keep them
+    about = {"smooth_text_sha256": hashlib.sha256(text.encode()).hexdigest(), "smooth_samples": str(len(samples))}
+    means = {name: one.total / one.count for name, one in found.items()}
+    return Calibration(share, sizes, means, {"smooth": str(share), **about})
+
+
+def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
+    """Up to NUM_SAMPLES runs of `size` tokens, spread over the text; a text that is shorter is one. RequestError if it
+    has no token."""
+    if not token_ids:
+        raise RequestError("the text to calibrate on has no token: give a file of text like what the model will read.")
+    starts = range(0, max(len(token_ids) - size, 0) + 1, size)
+    kept = np.unique(np.linspace(0, len(starts) - 1, min(NUM_SAMPLES, len(starts))).round().astype(int))
+    return [token_ids[starts[i] : starts[i] + size] for i in kept]
+
+
+def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
+    """The file that SmoothQuant's generate_act_scales.py writes: for each linear layer the largest size of each channel
+    that goes into it. CheckpointError if it is not of this checkpoint."""
+    tensors = read_torch(path).tensors
+    names = {checkpoint.architecture.canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
+    wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}
+    sizes = {name: tensors[names[name]].float32() for name in wanted if name in names}
+    missing = [name for name, part in wanted.items() if name not in sizes and part in READ_BY[:2]]
+    if missing:
+        raise CheckpointError(
+            f"{path} has no scales of {missing[0]} ({len(missing)} layers in all): make them of this checkpoint, under "
+            "its layers' names."
+        )
+    for name, size in sizes.items():
+        width = checkpoint.tensor(f"{name}.weight").shape[1]
+        if size.shape != (width,) or not np.isfinite(size).all() or (size < 0).any():
+            raise CheckpointError(
+                f"{path} must hold {width} sizes, finite and none below 0, for {name}: make it again."
+            )
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Calibration(share, sizes, about={"smooth": str(share), "smooth_act_scales_sha256": digest})
