@@ -28,19 +28,21 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 PATIENCE = 5  # times the CPU time that a file's tests take: a mutant that takes more never ends, and is dead too
 PRELOADED = ("numba", "pytest", "hypothesis", "torch", "transformers", "numpy.testing")
 
-SAMPLING = "tests/sampling/test_sampling.py"
-# Each file, and the tests that know it.
+BORDERS, SAMPLING = "tests/sampling/test_warper_borders.py", "tests/sampling/test_sampling.py"
+SLOTS, SCHEDULER = "tests/engine/test_kv_slots.py", "tests/engine/test_scheduler.py"
+# Each file, and the tests that know it: those that most mutants fail come first, and none of the last three loads a
+# model.
 TESTS = {
-    "kernels/reference/warpers.py": [SAMPLING, "-k", "reference and not cpu_"],
+    "kernels/reference/warpers.py": [BORDERS, SAMPLING, "-k", "reference and not cpu_"],
     "kernels/reference/processors.py": ["tests/sampling/test_processors.py"],
-    "kernels/cpu/sampling/warpers.py": [SAMPLING, "-k", "cpu"],
-    "kernels/cpu/sampling/row.py": [SAMPLING, "-k", "cpu"],
+    "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", "cpu"],
+    "kernels/cpu/sampling/row.py": [BORDERS, SAMPLING, "-k", "cpu"],
     "kernels/cpu/sampling/sampling.py": [SAMPLING, "-k", "cpu"],
     "kernels/cpu/sampling/processors.py": ["tests/sampling/test_processors.py"],
     "kernels/cpu/layers/operands.py": ["tests/kernels/cpu/test_dtype_kernels.py", "tests/kernels/cpu/test_linear.py"],
-    "tinygpt/engine/scheduler.py": ["tests/engine/test_scheduler.py", "tests/engine/test_engine.py"],
-    "tinygpt/engine/kv_slots.py": ["tests/engine/test_kv_slots.py", "tests/engine/test_prefix_cache.py"],
-    "tinygpt/engine/prefix_sharing.py": ["tests/engine/test_prefix_cache.py", "tests/engine/test_scheduler.py"],
+    "tinygpt/engine/scheduler.py": [SCHEDULER],
+    "tinygpt/engine/kv_slots.py": [SLOTS, SCHEDULER],
+    "tinygpt/engine/prefix_sharing.py": [SCHEDULER],
 }
 COMPARISONS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
