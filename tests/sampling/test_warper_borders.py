@@ -151,8 +151,12 @@ def test_all_stay_where_the_sum_of_all_is_below_the_limit(backend):
     for count in range(20, 60):
         row = np.zeros(count, np.float32)
         row[-1] = -0.5
-        if np.float32(np.sum(softmax(row).astype(np.float32), dtype=np.float64)) < 1:
+        total = np.float32(np.sum(softmax(row).astype(np.float32), dtype=np.float64))
+        if total < 1:
             found += 1
+            beside = np.append(row, np.float32(-40))  # adds nothing to the sum, which is at the limit without it
+            kept = kept_by(backend, beside, top_p=float(total), top_p_rule="fastertransformer")
+            assert kept == list(range(count))
             assert len(kept_by(backend, row, typical_p=ALL_BUT_NOTHING)) == count
             for rule in ("openai", "fastertransformer"):
                 assert len(kept_by(backend, row, top_p=ALL_BUT_NOTHING, top_p_rule=rule)) == count
