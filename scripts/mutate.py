@@ -7,7 +7,8 @@
 A mutant that fails a test is dead. One that passes them all is printed with its line: a test is missing, or the two
 programs are the same, which `equivalent_mutants.txt` beside this script says with the reason. The status is 1 if there
 is a survivor that it does not know. Each mutant runs in a copy of the tree, in a process forked from one that has
-imported torch and transformers already; a changed kernel is compiled anew, so kernels take 10 to 60 s each (Linux).
+imported torch and transformers already (Linux). A changed kernel is compiled anew, which takes 10 to 60 s: those for
+sampling run as Python first, and are compiled only if that finds nothing.
 """
 
 import argparse
@@ -28,19 +29,29 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.txt")
 PATIENCE = 5  # times the CPU time that a file's tests take: a mutant that takes more never ends, and is dead too
 PRELOADED = ("numba", "pytest", "hypothesis", "torch", "transformers", "numpy.testing")
 
-SAMPLING = "tests/sampling/test_sampling.py"
-# Each file, and the tests that know it.
+BORDERS, SAMPLING = "tests/sampling/test_warper_borders.py", "tests/sampling/test_sampling.py"
+SLOTS, SCHEDULER = "tests/engine/test_kv_slots.py", "tests/engine/test_scheduler.py"
+PROCESSORS = "tests/sampling/test_processors.py"
+# Each file, and the tests that know it: those that most mutants fail come first. The last three load no model.
 TESTS = {
-    "kernels/reference/warpers.py": [SAMPLING, "-k", "reference and not cpu_"],
-    "kernels/reference/processors.py": ["tests/sampling/test_processors.py"],
-    "kernels/cpu/sampling/warpers.py": [SAMPLING, "-k", "cpu"],
-    "kernels/cpu/sampling/row.py": [SAMPLING, "-k", "cpu"],
+    "kernels/reference/warpers.py": [BORDERS, SAMPLING, "-k", "reference and not cpu_"],
+    "kernels/reference/processors.py": [PROCESSORS, "-k", "reference"],
+    "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", "cpu"],
+    "kernels/cpu/sampling/row.py": [BORDERS, SAMPLING, "-k", "cpu"],
     "kernels/cpu/sampling/sampling.py": [SAMPLING, "-k", "cpu"],
-    "kernels/cpu/sampling/processors.py": ["tests/sampling/test_processors.py"],
+    "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu"],
     "kernels/cpu/layers/operands.py": ["tests/kernels/cpu/test_dtype_kernels.py", "tests/kernels/cpu/test_linear.py"],
-    "tinygpt/engine/scheduler.py": ["tests/engine/test_scheduler.py", "tests/engine/test_engine.py"],
-    "tinygpt/engine/kv_slots.py": ["tests/engine/test_kv_slots.py", "tests/engine/test_prefix_cache.py"],
-    "tinygpt/engine/prefix_sharing.py": ["tests/engine/test_prefix_cache.py", "tests/engine/test_scheduler.py"],
+    "tinygpt/engine/scheduler.py": [SCHEDULER],
+    "tinygpt/engine/kv_slots.py": [SLOTS, SCHEDULER],
+    "tinygpt/engine/prefix_sharing.py": [SCHEDULER],
+}
+# Kernels that run without Numba too, and those of their tests that do not take long then.
+FEW_ROWS = "cpu and not (vocabulary or large or far or cpu_equals or cpu_rounds or draws_follow or round_values)"
+AS_PYTHON = {
+    "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", FEW_ROWS],
+    "kernels/cpu/sampling/row.py": [BORDERS, SAMPLING, "-k", FEW_ROWS],
+    "kernels/cpu/sampling/sampling.py": [SAMPLING, "-k", FEW_ROWS],
+    "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu and not neighbours"],
 }
 COMPARISONS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),
@@ -118,7 +129,7 @@ def _other(value: float) -> float:
     return value + 1 if isinstance(value, int) else value * 1.5 or 0.5
 
 
-def survives(mutant: Mutant, tree: Path, limit: int = 3600) -> int:
+def survives(mutant: Mutant, tree: Path, limit: int = 3600, as_python: bool = False) -> int:
     """The seconds of CPU that the file's tests take with the mutant in `tree`, a copy of the project; 0 if one fails.
 
     limit: seconds of CPU after which they count as failed. Nothing else changes in `tree`.
@@ -128,7 +139,7 @@ def survives(mutant: Mutant, tree: Path, limit: int = 3600) -> int:
     try:
         child = os.fork()
         if not child:
-            _run_tests(mutant.file, tree, caches, limit)
+            _run_tests(mutant.file, tree, caches, limit, as_python)
         _, status, used = os.wait4(child, 0)
         return 0 if status else math.ceil(used.ru_utime + used.ru_stime)
     finally:
@@ -136,7 +147,7 @@ def survives(mutant: Mutant, tree: Path, limit: int = 3600) -> int:
         shutil.rmtree(caches, ignore_errors=True)
 
 
-def _run_tests(file: str, tree: Path, caches: str, limit: int) -> None:
+def _run_tests(file: str, tree: Path, caches: str, limit: int, as_python: bool) -> None:
     """Ends this process: 0 if all tests of the file pass."""
     import resource
 
@@ -153,14 +164,27 @@ def _run_tests(file: str, tree: Path, caches: str, limit: int) -> None:
             os.environ["NUMBA_CACHE_DIR"] = caches
         os.environ["PYTHONPATH"], sys.path[0] = str(tree), str(tree)
         sys.dont_write_bytecode = True  # two mutants within a second would share one
-        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *TESTS[file]])
+        if as_python:
+            _do_not_compile()
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(AS_PYTHON if as_python else TESTS)[file]])
     finally:
         os._exit(int(status))
+
+
+def _do_not_compile() -> None:
+    """Have Python run the kernels of sampling, which are imported here."""
+    import numba
+    import numpy as np
+
+    numba.config.DISABLE_JIT = 1
+    row = importlib.import_module("tinygpt.kernels.cpu.sampling.row")
+    row._partial_sums = lambda: np.empty(row.PARTIAL_SUMS)  # in place of LLVM instructions
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"default: {', '.join(TESTS)}")
+    parser.add_argument("--as-python", action="store_true", help="do not compile what survives as Python")
     parser.add_argument("--list", action="store_true", help="name the mutants and run nothing")
     arguments = parser.parse_args()
     unknown = [file for file in arguments.files if file not in TESTS]
@@ -171,19 +195,27 @@ def main() -> int:
     if arguments.list:
         print("\n".join(mutant.name for mutant in mutants))
         return 0
-    return run(mutants, set(EQUIVALENT.read_text().splitlines()))
+    return run(mutants, set(EQUIVALENT.read_text().splitlines()), arguments.as_python)
 
 
-def run(mutants: list[Mutant], equivalent: set[str]) -> int:
+def run(mutants: list[Mutant], equivalent: set[str], as_python: bool) -> int:
+    """as_python: kernels that run as Python are not compiled besides."""
+
+    def ways(file: str) -> list[bool]:
+        return [True] * (file in AS_PYTHON) + [False] * (file not in AS_PYTHON or not as_python)
+
     for name in PRELOADED:
         importlib.import_module(name)
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         tree = Path(folder) / "tinygpt"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "__pycache__", "build", ".*_cache"))
-        limits = {file: PATIENCE * _cpu_time(file, tree) for file in dict.fromkeys(mutant.file for mutant in mutants)}
+        files = dict.fromkeys(mutant.file for mutant in mutants)
+        limits = {(file, way): PATIENCE * _cpu_time(file, tree, way) for file in files for way in ways(file)}
         for i, mutant in enumerate(mutants, 1):
-            if mutant.name not in equivalent and survives(mutant, tree, limits[mutant.file]):
+            if mutant.name not in equivalent and all(
+                survives(mutant, tree, limits[mutant.file, way], way) for way in ways(mutant.file)
+            ):
                 survivors += 1
                 print(f"survives, line {mutant.line}: {mutant.name}", flush=True)
             if i % 20 == 0:
@@ -192,10 +224,10 @@ def run(mutants: list[Mutant], equivalent: set[str]) -> int:
     return int(survivors > 0)
 
 
-def _cpu_time(file: str, tree: Path) -> int:
+def _cpu_time(file: str, tree: Path, as_python: bool) -> int:
     """Seconds that the tests take with the file as it is."""
     unchanged = Mutant(file, 1, 0, 0, "", (ROOT / file).read_text())
-    return survives(unchanged, tree) or sys.exit(f"{file}: its tests fail as it is: mend it first, or them.")
+    return survives(unchanged, tree, as_python=as_python) or sys.exit(f"{file}: its tests fail as it is: mend it first, or them.")
 
 
 if __name__ == "__main__":

@@ -46,13 +46,13 @@ def filter_row(logits, temperature, top_k, top_p, top_p_rule, min_p, typical_p, 
         scores = _keep_top_k(scores, int(top_k))
     if top_p < 1:
         scores = (_keep_top_p, _keep_within_p, _keep_part_within_p)[int(top_p_rule)](scores, top_p)
-    if min_p > 0:
+    if min_p:
         scores = _keep_min_p(scores, np.float32(min_p))
     if typical_p < 1:
         scores = _keep_typical(scores, np.float32(typical_p))
-    if epsilon_cutoff > 0:
+    if epsilon_cutoff:
         scores = _cut_off(scores, np.float32(epsilon_cutoff))
-    if eta_cutoff > 0:
+    if eta_cutoff:
         scores = _cut_off(scores, _eta(scores, np.float32(eta_cutoff)))
     return scores
 
@@ -88,14 +88,13 @@ def _keep_part_within_p(scores, top_p):
     """FasterTransformer's rule: its draw is u * p, looked up in the sums of the probabilities, greatest first."""
     order = np.argsort(-scores, kind="stable")  # most probable first
     probabilities, cumulated = _probabilities(scores), _cumulated(scores, order)
-    crossing = np.argmax(cumulated >= np.float32(top_p)) if cumulated[-1] >= np.float32(top_p) else len(scores) - 1
-    before = cumulated[crossing - 1] if crossing else np.float32(0)
+    crossing = min(np.sum(cumulated < np.float32(top_p)), len(scores) - 1)
     kept = np.zeros(len(scores), bool)
     kept[order[: crossing + 1]] = True
     scores = _keep(scores, kept)
     if crossing and cumulated[crossing] > np.float32(top_p):
-        last = order[crossing]
-        scores[last] += np.float32(np.log((np.float32(top_p) - before) / np.float64(probabilities[last])))
+        last, missing = order[crossing], np.float32(top_p) - cumulated[crossing - 1]
+        scores[last] += np.float32(np.log(missing / np.float64(probabilities[last])))
     return scores
 
 

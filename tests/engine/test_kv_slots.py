@@ -81,6 +81,24 @@ def test_the_least_recently_used_goes_first_whatever_its_salt():
     assert [kept(slots, salt) for salt in ("red", None, "blue")] == [[], [[1, 2]], [[1, 2]]]
 
 
+def test_of_the_kept_slots_the_one_that_holds_most_is_found():
+    slots = SlotTable(3, 3)
+    a, b, c = take_all(slots, [1], [1], [2])
+    slots.release(a, [1, 2, 9], None)
+    slots.release(b, [1, 2, 3, 9], None)
+    slots.release(c, [2], None)
+    assert [slots.find(token_ids, None) for token_ids in ([1, 2, 3], [1, 2, 9], [2, 3])] == [(3, b), (3, a), (1, c)]
+
+
+def test_what_is_put_is_in_the_slot_that_was_written():
+    slots, written = SlotTable(3, 2), []
+    for token_ids in ([1, 2], [3, 4], [5, 6]):  # the third takes the place of the first
+        slots.put(token_ids, None, written.append)
+        assert slots.take([*token_ids, 9], None) == (written[-1], 2)
+        slots.release(written[-1], token_ids, None)
+    assert (kept(slots), slots.num_free) == ([[3, 4], [5, 6]], 3)
+
+
 @pytest.mark.parametrize("token_ids", [[], [SINGLE_USE_IDS, 5]])
 def test_a_row_of_no_use_is_empty(token_ids):
     slots = SlotTable(1, 1)

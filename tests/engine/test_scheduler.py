@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinygpt.engine.kv_slots import SlotTable
-from tinygpt.engine.prefix_sharing import WORTH_WAITING
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.request.sequence import SampledToken, Sequence
+from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0
 FRESH = itertools.count(1000)
+WORTH_WAITING = 16  # tokens, as prefix_sharing.py says: written out, or a change of it would change the tests too
 
 
 def new_sequence(
@@ -163,6 +164,46 @@ def test_remove_of_one_never_added():
     assert len(scheduler.schedule()) == 1
 
 
+# Logits of prompts.
+
+
+def asked(prompt_len: int, first: int, begin: int | None = None) -> Sequence:
+    """One whose prompt's logits are wanted from position `first` on."""
+    sequence = new_sequence(prompt_len, begin=begin)
+    sequence.prompt_logprobs = PromptLogprobs(first, sequence.prompt_token_ids[first + 1 :], 0)
+    return sequence
+
+
+def logits_of_steps(scheduler: Scheduler, steps: int) -> list[list[tuple[int, int, int]]]:
+    """For each chunk its tokens, the logits that are computed, and those for the prompt's own sake."""
+    seen = []
+    for _ in range(steps):
+        seen.append([(chunk.count, chunk.num_logits, chunk.num_prompt_logits) for chunk in scheduler.schedule()])
+        run_step(scheduler)
+    return seen
+
+
+def test_a_chunk_computes_the_logits_that_are_wanted_and_no_others():
+    assert logits_of_steps(scheduler_of(new_sequence(25), tokens=10), 4) == [
+        [(10, 0, 0)], [(10, 0, 0)], [(5, 1, 0)], [(1, 1, 0)],
+    ]  # fmt: skip
+    assert logits_of_steps(scheduler_of(asked(25, first=12), tokens=10), 3) == [[(10, 0, 0)], [(10, 8, 8)], [(5, 5, 5)]]
+
+
+def test_prompts_of_a_step_share_its_rows_of_logits():
+    a, b = asked(60, first=0), asked(90, first=20)
+    assert logits_of_steps(scheduler_of(a, b, tokens=200), 1) == [[(60, 60, 60), (24, 4, 4)]]
+
+
+def test_what_is_kept_is_not_taken_over_where_logits_are_wanted():
+    scheduler = scheduler_of(new_sequence(20, max_tokens=1, begin=7), kept=1)
+    finish(scheduler)
+    late = asked(40, first=19, begin=7)
+    scheduler.add(late)
+    run_step(scheduler)
+    assert late.num_reused == 19
+
+
 # What prompts have in common.
 
 
@@ -211,6 +252,27 @@ def test_one_that_waits_goes_on_when_the_other_is_removed(after):
     assert finish(scheduler) == 40 - 10 * after + 1 + 4
     assert (b.finish_reason, c.finish_reason) == ("length", "length")
     assert (b.num_reused, c.num_reused) == (10 * after, 39)
+
+
+def test_one_waits_for_the_other_that_has_most_in_common_with_it():
+    little, much, last = new_sequence(20, begin=7), new_sequence(60, begin=7), new_sequence(50, begin=7)
+    much.prompt_token_ids[5:] = last.prompt_token_ids[5:] = [2] * 55
+    last.prompt_token_ids[50:] = []
+    scheduler = scheduler_of(little, much, last)
+    assert [sequence for sequence, _ in run_step(scheduler)] == [little, much]
+    assert run_step(scheduler) == [(little, 1), (much, 1), (last, 1)]
+    assert last.num_reused == 49
+
+
+def test_nothing_of_one_that_failed_is_handed_on():
+    """Numbers that are not finite may have spread to any of its positions."""
+    a, b = (new_sequence(40, begin=7) for _ in range(2))
+    scheduler = scheduler_of(a, b, tokens=10)
+    run_step(scheduler)
+    a.fail("not finite")
+    scheduler.remove(a)
+    assert (cache_of(scheduler).copies, b.num_reused) == ([], 0)
+    assert finish(scheduler) == 40 + 2
 
 
 def test_removing_the_one_that_waits_leaves_the_other_alone():

@@ -141,6 +141,16 @@ def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
 
 
 @BACKENDS
+@pytest.mark.parametrize("prompt", [[1], [2], [1, 2], [2, 1]], ids=str)
+def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, prompt):
+    row, words = random_row(4), [[1, 2], [2, 1, 5], [1, 2, 6]]
+    ours = process(backend, [row], [sequence_of(prompt, [], bad_words_ids=words)])[0]
+    theirs = huggingface(row, prompt, transformers.NoBadWordsLogitsProcessor(words, list(EOS)))
+    np.testing.assert_array_equal(ours, theirs)
+    assert np.isneginf(ours).sum() == (prompt == [1]) + (len(prompt) > 1) + (prompt == [2, 1])
+
+
+@BACKENDS
 def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(backend):
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence; repetition comes before them."""
     row, prompt, new = random_row(0), [1, 1, 2], [3, 3, 3, 2]

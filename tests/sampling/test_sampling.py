@@ -139,6 +139,11 @@ def test_greedy_rows_pass_the_filters_untouched(backend):
     np.testing.assert_array_equal(backend.filter_logits(logits, warpers), logits)
 
 
+def test_a_row_without_settings_is_refused_by_the_reference():
+    with pytest.raises(ValueError, match="shorter"):
+        reference.filter_logits(np.zeros((2, 4), np.float32), warpers_of(1))
+
+
 # The other warpers, against Hugging Face; probabilities that are no round numbers, since torch's have other roundings.
 
 OTHERS = [

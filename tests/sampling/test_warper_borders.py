@@ -7,7 +7,14 @@ depends on the comparison and not on a rounding.
 import numpy as np
 import pytest
 import torch
-from transformers import EpsilonLogitsWarper, EtaLogitsWarper, TopPLogitsWarper
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from tinygpt.kernels import cpu, reference
 from tinygpt.sampling.metadata import Warpers, warpers_of
@@ -15,6 +22,7 @@ from tinygpt.sampling_params import SamplingParams
 
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 SEEDS = range(12)
+ALL_BUT_NOTHING = 1 - 1e-9  # below 1, and 1 in float32: no sum need reach it
 
 
 def row_of(seed, spread=2.0):
@@ -25,8 +33,7 @@ def row_of(seed, spread=2.0):
 
 
 def kept_by(backend, row, **fields):
-    warpers = Warpers(*np.array(warpers_of(SamplingParams(temperature=1.0, **fields)), np.float64)[:, None])
-    return np.flatnonzero(backend.filter_logits(row[None], warpers)[0] > -np.inf).tolist()
+    return np.flatnonzero(filtered_by(backend, row, **fields) > -np.inf).tolist()
 
 
 def kept_by_huggingface(row, warper):
@@ -36,6 +43,11 @@ def kept_by_huggingface(row, warper):
 def softmax(row):
     weights = np.exp(row.astype(np.float64) - np.float64(row.max()))
     return weights / weights.sum()
+
+
+def filtered_by(backend, row, **fields):
+    warpers = Warpers(*np.array(warpers_of(SamplingParams(temperature=1.0, **fields)), np.float64)[:, None])
+    return backend.filter_logits(row[None], warpers)[0]
 
 
 def alike(theirs, ours):
@@ -52,6 +64,25 @@ def sums_of(row, order):
     """Of the probabilities in this order, as torch adds them up, and in float64."""
     theirs = torch.from_numpy(row).softmax(-1)[torch.from_numpy(order.copy())].cumsum(-1)
     return alike(theirs, np.cumsum(softmax(row).astype(np.float32)[order], dtype=np.float64))
+
+
+def distances_of(row):
+    """How far each token's information is from the expected one, as torch has it, and in float64."""
+    theirs = torch.from_numpy(row).log_softmax(-1)
+    theirs = (-theirs + (theirs * theirs.exp()).nansum()).abs().numpy()
+    ours = np.log(softmax(row)).astype(np.float32)
+    return theirs, np.abs(-ours - np.float32(-np.sum(softmax(row) * np.log(softmax(row)))))
+
+
+def typical_row_of(seed):
+    """A row, and the sums of its probabilities, typical tokens first: None where torch's and ours are not the same."""
+    row = np.random.default_rng(seed).integers(-8, 8, 8).astype(np.float32) / 4
+    theirs, ours = distances_of(row)
+    order = torch.from_numpy(np.argsort(ours, kind="stable"))
+    their_sums = torch.from_numpy(row)[order].softmax(-1).cumsum(-1).numpy()
+    sums = np.cumsum(softmax(row).astype(np.float32)[order], dtype=np.float64).astype(np.float32)
+    ranks, our_ranks = (np.unique(distances, return_inverse=True)[1] for distances in (theirs, ours))
+    return (row, sums) if np.array_equal(ranks, our_ranks) and np.array_equal(their_sums, sums) else None
 
 
 def around(limit):
@@ -88,6 +119,71 @@ def test_a_probability_at_eta_stays(backend):
         small = [p for p in probabilities_of(row) if p > 1e-9 and np.sqrt(p) < 0.99 * flatness]
         cases += [(row, "eta_cutoff", around(p), EtaLogitsWarper) for p in small]
     compared(backend, cases)
+
+
+@BACKENDS
+def test_a_probability_at_min_p_of_the_greatest_stays(backend):
+    cases = []
+    for row in [row_of(seed) for seed in range(40)]:
+        alike_in_row = np.float32(probabilities_of(row))
+        top = softmax(row).max().astype(np.float32)
+        limits = alike_in_row / top
+        if top in alike_in_row:
+            exact = limits[(limits * top == alike_in_row) & (limits < 1)]
+            cases += [(row, "min_p", around(limit), MinPLogitsWarper) for limit in exact]
+    compared(backend, cases)
+    for row in (np.zeros(8, np.float32), row_of(1)):  # nothing but what ties with the greatest
+        assert kept_by(backend, row, min_p=1.0) == kept_by_huggingface(row, MinPLogitsWarper(1.0))
+
+
+@BACKENDS
+def test_what_adds_up_to_typical_p_is_enough(backend):
+    """Rows alone on which all sums agree: torch's own softmax of the sorted row rounds otherwise in most."""
+    rows = [typical_row_of(seed) for seed in range(150)]
+    limits = [(row, around(limit)) for row, sums in filter(None, rows) for limit in sums[sums < 1 - 1e-6]]
+    compared(backend, [(row, "typical_p", nearby, TypicalLogitsWarper) for row, nearby in limits])
+
+
+@BACKENDS
+def test_all_stay_where_the_sum_of_all_is_below_the_limit(backend):
+    """Probabilities that are rounded down add up to less than 1."""
+    found = 0
+    for count in range(20, 60):
+        row = np.zeros(count, np.float32)
+        row[-1] = -0.5
+        total = np.float32(np.sum(softmax(row).astype(np.float32), dtype=np.float64))
+        if total < 1:
+            found += 1
+            beside = np.append(row, np.float32(-40))  # adds nothing to the sum, which is at the limit without it
+            kept = kept_by(backend, beside, top_p=float(total), top_p_rule="fastertransformer")
+            assert kept == list(range(count))
+            assert len(kept_by(backend, row, typical_p=ALL_BUT_NOTHING)) == count
+            for rule in ("openai", "fastertransformer"):
+                assert len(kept_by(backend, row, top_p=ALL_BUT_NOTHING, top_p_rule=rule)) == count
+    assert found > 2
+
+
+@BACKENDS
+def test_what_ties_with_the_kth_stays(backend):
+    for row in [row_of(seed) for seed in SEEDS]:
+        for k in range(1, row.size + 2):
+            assert kept_by(backend, row, top_k=k) == kept_by_huggingface(row, TopKLogitsWarper(k))
+
+
+@BACKENDS
+def test_a_token_that_fits_in_p_whole_keeps_its_score(backend):
+    """Only one that crosses p is lowered, and not the first, which is all that stays: its draw is certain."""
+    lowered = 0
+    for row in [row_of(seed) for seed in SEEDS]:
+        order = np.argsort(-row, kind="stable")
+        sums = np.cumsum(softmax(row).astype(np.float32)[order], dtype=np.float64).astype(np.float32)
+        for i, limit in enumerate(sums[sums < 1]):
+            below, at, _ = (filtered_by(backend, row, top_p=p, top_p_rule="fastertransformer") for p in around(limit))
+            np.testing.assert_array_equal(at[at > -np.inf], row[at > -np.inf])
+            if i == 0:
+                np.testing.assert_array_equal(below, at)
+            lowered += below[order[i]] < row[order[i]]
+    assert lowered > 10
 
 
 @BACKENDS

@@ -59,13 +59,13 @@ def keep_by_all(warpers, r, work):
     kept = _keep_top_k(warpers.top_k[r], work)
     if warpers.top_p[r] < 1:
         kept = _keep_top_p_by_rule(warpers.top_p[r], warpers.top_p_rule[r], kept, work)
-    if warpers.min_p[r] > 0:
+    if warpers.min_p[r]:
         kept = _keep_min_p(np.float32(warpers.min_p[r]), kept, work)
     if warpers.typical_p[r] < 1:
         kept = _keep_typical(np.float32(warpers.typical_p[r]), kept, work)
-    if warpers.epsilon_cutoff[r] > 0:
+    if warpers.epsilon_cutoff[r]:
         kept = _cut_off(np.float32(warpers.epsilon_cutoff[r]), kept, work)
-    if warpers.eta_cutoff[r] > 0:
+    if warpers.eta_cutoff[r]:
         kept = _cut_off(_eta(np.float32(warpers.eta_cutoff[r]), kept, work), kept, work)
     return kept
 

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from support.kernel_tools import aligned, from_bits, operand_of, packed, random_values, same_bits, unpacked, unwritten
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.layers.operands import NOTHING, from_bfloat16, to_bfloat16
+from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing.pack import SHARES, panel_count
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.tiles import GROUP, GROUPED_ROWS, PANEL, TILE_ROWS, WEIGHT_GROUP
 
 F32 = np.float32
+ZERO_BELOW = 2.0**-120  # written out: a change of the kernels' own number must be seen
 SIZES = [F32(1e-30), F32(1), F32(1e30)]
 WIDTHS = [1, 31, WEIGHT_GROUP, 33, GROUP, GROUP + 1, 3 * GROUP - 5]
 
@@ -118,12 +119,22 @@ def test_int8_activations_at_the_ends_of_their_range(n):
     check_activations(np.array(rows, F32))
 
 
+@pytest.mark.parametrize("n", [GROUP, GROUP - 3])
+def test_a_group_of_next_to_nothing_is_one_of_zeros(n):
+    """The border itself, the next number on either side of it, and half of it."""
+    border = F32(ZERO_BELOW)
+    sizes = [border, np.nextafter(border, F32(0)), np.nextafter(border, F32(1)), border / 2, border * 2]
+    x = np.array(sizes, F32)[:, None] * np.linspace(-1, 0.5, n, dtype=F32)
+    check_activations(x)
+    assert operand_of(x, "int8").values.any(axis=1).tolist() == [True, False, True, False, True]
+
+
 def check_activations(x: np.ndarray) -> None:
     """Each group of each row by itself; x * (127 / largest) is rounded once, the division apart."""
     operand = operand_of(x, "int8")
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
     largest = np.abs(padded).max(axis=2)  # (M, G)
-    largest = np.where(largest < NOTHING, F32(0), largest)  # so that 127 / largest is finite
+    largest = np.where(largest < ZERO_BELOW, F32(0), largest)  # so that 127 / largest is finite
     inverse = np.divide(F32(127), largest, out=np.zeros_like(largest), where=largest > 0)
     codes = np.rint(padded.astype(float) * inverse[:, :, None].astype(float))  # (M, G, GROUP)
     np.testing.assert_array_equal(operand.values.reshape(codes.shape), codes)
