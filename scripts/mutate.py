@@ -227,7 +227,9 @@ def run(mutants: list[Mutant], equivalent: set[str], as_python: bool) -> int:
 def _cpu_time(file: str, tree: Path, as_python: bool) -> int:
     """Seconds that the tests take with the file as it is."""
     unchanged = Mutant(file, 1, 0, 0, "", (ROOT / file).read_text())
-    return survives(unchanged, tree, as_python=as_python) or sys.exit(f"{file}: its tests fail as it is: mend it first, or them.")
+    return survives(unchanged, tree, as_python=as_python) or sys.exit(
+        f"{file}: its tests fail as it is: mend it first, or them."
+    )
 
 
 if __name__ == "__main__":
