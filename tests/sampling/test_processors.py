@@ -151,6 +151,15 @@ def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, pro
 
 
 @BACKENDS
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_history_that_is_one_ngram_of_equal_tokens_forbids_the_next(backend, size):
+    row, prompt = random_row(5), [5] * size
+    ours = process(backend, [row], [sequence_of(prompt, [], no_repeat_ngram_size=size)])[0]
+    np.testing.assert_array_equal(ours, huggingface(row, prompt, transformers.NoRepeatNGramLogitsProcessor(size)))
+    assert np.flatnonzero(np.isneginf(ours)).tolist() == [5]
+
+
+@BACKENDS
 def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(backend):
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence; repetition comes before them."""
     row, prompt, new = random_row(0), [1, 1, 2], [3, 3, 3, 2]
