@@ -92,8 +92,7 @@ def test_whatever_a_loader_does_is_survived(harm, what):
 
 
 def test_a_campaign_goes_on_behind_what_kills_its_workers():
-    limits = Limits(seconds=0.2)
-    report = Campaign(1, ("golden.npz",), 30, None, workers=2, limits=limits, patch=sabotage.crash).run()
+    report = Campaign(1, ("golden.npz",), 30, None, workers=2, limits=PATIENT, patch=sabotage.crash).run()
     assert report.counts.total() == 30
     undamaged = FORMATS["golden.npz"].files()["golden.npz"]
     sizes = [len(case_of(1, i, ("golden.npz",)).input(undamaged).data) for i in range(30)]
