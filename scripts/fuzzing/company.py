@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import TinyGPTError
+from tinygpt.outputs import StreamChunk
 
 from .random_requests import Asked, World, request_of
 
@@ -131,18 +132,23 @@ def _told(output: Any) -> tuple:
     )
 
 
+def _by_sample(chunks: Iterable[StreamChunk]) -> list[StreamChunk]:
+    """Which sample comes first in a step depends on when each got a slot."""
+    return sorted(chunks, key=lambda chunk: chunk.index)
+
+
 def _generate(llm: LLM, request: Asked) -> Any:
     return [_told(output) for output in llm.generate(request.prompt, _params(request))]
 
 
 def _stream(llm: LLM, request: Asked) -> Any:
-    return list(llm.stream(request.prompt, _params(request)))
+    return _by_sample(llm.stream(request.prompt, _params(request)))
 
 
 def _submit(llm: LLM, request: Asked) -> Any:
     chunks = []
     output = llm.submit(request.prompt, _params(request), chunks.append).result(timeout=300)
-    return _told(output), [chunks] if len(output.outputs) == 1 else sorted(map(repr, chunks))
+    return _told(output), _by_sample(chunks)
 
 
 def _async(llm: LLM, request: Asked) -> Any:
@@ -153,7 +159,7 @@ def _async_stream(llm: LLM, request: Asked) -> Any:
     async def chunks() -> list:
         return [chunk async for chunk in AsyncLLM(llm).stream(request.prompt, _params(request))]
 
-    return asyncio.run(chunks())
+    return _by_sample(asyncio.run(chunks()))
 
 
 def _session(llm: LLM, request: Asked) -> Any:

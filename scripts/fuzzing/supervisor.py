@@ -34,7 +34,7 @@ class Report:
 
 
 class Worker:
-    """A process that runs inputs. `heard` and `state` are the number of the last input and what became of it."""
+    """A process that runs inputs. `number` and `state` are the last input's and what became of it."""
 
     def __init__(self, limits: Limits, patch: Callable[[], None] | None = None):
         context = multiprocessing.get_context("forkserver")
@@ -43,23 +43,28 @@ class Worker:
         self.process = context.Process(target=work, args=(theirs, limits, patch), daemon=True)
         self.process.start()
         theirs.close()
-        self.number, self.state, self.last_word = -1, "starts", time.monotonic()
+        self.number, self.state, self.is_done, self.last_word = -1, "starts", False, time.monotonic()
+
+    def give(self, job: Range | Several) -> None:
+        self.is_done, self.last_word = False, time.monotonic()
+        self.pipe.send(job)
 
     def hear(self) -> tuple[int, Outcome] | None:
         """An outcome, if one is there. EOFError after the last input of the job, or where the process has died."""
         message = self.pipe.recv()
         self.last_word = time.monotonic()
         if message is None:
+            self.is_done = True
             raise EOFError
         self.number, self.state = message
         return message if isinstance(self.state, Outcome) else None
 
     def death(self) -> Outcome | None:
-        """What the process died of, as the outcome of its last input; None where that has one, and it did not die."""
+        """What the process died of, as the outcome of its last input; None where its job is done."""
+        if self.is_done:
+            return None
         if self.is_silent():
             self.process.kill()
-        elif self.process.is_alive() and isinstance(self.state, Outcome):
-            return None
         self.process.join()
         code = self.process.exitcode
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -107,7 +112,7 @@ class Campaign:
 
     def _start(self, start: int) -> Worker:
         worker = Worker(self.limits, self.patch)
-        worker.pipe.send(Range(self.seed, self.formats, start, self.workers, self.inputs))
+        worker.give(Range(self.seed, self.formats, start, self.workers, self.inputs))
         return worker
 
     def _hear(self, busy: dict, worker: Worker, report: Report, on_news: Callable) -> None:
@@ -142,7 +147,7 @@ class Judge:
 
     def outcome(self, given: Case | Input) -> Outcome:
         worker = self._worker
-        worker.pipe.send(Several((given,)))
+        worker.give(Several((given,)))
         outcome = None
         try:
             while worker.pipe.poll(SILENCE):

@@ -40,12 +40,15 @@ def follow_shards_anywhere() -> None:
 
 def forget_checksums() -> None:
     """As if every checksum were right."""
-    packed._checksum = session_file._checksum = lambda *_: _Anything()
+    packed._checksum = session_file._checksum = lambda *_: _AnyText("0")
 
 
-class _Anything:
+class _AnyText(str):
     def __eq__(self, other: object) -> bool:
         return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
 
     __hash__ = None
 
