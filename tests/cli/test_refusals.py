@@ -127,6 +127,8 @@ def test_stdin_that_is_no_text(run, give_stdin):
         (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: 'out.jsonl'"),
         (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero"),
         (CheckpointError("a \x1b[2J\x07\x9b\nb"), 1, "a \\x1b[2J\\x07\\x9b\nb\n"),
+        (CheckpointError("a \u202eb\u2066"), 1, "a \\u202eb\\u2066\n"),
+        (ValueError("a \x1b[2J"), 1, "unexpected ValueError: a \\x1b[2J (run it again"),
         (CheckpointError("a" * 10_000), 1, f"{'a' * 8000} [...] and 2000 characters more\n"),
     ],
     ids=lambda value: type(value).__name__,

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinygpt.weights.adapters import name_pattern
 from tinygpt.weights.adapters.name_pattern import NamePatterns, TooMuchWork
 
 NAMES = (
@@ -96,6 +97,19 @@ def test_work_beyond_the_budget_is_refused():
         patterns.fullmatch("(?:a?b?)*" * 100 + "c", "ab" * 20)
     with pytest.raises(TooMuchWork):
         NamePatterns().parse("a" * 200_000)
+
+
+@pytest.mark.parametrize("expression", ["(?:){500}" * 20, ".*" + "(?=)" * 50])
+def test_going_through_nothing_again_and_again_is_work(expression):
+    with pytest.raises(TooMuchWork):
+        NamePatterns(max_steps=5000).fullmatch(expression, "a" * 490)
+
+
+def test_the_words_of_a_name_are_looked_for_once(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(name_pattern, "_is_word", lambda character: looked_at.append(character) or character != ".")
+    assert NamePatterns().fullmatch(r"(?:(?:\b){20}){20}ab(?:\b|\B)\.c", "ab.c")
+    assert len(looked_at) == len("ab.c")
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def check_session_or_sentence(path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert "cannot be read (no regular file)" in refusal(tmp_path / "pipe")
+    assert "cannot be read (it is a FIFO, and must be a regular file)" in refusal(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="pipe is a pipe, a socket or a device"):
         checked_file(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as server:
@@ -287,7 +287,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="there are no such devices")
 @pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "/dev/full"])
 def test_a_device_is_refused(name):
-    assert "cannot be read (no regular file)" in refusal(Path(name))
+    assert "cannot be read (it is a character device, and must be a regular file)" in refusal(Path(name))
     with pytest.raises(CheckpointError, match="is a pipe, a socket or a device"):
         checked_file(name)
 
@@ -300,10 +300,13 @@ def test_a_path_that_names_nothing(path):
 
 def test_a_file_is_opened_once_and_read_no_further_than_it_was(tmp_path, monkeypatch):
     """That it grows after it was looked at, and that another one takes its place, changes nothing any more."""
-    path, fstat = forged(tmp_path / "a"), os.fstat
+    path, fstat, looks = forged(tmp_path / "a"), os.fstat, ["what it is", "how long it is"]
 
     def look_and_change(descriptor):
         status = fstat(descriptor)
+        looks.pop()
+        if looks:
+            return status
         with path.open("ab") as file:
             file.write(b"more")
         os.replace(forged(tmp_path / "b", {"token_ids": np.array([V] * 8, np.int32)}), path)

@@ -27,7 +27,8 @@ COMMANDS = {
 }
 DONE, FAILED, USAGE = 0, 1, 2
 MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some lines
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters but tabs and ends of lines
+# All control characters but tabs and ends of lines, and what turns the direction of the text behind it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
 
 EPILOG = """text goes to stdout and everything else to stderr
@@ -102,7 +103,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         _complain("\ntinygpt: interrupted")
         return INTERRUPTED
-    _complain(f"tinygpt: error: {_sentence(error)}")
+    _complain(f"tinygpt: error: {_printable(_sentence(error))}")
     return USAGE if isinstance(error, RequestError) else FAILED
 
 
@@ -123,7 +124,7 @@ def _complain(message: str) -> None:
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, TinyGPTError):
-        return _printable(str(error))
+        return str(error)
     if isinstance(error, MemoryError):
         return "there is not enough memory: use a smaller --max-num-seqs, --max-model-len or model."
     if isinstance(error, OSError):

@@ -15,7 +15,7 @@ from tinygpt.cli.prompts_file import PromptRecord
 from tinygpt.cli.records import BEGINNING
 from tinygpt.errors import RequestError, TinyGPTError
 
-SYNC_SECONDS = 1.0  # between two times that records are made sure of: what a power cut may cost
+SYNC_SECONDS = 1.0  # between two times that records are made sure of: a power cut may cost those of a second
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ def check_dtype(path: Path | None, earlier: Earlier, dtype: str) -> None:
 
 
 class RecordFile:
-    """The file, open for whole lines behind its last whole record; the disk has each line a second later.
+    """The file, open for whole lines behind its last whole record.
 
-    Nothing is buffered here: the system has a line, or TinyGPTError says why not.
+    Nothing is buffered here: the system has a line, or TinyGPTError says why not. The disk has all lines at each one
+    that comes a second or more after it last had, and at the end.
     """
 
     def __init__(self, path: Path, earlier: Earlier):

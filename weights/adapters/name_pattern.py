@@ -9,6 +9,7 @@ backreference, a possessive quantifier) is refused by name, and so are flags.
 
 import re
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 from tinygpt.errors import CheckpointError
@@ -87,6 +88,7 @@ class _Name:
         for i, character in enumerate(text):
             self.before[character] = self.before.get(character, 0) | 1 << i
 
+    @cached_property
     def boundaries(self) -> int:
         words = [False, *map(_is_word, self.text), False]
         return sum(1 << i for i in range(len(words) - 1) if words[i] != words[i + 1])
@@ -176,9 +178,11 @@ def _repeated(argument: tuple[int, int, Any]) -> Part:
     def ends(name: _Name, places: int) -> int:
         longest = len(name.text) + 1  # more repetitions than characters only repeat what is empty
         for _ in range(min(least, longest)):
+            name.work.take(1)
             places = body(name, places)
         found = new = places
         for _ in range(min(most - least, longest)):
+            name.work.take(1)
             new = body(name, new) & ~found
             if not new:
                 break
@@ -193,6 +197,7 @@ def _look(argument: tuple[int, Any]) -> Part:
     body = _sequence(tree)
 
     def ends(name: _Name, places: int) -> int:
+        name.work.take(places.bit_length())
         if direction < 0:
             return places & body(name, name.everywhere)
         return sum(1 << i for i in range(places.bit_length()) if places >> i & 1 and body(name, 1 << i))
@@ -238,8 +243,8 @@ _PLACES: dict[str, Callable[[_Name], int]] = {
     "AT_BEGINNING_STRING": lambda name: 1,
     "AT_END": _end,
     "AT_END_STRING": lambda name: 1 << len(name.text),
-    "AT_BOUNDARY": _Name.boundaries,
-    "AT_NON_BOUNDARY": lambda name: name.everywhere & ~name.boundaries(),
+    "AT_BOUNDARY": lambda name: name.boundaries,
+    "AT_NON_BOUNDARY": lambda name: name.everywhere & ~name.boundaries,
 }
 _CATEGORIES: dict[str, Callable[[str], bool]] = {
     "CATEGORY_DIGIT": str.isdecimal,

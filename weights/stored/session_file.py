@@ -24,7 +24,8 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.weights.stored.whole_file import read_whole, replace_whole
+from tinygpt.regular_file import open_regular
+from tinygpt.weights.stored.whole_file import replace_whole
 
 FORMAT, VERSION = "tinygpt session", "1"
 NAMES = ("token_ids", "k", "v")
@@ -120,7 +121,8 @@ def read_session(path: Path, made_by: Mapping[str, object], none: np.ndarray, ma
 def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """The metadata and, by its name, what there is of each array: `dtype`, `shape`, `data`."""
     try:
-        data = read_whole(path)
+        with open_regular(path) as file:
+            data = file.read(os.fstat(file.fileno()).st_size)  # of one that grows meanwhile no more
         tensors = dict(deserialize(data))  # checks the header: metadata are texts, no array leaves the file
         (header_size,) = struct.unpack_from("<Q", data)
         return json.loads(data[8 : 8 + header_size]).get("__metadata__") or {}, tensors

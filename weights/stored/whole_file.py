@@ -1,24 +1,9 @@
-"""Files that are read whole, and written whole or not at all."""
+"""Files that are written whole or not at all."""
 
 import contextlib
-import errno
 import os
 import secrets
-import stat
 from pathlib import Path
-
-
-def read_whole(path: Path) -> bytes:
-    """The bytes of a regular file, as many as it had when it was opened. OSError for any other, and if it fails.
-
-    It is opened once: what is looked at is what is read. Nothing is waited for, as a pipe's other end would be.
-    """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Windows has but the latter
-    with open(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "no regular file")
-        return file.read(status.st_size)
 
 
 def replace_whole(path: Path, data: bytes) -> None:
