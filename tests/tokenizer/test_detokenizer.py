@@ -200,3 +200,10 @@ class TestTextStream:
         stream = TextStream(ByteDetokenizer(lambda i: bytes([i])), ["ba", "ab"], min_tokens=min_tokens)
         given = [stream.push(token_id) for token_id in b"babab" if stream.stop is None]
         assert "".join(given) + stream.finish() == final
+
+    @pytest.mark.parametrize(("min_tokens", "final", "matched"), [(1, "", "\ufffd"), (2, "\ufffd", None)])
+    def test_the_last_text_of_the_first_min_tokens_completes_no_stop_string(self, min_tokens, final, matched):
+        """Half a character becomes U+FFFD when no more comes, and is still of the token that brought it."""
+        stream = TextStream(ByteDetokenizer(lambda i: bytes([i])), ["\ufffd"], min_tokens=min_tokens)
+        given = [stream.push(token_id) for token_id in "日".encode()[:2]]
+        assert ("".join(given) + stream.finish(), stream.stop) == (final, matched)

@@ -18,6 +18,7 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(stop, is_stop_included)
         self._num_early = min_tokens  # tokens to come with which no stop string may be complete
+        self._is_early = False  # whether the last token was one of them
         self._parts: list[str] = []
         self._later: list[int] = []
 
@@ -32,9 +33,9 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token."""
-        is_early = self._num_early > 0
-        self._num_early -= is_early
-        return self._give(self._stop_strings.push(self._detokenizer.push(token_id), is_early))
+        self._is_early = self._num_early > 0
+        self._num_early -= self._is_early
+        return self._give(self._stop_strings.push(self._detokenizer.push(token_id), self._is_early))
 
     def push_later(self, token_id: int) -> None:
         """Take a token whose text is not needed before `finish`, where no string ends the text."""
@@ -43,7 +44,7 @@ class TextStream:
     def finish(self) -> str:
         """The text that was waiting, when no more tokens come."""
         later, self._later = self._later, []
-        text = self._stop_strings.push(self._detokenizer.push_all(later) + self._detokenizer.finish())
+        text = self._stop_strings.push(self._detokenizer.push_all(later) + self._detokenizer.finish(), self._is_early)
         return self._give(text + self._stop_strings.finish())
 
     def _give(self, text: str) -> str:
