@@ -44,7 +44,7 @@ class RequestMetrics:
     """
 
     arrival: float
-    scheduled: float | None  # its first sample got a row of the KV cache
+    scheduled: float | None  # its first sample got a slot of the KV cache
     first_token: float | None
     finished: float
     num_steps: int  # tokens of the longest sample

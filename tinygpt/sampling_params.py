@@ -204,6 +204,11 @@ class SamplingParams:
                 f"num_beam_groups={self.num_beam_groups} and diversity_penalty={self.diversity_penalty:g} are not "
                 "possible without beams: set num_beams."
             )
+        elif self.length_penalty != 1 or self.early_stopping is not False:
+            raise RequestError(
+                f"length_penalty={self.length_penalty:g} and early_stopping={self.early_stopping!r} are for a beam "
+                "search, and num_beams is 1: set num_beams, or leave them out."
+            )
 
     def __eq__(self, other):
         return self._key == other._key if isinstance(other, SamplingParams) else NotImplemented
@@ -305,7 +310,7 @@ def _repetition_detection(value) -> RepetitionDetection | None:
 
 _COUNT = "a whole number from 0 (off) to 2**31 - 1"
 _IDS = "None or a list of token ids, each a whole number from 0 to 2**31 - 1"
-_LOGPROBS = "None or a whole number from 0 (or -1: all) to 2**31 - 1"
+_LOGPROBS = "None, -1 (all), or a whole number from 0 to 2**31 - 1"
 _PENALTY = f"a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g} (0 is off)"
 _SHARE = ("a number above 0 and at most 1 (off)", lambda value: read.real(value, lambda number: 0 < number <= 1))
 _CUTOFF = ("a number from 0 (off) to below 1", lambda value: read.real(value, lambda number: 0 <= number < 1))
@@ -322,7 +327,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
         lambda value: read.real(value, lambda number: number == 0 or MIN_TEMPERATURE <= number < math.inf),
     ),
-    "top_k": ("a whole number from 0 (or -1: off) to 2**31 - 1", lambda value: max(read.integer(value, -1), 0)),
+    "top_k": ("-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(read.integer(value, -1), 0)),
     "top_p": _SHARE,
     "seed": ("None, or -1 for the same, or a whole number from 0 to 2**64 - 1", _seed),
     "n": (f"a whole number from 1 to {MAX_SAMPLES}", lambda value: read.integer(value, 1, MAX_SAMPLES)),

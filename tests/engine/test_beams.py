@@ -235,6 +235,8 @@ def test_a_failing_search_fails_alone(llm):
         ({"num_beams": 4, "diversity_penalty": 1.0}, "num_beam_groups=1"),
         ({"num_beam_groups": 2}, "num_beam_groups=2"),
         ({"diversity_penalty": 1.0}, "diversity_penalty=1"),
+        ({"early_stopping": True}, "early_stopping=True are for a beam search, and num_beams is 1"),
+        ({"length_penalty": 2.0}, "length_penalty=2 and"),
         ({"early_stopping": "always"}, "early_stopping='always'"),
         ({"length_penalty": float("nan")}, "length_penalty=nan"),
     ],

@@ -108,6 +108,21 @@ def test_equal_samples_share_no_list(llm):
     assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
     assert first.token_ids is not second.token_ids
     assert first.logprobs is not second.logprobs
+    assert all(a is not b for a, b in zip(first.logprobs, second.logprobs, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_who_is_given_a_chunk_may_change_it(llm, n):
+    def spoil(chunk):
+        for logprobs in [chunk.logprobs, *(chunk.prompt_logprobs or ())]:
+            if logprobs is not None:
+                logprobs.clear()
+
+    params = SamplingParams(n=n, logprobs=1, prompt_logprobs=1)
+    spoilt = llm.submit(PROMPT, params, on_chunk=spoil).result()
+    (whole,) = llm.generate(PROMPT, params)
+    assert [sample.logprobs for sample in spoilt.outputs] == [sample.logprobs for sample in whole.outputs]
+    assert spoilt.prompt_logprobs == whole.prompt_logprobs
 
 
 def test_a_stream_cannot_choose_among_samples(llm):

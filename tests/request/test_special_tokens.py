@@ -128,6 +128,15 @@ def test_a_switch_that_is_none_is_refused(llm, given):
     if given is not None:
         with pytest.raises(RequestError, match="must be True or False"):
             llm.read_prompt("Once", split_special_tokens=given)
+        with pytest.raises(RequestError, match="must be True or False"):
+            llm.read_prompt([5], split_special_tokens=given)
+
+
+def test_a_prompt_that_has_been_read_cannot_be_split(llm):
+    prompt = llm.read_prompt(TEXT)
+    assert llm.read_prompt(prompt) is prompt
+    with pytest.raises(RequestError, match="has been read already: give its text"):
+        llm.read_prompt(prompt, split_special_tokens=True)
 
 
 def test_a_special_token_that_the_model_does_not_have_is_named(llm, monkeypatch):

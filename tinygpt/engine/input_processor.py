@@ -15,7 +15,7 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.outputs import StreamChunk
 from tinygpt.request.prompts import Prompt, prompt_list, read_ids, read_prompt, unsalted
 from tinygpt.request.request import Request
-from tinygpt.request.sequence import Sequence
+from tinygpt.request.sequence import Sequence, copied
 from tinygpt.request.soft_prompts import SoftPrompts, VirtualTokens
 from tinygpt.request.truncation import Fitted, fit
 from tinygpt.sampling.prompt_logprobs import PromptLogprobs
@@ -155,7 +155,8 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
 
     def give(chunk: StreamChunk) -> None:
         for index in range(n):
-            on_chunk(replace(chunk, index=index, prompt_logprobs=None if index else chunk.prompt_logprobs))
+            prompt_logprobs = None if index else chunk.prompt_logprobs
+            on_chunk(replace(chunk, index=index, logprobs=copied(chunk.logprobs), prompt_logprobs=prompt_logprobs))
 
     return give
 

@@ -92,8 +92,8 @@ def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibra
     missing = [name for name, part in wanted.items() if name not in sizes and part in READ_BY[:2]]
     if missing:
         raise CheckpointError(
-            f"{path} has no scales of {missing[0]} ({len(missing)} layers in all): make them of this checkpoint, under "
-            "its layers' names."
+            f"{path} has no scales of {missing[0]} ({len(missing)} linear layers in all): make them of this "
+            "checkpoint, under its layers' names."
         )
     for name, size in sizes.items():
         width = checkpoint.tensor(f"{name}.weight").shape[1]

@@ -1,6 +1,7 @@
 """Prompts as users give them, checked and turned into token ids before any work is done."""
 
 import operator
+import reprlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,15 @@ def read_prompt(
     """Encode a text, or check token ids; a Prompt has been read already. An empty prompt starts at the BOS token.
 
     `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none. split_special_tokens: as
-    for `Tokenizer.encode`. cache_salt: that of a prompt without its own.
+    for `Tokenizer.encode`; token ids have nothing to split. cache_salt: that of a prompt without its own.
     """
+    if split_special_tokens is not None:
+        from tinygpt.tokenizer.tokenizer import check_switch
+
+        check_switch(split_special_tokens)
     if isinstance(prompt, Prompt):
+        if split_special_tokens is not None:
+            raise RequestError("split_special_tokens is given with a prompt that has been read already: give its text.")
         return prompt
     prompt, cache_salt = unsalted(prompt, cache_salt)
     if isinstance(prompt, str):
@@ -167,7 +174,7 @@ def describe_positions(max_model_len: int, n_positions: int) -> str:
 def checked_ids(prompt: Any) -> list[int]:
     """A list of whole numbers; RequestError for anything else."""
     if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
-        raise RequestError(f"a prompt is {prompt!r} and must be a text or a list of token ids.")
+        raise RequestError(f"a prompt is {reprlib.repr(prompt)} and must be a text or a list of token ids.")
     items = list(prompt)
     wrong = [item for item in items if not _is_index(item)]
     if wrong:

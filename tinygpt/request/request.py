@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tinygpt.request.prompts import Prompt
-from tinygpt.request.sequence import Sequence
+from tinygpt.request.sequence import Sequence, copied
 from tinygpt.sampling_params import SamplingParams
 
 
@@ -113,7 +113,7 @@ def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
         token_ids=list(sequence.new_token_ids),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
-        logprobs=list(sequence.logprobs) if wants_logprobs else None,
+        logprobs=[copied(entry) for entry in sequence.logprobs] if wants_logprobs else None,
         cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
         score=sequence.score,
         seed=sequence.seed,

@@ -237,12 +237,18 @@ class Sequence:
 
     def _give(self, text: str, token: SampledToken | None) -> None:
         """Call on_chunk with the text and the token, or that there is none."""
-        token_id, logprobs = (None, None) if token is None else (token.token_id, token.logprobs)
+        token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
         is_first = len(self.new_token_ids) == (token is not None)
-        prompt_logprobs = self.prompt_logprobs.reported if is_first and self.prompt_logprobs is not None else None
+        reported = self.prompt_logprobs.reported if is_first and self.prompt_logprobs is not None else None
+        prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         try:
             self.on_chunk(StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs))
         except BaseException as error:  # it is a user's, and must not reach the step's other sequences
             if is_ctrl_c(error):
                 raise
             self.fail(f"on_chunk raised {error!r}.")
+
+
+def copied(logprobs: dict[int, float] | None) -> dict[int, float] | None:
+    """For those who may change what they are given."""
+    return None if logprobs is None else dict(logprobs)
