@@ -1,6 +1,7 @@
 """The file behind --output: records reach the disk, and whatever goes wrong with it is a sentence that names it."""
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -128,9 +129,33 @@ def test_an_error_of_other_files_is_not_the_outputs(tmp_path):
 
 def test_what_was_half_written_is_cut_off(tmp_path):
     (tmp_path / "out").write_text("whole\nhal")
-    with RecordFile(tmp_path / "out", Earlier(size=6)) as file:
+    with RecordFile(tmp_path / "out", Earlier(size=6, end=9)) as file:
         file.write("next")
     assert (tmp_path / "out").read_text() == "whole\nnext\n"
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path):
+    path = tmp_path / "out"
+    with RecordFile(path, Earlier()) as file:
+        file.write("first")
+        with pytest.raises(RequestError, match="is being written by another run: wait for its end"):
+            RecordFile(path, Earlier())
+    with pytest.raises(RequestError, match="has been written to by another run meanwhile"):
+        RecordFile(path, Earlier())  # it had looked before the first run wrote
+    with RecordFile(path, Earlier(size=6, end=6)) as file:
+        file.write("second")
+    assert path.read_text() == "first\nsecond\n"
+
+
+def test_an_id_that_is_answered_twice_is_refused(tmp_path):
+    path = tmp_path / "out"
+    line = json.dumps({"id": 1, "model": "demo", "dtype": "float32", "prompt": "a", "prompt_token_ids": [5]})
+    path.write_text(f"{line}\n")
+    prompts = [PromptRecord(1, 1, "a", None, None, None)]
+    assert read_earlier(path, prompts, "demo", "auto").ids == {1}
+    path.write_text(f"{line}\n{line}\n")
+    with pytest.raises(RequestError, match=r"line 2 of --output .* answers id 1 a second time"):
+        read_earlier(path, prompts, "demo", "auto")
 
 
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):

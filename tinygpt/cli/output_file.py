@@ -15,6 +15,7 @@ from tinygpt.cli.prompts_file import PromptRecord
 from tinygpt.cli.records import BEGINNING
 from tinygpt.errors import RequestError, TinyGPTError
 
+AGAIN = "Give the same command again, which goes on behind its records, or name another output file."
 SYNC_SECONDS = 1.0  # between two times that records are made sure of: a power cut may cost those of a second
 
 
@@ -22,12 +23,14 @@ SYNC_SECONDS = 1.0  # between two times that records are made sure of: a power c
 class Earlier:
     """What an earlier run left in the file: the ids it answered, with which dtype, and the size of its whole records.
 
-    `dtype` is None where there are no records; `size` is in bytes.
+    `dtype` is None where there are no records; `size` is in bytes. `end` is the file's size, a last record included
+    that was being written when the run was killed.
     """
 
     ids: frozenset[str | int] = frozenset()
     dtype: str | None = None
     size: int = 0
+    end: int = 0
 
 
 def check_output(path: Path, input_path: Path) -> None:
@@ -74,13 +77,22 @@ class RecordFile:
         self._path = path
         with self._explained():
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-            status = os.fstat(self._descriptor)
-            self._is_kept = stat.S_ISREG(status.st_mode)  # and no pipe or device
-            self._synced = time.monotonic()
-            if self._is_kept:
-                _sync_folder(path.parent)  # the file's name, where it is new
-                if status.st_size > earlier.size:
-                    os.ftruncate(self._descriptor, earlier.size)
+            try:
+                self._begin(path, earlier)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+
+    def _begin(self, path: Path, earlier: Earlier) -> None:
+        self._is_kept = stat.S_ISREG(os.fstat(self._descriptor).st_mode)  # and no pipe or device
+        self._synced = time.monotonic()
+        if self._is_kept:
+            _lock(path, self._descriptor)
+            if os.fstat(self._descriptor).st_size != earlier.end:
+                raise RequestError(f"--output {path} has been written to by another run meanwhile. {AGAIN}")
+            _sync_folder(path.parent)  # the file's name, where it is new
+            if earlier.end > earlier.size:
+                os.ftruncate(self._descriptor, earlier.size)
 
     def write(self, line: str) -> None:
         data = memoryview(f"{line}\n".encode())
@@ -118,6 +130,20 @@ class RecordFile:
             ) from None
 
 
+def _lock(path: Path, descriptor: int) -> None:
+    """Keep other runs from writing to the file until this one closes it; RequestError if one is writing."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(f"--output {path} is being written by another run: wait for its end. {AGAIN}") from None
+    except OSError:  # a file system that has no locks
+        return
+
+
 def _sync_folder(folder: Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -140,9 +166,10 @@ def _sync(descriptor: int) -> None:
 def _read_records(
     path: Path, file: Iterable[bytes], prompt_of: dict[str | int, str | list[int]], model: str, dtype: str
 ) -> Earlier:
-    ids, size = set(), 0
+    ids, size, end = set(), 0, 0
     for number, line in enumerate(file, 1):
         place = f"line {number} of --output {path}"
+        end += len(line)
         if not line.endswith(b"\n"):
             _check_beginning(place, line)
             break
@@ -150,9 +177,11 @@ def _read_records(
         _check_prompt(place, record, prompt_of)
         _check_maker(place, record, model, dtype)
         dtype = record["dtype"]  # where "auto" was given, the first record says what the others must have
+        if record["id"] in ids:
+            raise RequestError(f"{place} answers id {record['id']!r} a second time: remove one of the two lines.")
         ids.add(record["id"])
         size += len(line)
-    return Earlier(frozenset(ids), dtype if ids else None, size)
+    return Earlier(frozenset(ids), dtype if ids else None, size, end)
 
 
 def _read_record(place: str, line: bytes) -> dict[str, Any]:
