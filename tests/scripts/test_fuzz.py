@@ -171,6 +171,14 @@ def test_requests_in_company_and_alone(world):
             assert comparison.ends["answered"] > 30 < comparison.ends.total() - 5
 
 
+@pytest.mark.parametrize(("resident", "blocks", "grew"), [(0, 0, 1.0), (5, 0, 1.2), (0, 3, 1.2)])
+def test_memory_that_grows_is_seen(resident, blocks, grew):
+    """By 5 or 3 in a thousand requests, of 100."""
+    memory = [company.Memory(i, 100 + i * resident // 1000, 100 + i * blocks // 1000) for i in range(200, 10_001, 200)]
+    comparison = company.Comparison(Counter(answered=10_000), [], memory)
+    assert comparison.growth() == pytest.approx(grew, abs=0.05)
+
+
 def test_a_request_that_sees_others_is_found(world, monkeypatch):
     """Whatever a slot holds is taken for the beginning of any longer prompt."""
     monkeypatch.setattr(kv_slots, "_goes_on", lambda prompt, held: len(prompt) > len(held))
