@@ -87,7 +87,8 @@ def fuzz_requests(args: argparse.Namespace) -> int:
                 print(f"WRONG: {difference}", flush=True)
             wrong += comparison.differences
             if comparison.growth() > ALLOWED_GROWTH:
-                wrong.append(f"memory grew to {comparison.growth():.3f} times that of the second thousand")
+                wrong.append(f"memory grew {comparison.growth():.3f} times")
+                print(f"WRONG: {wrong[-1]}", flush=True)
             ends += comparison.ends
     print(f"{ends.total()} requests: {dict(ends)}; {len(wrong)} wrong")
     return int(bool(wrong))

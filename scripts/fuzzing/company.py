@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -28,24 +29,42 @@ ALLOWED_GROWTH = 1.02
 SHOWN = 5
 
 
+@dataclass(frozen=True)
+class Memory:
+    """After so many requests: the process's own bytes, and Python's blocks that are in use."""
+
+    requests: int
+    resident: int
+    blocks: int
+
+
 @dataclass
 class Comparison:
-    """`ends` are how many requests were answered or refused; `memory` is in bytes, after so many of them."""
+    """`ends` are how many requests were answered or refused; `memory` is as it was after each batch."""
 
     ends: Counter = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
-    memory: list[tuple[int, int]] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
 
     def growth(self) -> float:
-        """The most memory of the last tenth over the most of the second thousand; 1 for fewer requests than these."""
-        second = [size for count, size in self.memory if 1000 < count <= 2000]
-        last = [size for count, size in self.memory if count > 0.9 * self.ends.total()]
-        return max(last) / max(second) if second else 1.0
+        """The last tenth's memory over what it was before, by whichever grew more; 1 for less than 2000 requests.
+
+        Blocks are counted to one, so the least that are in use tell what is never given back: from the second thousand
+        on. Resident memory grows on for some thousands, while the allocator meets ever larger requests: from half on.
+        """
+        total = self.ends.total()
+        second = [memory.blocks for memory in self.memory if 1000 < memory.requests <= 2000]
+        half = [memory.resident for memory in self.memory if memory.requests <= total / 2]
+        last = [memory for memory in self.memory if memory.requests > 0.9 * total]
+        if total < 2000:
+            return 1.0
+        resident = max(memory.resident for memory in last) / max(half)
+        return max(resident, min(memory.blocks for memory in last) / min(second))
 
     def memory_text(self) -> str:
-        """Every so often, in MB."""
+        """Every so often."""
         marks = self.memory[4 :: max(len(self.memory) // 6, 1)]
-        return "memory " + ", ".join(f"{size / 2**20:.1f} MB after {count}" for count, size in marks)
+        return "; ".join(f"{m.resident / 2**20:.1f} MB, {m.blocks} blocks after {m.requests}" for m in marks)
 
 
 def compare(model: str, seed: int, numbers: range, on_batch: Callable[[int], None], **options: Any) -> Comparison:
@@ -81,7 +100,7 @@ def _compare_batch(asked: dict[int, Asked], shared: LLM, alone: LLM, comparison:
     if scheduler.running or scheduler.waiting or scheduler.slots.num_free != MAX_NUM_SEQS:
         comparison.differences.append(f"after request {number}: {len(scheduler.running)} sequences still run")
     gc.collect()
-    comparison.memory.append((comparison.ends.total(), _resident_bytes()))
+    comparison.memory.append(Memory(comparison.ends.total(), _resident_bytes(), sys.getallocatedblocks()))
 
 
 def answers_together(llm: LLM, asked: dict[int, Asked]) -> dict[int, str]:

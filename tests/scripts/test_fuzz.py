@@ -24,6 +24,8 @@ from support.paths import ROOT
 from tinygpt import SamplingParams
 from tinygpt.engine import kv_slots
 
+pytestmark = pytest.mark.filterwarnings("ignore:Duplicate name")  # of zip entries, on purpose
+
 ALL = tuple(FORMATS)
 CASES = sorted((ROOT / "tests" / "data" / "fuzz").iterdir())
 # A machine that does other things may be slow: a load that hangs takes longer than any of this.
@@ -39,11 +41,12 @@ def bench(tmp_path_factory):
 
 
 def test_a_sample_of_damaged_files():
-    report = Campaign(seed=12, formats=ALL, inputs=5000, seconds=None, workers=2, limits=PATIENT).run()
+    report = Campaign(seed=12, formats=ALL, inputs=4000, seconds=None, workers=2, limits=PATIENT).run()
     assert [f"{outcome.what} by {case}" for found in report.findings.values() for case, outcome in found] == []
-    assert report.counts.total() == 5000
-    for kind in ("right", "refused"):
-        assert {name for name, ended in report.counts if ended == kind} == {*ALL}
+    assert report.counts.total() == 4000
+    assert {name for name, kind in report.counts if kind == "right"} == {*ALL}
+    # A kernel that is damaged is not refused: it is compiled again.
+    assert {name for name, kind in report.counts if kind == "refused"} == {*ALL} - {"kernel"}
 
 
 @pytest.mark.parametrize("place", CASES, ids=lambda place: place.name)
@@ -53,16 +56,17 @@ def test_what_once_broke(bench, place):
 
 
 @pytest.mark.parametrize(
-    ("harm", "formats", "what"),
+    ("harm", "format", "inputs", "what"),
     [
-        (sabotage.execute_pickles, ("torch-legacy",), "reached outside: pickle"),
-        (sabotage.believe_views, ("torch-zip",), "ValueError in mapped_file.py"),
-        (sabotage.forget_checksums, ("packed-float32",), "wrong: its checksum"),
-        (sabotage.forget_checksums, ("session",), "wrong: its checksum"),
+        (sabotage.execute_pickles, "torch-legacy", 60, "reached outside: pickle"),
+        (sabotage.believe_views, "torch-zip", 800, "ValueError in mapped_file.py"),
+        (sabotage.forget_checksums, "packed-float32", 200, "wrong: its checksum"),
+        (sabotage.forget_checksums, "session", 200, "wrong: its checksum"),
+        (sabotage.trust_kernels, "kernel", 60, "wrong: other machine code"),
     ],
 )
-def test_a_check_that_is_taken_out_is_found(harm, formats, what):
-    report = Campaign(1, formats, inputs=800, seconds=None, workers=1, limits=PATIENT, patch=harm).run()
+def test_a_check_that_is_taken_out_is_found(harm, format, inputs, what):
+    report = Campaign(1, (format,), inputs, seconds=None, workers=1, limits=PATIENT, patch=harm).run()
     assert any(found.startswith(what) for _, found in report.findings), list(report.findings)
 
 
@@ -165,6 +169,14 @@ def test_requests_in_company_and_alone(world):
             comparison = company.compare(model, 1, range(60), lambda count: None, **options)
             assert comparison.differences == []
             assert comparison.ends["answered"] > 30 < comparison.ends.total() - 5
+
+
+@pytest.mark.parametrize(("resident", "blocks", "grew"), [(0, 0, 1.0), (5, 0, 1.2), (0, 3, 1.2)])
+def test_memory_that_grows_is_seen(resident, blocks, grew):
+    """By 5 or 3 in a thousand requests, of 100."""
+    memory = [company.Memory(i, 100 + i * resident // 1000, 100 + i * blocks // 1000) for i in range(200, 10_001, 200)]
+    comparison = company.Comparison(Counter(answered=10_000), [], memory)
+    assert comparison.growth() == pytest.approx(grew, abs=0.05)
 
 
 def test_a_request_that_sees_others_is_found(world, monkeypatch):
