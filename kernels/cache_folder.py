@@ -51,6 +51,14 @@ def find_folder(name: str) -> CacheFolder:
     return CacheFolder(None, f"{note}; this run keeps them in memory. Set NUMBA_CACHE_DIR to choose another folder.")
 
 
+def find_spare(name: str, is_made: bool) -> Path | None:
+    """The folder of this name under the temporary one, for when the first one's disk is full; made only if asked for."""
+    temporary = _temporary_folder()
+    if temporary is None or not (is_made or (temporary / name).is_dir()):
+        return None
+    return _private_folder(temporary / name)[0]
+
+
 def _user_cache() -> Path:
     """The folder that this user's caches of tinygpt share."""
     if os.environ.get("NUMBA_CACHE_DIR"):

@@ -12,6 +12,7 @@ import secrets
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -29,17 +30,29 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFiles:
-    """The compiled kernels in a folder that belongs to this user; None keeps nothing."""
+    """The compiled kernels in a folder that belongs to this user; None keeps nothing.
 
-    def __init__(self, folder: Path | None):
+    find_spare(is_made): another folder of this user's, for what the first one's disk has no room for; None where there
+    is none. is_made says whether to make it.
+    """
+
+    def __init__(self, folder: Path | None, find_spare: Callable[[bool], Path | None] = lambda is_made: None):
         self.folder = folder
         self.is_keeping = folder is not None  # until something could not be kept
+        self._find_spare = find_spare
+        self._spare: KernelFiles | None = None  # once it is there
+        self._has_moved = False
 
     def names(self) -> set[str]:
-        return set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
+        names = set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
+        return names if (spare := self._spare_files()) is None else names | spare.names()
 
     def load(self, name: str) -> memoryview | None:
         """What was saved under this name; None if nothing was, or if it is not what was saved."""
+        body = self._load(name)
+        return spare.load(name) if body is None and (spare := self._spare_files()) is not None else body
+
+    def _load(self, name: str) -> memoryview | None:
         if self._key is None:
             return None
         try:
@@ -55,32 +68,51 @@ class KernelFiles:
         return None
 
     def save(self, name: str, body: bytes) -> None:
-        if self._key is not None:
+        if not self._has_moved and self._key is not None:
             try:
                 self._write(name, self._header(name, body) + body)
                 self._remove_leftovers()
             except OSError as error:
                 if HAS_OWNERS or name not in self.names():  # on Windows another process may be reading the same
-                    self.say_not_kept(error)
+                    self._move(error)
+        if self._has_moved:
+            self._spare.save(name, body)
+            self.is_keeping = self._spare.is_keeping
 
     def mark(self, name: str) -> None:
         """Note that there is all that `name` stands for, unless some of it could not be kept."""
         if self.is_keeping:
+            files = self._spare if self._has_moved else self
             with suppress(OSError):  # a mark that cannot be kept costs the next run a needless step
-                self._write(f"{name}.warm", "\n".join(sorted(self.names())).encode())
+                files._write(f"{name}.warm", "\n".join(sorted(self.names())).encode())
 
     def marks(self) -> list[str]:
         """What `mark` was told, as long as none of the kernels is gone that were there."""
-        there = self.names()
-        marks = [] if self.folder is None else self.folder.glob("*.warm")
-        return sorted(mark.stem for mark in marks if _is_true(mark, there))
+        there, spare = self.names(), self._spare_files()
+        marks = [] if self.folder is None else [*self.folder.glob("*.warm")]
+        marks += [] if spare is None else spare.folder.glob("*.warm")
+        return sorted({mark.stem for mark in marks if _is_true(mark, there)})
 
     def say_not_kept(self, error: Exception) -> None:
         """Once: a disk that is full stays full."""
         if self.is_keeping:
             self.is_keeping = False
-            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            logger.warning("compiled kernels cannot be kept in %s (%s); this run goes on", self.folder, reason)
+            logger.warning("compiled kernels cannot be kept in %s (%s); this run goes on", self.folder, _reason(error))
+
+    def _spare_files(self, is_made: bool = False) -> "KernelFiles | None":
+        """What has gone to the spare folder, or is to go there."""
+        if self._spare is None and (folder := self._find_spare(is_made)) not in (None, self.folder):
+            self._spare = KernelFiles(folder)
+        return self._spare
+
+    def _move(self, error: OSError) -> None:
+        """Keep kernels in the spare folder from now on, and say so."""
+        if (spare := self._spare_files(is_made=True)) is None:
+            self.say_not_kept(error)
+            return
+        self._has_moved = True
+        folders = self.folder, _reason(error), spare.folder
+        logger.warning("compiled kernels cannot be kept in %s (%s): those of this run go to %s", *folders)
 
     @cached_property
     def _key(self) -> bytes | None:
@@ -90,7 +122,7 @@ class KernelFiles:
         try:
             return _read_key(self.folder / "key") or self._make_key()
         except OSError as error:
-            self.say_not_kept(error)
+            self._move(error)
             return None
 
     def _make_key(self) -> bytes:
@@ -142,6 +174,10 @@ class KernelFiles:
             with suppress(OSError):
                 if part.stat().st_mtime < time.time() - LEFTOVER_AGE:
                     part.unlink()
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _read(path: Path) -> tuple[bytes, os.stat_result]:

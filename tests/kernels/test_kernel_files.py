@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -226,6 +227,62 @@ def test_a_disk_that_takes_no_more_is_told_once(tmp_path, monkeypatch, caplog, n
     assert set(tmp_path.iterdir()) == before
     files.mark("int8")  # some of its kernels could not be kept
     assert files.marks() == []
+
+
+def test_what_a_full_disk_does_not_take_goes_to_the_spare_folder(tmp_path, monkeypatch, caplog):
+    first, spare = tmp_path / "first", tmp_path / "spare"
+    first.mkdir()
+
+    def find_spare(is_made):
+        if is_made:
+            spare.mkdir(exist_ok=True)
+        return spare if spare.is_dir() else None
+
+    def fill(files):
+        """No file can be written to the first folder any more."""
+        make = tempfile.mkstemp
+
+        def mkstemp(*, suffix, dir):
+            if dir == files.folder:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return make(suffix=suffix, dir=dir)
+
+        monkeypatch.setattr(tempfile, "mkstemp", mkstemp)
+
+    files = KernelFiles(first, find_spare)
+    files.save("before.kernel", BODY)
+    assert not spare.exists()
+    fill(files)
+    files.save("one.kernel", BODY)
+    files.save("two.kernel", BODY)
+    (record,) = caplog.records
+    assert str(first) in record.getMessage()
+    assert str(spare) in record.getMessage()
+    files.mark("int8")
+    later = KernelFiles(first, find_spare)
+    assert later.names() == {"before.kernel", "one.kernel", "two.kernel"}
+    assert later.marks() == ["int8"]
+    assert all(later.load(name) == BODY for name in later.names())
+    (spare / "one.kernel").unlink()
+    assert KernelFiles(first, find_spare).marks() == []
+
+
+def test_a_disk_that_is_full_from_the_start_has_no_key(tmp_path, monkeypatch):
+    (spare := tmp_path / "spare").mkdir()
+    files = KernelFiles(tmp_path / "first", lambda is_made: spare)
+    monkeypatch.setattr(KernelFiles, "_make_key", lambda self: _make_key_but_in(self, tmp_path / "first"))
+    files.save("one.kernel", BODY)
+    assert files.load("one.kernel") == BODY
+    assert files.is_keeping
+
+
+_make_key = KernelFiles._make_key
+
+
+def _make_key_but_in(files, full):
+    if files.folder == full:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return _make_key(files)
 
 
 def test_windows_may_refuse_to_replace_what_is_being_read(files, monkeypatch, caplog):

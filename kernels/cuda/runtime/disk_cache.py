@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
+from tinygpt.kernels.cache_folder import find_folder, find_spare, fingerprint_of
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 SOURCES = Path(__file__).resolve().parents[1]
@@ -79,4 +79,11 @@ def _describe_value(value: Any) -> str:
 def kernel_files() -> KernelFiles:
     """The kernels of this build, in a folder whose name stands for all sources and the compilers."""
     build = MAGIC, [metadata.version(name) for name in COMPILERS], sys.version, __debug__
-    return KernelFiles(find_folder(f"cuda-{fingerprint_of(SOURCES, build)}").path)
+    found = find_folder(f"cuda-{fingerprint_of(SOURCES, build)}")
+    if found.note:
+        logger.warning("%s", found.note)
+    return (
+        KernelFiles(None)
+        if found.path is None
+        else KernelFiles(found.path, functools.partial(find_spare, found.path.name))
+    )
