@@ -52,7 +52,7 @@ def find_folder(name: str) -> CacheFolder:
 
 
 def find_spare(name: str, is_made: bool) -> Path | None:
-    """The folder of this name under the temporary one, for when the first one's disk is full; made only if asked for."""
+    """The folder of this name under the temporary one, for when the first one is full; made only if asked for."""
     temporary = _temporary_folder()
     if temporary is None or not (is_made or (temporary / name).is_dir()):
         return None
