@@ -63,7 +63,8 @@ class Comparison:
 
     def memory_text(self) -> str:
         """Every so often."""
-        marks = self.memory[4 :: max(len(self.memory) // 6, 1)]
+        every = max(len(self.memory) // 6, 1)
+        marks = self.memory[every - 1 :: every]
         return "; ".join(f"{m.resident / 2**20:.1f} MB, {m.blocks} blocks after {m.requests}" for m in marks)
 
 
