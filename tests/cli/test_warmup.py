@@ -31,7 +31,8 @@ with LLM({model!r}, {dtype!r}, threads=2) as llm:
 
 
 def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
+    # Below the temporary folder, kernels may lie that a full disk did not take.
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache)}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )

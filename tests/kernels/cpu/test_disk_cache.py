@@ -48,7 +48,11 @@ def folder(tmp_path) -> Path:
 
 def start(folder: Path, code: str = RUN, root: Path = ROOT, **environment: str) -> subprocess.Popen:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "XDG_"))}
-    places = {"NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join((str(folder), str(root)))}
+    places = {
+        "NUMBA_CACHE_DIR": str(folder / "cache"),
+        "TMPDIR": str(folder),
+        "PYTHONPATH": os.pathsep.join((str(folder), str(root))),
+    }
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=root,

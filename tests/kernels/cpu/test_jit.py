@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,12 @@ RUN_ONE = (
 
 
 def report(script=REPORT, **environment):
-    """Run the script in a process that has no cache setting but those given; its lines."""
+    """Run the script in a process that has no cache setting but those given, and no kernels elsewhere; its lines."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "XDG_"))}
     command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as empty:
+        places = kept | {"TMPDIR": empty} | environment
+        result = subprocess.run(command, cwd=ROOT, env=places, capture_output=True, text=True, check=True)
     return result.stdout.splitlines()
 
 
