@@ -282,7 +282,7 @@ def test_runs_to_its_end_without_a_gpu(tmp_path):
     assert [(row["engine"], row["case"]) for row in found["rows"]] == [
         (engine, case.name) for engine in ("ours", "eager") for case in (DECODE_1, PREFILL)
     ]
-    assert all(row["median"] > 0 for row in found["rows"])
+    assert all(len(row["ms"]) == 1 for row in found["rows"])  # what they say is noise at this size, below 0 included
     assert len(found["failed"]) == 2
     assert all("graph" in name and "needs device cuda" in why for name, why in found["failed"].items())
     assert "Traceback (most recent call last)" in result.stderr  # no --log keeps what the engines said
