@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationMixin
 
 from support.factory import Recipe, make_model
 from tinygpt.sampling.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
@@ -60,7 +61,10 @@ def random_rules(seed: int, scorer: Scorer, prompt: list[int], is_grouped: bool 
 
 
 def beams_of_transformers(model, prompt: list[int], rules: BeamRules, n: int) -> list[tuple[list[int], float]]:
-    ids = torch.tensor([prompt])
+    ids, groups = torch.tensor([prompt]), {"pad_token_id": 0}
+    if rules.num_beam_groups > 1:  # newer ones refuse the very names; the padding is `generate`'s default
+        groups = {"num_beam_groups": rules.num_beam_groups, "diversity_penalty": rules.diversity_penalty}
+        groups["pad_token_id"] = (*rules.eos_token_ids, 0)[0]
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -71,9 +75,9 @@ def beams_of_transformers(model, prompt: list[int], rules: BeamRules, n: int) ->
         eos_token_id=list(rules.eos_token_ids) or None,
         length_penalty=rules.length_penalty,
         early_stopping=rules.early_stopping,
-        pad_token_id=0,
         output_scores=True,
         return_dict_in_generate=True,
+        **groups,
     )
     new = [until_eos(row[len(prompt) :], rules.eos_token_ids) for row in output.sequences.tolist()]
     return list(zip(new, output.sequences_scores.tolist(), strict=True))
@@ -91,15 +95,36 @@ def assert_same(found: list[Hypothesis], expected: list[tuple[list[int], float]]
     assert [hypothesis.score for hypothesis in found] == pytest.approx(scores, abs=TOLERANCE, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", [*range(24), 51, 78])  # in the last two, a search is full at its very last step
-def test_same_sequences_and_scores_as_transformers(seed):
+def assert_same_as_transformers(seed: int, is_grouped: bool) -> None:
     fields = {"n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 40, "n_positions": 32}
     model = make_model(Recipe("beams", fields, seed=seed))
     prompt = torch.randint(40, (5,)).tolist()
     scorer = scorer_of(model)
-    rules = random_rules(seed, scorer, prompt)
+    rules = random_rules(seed, scorer, prompt, is_grouped)
     found = search(scorer, prompt, rules).best(rules.num_beams)
-    assert_same(found, beams_of_transformers(model, prompt, rules, rules.num_beams))
+    expected = beams_of_transformers(model, prompt, rules, rules.num_beams)
+    if is_grouped:  # whichever EOS ended a sequence, its scorer writes the first
+        found = [replace(h, beam=replace(h.beam, token_ids=with_first_eos(h, rules))) for h in found]
+    assert_same(found, expected)
+
+
+def with_first_eos(hypothesis: Hypothesis, rules: BeamRules) -> list[int]:
+    token_ids = hypothesis.beam.token_ids
+    return [*token_ids[:-1], rules.eos_token_ids[0]] if hypothesis.finish_reason == "stop" else token_ids
+
+
+@pytest.mark.parametrize("seed", [*range(24), 51, 78])  # in the last two, a search is full at its very last step
+def test_same_sequences_and_scores_as_transformers(seed):
+    assert_same_as_transformers(seed, is_grouped=False)
+
+
+@pytest.mark.skipif(
+    not hasattr(GenerationMixin, "_group_beam_search"),
+    reason="groups of beams are in transformers itself before 4.57 alone: pip install 'transformers<4.57'",
+)
+@pytest.mark.parametrize("seed", range(24))
+def test_same_groups_as_transformers(seed):
+    assert_same_as_transformers(seed, is_grouped=True)
 
 
 def test_the_first_n_of_more_are_returned():
