@@ -10,6 +10,17 @@ settings.register_profile("tinygpt", deadline=None, print_blob=True)
 settings.load_profile("tinygpt")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked `slow`, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
 @pytest.fixture(autouse=True)
 def _toolchain(request):
     if request.node.get_closest_marker("toolchain"):

@@ -2,16 +2,19 @@
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.recorded import HAS_TRANSFORMERS, recorded
 from tinygpt.kernels.cpu.sampling import processors as cpu
 from tinygpt.kernels.reference import processors as reference
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.metadata import SamplingState, gather_processors
 from tinygpt.sampling_params import SamplingParams
+
+if HAS_TRANSFORMERS:
+    import torch
+    import transformers
 
 V = 30
 EOS = (7, 11)
@@ -61,7 +64,28 @@ def process(backend, rows, sequences):
     return logits
 
 
-def huggingface(row, token_ids, *processors):
+@recorded
+def processed(row, prompt, new, case):
+    """One row through the processors of one of CASES."""
+    return through(row, prompt + new, *CASES[case][1](len(prompt)))
+
+
+@recorded
+def penalised(row, token_ids, repetition_penalty):
+    return through(row, token_ids, transformers.RepetitionPenaltyLogitsProcessor(repetition_penalty))
+
+
+@recorded
+def without_words(row, token_ids, words):
+    return through(row, token_ids, transformers.NoBadWordsLogitsProcessor(words, list(EOS)))
+
+
+@recorded
+def without_ngrams(row, token_ids, size):
+    return through(row, token_ids, transformers.NoRepeatNGramLogitsProcessor(size))
+
+
+def through(row, token_ids, *processors):
     scores, ids = torch.from_numpy(row.copy())[None], torch.tensor([token_ids], dtype=torch.long)
     for processor in processors:
         scores = processor(ids, scores)
@@ -130,13 +154,13 @@ CASES["all"] = (
 @pytest.mark.parametrize("make_row", ROWS)
 @pytest.mark.parametrize("case", CASES)
 def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
-    fields, processors_of = CASES[case]
+    fields, _ = CASES[case]
     for seed in range(12):
         row, (prompt, new) = make_row(seed), histories(seed)
         ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
         if np.isneginf(ours).all() and "allowed_token_ids" in fields:
             continue  # where no allowed token is left, Hugging Face allows them all again, and ours is an error
-        theirs = huggingface(row, prompt + new, *processors_of(len(prompt)))
+        theirs = processed(row, prompt, new, case)
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -145,7 +169,7 @@ def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
 def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, prompt):
     row, words = random_row(4), [[1, 2], [2, 1, 5], [1, 2, 6]]
     ours = process(backend, [row], [sequence_of(prompt, [], bad_words_ids=words)])[0]
-    theirs = huggingface(row, prompt, transformers.NoBadWordsLogitsProcessor(words, list(EOS)))
+    theirs = without_words(row, prompt, words)
     np.testing.assert_array_equal(ours, theirs)
     assert np.isneginf(ours).sum() == (prompt == [1]) + (len(prompt) > 1) + (prompt == [2, 1])
 
@@ -155,7 +179,7 @@ def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, pro
 def test_a_history_that_is_one_ngram_of_equal_tokens_forbids_the_next(backend, size):
     row, prompt = random_row(5), [5] * size
     ours = process(backend, [row], [sequence_of(prompt, [], no_repeat_ngram_size=size)])[0]
-    np.testing.assert_array_equal(ours, huggingface(row, prompt, transformers.NoRepeatNGramLogitsProcessor(size)))
+    np.testing.assert_array_equal(ours, without_ngrams(row, prompt, size))
     assert np.flatnonzero(np.isneginf(ours)).tolist() == [5]
 
 
@@ -170,7 +194,7 @@ def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(bac
         ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
         np.testing.assert_array_equal(ours, row - counts * np.float32(frequency) - (counts > 0) * np.float32(presence))
         both = process(backend, [row], [sequence_of(prompt, new, repetition_penalty=2.0, **fields)])[0]
-        first = huggingface(row, prompt + new, transformers.RepetitionPenaltyLogitsProcessor(2.0))
+        first = penalised(row, prompt + new, 2.0)
         np.testing.assert_array_equal(
             both, first - counts * np.float32(frequency) - (counts > 0) * np.float32(presence)
         )

@@ -1,0 +1,77 @@
+"""Small GPT-2 checkpoints that NumPy alone writes, to the same bits everywhere, for answers recorded of them."""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from support.tiny_checkpoint import write_checkpoint
+
+# By name, fields of config.json over SMALL: each activation, each switch of attention, widths of all kinds.
+SMALL = {"n_embd": 36, "n_head": 3, "n_layer": 2, "vocab_size": 71, "n_positions": 40, "n_inner": None}
+GOLDEN_MODELS = {
+    "plain": {},
+    "head-size-1": {"n_embd": 6, "n_head": 6},
+    "head-size-7": {"n_embd": 21},
+    "head-size-64": {"n_embd": 64, "n_head": 1, "n_layer": 1},
+    "odd-width": {"n_embd": 17, "n_head": 1},
+    "inner-narrow": {"n_inner": 7},
+    "inner-wide": {"n_inner": 149, "activation_function": "gelu_pytorch_tanh"},
+    "gelu": {"activation_function": "gelu"},
+    "quick-gelu": {"activation_function": "quick_gelu"},
+    "gelu-fast": {"activation_function": "gelu_fast"},
+    "relu": {"activation_function": "relu"},
+    "silu": {"activation_function": "silu"},
+    "tanh": {"activation_function": "tanh"},
+    "scores-unscaled": {"scale_attn_weights": False},
+    "scores-by-layer": {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3},
+    "upcast": {"reorder_and_upcast_attn": True},
+    "epsilon-large": {"layer_norm_epsilon": 0.1},
+    "untied": {"tie_word_embeddings": False},
+}
+
+
+def write_golden(folder: Path, name: str) -> Path:
+    """config.json and model.safetensors in `folder`, which is returned."""
+    fields = SMALL | {"bos_token_id": None, "eos_token_id": None} | GOLDEN_MODELS[name]
+    return write_checkpoint(folder, _tensors(fields), **fields)
+
+
+def golden_ids(count: int, seed: str = "ids") -> list[int]:
+    return (np.abs(_numbers(seed, (count,))) * SMALL["vocab_size"]).astype(int).tolist()
+
+
+def _tensors(fields: dict) -> dict[str, np.ndarray]:
+    C, V, T = fields["n_embd"], fields["vocab_size"], fields["n_positions"]
+    F = fields["n_inner"] or 4 * C
+    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
+    for layer in range(fields["n_layer"]):
+        for name, shape in {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, F)}.items():
+            shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[1:]}
+        shapes |= {f"h.{layer}.mlp.c_proj.weight": (F, C), f"h.{layer}.mlp.c_proj.bias": (C,)}
+        shapes |= {f"h.{layer}.{norm}.{kind}": (C,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+    tensors = {f"transformer.{name}": _tensor(name, shape) for name, shape in shapes.items()}
+    if not fields.get("tie_word_embeddings", True):
+        tensors["lm_head.weight"] = _tensor("lm_head.weight", (V, C))
+    return tensors
+
+
+def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Nothing stays at a 0 or 1 that would hide a mistake, and logits have a std of some units."""
+    numbers = _numbers(name, shape)
+    if ".ln_" in f".{name}" and name.endswith("weight"):
+        # Signs keep a tied head from repeating the last token for ever.
+        return np.sign(numbers) * (np.float32(1) + np.float32(0.3) * numbers)
+    if name.startswith(("wte", "wpe", "lm_head")):
+        return numbers
+    if name.endswith("bias"):
+        return np.float32(0.2) * numbers
+    return numbers * np.float32(3 / 2 ** round(np.log2(shape[0]) / 2))  # Conv1D: (in, out)
+
+
+def _numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """In [-1, 1), from their place alone: integers are mixed (MurmurHash3's last step) and scaled by a power of two."""
+    x = np.arange(np.prod(shape), dtype=np.uint32) * np.uint32(2654435761) + np.uint32(zlib.crc32(name.encode()))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return ((x >> np.uint32(8)).astype(np.float32) / np.float32(2**23) - 1).reshape(shape)

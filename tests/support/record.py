@@ -1,0 +1,51 @@
+"""Record transformers' answers anew, with the extra `parity`: python tests/support/record.py [TEST FILE...]
+
+Without files, those of all tests that ask. What an older release of transformers alone can answer (groups of beams,
+before 4.57) stays as it was recorded, unless that release is the one installed.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKING = (
+    "tests/evaluation/test_recorded_parity.py",
+    "tests/sampling/test_sampling.py",
+    "tests/sampling/test_processors.py",
+)
+
+
+class Recorder:
+    """Writes what the functions marked `recorded`, of all modules that were collected, have heard."""
+
+    def __init__(self):
+        self.modules = set()
+
+    def pytest_collection_finish(self, session):
+        self.modules = {item.module for item in session.items}
+
+    def pytest_sessionfinish(self, session, exitstatus):
+        if exitstatus:
+            return
+        for module in self.modules:
+            for function in vars(module).values():
+                if recordings := getattr(function, "recordings", None):
+                    recordings.write()
+                    print(f"\n{recordings.path.name}: {len(recordings.heard)} answers", end="")
+
+
+def main() -> int:
+    import pytest
+
+    from support.recorded import HAS_TRANSFORMERS, MISSING
+
+    if not HAS_TRANSFORMERS:
+        print(f"Recording {MISSING}.", file=sys.stderr)
+        return 2
+    files = sys.argv[1:] or [str(ROOT / file) for file in ASKING]
+    return pytest.main(["-q", "-p", "no:cacheprovider", *files], [Recorder()])
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    raise SystemExit(main())
