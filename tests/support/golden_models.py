@@ -31,9 +31,9 @@ GOLDEN_MODELS = {
 }
 
 
-def write_golden(folder: Path, name: str) -> Path:
-    """config.json and model.safetensors in `folder`, which is returned."""
-    fields = SMALL | {"bos_token_id": None, "eos_token_id": None} | GOLDEN_MODELS[name]
+def write_golden(folder: Path, name: str, **others: object) -> Path:
+    """config.json, with `others` over its fields, and model.safetensors in `folder`, which is returned."""
+    fields = SMALL | {"bos_token_id": None, "eos_token_id": None} | GOLDEN_MODELS[name] | others
     return write_checkpoint(folder, _tensors(fields), **fields)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ASKING = (
     "tests/evaluation/test_recorded_parity.py",
+    "tests/kernels/cuda/test_parity.py",
     "tests/sampling/test_sampling.py",
     "tests/sampling/test_processors.py",
 )
@@ -18,8 +19,8 @@ ASKING = (
 class Recorder:
     """Writes what the functions marked `recorded`, of all modules that were collected, have heard."""
 
-    def __init__(self):
-        self.modules = set()
+    def __init__(self, is_whole: bool):
+        self.is_whole, self.modules = is_whole, set()
 
     def pytest_collection_finish(self, session):
         self.modules = {item.module for item in session.items}
@@ -30,7 +31,7 @@ class Recorder:
         for module in self.modules:
             for function in vars(module).values():
                 if recordings := getattr(function, "recordings", None):
-                    recordings.write()
+                    recordings.write(self.is_whole)
                     print(f"\n{recordings.path.name}: {len(recordings.heard)} answers", end="")
 
 
@@ -43,7 +44,7 @@ def main() -> int:
         print(f"Recording {MISSING}.", file=sys.stderr)
         return 2
     files = sys.argv[1:] or [str(ROOT / file) for file in ASKING]
-    return pytest.main(["-q", "-p", "no:cacheprovider", *files], [Recorder()])
+    return pytest.main(["-q", "--slow", "-p", "no:cacheprovider", *files], [Recorder(not sys.argv[1:])])
 
 
 if __name__ == "__main__":

@@ -45,8 +45,13 @@ class Recordings:
             start += answers[key].nbytes
         return answers
 
-    def write(self) -> None:
-        """What was heard takes the place of the file. All answers end to end, as an entry for each is mostly names."""
+    def write(self, is_whole: bool) -> None:
+        """What was heard, in place of what was stored if it is the whole, and else beside it.
+
+        All answers lie end to end, as an entry for each would be mostly names.
+        """
+        if not is_whole:
+            self.heard = self.stored | self.heard
         index = [(key, array.dtype.str, array.shape) for key, array in sorted(self.heard.items())]
         data = b"".join(self.heard[key].tobytes() for key, _, _ in index)
         FOLDER.mkdir(exist_ok=True)
