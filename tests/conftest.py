@@ -15,9 +15,11 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    """What runs by its own name, `-m gpu` or `-m toolchain`, needs no --slow."""
     if not config.getoption("--slow"):
         for item in items:
-            if item.get_closest_marker("slow"):
+            markers = {marker.name for marker in item.iter_markers()}
+            if "slow" in markers and not markers & {"gpu", "toolchain"}:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 

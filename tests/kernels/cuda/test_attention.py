@@ -22,6 +22,8 @@ from tinygpt.kernels.cuda.layers.attention import (
 )
 from tinygpt.kernels.reference import model as reference
 
+pytestmark = pytest.mark.slow
+
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 LAYERS, LAYER, ROWS = 2, 1, 7
 LENGTHS = (1, 63, 64, 65, 130)

@@ -14,6 +14,8 @@ from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, gemm_kernel
 from tinygpt.kernels.cuda.layers.gemm_tiles import TILES, Tile, clocks, pick_tile
 from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("bfloat16", "int8")
 SMALL = Tile(2, 1, 1, 2)  # 32 tokens by 16 features, by two warps: cheap to simulate
 

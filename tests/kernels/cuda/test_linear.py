@@ -26,6 +26,8 @@ from tinygpt.kernels.cuda.packing.dtypes import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, pack, step_count
 from tinygpt.kernels.reference import model as reference
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("float32", "bfloat16", "int8")
 # What rounding the inputs of `dtype` to bfloat16, and adding up in float32, leaves of a sum of terms of about 1 in all.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 2e-6}

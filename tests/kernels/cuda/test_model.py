@@ -11,6 +11,8 @@ from tinygpt.kernels.cuda.memory import bytes_needed
 from tinygpt.kernels.cuda.packing.dtypes import from_bfloat16
 from tinygpt.kernels.cuda.runtime import device as devices
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
 
 

@@ -34,6 +34,8 @@ from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.sampling.keys import ALL_IDS, ID_BITS
 from tinygpt.sampling.metadata import Warpers
 
+pytestmark = pytest.mark.slow
+
 DTYPES = ("bfloat16", "int8")
 
 

@@ -17,6 +17,8 @@ from tinygpt.kernels.cuda.sampling.philox import random_fraction
 from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
 from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
 
+pytestmark = pytest.mark.slow
+
 THREADS = 64
 
 
