@@ -72,9 +72,12 @@ class Smoothing:
 
     def _outputs(self, ours: str, layer: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of a linear layer's outputs behind its layer norm, each (N,)."""
-        weight, bias = (self.checkpoint.tensor(f"{layer_name(ours, layer)}.{kind}")[rows] for kind in KINDS)
+        name = layer_name(ours, layer)
+        weight, bias = (self.checkpoint.tensor(f"{name}.{kind}")[rows] for kind in KINDS)
         norm_weight, norm_bias = self._norm(f"h.{layer}.{NORM_BEFORE[ours]}")
-        return weight @ norm_bias + bias, np.linalg.norm(weight * norm_weight, axis=1)
+        mean, scaled = weight @ norm_bias + bias, weight * norm_weight
+        self.checkpoint.release(f"{name}.weight")
+        return mean, np.sqrt(np.square(scaled, out=scaled).sum(axis=1))
 
     def _norm(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         weight, bias = (self.checkpoint.tensor(f"{name}.{kind}") for kind in KINDS)
@@ -92,8 +95,10 @@ def smoothing_factors(weight: np.ndarray, sizes: np.ndarray, share: float) -> np
     Each row of a weight has scales of its own and is measured by its largest weight: that it is large as a whole says
     nothing about a column.
     """
-    rows = np.abs(weight).max(axis=1, keepdims=True)  # (N, 1)
-    largest = (np.abs(weight) / np.where(rows > 0, rows, 1)).max(axis=0)  # (K,)
+    sizes_of_weights = np.abs(weight)  # (N, K)
+    rows = sizes_of_weights.max(axis=1, keepdims=True)  # (N, 1)
+    sizes_of_weights /= np.where(rows > 0, rows, 1)
+    largest = sizes_of_weights.max(axis=0)  # (K,)
     largest = np.where(largest > 0, largest, 1)
     factors = np.maximum(sizes, LEAST) ** share / largest ** (1 - share)
     return rounded(factors / np.exp(np.log(factors).mean()))
