@@ -22,13 +22,16 @@ class Tensors:
         )
         generator = np.random.default_rng(1)
         shapes = {"attn.c_attn": (72, 24), "mlp.c_fc": (70, 24), "ln_1": (24,), "ln_2": (24,)}
-        self.tensors = {}
+        self.tensors, self.released = {}, []
         for name, shape in shapes.items():
             self.tensors[f"h.0.{name}.weight"] = generator.standard_normal(shape, np.float32) / 3
             self.tensors[f"h.0.{name}.bias"] = generator.standard_normal(shape[0], np.float32)
 
     def tensor(self, name: str) -> np.ndarray:
         return self.tensors[name]
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
 
     def inputs(self, norm: str) -> np.ndarray:
         """What leaves a layer norm where channels are normal and independent: (draws, 24)."""
@@ -53,6 +56,7 @@ def test_sizes_of_values_are_told_by_the_weights():
     model = Tensors()
     qkv = model.inputs("ln_1") @ model.tensor("h.0.attn.c_attn.weight").T + model.tensor("h.0.attn.c_attn.bias")
     np.testing.assert_allclose(Smoothing(model, "int8")._value_sizes(0), root_mean_square(qkv[:, 48:]), rtol=0.02)
+    assert model.released == ["h.0.attn.c_attn.weight"]  # else a checkpoint is in memory whole while it is packed
 
 
 def test_a_channel_of_the_inputs_takes_its_share_of_the_size():
