@@ -11,7 +11,7 @@ from tinygpt.bench.picture import Line, Panel, Picture, Point, model_name
 from tinygpt.bench.plot import COLOURS, MAX_LINES, PUBLISHED_COLOURS, check, check_lines, draw, picture_of, plot, save
 from tinygpt.errors import RequestError
 
-pytest.importorskip("matplotlib", reason="matplotlib, of the extra 'plot', is not installed")
+pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
 
 OURS = Line("ours", (Point.of(1, [10, 12, 15]), Point.of(8, [39, 44, 41])))
 THEIRS = Line("theirs", (Point.exact(1, 5), Point.exact(8, 20)), is_published=True)

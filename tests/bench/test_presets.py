@@ -97,7 +97,7 @@ def test_its_picture_names_the_model_and_has_units(name, report_of, tmp_path):
         assert len(published) < len(panel.lines)
         assert all("GPT-2 124M" in label or "GPT-350M" in label for label in published)
     assert published  # in the last panel
-    pytest.importorskip("matplotlib", reason="matplotlib, of the extra 'plot', is not installed")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     report_of(name).plot(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from support import tiny_checkpoint
 from support.paths import ROOT
+from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.config import DTYPES
@@ -205,7 +205,7 @@ def test_sizes_measured_before_do_as_the_text_does(tmp_path):
     text.write_text(TEXT, encoding="utf-8")
     checkpoint = open_checkpoint("demo")
     found = calibrate(checkpoint, TEXT, Tokenizer.from_folder(checkpoint.path).encode(TEXT), "int8", 0.5)
-    torch.save({f"transformer.{name}": torch.tensor(size) for name, size in found.sizes.items()}, scales)
+    scales.write_bytes(torch_bytes({f"transformer.{name}": size for name, size in found.sizes.items()}))
     files = []
     for name, options in {"a": ["--calibrate", str(text)], "b": ["--act-scales", str(scales)]}.items():
         assert cli.main(["convert", "demo", str(tmp_path / name), *options]) == 0

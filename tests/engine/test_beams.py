@@ -4,11 +4,15 @@ import random
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-from support.factory import Case, Recipe, make_case
+from support.golden_models import golden_ids, write_model
+from support.golden_oracle import live_model
+from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
@@ -19,13 +23,13 @@ DEMO_PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory) -> Case:
-    return make_case(Recipe("beams", FIELDS, seed=3), tmp_path_factory.mktemp("beams"))
+def folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("beams"), **FIELDS)
 
 
 @pytest.fixture(scope="module")
-def llm(case):
-    with LLM(str(case.folder), max_num_seqs=8) as llm:
+def llm(folder):
+    with LLM(str(folder), max_num_seqs=8) as llm:
         yield llm
 
 
@@ -48,26 +52,27 @@ PROCESSED = (
 )
 
 
+@recorded
+def search_of_transformers(prompt: list[int], options: dict[str, Any]) -> np.ndarray:
+    """(beams, 1 + max_new_tokens): a score and the new ids, padded with 0."""
+    import torch
+
+    ids, kept = torch.tensor([prompt]), {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    output = live_model(**FIELDS).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options, **kept)
+    new = output.sequences[:, len(prompt) :].numpy()
+    table = np.zeros((len(new), 1 + options["max_new_tokens"]))
+    table[:, 0], table[:, 1 : 1 + new.shape[1]] = output.sequences_scores, new
+    return table
+
+
 @pytest.mark.parametrize("fields", PROCESSED, ids=str)
 @pytest.mark.parametrize("eos_token_id", [None, [4, 9]])
-def test_same_as_transformers_with_processors(llm, case, fields, eos_token_id):
+def test_same_as_transformers_with_processors(llm, fields, eos_token_id):
     beams = {"num_beams": 4, **fields}
     output = llm.generate([PROMPT], SamplingParams(n=4, max_tokens=14, eos_token_id=eos_token_id, **beams))[0]
-    ids = torch.tensor([PROMPT])
-    expected = case.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_return_sequences=4,
-        max_new_tokens=14,
-        eos_token_id=eos_token_id,
-        pad_token_id=0,
-        output_scores=True,
-        return_dict_in_generate=True,
-        **beams,
-    )
-    for found, row, score in zip(output.outputs, expected.sequences, expected.sequences_scores.tolist(), strict=True):
-        assert found.token_ids == row[len(PROMPT) :][: len(found.token_ids)].tolist()
+    options = {"num_return_sequences": 4, "max_new_tokens": 14, "eos_token_id": eos_token_id, **beams}
+    for found, (score, *row) in zip(output.outputs, search_of_transformers(PROMPT, options).tolist(), strict=True):
+        assert found.token_ids == row[: len(found.token_ids)]
         assert found.score == pytest.approx(score, abs=1e-4)
         assert found.finish_reason == ("stop" if found.token_ids[-1] in (eos_token_id or ()) else "length")
 
@@ -96,12 +101,12 @@ def test_a_logits_processor_sees_each_beam(llm):
 def test_logprobs_are_those_of_the_tokens(llm):
     params = SamplingParams(num_beams=4, n=4, max_tokens=9, logprobs=2, length_penalty=0.0)
     for completion in llm.generate([PROMPT], params)[0].outputs:
-        logits = torch.from_numpy(llm.logits(PROMPT + completion.token_ids)[len(PROMPT) - 1 : -1])
-        expected = logits.log_softmax(-1)
+        logits = llm.logits(PROMPT + completion.token_ids)[len(PROMPT) - 1 : -1].astype(np.float64)  # (T, V)
+        expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         for row, reported, token_id in zip(expected, completion.logprobs, completion.token_ids, strict=True):
-            best = row.topk(2).indices.tolist()
+            best = np.argsort(-row)[:2].tolist()
             assert set(reported) == {*best, token_id}
-            assert list(reported.values()) == pytest.approx([row[i].item() for i in reported], abs=1e-4)
+            assert list(reported.values()) == pytest.approx([row[i] for i in reported], abs=1e-4)
         assert completion.cumulative_logprob == pytest.approx(completion.score, abs=1e-4)  # no length penalty
 
 
@@ -130,13 +135,13 @@ def random_params(chance: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_neighbours_chunks_and_cached_prefixes_change_nothing(case, llm, seed):
+def test_neighbours_chunks_and_cached_prefixes_change_nothing(folder, llm, seed):
     chance = random.Random(seed)
-    prompts = [PROMPT[: chance.randint(1, 6)] + case.random_ids(chance.randint(0, 20), i) for i in range(12)]
+    prompts = [PROMPT[: chance.randint(1, 6)] + golden_ids(chance.randint(0, 20), str(i), VOCAB) for i in range(12)]
     params = [random_params(chance) for _ in prompts]
     alone = [plain(llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
     sizes = {"max_num_seqs": chance.choice((4, 5, 9)), "prefix_cache_seqs": chance.choice((0, 3))}
-    with LLM(str(case.folder), max_num_batched_tokens=chance.choice((9, 17)), **sizes) as other:
+    with LLM(str(folder), max_num_batched_tokens=chance.choice((9, 17)), **sizes) as other:
         dropped = other.generate_as_finished([PROMPT], SamplingParams(num_beams=3, max_tokens=40))
         together = other.generate_as_finished(prompts, params)
         outputs = dict([next(together)])
@@ -145,9 +150,9 @@ def test_neighbours_chunks_and_cached_prefixes_change_nothing(case, llm, seed):
         assert [plain(outputs[i]) for i in range(len(prompts))] == alone
 
 
-def test_what_a_search_leaves_in_the_cache_is_what_it_says(case):
+def test_what_a_search_leaves_in_the_cache_is_what_it_says(folder):
     """Prompts that go on from a finished search find its rows; their results are those without a cache."""
-    with LLM(str(case.folder), prefix_cache_seqs=8) as cached, LLM(str(case.folder), prefix_cache_seqs=0) as fresh:
+    with LLM(str(folder), prefix_cache_seqs=8) as cached, LLM(str(folder), prefix_cache_seqs=0) as fresh:
         found = cached.generate([PROMPT], SamplingParams(num_beams=6, n=6, max_tokens=10))[0].outputs
         prompts = [PROMPT + completion.token_ids[: 2 + i] for i, completion in enumerate(found)]
         again, expected = (llm.generate(prompts, SamplingParams(max_tokens=8, logprobs=1)) for llm in (cached, fresh))
@@ -155,9 +160,9 @@ def test_what_a_search_leaves_in_the_cache_is_what_it_says(case):
         assert sum(output.num_cached_tokens for output in again) > 6 * len(PROMPT)
 
 
-def test_searches_that_fill_all_rows_do_not_block_each_other(case):
+def test_searches_that_fill_all_rows_do_not_block_each_other(folder):
     params = SamplingParams(num_beams=4, n=4, max_tokens=10)
-    with LLM(str(case.folder), max_num_seqs=4) as small:
+    with LLM(str(folder), max_num_seqs=4) as small:
         expected = plain(small.generate([PROMPT], params)[0])
         outputs = []
         threads = [

@@ -1,13 +1,16 @@
 """Hidden states, attention maps and embeddings, against those of transformers."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from support import factory
+from support.golden_models import golden_ids, write_model
+from support.golden_oracle import live_model
+from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
-
-torch = pytest.importorskip("torch")
 
 SIZES = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
 VARIANTS = {
@@ -21,12 +24,46 @@ LENGTHS = [1, 13, 64, 90]
 TOLERANCE = 1e-4
 
 
+def ids_of(length: int) -> list[int]:
+    return golden_ids(length, f"{length} ids", SIZES["vocab_size"])
+
+
+def trace_of(variant: str, ids: list[int]):
+    import torch
+
+    with torch.no_grad():
+        model = live_model(**SIZES | VARIANTS[variant])
+        return model(torch.tensor([ids]), output_hidden_states=True, output_attentions=True)
+
+
+@recorded
+def hidden_states_of(variant: str, ids: list[int]) -> np.ndarray:
+    return np.concatenate(trace_of(variant, ids).hidden_states)  # (L + 1, T, C)
+
+
+@recorded
+def attentions_of(variant: str, ids: list[int]) -> np.ndarray:
+    return np.concatenate(trace_of(variant, ids).attentions)  # (L, H, T, T)
+
+
+@recorded
+def embeddings_of(variant: str, prompts: list[list[int]], pooling: str) -> np.ndarray:
+    """(prompts, C)."""
+    states = [trace_of(variant, ids).hidden_states[-1][0].numpy() for ids in prompts]  # (T, C) each
+    pooled = {"last": lambda x: x[-1], "mean": lambda x: x.mean(0), "sum": lambda x: x.sum(0)}[pooling]
+    return np.stack([pooled(x) for x in states])
+
+
+@dataclass(frozen=True)
+class Case:
+    variant: str
+    folder: Path
+
+
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)
-def case(request, tmp_path_factory):
-    recipe = factory.Recipe(request.param, SIZES | VARIANTS[request.param])
-    case = factory.make_case(recipe, tmp_path_factory.mktemp(request.param))
-    case.model.set_attn_implementation("eager")  # the others give no maps
-    return case
+def case(request, tmp_path_factory) -> Case:
+    folder = write_model(tmp_path_factory.mktemp(request.param), **SIZES | VARIANTS[request.param])
+    return Case(request.param, folder)
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
@@ -35,28 +72,21 @@ def llm(request, case):
         yield llm
 
 
-def expected_of(case, ids: list[int]):
-    with torch.no_grad():
-        return case.model(torch.tensor([ids]), output_hidden_states=True, output_attentions=True)
-
-
 @pytest.mark.parametrize("length", LENGTHS)
 def test_they_equal_those_of_transformers(case, llm, length):
-    ids = case.random_ids(length)
-    expected = expected_of(case, ids)
-    states, maps = llm.hidden_states(ids), llm.attentions(ids)
-    assert states.dtype == maps.dtype == np.float32
-    wanted = torch.cat(expected.hidden_states).numpy()  # (L + 1, T, C)
+    ids = ids_of(length)
+    states, wanted = llm.hidden_states(ids), hidden_states_of(case.variant, ids)
+    assert states.dtype == np.float32
     np.testing.assert_allclose(states, wanted, rtol=0, atol=TOLERANCE * max(1, np.abs(wanted).max() / 10))
-    np.testing.assert_allclose(maps, torch.cat(expected.attentions).numpy(), rtol=0, atol=TOLERANCE)
+    maps = llm.attentions(ids)
+    assert maps.dtype == np.float32
+    np.testing.assert_allclose(maps, attentions_of(case.variant, ids), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "sum"])
 def test_embeddings_are_pooled_last_hidden_states(case, llm, pooling):
-    prompts = [case.random_ids(length, seed=length) for length in LENGTHS]
-    states = [expected_of(case, ids).hidden_states[-1][0] for ids in prompts]  # (T, C) each
-    pooled = {"last": lambda x: x[-1], "mean": lambda x: x.mean(0), "sum": lambda x: x.sum(0)}[pooling]
-    expected = torch.stack([pooled(x) for x in states]).numpy()
+    prompts = [ids_of(length) for length in LENGTHS]
+    expected = embeddings_of(case.variant, prompts, pooling)
     vectors = llm.embed(prompts, pooling)
     assert (vectors.shape, vectors.dtype) == (expected.shape, np.float32)
     np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE * max(1, np.abs(expected).max() / 10))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.bits import assert_same_bits
-from support.factory import Recipe, make_case
+from support.golden_models import write_model
 from tinygpt import LLM, SamplingParams
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
@@ -25,9 +25,9 @@ THREADS = (1, 2, 4)  # more than this machine's cores may be among them: partiti
 SEQUENCES = 5
 SLOTS = 7
 # Head size 5, width 35, 97 tokens: no dimension is a multiple of a vector or of a tile.
-ODD = Recipe("odd", {"n_embd": 35, "n_head": 7, "n_layer": 3, "vocab_size": 97, "n_positions": 700, "n_inner": 83})
+ODD = {"n_embd": 35, "n_head": 7, "n_layer": 3, "vocab_size": 97, "n_positions": 700, "n_inner": 83}
 # Three groups of K, the last one not full.
-WIDE = Recipe("wide", {"n_embd": 130, "n_head": 26, "n_layer": 2, "vocab_size": 97, "n_positions": 400, "n_inner": 83})
+WIDE = {"n_embd": 130, "n_head": 26, "n_layer": 2, "vocab_size": 97, "n_positions": 400, "n_inner": 83}
 LENGTHS = {"odd": 200, "wide": 140, "demo": 150}  # positions that are tried
 NAN = {np.dtype(np.float32): np.nan, np.dtype(np.uint16): 0x7FFF}  # uint16 holds bfloat16's bits
 # model, dtype, kv_cache_dtype. The demo's products are cut into four segments.
@@ -96,8 +96,9 @@ class Feed:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
-    cases = [make_case(recipe, tmp_path_factory.mktemp(recipe.name)) for recipe in (ODD, WIDE)]
-    return {"demo": "demo", **{case.recipe.name: str(case.folder) for case in cases}}
+    sizes = {"odd": ODD, "wide": WIDE}
+    written = {name: write_model(tmp_path_factory.mktemp(name), **fields) for name, fields in sizes.items()}
+    return {"demo": "demo", **{name: str(folder) for name, folder in written.items()}}
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
 
+from support.recorded import needs_transformers
+from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import NUM_SAMPLES, calibrate, read_act_scales, samples_of
 from tinygpt.weights.open import open_checkpoint
@@ -18,6 +17,10 @@ IDS = np.random.default_rng(0).integers(8192, size=1200).tolist()
 @pytest.fixture(scope="module")
 def inputs() -> dict[str, np.ndarray]:
     """What goes into each Conv1D of transformers' model, (tokens, K), over the samples of IDS."""
+    import torch
+    from transformers import GPT2LMHeadModel
+    from transformers.pytorch_utils import Conv1D
+
     model = GPT2LMHeadModel.from_pretrained(open_checkpoint("demo").path, dtype=torch.float64)
     found: dict[str, list] = {}
     for name, module in model.transformer.named_modules():
@@ -29,6 +32,7 @@ def inputs() -> dict[str, np.ndarray]:
     return {name: torch.cat(xs).numpy() for name, xs in found.items()}
 
 
+@needs_transformers
 @pytest.mark.parametrize(("dtype", "size"), [("int8", lambda x: x.max(0)), ("int4", lambda x: x.mean(0))])
 def test_statistics_are_those_of_transformers_inputs(inputs, dtype, size):
     found = calibrate(open_checkpoint("demo"), "a text", IDS, dtype, 0.5)
@@ -53,7 +57,7 @@ def test_samples_are_spread_over_the_text():
 
 
 def write_scales(path: Path, sizes: dict[str, np.ndarray]) -> Path:
-    torch.save({f"transformer.{name}": torch.tensor(size) for name, size in sizes.items()}, path)
+    path.write_bytes(torch_bytes({f"transformer.{name}": size for name, size in sizes.items()}))
     return path
 
 

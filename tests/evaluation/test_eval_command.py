@@ -1,15 +1,17 @@
 """`python -m tinygpt eval` and tinygpt.evaluation.perplexity: the same figures as transformers' own methods give."""
 
+import functools
 import itertools
 import json
 import math
 import random
 
+import numpy as np
 import pytest
-import torch
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from support.golden_oracle import read_model
 from support.paths import DATA, DEMO
+from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.errors import RequestError
@@ -34,33 +36,45 @@ def llm():
         yield llm
 
 
-@pytest.fixture(scope="module")
-def theirs():
+@functools.cache
+def their_model():
+    import torch
+
     torch.set_num_threads(1)  # two that wait for each other are far slower where the cores are shared
-    return GPT2LMHeadModel.from_pretrained(DEMO, dtype=torch.float32).eval()
+    return read_model(DEMO)
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def their_tokenizer():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(DEMO)
 
 
-@torch.no_grad()
-def strided(model: GPT2LMHeadModel, token_ids: list[int], stride: int) -> float:
+@recorded
+def their_ids_of(text: str, is_split: bool = False) -> np.ndarray:
+    """With the special tokens in it as tokens, or as plain text."""
+    return np.array(their_tokenizer()(text, split_special_tokens=is_split).input_ids, np.uint16)
+
+
+@recorded
+def strided(token_ids: np.ndarray, stride: int) -> np.ndarray:
     """Perplexity as transformers' documentation defines it; the model itself shifts the labels."""
+    import torch
+
+    token_ids = token_ids.astype(int)
     total, count, seen = 0.0, 0, 0
     for begin in range(0, len(token_ids), stride):
         stop = min(begin + SIZE, len(token_ids))
-        inputs = torch.tensor([token_ids[begin:stop]])
+        inputs = torch.tensor([token_ids[begin:stop].tolist()])
         labels = inputs.clone()
         labels[:, : seen - begin] = -100
         weight = stop - seen - 1
-        total += model(inputs, labels=labels).loss.item() * weight
+        with torch.no_grad():
+            total += their_model()(inputs, labels=labels).loss.item() * weight
         count, seen = count + weight, stop
         if stop == len(token_ids):
-            return math.exp(total / count)
+            return np.array([math.exp(total / count)])
     raise AssertionError("unreachable")
 
 
@@ -73,9 +87,9 @@ def text_of_size(llm: LLM, num_tokens: int) -> str:
 
 @pytest.mark.parametrize("stride", [64, 256, SIZE, None])
 @pytest.mark.parametrize("num_tokens", [1200, 300, 2])
-def test_perplexity_is_that_of_transformers(llm, theirs, their_tokenizer, stride, num_tokens):
+def test_perplexity_is_that_of_transformers(llm, stride, num_tokens):
     text = text_of_size(llm, num_tokens)
-    expected = strided(theirs, their_tokenizer(text).input_ids, stride or SIZE)
+    (expected,) = strided(their_ids_of(text), stride or SIZE)
     assert perplexity(llm, text, stride).token_perplexity == pytest.approx(expected, rel=2e-5)
 
 
@@ -85,29 +99,30 @@ def documents() -> str:
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_documents_are_set_apart_by_the_special_token(theirs, their_tokenizer, is_split):
-    token_ids = their_tokenizer(documents(), split_special_tokens=is_split).input_ids
-    assert token_ids.count(their_tokenizer.eos_token_id) == (0 if is_split else 6)
+def test_documents_are_set_apart_by_the_special_token(is_split):
+    token_ids = their_ids_of(documents(), is_split)
+    assert (token_ids == 8192).sum() == (0 if is_split else 6)
     with LLM("demo", split_special_tokens=is_split) as llm:
         for stride in (256, None):
             found = perplexity(llm, documents(), stride)
             assert found.num_tokens == len(token_ids)
-            assert found.token_perplexity == pytest.approx(strided(theirs, token_ids, stride or SIZE), rel=2e-5)
+            assert found.token_perplexity == pytest.approx(strided(token_ids, stride or SIZE)[0], rel=2e-5)
 
 
+@needs_transformers
 @pytest.mark.skipif(not TALES.is_file(), reason=f"the demo's held-out tales are not in {TALES}")
-def test_perplexity_of_tales(llm, theirs, their_tokenizer):
+def test_perplexity_of_tales(llm):
     text = TALES.read_text(encoding="utf-8")[:9000]
-    token_ids = their_tokenizer(text).input_ids
-    assert token_ids.count(their_tokenizer.eos_token_id) == 4
-    assert perplexity(llm, text).token_perplexity == pytest.approx(strided(theirs, token_ids, SIZE), rel=2e-5)
+    token_ids = their_ids_of(text)
+    assert (token_ids == 8192).sum() == 4
+    assert perplexity(llm, text).token_perplexity == pytest.approx(strided(token_ids, SIZE)[0], rel=2e-5)
 
 
-def test_lambada_reads_special_tokens_as_tokens(llm, theirs, their_tokenizer):
-    check_lambada(llm, theirs, their_tokenizer, [f"{passage(9, i)}<|endoftext|>{passage(9 + i, i)}" for i in range(3)])
+def test_lambada_reads_special_tokens_as_tokens(llm):
+    check_lambada(llm, [f"{passage(9, i)}<|endoftext|>{passage(9 + i, i)}" for i in range(3)])
 
 
-def test_a_window_of_nothing_new_counts_nothing(llm, theirs):
+def test_a_window_of_nothing_new_counts_nothing(llm):
     """Where the last window has one token, Hugging Face's mean is of no tokens."""
     more, less = (perplexity(llm, text_of_size(llm, count)) for count in (SIZE + 1, SIZE))
     assert more.loss == less.loss
@@ -145,44 +160,46 @@ def test_a_text_of_one_token_is_refused(llm):
 # LAMBADA.
 
 
-@torch.no_grad()
-def foreseen(model: GPT2LMHeadModel, token_ids: list[int], counts: tuple[int, int]) -> list[tuple[bool, float]]:
+@recorded
+def foreseen(token_ids: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
     """For each count: whether the last `count` tokens are what greedy decoding writes, and their log probability."""
-    logprobs = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
-    targets = torch.tensor(token_ids[1:])
-    are_best, found = logprobs.argmax(-1) == targets, logprobs[torch.arange(len(targets)), targets].double()
-    return [(bool(are_best[-count:].all()), found[-count:].sum().item()) for count in counts]
+    import torch
+
+    ids = torch.tensor(token_ids.astype(int))
+    with torch.no_grad():
+        logprobs = their_model()(ids[None]).logits[0, :-1].log_softmax(-1)
+    are_best, found = logprobs.argmax(-1) == ids[1:], logprobs[torch.arange(len(ids) - 1), ids[1:]].double()
+    return np.array([(are_best[-count:].all(), found[-count:].sum()) for count in counts], np.float64)
 
 
-def check_lambada(llm: LLM, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+def check_lambada(llm: LLM, texts: list[str]) -> None:
     rows = []
     for text in texts:
-        token_ids = tokenizer(text).input_ids
-        num_before = len(tokenizer(text.rsplit(" ", 1)[0]).input_ids)
-        rows.append(foreseen(model, token_ids, (len(token_ids) - num_before, 1)))
+        token_ids = their_ids_of(text)
+        rows.append(foreseen(token_ids, (len(token_ids) - len(their_ids_of(text.rsplit(" ", 1)[0])), 1)))
     of_word, of_token = lambada(llm, texts)
     assert [of_word.protocol, of_token.protocol] == ["last word", "last token"]
-    for found, expected in zip((of_word, of_token), zip(*rows, strict=True), strict=True):
+    for found, expected in zip((of_word, of_token), np.moveaxis(rows, 1, 0), strict=True):
         assert found.num_rows == len(texts)
-        assert found.num_correct == sum(is_greedy for is_greedy, _ in expected)
-        loss = -sum(logprob for _, logprob in expected) / len(texts)
-        assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+        assert found.num_correct == expected[:, 0].sum()
+        assert found.perplexity == pytest.approx(math.exp(-expected[:, 1].mean()), rel=1e-4)
 
 
-def test_lambada_is_that_of_transformers(llm, theirs, their_tokenizer):
+def test_lambada_is_that_of_transformers(llm):
     (output,) = llm.generate("Once upon a time there", SamplingParams(max_tokens=40, ignore_eos=True))
     words = f"Once upon a time there{output.outputs[0].text}".split(" ")
     foreseen_texts = [" ".join(words[:count]) for count in range(8, 20)]
     rare = [f"{passage(20, seed)} {word}" for seed, word in enumerate(("unforeseeably", "xylophone", "Zoë", "the"))]
     texts = [*foreseen_texts, *rare, *(passage(9 + i, i) for i in range(8))]
-    check_lambada(llm, theirs, their_tokenizer, texts)
+    check_lambada(llm, texts)
     assert len(foreseen_texts) <= lambada(llm, texts)[0].num_correct < len(texts)
 
 
+@needs_transformers
 @pytest.mark.skipif(not LAMBADA.is_file(), reason=f"LAMBADA is not in {LAMBADA}")
-def test_lambada_on_its_own_rows(llm, theirs, their_tokenizer):
+def test_lambada_on_its_own_rows(llm):
     rows = [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()[:200]]
-    check_lambada(llm, theirs, their_tokenizer, rows)
+    check_lambada(llm, rows)
 
 
 def test_no_rows_are_refused(llm):

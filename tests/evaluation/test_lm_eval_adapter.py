@@ -8,7 +8,7 @@ import pytest
 
 from support.paths import DEMO
 
-pytest.importorskip("lm_eval", reason="lm-eval, the extra `eval`, is not installed")
+pytest.importorskip("lm_eval", reason="needs lm-eval: pip install -e '.[eval]'")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 import lm_eval

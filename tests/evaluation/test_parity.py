@@ -4,6 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+
+from support.recorded import MISSING
+
+pytest.importorskip("transformers", reason=MISSING)
+
 import torch
 from transformers import GPT2LMHeadModel
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from support.factory import Recipe, make_case
-from tinygpt import LLM
+from support.golden_models import golden_ids, write_model
+from support.recorded import HAS_TRANSFORMERS, needs_transformers
+from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.evaluation.golden import Golden, load_goldens, save_goldens
 from tinygpt.evaluation.parity import Difference, compare
@@ -21,15 +23,31 @@ SIZES = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_case(Recipe("parity", SIZES, eos="one"), tmp_path_factory.mktemp("parity") / "model").folder
+    folder = write_model(tmp_path_factory.mktemp("parity") / "model", **SIZES)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, SIZES["vocab_size"], 2)]}))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def golden(folder) -> Path:
-    """A golden file of the built-in prompts."""
+    """A golden file of prompts as long as the built-in ones; without transformers, the reference backend's."""
     path = folder.parent / "golden.npz"
-    assert cli.main(["parity", str(folder), "--layers", "--max-tokens", "6", "--save-golden", str(path)]) == 0
+    if HAS_TRANSFORMERS:
+        assert cli.main(["parity", str(folder), "--layers", "--max-tokens", "6", "--save-golden", str(path)]) == 0
+        return path
+    with LLM(str(folder), device="reference") as llm:
+        save_goldens(path, [golden_of(llm, golden_ids(length, vocab_size=97)) for length in (1, 2, 7, 33, 64)])
     return path
+
+
+def golden_of(llm: LLM, prompt: list[int]) -> Golden:
+    count, greedy_ids = min(6, SIZES["n_positions"] - len(prompt)), []
+    if count:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        greedy_ids = llm.generate([prompt], params)[0].outputs[0].token_ids
+    best = np.sort(llm.logits(prompt + greedy_ids)[len(prompt) - 1 :][:count])  # (G, V)
+    leads = (best[:, -1] - best[:, -2]).tolist()
+    return Golden(prompt, llm.logits(prompt), greedy_ids, leads, llm.hidden_states(prompt))
 
 
 def parity(capsys, *arguments: object) -> tuple[int, dict]:
@@ -47,6 +65,7 @@ def say_no(capsys, *arguments: object) -> str:
     return streams.err
 
 
+@needs_transformers
 def test_with_transformers(capsys, folder):
     code, report = parity(capsys, folder, "--max-tokens", 9)
     assert code == 0
@@ -63,6 +82,7 @@ def test_with_transformers(capsys, folder):
     assert report["by_layer"] is None
 
 
+@needs_transformers
 def test_a_tolerance_that_no_float32_meets(capsys, folder):
     code, report = parity(capsys, folder, "--tolerance", 0)
     assert code == 1
@@ -124,6 +144,7 @@ def test_one_wrong_layer(capsys, folder, golden, tmp_path):
     assert [layer["largest"] > 1 for layer in report["by_layer"]] == [False, True, False]
 
 
+@needs_transformers
 def test_prompts_of_a_file(capsys, folder, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": [1, 2, 3]}\n{"prompt": [4]}\n')
@@ -131,6 +152,7 @@ def test_prompts_of_a_file(capsys, folder, tmp_path):
     assert (code, report["num_positions"], report["num_greedy_tokens"]) == (0, 4, 0)
 
 
+@needs_transformers
 def test_special_tokens_in_prompts_of_a_file(capsys, tmp_path):
     file, text = tmp_path / "prompts.jsonl", "Once<|endoftext|>"
     lines = [{"prompt": text}, {"prompt": text, "split_special_tokens": True}]
@@ -227,9 +249,11 @@ def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_
     assert parity(capsys, target, "--golden", golden)[0] == 0
 
 
+@needs_transformers
 def test_names_that_transformers_does_not_know(capsys, tmp_path):
-    folder = make_case(Recipe("module", SIZES, prefix="module."), tmp_path / "model").folder
-    assert cli.main(["parity", str(folder)]) == 1
+    file = write_model(tmp_path, **SIZES) / "model.safetensors"
+    save_file({f"module.{name}": array for name, array in load_file(file).items()}, file)
+    assert cli.main(["parity", str(tmp_path)]) == 1
     assert "there is nothing to compare with" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ import pytest
 from scripts.quality.checkpoints import EXTREMES, OUTLIERS, write_outliers
 from scripts.quality.measure import measure
 from support.bits import assert_same_bits
-from support.factory import Recipe, make_case
+from support.golden_models import write_model
 from tinygpt import LLM
 from tinygpt.cli import main as cli
 from tinygpt.errors import RequestError
@@ -125,12 +125,8 @@ ERRORS = {"bfloat16": 0.01, "int8": 0.04, "int4": 0.3}
 
 @pytest.fixture(scope="module")
 def shape_folders(tmp_path_factory) -> dict[str, Path]:
-    folders = {}
-    for name, fields in SHAPES.items():
-        folders[name] = tmp_path_factory.mktemp("shape")
-        sizes = {"n_layer": 2, "vocab_size": 97, "n_positions": 90}
-        make_case(Recipe(name, {**sizes, **fields}), folders[name])
-    return folders
+    sizes = {"n_layer": 2, "vocab_size": 97, "n_positions": 90}
+    return {name: write_model(tmp_path_factory.mktemp("shape"), **{**sizes, **SHAPES[name]}) for name in SHAPES}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,70 +1,94 @@
 """LLM(lora=...): the engine on merged weights writes what PEFT's model writes."""
 
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from support import factory
+from support.golden_adapters import live_peft_model, write_lora
+from support.golden_models import golden_ids, write_model
+from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.main import main
 from tinygpt.errors import CheckpointError
 
-peft = pytest.importorskip("peft", reason="peft, which the adapters are compared with, is not installed")
-torch = pytest.importorskip("torch")
-
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
 FIELDS = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 90}
 ADAPTERS = {
-    "layers": {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
-    "head": {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"], "fan_in_fan_out": True},
+    "layers": {"targets": ["c_attn", "c_proj", "c_fc"], "has_head": False},
+    "head": {"targets": ["c_attn"], "has_head": True},
 }
+PROMPT = golden_ids(9, vocab_size=90)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A checkpoint, and an adapter of it."""
+
+    name: str
+    base: Path
+    adapter: Path
+
+
+def write_adapter(folder: Path, name: str) -> Path:
+    return write_lora(folder, rank=3, **ADAPTERS[name], **FIELDS)
 
 
 @pytest.fixture(scope="module", params=ADAPTERS)
-def adapted(request, tmp_path_factory):
-    """A checkpoint, an adapter of it, and PEFT's model of both."""
+def adapted(request, tmp_path_factory) -> Adapted:
     folder = tmp_path_factory.mktemp(request.param)
-    case = factory.make_case(factory.Recipe("base", FIELDS), folder / "base")
-    base = factory.GPT2LMHeadModel.from_pretrained(case.folder)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=3, task_type="CAUSAL_LM", **ADAPTERS[request.param]))
+    base = write_model(folder / "base", **FIELDS)
+    return Adapted(request.param, base, write_adapter(folder / "adapter", request.param))
+
+
+def live(name: str):
+    with tempfile.TemporaryDirectory() as folder:
+        return live_peft_model(Path(folder), lambda adapter: write_adapter(adapter, name), **FIELDS)
+
+
+@recorded
+def lora_logits_of_peft(name: str, token_ids: list[int]) -> np.ndarray:
+    import torch
+
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder / "adapter")
-    read = factory.GPT2LMHeadModel.from_pretrained(case.folder)
-    return case, folder / "adapter", peft.PeftModel.from_pretrained(read, folder / "adapter").eval()
+        return live(name)(torch.tensor([token_ids])).logits[0].numpy()  # (T, V)
+
+
+@recorded
+def lora_greedy_of_peft(name: str, prompt: list[int], count: int) -> np.ndarray:
+    import torch
+
+    ids, options = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
+    return live(name).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].numpy()
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
 def test_tokens_and_logits_equal_those_of_peft(adapted, device):
-    case, adapter, model = adapted
-    prompt = case.random_ids(9)
-    expected = factory.greedy(model, prompt, 20)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0].numpy()
-    with LLM(str(case.folder), device=device, lora=adapter) as llm:
-        np.testing.assert_allclose(llm.logits(prompt), logits, rtol=0, atol=1e-4)
-        assert llm.generate([prompt], SamplingParams(max_tokens=20))[0].outputs[0].token_ids == expected.token_ids
-    with LLM(str(case.folder), device=device) as plain:
-        assert np.abs(plain.logits(prompt) - logits).max() > 0.1  # the adapter does something
+    logits = lora_logits_of_peft(adapted.name, PROMPT)
+    with LLM(str(adapted.base), device=device, lora=adapted.adapter) as llm:
+        np.testing.assert_allclose(llm.logits(PROMPT), logits, rtol=0, atol=1e-4)
+        tokens = llm.generate([PROMPT], SamplingParams(max_tokens=20))[0].outputs[0].token_ids
+    assert tokens == lora_greedy_of_peft(adapted.name, PROMPT, 20).tolist()
+    with LLM(str(adapted.base), device=device) as plain:
+        assert np.abs(plain.logits(PROMPT) - logits).max() > 0.1  # the adapter does something
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_other_dtypes_are_of_the_merged_weights(adapted, dtype):
-    case, adapter, _ = adapted
-    prompt = case.random_ids(9)
-    with LLM(str(case.folder), lora=str(adapter)) as llm, LLM(str(case.folder), dtype=dtype, lora=adapter) as other:
-        expected = llm.logits(prompt)
-        np.testing.assert_allclose(other.logits(prompt), expected, rtol=0, atol=0.1 * np.abs(expected).max())
+    base, adapter = str(adapted.base), adapted.adapter
+    with LLM(base, lora=str(adapter)) as llm, LLM(base, dtype=dtype, lora=adapter) as other:
+        expected = llm.logits(PROMPT)
+        np.testing.assert_allclose(other.logits(PROMPT), expected, rtol=0, atol=0.1 * np.abs(expected).max())
 
 
 def test_what_is_refused(adapted, tmp_path):
-    case, adapter, _ = adapted
+    base, adapter = str(adapted.base), adapted.adapter
     with pytest.raises(CheckpointError, match="no/such/adapter"):
-        LLM(str(case.folder), lora="no/such/adapter")
+        LLM(base, lora="no/such/adapter")
     with pytest.raises(CheckpointError, match="does not hold the adapter"):
         LLM("demo", lora=adapter)
-    assert main(["convert", str(case.folder), str(tmp_path / "packed")]) == 0
+    assert main(["convert", base, str(tmp_path / "packed")]) == 0
     with pytest.raises(CheckpointError, match="is converted, and an adapter cannot be merged"):
         LLM(str(tmp_path / "packed"), lora=adapter)

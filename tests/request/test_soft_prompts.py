@@ -1,7 +1,7 @@
 """Soft prompts in requests: what PEFT makes of the same files, whoever else is in the batch."""
 
-import json
-import warnings
+import functools
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,67 +10,86 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import factory
+from support.golden_adapters import SOFT_PROMPTS, live_peft_model, write_soft_prompt
+from support.golden_models import golden_ids, write_model
+from support.golden_oracle import live_model
+from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 
-peft = pytest.importorskip("peft", reason="peft, which the soft prompts are compared with, is not installed")
-torch = pytest.importorskip("torch")
-
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
 V, POSITIONS, C, P = 90, 96, 48, 7
-FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": C, "n_positions": POSITIONS, "vocab_size": V}
-TUNINGS = {
-    "prompt": (peft.PromptTuningConfig, {}),
-    "p-tuning": (peft.PromptEncoderConfig, {"encoder_hidden_size": 6}),
-    "prefix": (peft.PrefixTuningConfig, {}),
-}
-NAMES = tuple(TUNINGS)
+FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": C, "n_positions": POSITIONS, "vocab_size": V, "bos_token_id": 1}
+NAMES = tuple(SOFT_PROMPTS)
 TOLERANCE = 1e-4
+EVERY = slice(None, None, 4)  # positions whose logits are compared
 
 
 @dataclass(frozen=True)
 class Tuned:
     """A checkpoint, and a folder for each soft prompt of it."""
 
-    case: object
+    base: str
     folders: dict[str, Path]
-
-    def model(self, name: str):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = factory.GPT2LMHeadModel.from_pretrained(self.case.folder, dtype=torch.float32)
-            return peft.PeftModel.from_pretrained(model, self.folders[name]).eval()
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory) -> Tuned:
     folder = tmp_path_factory.mktemp("tuned")
-    case = factory.make_case(factory.Recipe("base", FIELDS), folder / "base")
-    config = json.loads((case.folder / "config.json").read_text())
-    (case.folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 1}))
-    for name, (tuning, fields) in TUNINGS.items():
-        torch.manual_seed(len(name))
-        base = factory.GPT2LMHeadModel.from_pretrained(case.folder)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            model = peft.get_peft_model(base, tuning(task_type="CAUSAL_LM", num_virtual_tokens=P, **fields))
-            for parameter in model.prompt_encoder.parameters():
-                parameter.add_(torch.randn_like(parameter))
-            model.save_pretrained(folder / name)
-    return Tuned(case, {name: folder / name for name in NAMES})
+    folders = {name: write_soft_prompt(folder / name, name, P, **FIELDS) for name in NAMES}
+    return Tuned(str(write_model(folder / "base", **FIELDS)), folders)
+
+
+def ids_of(count: int) -> list[int]:
+    return golden_ids(count, vocab_size=V)
+
+
+@functools.cache
+def peft_model(name: str):
+    with tempfile.TemporaryDirectory() as folder:
+        return live_peft_model(Path(folder), lambda own: write_soft_prompt(own, name, P, **FIELDS), **FIELDS)
+
+
+@recorded
+def soft_tokens_of_peft(name: str, prompt: list[int], fields: dict) -> np.ndarray:
+    import torch
+
+    ids, options = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, **fields}
+    with torch.no_grad():
+        output = peft_model(name).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+    return output[0, len(prompt) :].numpy().astype(np.int8)
+
+
+@recorded
+def soft_logits_of_peft(name: str, prompt: list[int]) -> np.ndarray:
+    """(T / 4, V)."""
+    import torch
+
+    with torch.no_grad():
+        return peft_model(name)(input_ids=torch.tensor([prompt])).logits[0, -len(prompt) :][EVERY].numpy()
+
+
+@recorded
+def logits_behind(embeds: np.ndarray, prompt: list[int]) -> np.ndarray:
+    """(T / 4, V): transformers' own, where embeddings stand in front of the prompt's."""
+    import torch
+
+    model = live_model(**FIELDS)
+    with torch.no_grad():
+        inputs = torch.cat([torch.from_numpy(embeds.astype(np.float32)), model.transformer.wte.weight[prompt]])
+        return model(inputs_embeds=inputs[None]).logits[0, len(embeds) :][EVERY].numpy()
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
 def llm(request, tuned):
-    with LLM(str(tuned.case.folder), device=request.param, soft_prompts=tuned.folders, max_num_seqs=4) as llm:
+    with LLM(tuned.base, device=request.param, soft_prompts=tuned.folders, max_num_seqs=4) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def alone(tuned):
     """Runs one request at a time and keeps nothing in between."""
-    with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+    with LLM(tuned.base, soft_prompts=tuned.folders, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
 
@@ -79,7 +98,8 @@ def params_of(name: str | None, **fields) -> SamplingParams:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    return torch.log_softmax(torch.as_tensor(logits).double(), -1).numpy()
+    logits = logits.astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def table(found: list[dict[int, float]]) -> np.ndarray:
@@ -92,19 +112,9 @@ def table(found: list[dict[int, float]]) -> np.ndarray:
     "fields", [{}, {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}], ids=["plain", "edited"]
 )
 def test_tokens_equal_those_of_peft(llm, tuned, name, fields):
-    prompt = tuned.case.random_ids(9)
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        expected = tuned.model(name).generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=12,
-            pad_token_id=0,
-            **fields,
-        )
+    prompt = ids_of(9)
     (output,) = llm.generate([prompt], params_of(name, **fields))
-    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    assert output.outputs[0].token_ids == soft_tokens_of_peft(name, prompt, fields).tolist()
     assert output.prompt_token_ids == prompt
     (other,) = llm.generate([prompt], params_of(None, **fields))
     assert other.outputs[0].token_ids != output.outputs[0].token_ids  # the soft prompt does something
@@ -113,24 +123,20 @@ def test_tokens_equal_those_of_peft(llm, tuned, name, fields):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("length", [1, 9, 80])
 def test_log_probabilities_equal_those_of_peft(llm, tuned, name, length):
-    prompt = tuned.case.random_ids(length)
-    with torch.no_grad():
-        logits = tuned.model(name)(input_ids=torch.tensor([prompt])).logits[0, -length:].numpy()  # (T, V)
+    prompt = ids_of(length)
     (output,) = llm.generate([prompt], params_of(name, max_tokens=1, logprobs=V, prompt_logprobs=V))
     assert output.prompt_logprobs[0] is None
     got = table(output.prompt_logprobs[1:] + output.outputs[0].logprobs)
-    np.testing.assert_allclose(got, log_softmax(logits), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got[EVERY], log_softmax(soft_logits_of_peft(name, prompt)), rtol=0, atol=TOLERANCE)
 
 
 def test_embeddings_that_a_request_brings_along(llm, tuned):
-    prompt, embeds = tuned.case.random_ids(9), np.random.default_rng(0).standard_normal((P, C))
-    inputs = torch.cat([torch.tensor(embeds, dtype=torch.float32), tuned.case.model.transformer.wte.weight[prompt]])
-    with torch.no_grad():
-        logits = tuned.case.model(inputs_embeds=inputs[None]).logits[0, P:].numpy()
+    prompt, embeds = ids_of(9), np.random.default_rng(0).standard_normal((P, C))
+    expected = log_softmax(logits_behind(embeds, prompt))
     params = params_of(None, max_tokens=1, prompt_embeds=embeds, logprobs=V, prompt_logprobs=V)
     (output,) = llm.generate([prompt], params)
     got = table(output.prompt_logprobs[1:] + output.outputs[0].logprobs)
-    np.testing.assert_allclose(got, log_softmax(logits), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got[EVERY], expected, rtol=0, atol=TOLERANCE)
     embeds[:] = 0  # the params hold their own
     assert llm.generate([prompt], params)[0].prompt_logprobs == output.prompt_logprobs
 
@@ -139,7 +145,7 @@ def test_the_same_embeddings_by_name_and_by_request(alone, tuned):
     from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
 
     embeds = read_soft_prompt(tuned.folders["prompt"], alone.config).embeds
-    prompt = tuned.case.random_ids(9)
+    prompt = ids_of(9)
     by_name = alone.generate([prompt], params_of("prompt", logprobs=3))[0].outputs
     assert by_name == alone.generate([prompt], params_of(None, prompt_embeds=embeds, logprobs=3))[0].outputs
 
@@ -176,7 +182,7 @@ visits = st.tuples(
 def busy(request, tuned):
     max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
     with LLM(
-        str(tuned.case.folder),
+        tuned.base,
         soft_prompts=tuned.folders,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -189,7 +195,7 @@ def busy(request, tuned):
 @settings(max_examples=15)
 def test_neighbours_change_nothing(alone, busy, tuned, visits):
     """Tokens and logprobs: equal, not close."""
-    base = tuned.case.random_ids(60)
+    base = ids_of(60)
     prompts = [base[:count] + tail for _, count, tail, _ in visits]
     params = [
         params_of(kind, **fields)
@@ -206,9 +212,9 @@ def test_neighbours_change_nothing(alone, busy, tuned, visits):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
     """Its positions are shared like those of any beginning; counts are of the prompt's own tokens."""
-    prompt = tuned.case.random_ids(30)
+    prompt = ids_of(30)
     num_own = 0 if name == "prefix" else P  # a prefix is not computed at all
-    with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, prefix_cache_seqs=2) as llm:
+    with LLM(tuned.base, soft_prompts=tuned.folders, prefix_cache_seqs=2) as llm:
         counts, forward = [], llm.engine.runner.forward
         monkeypatch.setattr(llm.engine.runner, "forward", lambda b: counts.append(b.token_ids.size) or forward(b))
         outputs = llm.generate([prompt, prompt[:25]], params_of(name, max_tokens=1))
@@ -222,8 +228,8 @@ def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
 
 def test_what_a_request_brings_along_pushes_nothing_out(tuned):
     """Nobody can ask for it again."""
-    prompt = tuned.case.random_ids(30)
-    with LLM(str(tuned.case.folder), soft_prompts=tuned.folders, prefix_cache_seqs=1) as llm:
+    prompt = ids_of(30)
+    with LLM(tuned.base, soft_prompts=tuned.folders, prefix_cache_seqs=1) as llm:
         llm.generate([prompt], params_of("prompt"))
         llm.generate([prompt] * 2, params_of(None, prompt_embeds=np.ones((2, C))))
         (again,) = llm.generate([prompt], params_of("prompt"))
@@ -233,7 +239,7 @@ def test_what_a_request_brings_along_pushes_nothing_out(tuned):
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_and_scores(llm, tuned, name):
     """A search and a scoring of what it found agree."""
-    prompt = tuned.case.random_ids(9)
+    prompt = ids_of(9)
     (searched,) = llm.generate([prompt], params_of(name, num_beams=3, n=3, logprobs=0))
     found = llm.score(prompt, [sample.token_ids for sample in searched.outputs], soft_prompt=name)
     for sample, score in zip(searched.outputs, found, strict=True):
@@ -247,7 +253,7 @@ def test_processors_see_the_users_ids_alone(alone, tuned):
         seen.append(prompt_token_ids)
         return scores
 
-    prompt = tuned.case.random_ids(9)
+    prompt = ids_of(9)
     alone.generate(
         [prompt] * 2, [params_of(name, max_tokens=2, logits_processors=note) for name in ("prompt", "prefix")]
     )
@@ -257,7 +263,7 @@ def test_processors_see_the_users_ids_alone(alone, tuned):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slide_keeps_the_soft_prompt(alone, tuned, name):
     """After it, tokens are those of a fresh run on what stayed."""
-    prompt, params = tuned.case.random_ids(60), params_of(name, max_tokens=60, overflow="slide", stride=40)
+    prompt, params = ids_of(60), params_of(name, max_tokens=60, overflow="slide", stride=40)
     tokens = alone.generate([prompt], params)[0].outputs[0].token_ids
     assert len(tokens) == 60
     num_read = POSITIONS - P  # of the text, when it slides for the first time
@@ -286,17 +292,17 @@ def test_what_is_refused(alone, tuned):
     with pytest.raises(RequestError, match="both given"):
         params_of("prompt", prompt_embeds=np.zeros((2, C)))
     with pytest.raises(RequestError, match="must be a dict from names"):
-        LLM(str(tuned.case.folder), soft_prompts=[tuned.folders["prompt"]])
+        LLM(tuned.base, soft_prompts=[tuned.folders["prompt"]])
     with pytest.raises(CheckpointError, match="no/such/folder"):
-        LLM(str(tuned.case.folder), soft_prompts={"mine": "no/such/folder"})
-    with LLM(str(tuned.case.folder)) as llm, pytest.raises(RequestError, match="'prompt' and none was loaded"):
+        LLM(tuned.base, soft_prompts={"mine": "no/such/folder"})
+    with LLM(tuned.base) as llm, pytest.raises(RequestError, match="'prompt' and none was loaded"):
         llm.generate([[1]], params_of("prompt"))
 
 
 def test_a_draft_model_leaves_them_alone(alone, tuned):
     """It has no soft prompts, and drafts for the others alone."""
-    prompt, params = tuned.case.random_ids(20), [params_of(name, logprobs=1) for name in (None, "prompt", "prefix")]
-    folder = str(tuned.case.folder)
+    prompt, params = ids_of(20), [params_of(name, logprobs=1) for name in (None, "prompt", "prefix")]
+    folder = tuned.base
     with LLM(folder, soft_prompts=tuned.folders, draft_model=folder) as llm:
         for output, p in zip(llm.generate([prompt] * 3, params), params, strict=True):
             assert output.outputs == alone.generate([prompt], p)[0].outputs

@@ -6,12 +6,13 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from support.bare_runner import BareRunner
+from support.golden_models import write_model
+from support.golden_oracle import live_model
+from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.kernels import cpu, reference
@@ -49,7 +50,9 @@ def fresh(sequence):
 
 
 def log_softmax(scores):
-    return torch.from_numpy(scores).double().log_softmax(-1).numpy()
+    scores = scores.astype(np.float64)
+    scores = scores - scores.max(-1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
 
 
 def halve(prompt_token_ids, new_token_ids, scores):
@@ -247,25 +250,14 @@ def test_an_error_is_of_one_row_alone(backend, fields, damage, error, temperatur
 # Whole generations, against transformers.
 
 
+SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "eos_token_id": 7}
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny GPT-2 whose logits are far apart, so that float32 rounding decides nothing."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=V,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=7,
-        initializer_range=0.5,
-    )
-    model = GPT2LMHeadModel(config).eval()
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    with LLM(str(folder), threads=1) as llm:
-        yield model, llm
+def llm(tmp_path_factory):
+    """Its logits are far apart, so that float32 rounding decides nothing."""
+    with LLM(str(write_model(tmp_path_factory.mktemp("model"), **SIZES)), threads=1) as llm:
+        yield llm
 
 
 WORDS = [[3], [1, 2], [20, 21], [7]]
@@ -289,23 +281,45 @@ def joined(names, side):
     return {key: value for name in names for key, value in CONTROLS[name][side].items()}
 
 
-def test_greedy_tokens_are_transformers(model):
-    theirs, llm = model
+@recorded
+def controlled_greedy_of(prompt: list[int], names: list[str]) -> np.ndarray:
+    import torch
+
+    ids = torch.tensor([prompt])
+    fields = {"eos_token_id": 7, "do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, **joined(names, 1)}
+    output = live_model(**SIZES).generate(ids, attention_mask=torch.ones_like(ids), **fields)
+    return output[0, len(prompt) :].numpy().astype(np.int8)
+
+
+def test_greedy_tokens_are_transformers(llm):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, V, rng.integers(1, 20)).tolist() for _ in COMBINATIONS]
     params = [SamplingParams(max_tokens=24, **joined(names, 0)) for names in COMBINATIONS]
     outputs = llm.generate(prompts, params)
     for names, prompt, output in zip(COMBINATIONS, prompts, outputs, strict=True):
-        ids = torch.tensor([prompt])
-        fields = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, **joined(names, 1)}
-        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), **fields)[0, len(prompt) :]
-        assert output.outputs[0].token_ids == expected.tolist(), names
+        assert output.outputs[0].token_ids == controlled_greedy_of(prompt, names).tolist(), names
+
+
+@recorded
+def processed_by_transformers(logits: np.ndarray, token_ids: list[int], num_prompt: int, fields: dict) -> np.ndarray:
+    """(T, V): log probabilities after the prompt, from the processors that `generate` would build."""
+    import torch
+    from transformers import GenerationConfig
+
+    names, chosen = fields["names"], fields["warpers"]
+    config = GenerationConfig(do_sample=True, **{"top_k": 0, "eos_token_id": 7, **joined(names, 1), **chosen})
+    model = live_model(**SIZES)
+    model._prepare_special_tokens(config, device="cpu")
+    processors = model._get_logits_processor(config, input_ids_seq_length=num_prompt, logits_processor=[])
+    rows = []
+    for t in range(num_prompt, len(token_ids)):
+        scores = processors(torch.tensor([token_ids[:t]]), torch.from_numpy(logits[t - 1][None].copy()))[0]
+        rows.append(scores.double().log_softmax(-1).float().numpy())
+    return np.stack(rows)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_sampled_probabilities_are_transformers(model, seed):
-    """Along a sampled text, the processed log-probabilities are those of the processors that `generate` would build."""
-    theirs, llm = model
+def test_sampled_probabilities_are_transformers(llm, seed):
     rng = np.random.default_rng(seed)
     names = [name for name in CONTROLS if name != "allowed_token_ids" and rng.random() < 0.5]
     warpers = {"temperature": 1.7, "top_k": 30, "top_p": 0.9723, "min_p": 0.0123, "typical_p": 0.9123}
@@ -314,17 +328,11 @@ def test_sampled_probabilities_are_transformers(model, seed):
     ours = SamplingParams(max_tokens=12, seed=seed, logprobs=V, logprobs_mode="processed", **joined(names, 0), **chosen)
     prompt = rng.integers(0, V, 5).tolist()
     output = llm.generate([prompt], ours)[0].outputs[0]
-    unset = {"top_k": 0, "eos_token_id": 7}
-    config = GenerationConfig(do_sample=True, **{**unset, **joined(names, 1), **chosen})
-    theirs._prepare_special_tokens(config, device="cpu")
-    processors = theirs._get_logits_processor(config, input_ids_seq_length=len(prompt), logits_processor=[])
-    logits = llm.logits(prompt + output.token_ids)
-    for t, reported in enumerate(output.logprobs):
-        ids = torch.tensor([prompt + output.token_ids[:t]])
-        scores = processors(ids, torch.from_numpy(logits[ids.shape[1] - 1][None].copy()))[0]
-        expected = scores.double().log_softmax(-1).numpy()
-        assert sorted(reported) == np.flatnonzero(expected > -np.inf).tolist()
-        np.testing.assert_allclose([reported[i] for i in sorted(reported)], expected[sorted(reported)], atol=1e-5)
+    ids = prompt + output.token_ids
+    expected = processed_by_transformers(llm.logits(ids), ids, len(prompt), {"names": names, "warpers": chosen})
+    for reported, row in zip(output.logprobs, expected, strict=True):
+        assert sorted(reported) == np.flatnonzero(row > -np.inf).tolist()
+        np.testing.assert_allclose([reported[i] for i in sorted(reported)], row[sorted(reported)], atol=1e-5)
 
 
 @pytest.fixture(scope="module")

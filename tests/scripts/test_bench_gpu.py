@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from scripts.gpu import engine, run
 from scripts.gpu.cases import MODELS, PREFILL, Case, Job
@@ -18,10 +17,15 @@ from scripts.gpu.check import GREEDY_TOKENS, Agreement, Evidence
 from scripts.gpu.ours import STEP_TOKENS, Ours
 from scripts.gpu.plan import DTYPES, ENGINES, Choice, plan
 from scripts.gpu.report import Bar, Results, Row, bars, closing, table_line
-from scripts.gpu.torch_engines import Eager, build_model
-from scripts.gpu.torch_graph import Graph
 from support.paths import ROOT
+from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from tinygpt.config import ModelConfig
+
+if HAS_TRANSFORMERS:
+    import torch
+
+    from scripts.gpu.torch_engines import Eager, build_model
+    from scripts.gpu.torch_graph import Graph
 
 DECODE_1, DECODE_8, DECODE_32 = map(Case.decode, (1, 8, 32))
 LIMITS = {"bandwidth": 4.3e12, "bfloat16": 790e12, "float32": 50e12}
@@ -197,6 +201,7 @@ def test_no_more_repeats_than_there_is_time_for(monkeypatch):
     assert engine.repeated(float, repeats=9) == [float(i) for i in range(1, 10)]
 
 
+@needs_transformers
 def test_torch_has_our_tensors_and_its_graph_does_what_transformers_does():
     model = build_model("random:tiny", "float32", "cpu")
     ours = Ours(Job("ours", "tiny", "float32", "cpu", (("ours", DECODE_1),)))
@@ -275,6 +280,7 @@ def bench(tmp_path: Path, *arguments: str, path: str = ".") -> tuple[subprocess.
     return result, json.loads(file.read_text(encoding="utf-8"))
 
 
+@needs_transformers
 def test_runs_to_its_end_without_a_gpu(tmp_path):
     small = "--device cpu --batches 1 --dtypes float32 --steps 4 --repeats 1 --engines ours eager graph"
     result, found = bench(tmp_path, *small.split())

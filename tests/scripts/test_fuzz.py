@@ -21,6 +21,7 @@ from scripts.fuzzing.supervisor import Campaign, Judge, Report
 from scripts.fuzzing.worker import Bench, Limits, Outcome
 from support import sabotage
 from support.paths import ROOT
+from support.recorded import needs_transformers
 from tinygpt import SamplingParams
 from tinygpt.engine import kv_slots
 
@@ -58,8 +59,12 @@ def test_what_once_broke(bench, place):
 @pytest.mark.parametrize(
     ("harm", "format", "inputs", "what"),
     [
-        (sabotage.execute_pickles, "torch-legacy", 60, "reached outside: pickle"),
-        (sabotage.believe_views, "torch-zip", 800, "ValueError in mapped_file.py"),
+        pytest.param(
+            *(sabotage.execute_pickles, "torch-legacy", 60, "reached outside: pickle"), marks=needs_transformers
+        ),
+        pytest.param(
+            *(sabotage.believe_views, "torch-zip", 800, "ValueError in mapped_file.py"), marks=needs_transformers
+        ),
         (sabotage.forget_checksums, "packed-float32", 200, "wrong: its checksum"),
         (sabotage.forget_checksums, "session", 200, "wrong: its checksum"),
         (sabotage.trust_kernels, "kernel", 60, "wrong: other machine code"),

@@ -13,6 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from support.recorded import MISSING
+
+pytest.importorskip("transformers", reason=MISSING)
+
 import torch
 
 from scripts.train.corpus import CorpusError, check_folder, read_documents

@@ -2,6 +2,7 @@
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,17 +32,22 @@ GOLDEN_MODELS = {
 }
 
 
-def write_golden(folder: Path, name: str, **others: object) -> Path:
+def write_golden(folder: Path, name: str, **others: Any) -> Path:
     """config.json, with `others` over its fields, and model.safetensors in `folder`, which is returned."""
-    fields = SMALL | {"bos_token_id": None, "eos_token_id": None} | GOLDEN_MODELS[name] | others
-    return write_checkpoint(folder, _tensors(fields), **fields)
+    return write_model(folder, **GOLDEN_MODELS[name] | others)
 
 
-def golden_ids(count: int, seed: str = "ids") -> list[int]:
-    return (np.abs(_numbers(seed, (count,))) * SMALL["vocab_size"]).astype(int).tolist()
+def write_model(folder: Path, seed: str = "", **fields: Any) -> Path:
+    """One of any sizes: fields of config.json over SMALL."""
+    fields = {**SMALL, "bos_token_id": None, "eos_token_id": None, **fields}
+    return write_checkpoint(folder, _tensors(seed, fields), **fields)
 
 
-def _tensors(fields: dict) -> dict[str, np.ndarray]:
+def golden_ids(count: int, seed: str = "ids", vocab_size: int = SMALL["vocab_size"]) -> list[int]:
+    return (np.abs(golden_array(seed, (count,))) * vocab_size).astype(int).tolist()
+
+
+def _tensors(seed: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
     C, V, T = fields["n_embd"], fields["vocab_size"], fields["n_positions"]
     F = fields["n_inner"] or 4 * C
     shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
@@ -50,15 +56,15 @@ def _tensors(fields: dict) -> dict[str, np.ndarray]:
             shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[1:]}
         shapes |= {f"h.{layer}.mlp.c_proj.weight": (F, C), f"h.{layer}.mlp.c_proj.bias": (C,)}
         shapes |= {f"h.{layer}.{norm}.{kind}": (C,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
-    tensors = {f"transformer.{name}": _tensor(name, shape) for name, shape in shapes.items()}
     if not fields.get("tie_word_embeddings", True):
-        tensors["lm_head.weight"] = _tensor("lm_head.weight", (V, C))
-    return tensors
+        shapes["lm_head.weight"] = (V, C)
+    tensors = {name: _tensor(seed, name, shape) for name, shape in shapes.items()}
+    return {name if name == "lm_head.weight" else f"transformer.{name}": array for name, array in tensors.items()}
 
 
-def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _tensor(seed: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Nothing stays at a 0 or 1 that would hide a mistake, and logits have a std of some units."""
-    numbers = _numbers(name, shape)
+    numbers = golden_array(seed + name, shape)
     if ".ln_" in f".{name}" and name.endswith("weight"):
         # Signs keep a tied head from repeating the last token for ever.
         return np.sign(numbers) * (np.float32(1) + np.float32(0.3) * numbers)
@@ -69,8 +75,8 @@ def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return numbers * np.float32(3 / 2 ** round(np.log2(shape[0]) / 2))  # Conv1D: (in, out)
 
 
-def _numbers(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """In [-1, 1), from their place alone: integers are mixed (MurmurHash3's last step) and scaled by a power of two."""
+def golden_array(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 in [-1, 1), from name and place alone: integers mixed as by MurmurHash3's last step, and scaled."""
     x = np.arange(np.prod(shape), dtype=np.uint32) * np.uint32(2654435761) + np.uint32(zlib.crc32(name.encode()))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)

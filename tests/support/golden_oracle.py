@@ -1,26 +1,44 @@
 """transformers' GPT-2 on golden models and the demo, live or as recorded."""
 
+import functools
+import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from support.golden_models import write_golden
+from support.golden_models import GOLDEN_MODELS, write_model
 from support.paths import DEMO
 from support.recorded import HAS_TRANSFORMERS, recorded
 
 TOLERANCE = 1e-4  # absolute, on logits whose std is a few units
 LEAD = 2 * TOLERANCE  # a best logit that leads by less may rightly differ
+HAS_GROUPS = False  # of beams, which are in transformers itself before 4.57 alone
 if HAS_TRANSFORMERS:
     import torch
     from transformers import GenerationMixin, GPT2LMHeadModel
 
+    HAS_GROUPS = hasattr(GenerationMixin, "_group_beam_search")
+
 
 def model_of(name: str, **others: object) -> "GPT2LMHeadModel":
     """A golden model, with `others` over the fields of its config.json, or "demo"; no token ends its texts."""
+    return read_model(DEMO) if name == "demo" else live_model(**GOLDEN_MODELS[name] | others)
+
+
+def live_model(seed: str = "", **fields: object) -> "GPT2LMHeadModel":
+    """The same of write_model's files."""
+    return _live_model(seed, json.dumps(fields))
+
+
+@functools.lru_cache(maxsize=4)
+def _live_model(seed: str, fields: str) -> "GPT2LMHeadModel":
     with tempfile.TemporaryDirectory() as folder:
-        path = DEMO if name == "demo" else write_golden(Path(folder), name, **others)
-        model = GPT2LMHeadModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+        return read_model(write_model(Path(folder), seed, **json.loads(fields)))
+
+
+def read_model(folder: Path) -> "GPT2LMHeadModel":
+    model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -66,6 +84,6 @@ def beams_of(name: str, prompt: list[int], options: dict) -> np.ndarray:
     return search(name, prompt, options)
 
 
-@recorded(is_live=HAS_TRANSFORMERS and hasattr(GenerationMixin, "_group_beam_search"))  # before 4.57 alone
+@recorded(is_live=HAS_GROUPS)
 def beam_groups_of(name: str, prompt: list[int], options: dict) -> np.ndarray:
     return search(name, prompt, options)

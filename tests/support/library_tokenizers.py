@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from support.recorded import MISSING
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -54,9 +56,8 @@ def assert_equal(ours: Tokenizer, library: Library, text: str) -> None:
 
 def hugging_face(folder: Path) -> Library:
     """What transformers makes of a folder of GPT-2's files."""
-    from transformers import GPT2TokenizerFast
-
-    return GPT2TokenizerFast.from_pretrained(folder).backend_tokenizer
+    transformers = pytest.importorskip("transformers", reason=MISSING)
+    return transformers.GPT2TokenizerFast.from_pretrained(folder).backend_tokenizer
 
 
 def with_normalizer(library: Library) -> Library:

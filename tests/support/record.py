@@ -13,6 +13,16 @@ ASKING = (
     "tests/kernels/cuda/test_parity.py",
     "tests/sampling/test_sampling.py",
     "tests/sampling/test_processors.py",
+    "tests/sampling/test_sampler.py",
+    "tests/sampling/test_beam_search.py",
+    "tests/sampling/test_warper_borders.py",
+    "tests/engine/test_beams.py",
+    "tests/engine/test_hidden_states.py",
+    "tests/engine/test_spec_decode.py",
+    "tests/evaluation/test_eval_command.py",
+    "tests/kernels/cpu/test_trace.py",
+    "tests/llm/test_lora.py",
+    "tests/request/test_soft_prompts.py",
 )
 
 

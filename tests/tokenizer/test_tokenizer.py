@@ -29,6 +29,7 @@ from support.library_tokenizers import (
     write_pair,
 )
 from support.paths import DATA, DEMO, ROOT
+from support.recorded import MISSING, needs_transformers
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.byte_level_bpe import _CHARACTERS
 from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
@@ -451,11 +452,10 @@ class TestSpecialTokens:
     @classmethod
     def both(cls, request, tmp_path_factory):
         """Ours and transformers' of one folder: run by tiktoken, twice, and by the package."""
-        from transformers import GPT2TokenizerFast
-
+        transformers = pytest.importorskip("transformers", reason=MISSING)
         folder = tmp_path_factory.mktemp("special")
         write_pair(bpe([("a", "b"), ("o", "f")], ["<|endoftext|>"]), folder, **FILES)
-        theirs = GPT2TokenizerFast.from_pretrained(folder)
+        theirs = transformers.GPT2TokenizerFast.from_pretrained(folder)
         if request.param == "single_word":
             theirs.add_special_tokens({"sep_token": AddedToken("of", single_word=True)})
         if request.param != "two files":
@@ -491,9 +491,8 @@ class TestSpecialTokens:
     @staticmethod
     @functools.cache
     def demos():
-        from transformers import AutoTokenizer
-
-        return Tokenizer.from_folder(DEMO), AutoTokenizer.from_pretrained(DEMO)
+        transformers = pytest.importorskip("transformers", reason=MISSING)
+        return Tokenizer.from_folder(DEMO), transformers.AutoTokenizer.from_pretrained(DEMO)
 
     def test_threads_that_want_it_otherwise(self, tmp_path, monkeypatch):
         """The package keeps the switch in the tokenizer, where another thread might turn it."""
@@ -536,6 +535,7 @@ class TestOtherKinds:
         with pytest.raises(RequestError, match=r"cannot encode the text: .*\[UNK\].* Give token ids"):
             tokenizer.encode("them")
 
+    @needs_transformers
     def test_vocab_txt(self, tmp_path):
         from transformers import BertTokenizerFast
 

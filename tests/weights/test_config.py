@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from support.recorded import needs_transformers
 from support.tiny_checkpoint import CONFIG
 from tinygpt.config import ACTIVATIONS, ModelConfig
 from tinygpt.errors import CheckpointError
@@ -42,6 +43,7 @@ def as_tuple(token_ids):
     return tuple(token_ids) if isinstance(token_ids, list) else () if token_ids is None else (token_ids,)
 
 
+@needs_transformers
 @pytest.mark.parametrize("fields", ACCEPTED, ids=lambda fields: ",".join(fields) or "defaults")
 @pytest.mark.parametrize("base", [CONFIG, {"model_type": "gpt2"}], ids=["tiny", "empty"])
 def test_fields_mean_what_transformers_means(base, fields):
@@ -53,6 +55,7 @@ def test_fields_mean_what_transformers_means(base, fields):
     assert ours.eos_token_ids == as_tuple(theirs.eos_token_id)
 
 
+@needs_transformers
 @pytest.mark.parametrize(
     "generation",
     [None, {}, {"eos_token_id": 5}, {"eos_token_id": [3, 4]}, {"eos_token_id": None}, {"temperature": 0.5}],
@@ -76,6 +79,7 @@ def test_bos_comes_from_either_file():
     assert read_config(CONFIG, {}).bos_token_id == CONFIG["bos_token_id"]
 
 
+@needs_transformers
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_names_are_the_functions_of_transformers(name):
     import math

@@ -6,13 +6,16 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from support.kernel_tools import bfloat16_bits
 from support.paths import DATA, ROOT
+from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from tinygpt.weights.open import open_checkpoint
+
+if HAS_TRANSFORMERS:
+    import torch
 
 TRAINED = DATA / "demo-model"
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
@@ -26,6 +29,7 @@ TRAINING = {
 }
 
 
+@needs_transformers
 def test_embedding_rounds_to_the_nearest_bfloat16(tmp_path):
     """Every upper half, followed by lower halves below, at and above half-way; ties go to the even one."""
     upper, lower = np.arange(1 << 16, dtype=np.uint32), np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
@@ -55,6 +59,7 @@ def test_the_demo_opens_by_its_name():
     assert (checkpoint.path / "README.md").read_text(encoding="utf-8").startswith("# The demo checkpoint")
 
 
+@needs_transformers
 def test_the_demo_is_what_transformers_reads_in_it():
     from transformers import GPT2LMHeadModel
 

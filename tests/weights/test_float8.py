@@ -6,16 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from support import tiny_checkpoint
 from support.bits import assert_same_bits
+from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from tinygpt import LLM
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.weights.containers.float8 import LARGEST, VALUES, encode
 from tinygpt.weights.open import open_checkpoint
+
+if HAS_TRANSFORMERS:
+    import torch
+    from safetensors.torch import load_file
 
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -34,11 +37,13 @@ def target(source, tmp_path) -> Path:
 # The format.
 
 
+@needs_transformers
 def test_every_byte_is_what_torch_reads():
     bytes_ = torch.arange(256, dtype=torch.uint8)
     np.testing.assert_array_equal(VALUES, bytes_.view(torch.float8_e4m3fn).float().numpy())
 
 
+@needs_transformers
 def test_encoding_rounds_as_torch_does_ties_included():
     values = VALUES[:127].astype(np.float64)
     between = (values[:-1] + values[1:]) / 2
@@ -70,6 +75,7 @@ def test_zeros_stay_and_what_is_not_finite_is_seen():
 # Checkpoints.
 
 
+@needs_transformers
 def test_the_file_is_read_by_others(source, target):
     mine, before = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")
     for name in MATRICES:

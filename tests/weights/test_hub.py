@@ -9,6 +9,7 @@ import pytest
 
 from support.hub_server import HubServer
 from support.paths import ROOT
+from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
 
 # huggingface_hub reads its environment when it is imported, so each use has a process of its own.
@@ -53,7 +54,7 @@ def hub_folder(folder):
 
 
 def bin_folder(folder):
-    import torch
+    torch = pytest.importorskip("torch", reason=MISSING)
 
     folder = hub_folder(folder)
     (folder / "model.safetensors").unlink()

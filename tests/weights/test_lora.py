@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from support.golden_adapters import NEED_PEFT
+from support.recorded import MISSING
 from support.tiny_checkpoint import C, write_checkpoint
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.batch import Batch
@@ -16,9 +18,9 @@ from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.containers.mapped_file import MappedTensor
 from tinygpt.weights.open import open_checkpoint
 
-peft = pytest.importorskip("peft", reason="peft, which the adapters are compared with, is not installed")
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft", reason=NEED_PEFT)
+torch = pytest.importorskip("torch", reason=MISSING)
+transformers = pytest.importorskip("transformers", reason=MISSING)
 
 # PEFT warns of tied embeddings and of Conv1D, transformers of what PEFT calls.
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:::transformers")

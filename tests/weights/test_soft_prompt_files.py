@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from support.golden_adapters import NEED_PEFT
+from support.recorded import MISSING
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
 
-peft = pytest.importorskip("peft", reason="peft, which the soft prompts are compared with, is not installed")
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft", reason=NEED_PEFT)
+torch = pytest.importorskip("torch", reason=MISSING)
+transformers = pytest.importorskip("transformers", reason=MISSING)
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
 P, L, H, D = 5, 3, 2, 4

@@ -1,10 +1,14 @@
 """Embeddings that are given in place of tokens, and a look inside a step, against transformers on both backends."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
-import torch
 
-from support.factory import Recipe, make_case
+from support.golden_models import golden_ids, write_model
+from support.golden_oracle import live_model
+from support.recorded import recorded
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.trace import final_norm
@@ -14,14 +18,48 @@ from tinygpt.weights.open import open_checkpoint
 
 FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
 LENGTH = 70
+# Where answers are compared: at ends of chunks and of blocks, and in between. All of them would be long to keep.
+PLACES = [0, 1, 15, 16, 32, 33, 40, 41, 63, 64, 68, 69]
 KINDS = [(reference, "float32", 1e-4), (cpu, "float32", 1e-4), (cpu, "bfloat16", 0.15), (cpu, "int8", 0.15)]
 BACKENDS = pytest.mark.parametrize(("backend", "dtype", "tolerance"), KINDS, ids=["reference", "cpu", "bf16", "int8"])
 
 
+@recorded
+def trace_of_transformers(is_tied: bool, ids: list[int]) -> np.ndarray:
+    """(L + 2, PLACES, C): hidden states, and the queries of layer 1."""
+    import torch
+
+    model = live_model(**FIELDS, tie_word_embeddings=is_tied)
+    with torch.no_grad():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        layer = model.transformer.h[1]
+        queries = layer.attn.c_attn(layer.ln_1(states[1]))[..., : FIELDS["n_embd"]]
+    return torch.cat([*states, queries])[:, PLACES].numpy()
+
+
+@recorded
+def logits_of_embeds(is_tied: bool, ids: list[int], embeds: np.ndarray, places: dict[int, int]) -> np.ndarray:
+    """(PLACES, V), where places has a row of embeds, counted down from -1, in a token's place."""
+    import torch
+
+    model = live_model(**FIELDS, tie_word_embeddings=is_tied)
+    with torch.no_grad():
+        inputs = model.transformer.wte(torch.tensor([ids]))
+        for place, token_id in places.items():
+            inputs[0, place] = torch.from_numpy(embeds[-1 - token_id])
+        return model(inputs_embeds=inputs).logits[0, PLACES].numpy()
+
+
+@dataclass(frozen=True)
+class Case:
+    is_tied: bool
+    folder: Path
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def case(request, tmp_path_factory):
-    recipe = Recipe("traced", FIELDS | {"tie_word_embeddings": request.param})
-    return make_case(recipe, tmp_path_factory.mktemp("traced"))
+def case(request, tmp_path_factory) -> Case:
+    folder = write_model(tmp_path_factory.mktemp("traced"), **FIELDS, tie_word_embeddings=request.param)
+    return Case(request.param, folder)
 
 
 def machine(backend, folder, dtype):
@@ -38,19 +76,14 @@ def machine(backend, folder, dtype):
 def test_trace(case, backend, dtype, tolerance):
     """In two steps, as a prompt in chunks is; the cache and later steps are as they would be without."""
     params, cache, workspace = machine(backend, case.folder, dtype)
-    ids = case.random_ids(LENGTH)
+    ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
     parts = [Batch.of([ids[:41]], [0], [0]), Batch.of([ids[41:]], [41], [0])]
     traces = [backend.trace(params, batch, cache, workspace) for batch in parts]
     hidden, queries = (np.concatenate(part, axis=1) for part in zip(*traces, strict=True))
-    with torch.no_grad():
-        expected = case.model(torch.tensor([ids]), output_hidden_states=True, output_attentions=True)
-    states = torch.stack(expected.hidden_states)[:, 0].numpy()  # (L + 1, N, C)
-    assert hidden.shape == states.shape
-    np.testing.assert_allclose(hidden, states, rtol=0, atol=tolerance * np.abs(states).max())
-    attention = case.model.transformer.h[1].attn
-    with torch.no_grad():
-        qkv = attention.c_attn(case.model.transformer.h[1].ln_1(expected.hidden_states[1]))[0].numpy()
-    np.testing.assert_allclose(queries[1], qkv[:, :48], rtol=0, atol=tolerance * np.abs(qkv).max())
+    *states, expected = trace_of_transformers(case.is_tied, ids)  # (PLACES, C) each
+    assert hidden.shape == (len(states), LENGTH, FIELDS["n_embd"])
+    np.testing.assert_allclose(hidden[:, PLACES], states, rtol=0, atol=tolerance * np.abs(states).max())
+    np.testing.assert_allclose(queries[1, PLACES], expected, rtol=0, atol=tolerance * np.abs(expected).max())
     following = Batch.of([[7]], [LENGTH], [0])
     after = backend.forward(params, following, cache, workspace).copy()
     params, cache, workspace = machine(backend, case.folder, dtype)
@@ -61,20 +94,16 @@ def test_trace(case, backend, dtype, tolerance):
 @BACKENDS
 def test_embeds_stand_for_negative_ids(case, backend, dtype, tolerance):
     params, cache, workspace = machine(backend, case.folder, dtype)
-    ids, random = case.random_ids(LENGTH), np.random.default_rng(0)
-    embeds = random.standard_normal((5, 48)).astype(np.float32) * 0.3
+    ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
+    embeds = np.random.default_rng(0).standard_normal((5, 48)).astype(np.float32) * np.float32(0.3)
     places = {0: -3, 1: -1, 2: -5, 40: -1, 69: -2}
     mixed = [places.get(i, token_id) for i, token_id in enumerate(ids)]
-    with torch.no_grad():
-        inputs = case.model.transformer.wte(torch.tensor([ids]))
-        for place, token_id in places.items():
-            inputs[0, place] = torch.from_numpy(embeds[-1 - token_id])
-        expected = case.model(inputs_embeds=inputs).logits[0].numpy()  # (T, V)
+    expected = logits_of_embeds(case.is_tied, ids, embeds, places)  # (PLACES, V)
     parts = [
         backend.forward(params, Batch.of([mixed[a:b]], [a], [0], "all", embeds), cache, workspace).copy()
         for a, b in ((0, 33), (33, 70))
     ]
-    np.testing.assert_allclose(np.concatenate(parts), expected, rtol=0, atol=tolerance * np.abs(expected).max())
+    np.testing.assert_allclose(np.concatenate(parts)[PLACES], expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 class OutlierGains:

@@ -1,0 +1,104 @@
+"""Files of torch.save, by torch where it is installed, and else by a pickler that knows its names."""
+
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from support.recorded import HAS_TRANSFORMERS
+from tinygpt.weights.containers.torch_file import MAGIC_NUMBER, PROTOCOL_VERSION
+
+
+def torch_bytes(value: Any, is_legacy: bool = False) -> bytes:
+    """`value` saved, where arrays, in dicts and lists too, stand for tensors. is_legacy: as before torch 1.6."""
+    if not HAS_TRANSFORMERS:
+        return own_bytes(value, is_legacy)
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(_with_tensors(value), buffer, _use_new_zipfile_serialization=not is_legacy)
+    return buffer.getvalue()
+
+
+def own_bytes(value: Any, is_legacy: bool = False) -> bytes:
+    """The same without torch."""
+    storages: dict[str, np.ndarray] = {}
+    structure, buffer = _dump(value, storages, is_legacy), io.BytesIO()
+    if is_legacy:
+        machine = {"little_endian": True, "protocol_version": PROTOCOL_VERSION}
+        heads = [pickle.dumps(part, protocol=2) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
+        counted = [array.size.to_bytes(8, "little") + array.tobytes() for array in storages.values()]
+        return b"".join([*heads, structure, pickle.dumps(list(storages), protocol=2), *counted])
+    with zipfile.ZipFile(buffer, "w") as archive:
+        entries = {"data.pkl": structure, "byteorder": b"little", "version": b"3\n"}
+        entries |= {f"data/{key}": array.tobytes() for key, array in storages.items()}
+        for name, content in entries.items():
+            archive.writestr(f"archive/{name}", content)
+    return buffer.getvalue()
+
+
+def _with_tensors(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, dict):
+        return {name: _with_tensors(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_with_tensors(part) for part in value]
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _dump(value: Any, storages: dict[str, np.ndarray], is_legacy: bool) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, storages, is_legacy).dump(value)
+    return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class _Name:
+    """What a module calls something; never looked up, as the module may be absent."""
+
+    module: str
+    name: str
+
+    def __call__(self) -> None:
+        """A pickler asks whether what it writes a call of can be called."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    array: np.ndarray
+
+    @property
+    def kind(self) -> _Name:
+        names = {"float16": "HalfStorage", "float32": "FloatStorage", "float64": "DoubleStorage"}
+        return _Name("torch", names[self.array.dtype.name])
+
+
+class _Pickler(pickle._Pickler):  # the one in Python, which can be taught names
+    def __init__(self, file: io.BytesIO, storages: dict[str, np.ndarray], is_legacy: bool):
+        super().__init__(file, protocol=2)
+        self.storages = storages
+        self.more = (None,) if is_legacy else ()  # once said of a storage that is part of another
+
+    def persistent_id(self, value: Any) -> tuple | None:
+        if not isinstance(value, _Storage):
+            return None
+        key = str(len(self.storages))
+        self.storages[key] = value.array
+        return "storage", value.kind, key, "cpu", value.array.size, *self.more
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return NotImplemented
+        strides = tuple(stride // value.itemsize for stride in value.strides)
+        arguments = (_Storage(value), 0, value.shape, strides, False, OrderedDict())
+        return _Name("torch._utils", "_rebuild_tensor_v2"), arguments
+
+    def _save_name(self, value: _Name) -> None:
+        self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+
+    dispatch: ClassVar = {**pickle._Pickler.dispatch, _Name: _save_name}
