@@ -72,4 +72,11 @@ def test_the_command_is_the_module(setup):
 def test_run_time_needs_no_torch(setup):
     names = [re.split(r"[<>=]", line)[0] for line in words(setup["options"]["install_requires"])]
     assert sorted(names) == ["huggingface-hub", "numba", "numpy", "safetensors", "tiktoken", "tqdm"]
-    assert "torch==2.13.0" in words(setup["options.extras_require"]["test"])
+
+
+def test_tests_need_no_torch_but_to_compare_with_it(setup):
+    light, parity, plot = (words(setup["options.extras_require"][extra]) for extra in ("test", "parity", "plot"))
+    compared = {re.split(r"[<>=]", line)[0] for line in [*parity, *plot]}
+    assert compared == {"torch", "transformers", "peft", "matplotlib"}
+    assert not compared & {re.split(r"[<>=]", line)[0] for line in light}
+    assert "torch==2.13.0" in parity

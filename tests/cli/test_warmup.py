@@ -43,6 +43,7 @@ def kernels(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in cache.rglob("*.kernel")}
 
 
+@pytest.mark.slow  # two processes that have no kernel yet
 @pytest.mark.parametrize("dtype", ["int8"])
 def test_after_warmup_nothing_compiles(tmp_path, dtype):
     first = python("-m", "tinygpt", "warmup", "--dtype", dtype, "--threads", "2", cache=tmp_path)

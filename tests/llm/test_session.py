@@ -69,7 +69,7 @@ actions = st.one_of(
 
 
 @given(script=st.lists(st.tuples(st.integers(0, 2), actions), max_size=14))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_any_turns_equal_the_whole_list_again(llm, alone, script):
     """Whatever is extended, rewound, forked and pushed out of the cache by others: equal bits, nothing stale."""
     sessions, expected = [llm.session()], [[]]

@@ -192,7 +192,7 @@ requests = st.tuples(
 
 
 @given(batch=st.lists(requests, min_size=1, max_size=6))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_whoever_else_slides(llm, busy, batch):
     """In any batch, any chunks, with what others computed: the same bits."""
     prompts, params = [TEXT[start : start + length] for start, length, _ in batch], [p for _, _, p in batch]
@@ -231,7 +231,8 @@ def test_controls_see_what_has_left(llm):
 
 
 def test_a_history_grows_with_the_tokens():
-    params = SamplingParams(max_tokens=2500, no_repeat_ngram_size=1, ignore_eos=True, overflow="slide", stride=4)
+    """Beyond the 1024 tokens that it has room for at first."""
+    params = SamplingParams(max_tokens=1100, no_repeat_ngram_size=1, ignore_eos=True, overflow="slide", stride=4)
     with LLM("demo", max_model_len=8, max_num_seqs=1) as llm:
         tokens = llm.generate([[5]], params)[0].outputs[0].token_ids
-    assert len(set(tokens)) == 2500
+    assert len(set(tokens)) == 1100

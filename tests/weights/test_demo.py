@@ -17,8 +17,9 @@ from tinygpt.weights.open import open_checkpoint
 if HAS_TRANSFORMERS:
     import torch
 
+    SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
+
 TRAINED = DATA / "demo-model"
-SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
 # Of the embedded demo; train_demo.py did not write them then.
 TRAINING = {
     "corpus": "English classics in the public domain",
@@ -69,6 +70,7 @@ def test_the_demo_is_what_transformers_reads_in_it():
     np.testing.assert_array_equal(ours.tensor("h.5.mlp.c_fc.weight"), theirs.h[5].mlp.c_fc.weight.detach().T)
 
 
+@needs_transformers
 @pytest.mark.skipif(not TRAINED.is_dir(), reason=f"the trained float32 checkpoint is not in {TRAINED}")
 def test_embedding_the_trained_checkpoint_again_gives_the_same_files(tmp_path):
     source, target = shutil.copytree(TRAINED, tmp_path / "trained", copy_function=shutil.copyfile), tmp_path / "demo"

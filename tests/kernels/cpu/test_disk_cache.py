@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import runpy
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,15 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def compiled(tmp_path, monkeypatch) -> list[int]:
+    """How many kernels this test's have compiled; they are kept in a folder of its own."""
+    files, compiled = KernelFiles(tmp_path), []
+    monkeypatch.setattr(jit, "kernel_files", lambda: files)
+    with jit.on_compilation(lambda: compiled.append(1)):
+        yield compiled
+
+
 def start(folder: Path, code: str = RUN, root: Path = ROOT, **environment: str) -> subprocess.Popen:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "XDG_"))}
     places = {
@@ -86,7 +96,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_what_is_damaged_or_planted_is_compiled_again(folder):
+def test_what_is_damaged_or_planted_is_compiled_again(folder, compiled):
     damages = {
         "emptied": lambda content: b"",
         "halved": lambda content: content[: len(content) // 2],
@@ -94,13 +104,18 @@ def test_what_is_damaged_or_planted_is_compiled_again(folder):
         "a flipped bit": flip_in_the_middle,
         "a bomb": lambda content: pickle.dumps(Bomb(folder / "exploded")),
     }
-    assert run(folder) == "15 2"
-    for name, damage in damages.items():
-        for path in files_of(folder):
+    assert triple_of_four(folder) == 15
+    for i, (name, damage) in enumerate(damages.items()):
+        for path in folder.glob("*.kernel"):
             path.write_bytes(damage(path.read_bytes()))
-        assert run(folder) == "15 2", name
-    assert run(folder) == "15 0"
+        assert (triple_of_four(folder), len(compiled)) == (15, 2 * (i + 2)), name
+    assert (triple_of_four(folder), len(compiled)) == (15, 12)
     assert not (folder / "exploded").exists()
+
+
+def triple_of_four(folder: Path) -> int:
+    """As in a process that has not seen the module yet."""
+    return runpy.run_path(str(folder / "tiny.py"))["triple"](4)
 
 
 def flip_in_the_middle(content: bytes) -> bytes:
@@ -150,15 +165,6 @@ def test_a_changed_source_is_compiled_anew(folder):
     assert run(folder) == "15 2"
     (folder / "tiny.py").write_text(MODULE.replace("x + 1", "x + 2"))
     assert run(folder) == "18 2"
-
-
-@pytest.fixture
-def compiled(tmp_path, monkeypatch) -> list[int]:
-    """How many kernels this test's have compiled; they are kept in a folder of its own."""
-    files, compiled = KernelFiles(tmp_path), []
-    monkeypatch.setattr(jit, "kernel_files", lambda: files)
-    with jit.on_compilation(lambda: compiled.append(1)):
-        yield compiled
 
 
 def last_field(record):
