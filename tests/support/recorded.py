@@ -60,7 +60,10 @@ class Recordings:
 
 
 def recorded(function: Oracle | None = None, *, is_live: bool = True) -> Any:
-    """Mark a function of plain values and arrays. is_live: whether the transformers that is installed can answer."""
+    """Mark a function of plain values and arrays, whose name no other has.
+
+    is_live: whether the transformers that is installed can answer.
+    """
     if function is None:
         return functools.partial(recorded, is_live=is_live)
     recordings = Recordings(function.__name__)
