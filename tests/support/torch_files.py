@@ -34,8 +34,8 @@ def own_bytes(value: Any, is_legacy: bool = False) -> bytes:
         counted = [array.size.to_bytes(8, "little") + array.tobytes() for array in storages.values()]
         return b"".join([*heads, structure, pickle.dumps(list(storages), protocol=2), *counted])
     with zipfile.ZipFile(buffer, "w") as archive:
-        entries = {"data.pkl": structure, "byteorder": b"little", "version": b"3\n"}
-        entries |= {f"data/{key}": array.tobytes() for key, array in storages.items()}
+        data = {f"data/{key}": array.tobytes() for key, array in storages.items()}
+        entries = {"data.pkl": structure, "byteorder": b"little", **data, "version": b"3\n"}
         for name, content in entries.items():
             archive.writestr(f"archive/{name}", content)
     return buffer.getvalue()
