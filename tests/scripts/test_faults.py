@@ -18,6 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_sample_finds_nothing():
     result = run("--seed", "3", "--trials", str(len(SAMPLE)), "--only", *SAMPLE)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout

@@ -45,6 +45,7 @@ def test_a_simulated_gpu_passes(device, item):
     json.dumps(SMALL[item](device))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_run_once")
 def test_a_small_model_passes_both_ways(device):
     found = first_contact.decode(device, ONE_LAYER, "bfloat16", prompt=3, steps=1)
@@ -52,6 +53,7 @@ def test_a_small_model_passes_both_ways(device):
     json.dumps(found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_run_once")
 def test_other_tokens_are_no_result(device, monkeypatch):
     monkeypatch.setattr(persistent, "run_persistent", lambda *arguments: np.full((1, 1), 99))
