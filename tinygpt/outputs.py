@@ -12,7 +12,7 @@ class CompletionOutput:
     text: str | None
     token_ids: list[int]  # the token that ended the sample included
     finish_reason: Literal["stop", "length"]
-    stop_reason: int | str | None  # what ended it: a token id, a stop string, "max_time" or "loop"
+    stop_reason: int | str | None  # what ended it: a token id, a stop string, "max_time", "loop" or "grammar"
     logprobs: list[dict[int, float]] | None  # per new token: id -> log probability, the sampled id included
     cumulative_logprob: float | None  # sum over the sampled tokens
     score: float | None  # of a beam search: the sum of its tokens' scores over length**length_penalty

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from tinygpt import validation as read
 from tinygpt.errors import RequestError
+from tinygpt.guided_grammar import FIELDS as GUIDED_FIELDS
 
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 10_000  # of one prompt: all of them are kept in memory until the last is finished
@@ -131,6 +132,15 @@ class SamplingParams:
         `stride` tokens leave and the others are read again from position 0, so that there is no end.
     stride: for "slide"; None is half the positions.
 
+    What the text has to be, from its first new token to its last (one of these; vLLM's names). Other tokens get the
+    probability 0, after all that is above and your logits_processors. EOS and stop_token_ids may come exactly where the
+    text may end; where it can only end, the sample ends, whatever min_tokens and ignore_eos say. max_tokens, max_time
+    and stop may end it before:
+    guided_choice: one of these texts.
+    guided_regex: what the whole of this regular expression matches (Rust's syntax, without look-around).
+    guided_json: JSON by this schema, a dict or JSON text; {} is any JSON.
+    guided_grammar: a context-free grammar in Lark's syntax or llama.cpp's (GBNF).
+
     What stands in front of the prompt, in place of words:
     soft_prompt: the name of one of the LLM's soft prompts.
     prompt_embeds: or an array (P, n_embd) of float32: embeddings of tokens that the vocabulary does not have.
@@ -183,6 +193,10 @@ class SamplingParams:
     stride: int | None = None
     soft_prompt: str | None = None
     prompt_embeds: Any = field(default=None, repr=False)  # kept as an array
+    guided_choice: Iterable[str] | None = None  # kept as tuple[str, ...] | None
+    guided_regex: str | None = None
+    guided_json: str | Mapping[str, Any] | None = None  # kept as str | None
+    guided_grammar: str | None = None
 
     def __post_init__(self):
         _read_fields(self, _RULES)
@@ -197,6 +211,8 @@ class SamplingParams:
             raise RequestError(f"soft_prompt={self.soft_prompt!r} and prompt_embeds are both given: give one of them.")
         if self.stride is not None and self.overflow != "slide":
             raise RequestError(f"stride={self.stride} is for overflow='slide', and overflow={self.overflow!r}.")
+        if len(guided := [name for name in GUIDED_FIELDS if getattr(self, name) is not None]) > 1:
+            raise RequestError(f"{' and '.join(guided)} are given together: a text is guided by one of them.")
         if self.num_beams > 1:
             _check_beams(self)
         elif self.num_beam_groups > 1 or self.diversity_penalty:
@@ -215,6 +231,11 @@ class SamplingParams:
 
     def __hash__(self):
         return hash(self._key)
+
+    @property
+    def guidance(self) -> tuple[str, Any] | None:
+        """Which of the guided fields is given, and its value."""
+        return next(((name, value) for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None), None)
 
     @property
     def _key(self) -> tuple:
@@ -399,5 +420,9 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "'refuse', 'clamp', 'truncate' or 'slide'",
         read.one_of("refuse", "clamp", "truncate", "slide"),
     ),
+    "guided_choice": ("None or a list of texts, none of them empty", read.alternatives),
+    "guided_regex": ("None or a regular expression", read.pattern),
+    "guided_json": ("None or a JSON schema: a dict, or the same as JSON text", read.json_schema),
+    "guided_grammar": ("None or the text of a grammar", read.pattern),
     "stride": ("None or a whole number from 1 to 2**31 - 1", lambda value: read.optional_integer(value, 1)),
 }

@@ -1,5 +1,6 @@
 """Readers of a field's value: each gives the type that the engine sees, and raises TypeError or ValueError."""
 
+import json
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -138,4 +139,43 @@ def functions(value) -> tuple[Callable, ...]:
     read = () if value is None else (value,) if callable(value) else tuple(value)
     if not all(map(callable, read)):
         raise TypeError
+    return read
+
+
+def alternatives(value) -> tuple[str, ...] | None:
+    """None, or texts of which one is to be chosen."""
+    if value is None:
+        return None
+    if isinstance(value, str):  # its letters are not meant
+        raise TypeError
+    read = texts(value)
+    if not read:
+        raise ValueError
+    return _checked_unicode(read)
+
+
+def pattern(value) -> str | None:
+    """None, or a text that is not empty."""
+    return None if value is None else _checked_unicode([name(value)])[0]
+
+
+def json_schema(value) -> str | None:
+    """None, or a JSON schema: a dict, its JSON text, or a class that makes one, such as pydantic's. Kept as text."""
+    if value is None:
+        return None
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise TypeError
+        return _checked_unicode([json.dumps(dict(schema), ensure_ascii=False, allow_nan=False)])[0]
+    except RecursionError as error:
+        raise ValueError from error
+
+
+def _checked_unicode(read):
+    """ValueError, which a UnicodeEncodeError is, for half a character."""
+    for text in read:
+        text.encode("utf-8")
     return read

@@ -157,13 +157,18 @@ def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, seq
 
 
 def _stop_finder(sequence: Sequence, new_text: Callable[[], TextStream] | None) -> Callable[[list[int]], bool] | None:
-    """What tells whether new tokens end in a stop string or a loop, where the request looks for them."""
+    """What tells whether new tokens end in a stop string, a loop or at a grammar's end, where the request has any."""
     params = sequence.params
-    if not params.stop and params.repetition_detection is None:
+    guide = None if sequence.guide is None else sequence.guide.copy()
+    if not params.stop and params.repetition_detection is None and guide is None:
         return None
 
     def is_stopped(token_ids: list[int]) -> bool:
-        return is_looping(token_ids, params) or (bool(params.stop) and _has_stop(new_text(), token_ids))
+        if is_looping(token_ids, params) or (params.stop and _has_stop(new_text(), token_ids)):
+            return True
+        if guide is not None:
+            guide.follow(token_ids)
+        return guide is not None and guide.is_over
 
     return is_stopped
 

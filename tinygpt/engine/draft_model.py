@@ -65,6 +65,7 @@ class DraftModel:
             sequence.index,
             sequence.eos_token_ids,
             text=None,
+            guide=None if sequence.guide is None else sequence.guide.copy(),
             cache_salt=sequence.cache_salt,
             new_token_ids=list(sequence.new_token_ids),
             num_cached=min(num_held, len(sequence) - 1),

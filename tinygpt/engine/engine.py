@@ -37,7 +37,6 @@ class Engine:
         """engine_config: as its `for_model` gives it, and as the runner was made with."""
         self.engine_config = engine_config
         self.runner = runner
-        self._sampler = Sampler(runner)
         self._drafter = Drafter(engine_config.max_num_batched_tokens, engine_config.max_num_logits, draft_model)
         self._is_closed = False
         self.begin_anew()
@@ -50,6 +49,7 @@ class Engine:
         self.scheduler = Scheduler(slots, max_num_tokens, self.runner.copy_positions, self._write_prefix)
         self.probe = Probe(self.runner, slots, self.engine_config, self._hold_steps)
         self._deadlines = Deadlines()
+        self._sampler = Sampler(self.runner)  # its thread stays behind in a fork
         self._removed: deque[Sequence] = deque()  # not yet forgotten by the scheduler
         self._step_lock = StepLock(self._forget_removed)
 
@@ -96,6 +96,7 @@ class Engine:
         with self._step_lock.held():
             self.runner.close()
             self._drafter.close()
+            self._sampler.close()
 
     @contextmanager
     def wrapped(self, wrap: Callable[[ModelRunner], Any]) -> Iterator[Any]:
@@ -126,6 +127,7 @@ class Engine:
             multi_step.run_steps(self.runner, chunks, num_steps)
         elif chunks:  # none: another thread's step has finished everything
             step = StepInput.of(chunks, drafts)
+            self._sampler.compute_masks([sequence for _, sequence in step.ends()])
             logits = self.runner.forward(step.batch)  # (R, V)
             prompt_logprobs = self._read_prompt_logprobs(logits, step)
             tokens, predictions = self._sample(logits, step)

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from tinygpt.config import ModelConfig
@@ -18,6 +18,7 @@ from tinygpt.request.request import Request
 from tinygpt.request.sequence import Sequence, copied
 from tinygpt.request.soft_prompts import SoftPrompts, VirtualTokens
 from tinygpt.request.truncation import Fitted, fit
+from tinygpt.sampling.guided import Guidance, Guide
 from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
 from tinygpt.tokenizer.text_stream import TextStream
@@ -56,6 +57,7 @@ class InputProcessor:
     def close(self) -> None:
         """Give the tokenizer's memory back."""
         self._tokenizer, self._tokenizer_error = None, "this LLM has been closed."
+        self.__dict__.pop("_guidance", None)
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
         """A text or token ids, encoded and checked; a Prompt as it is."""
@@ -100,6 +102,8 @@ class InputProcessor:
             raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
         if params.bad_words:
             params = resolve_bad_words(params, self.tokenizer.encode)
+        if params.guidance is not None:
+            self._guidance.check(*params.guidance)
         if params.num_beams > self._engine_config.max_num_seqs:
             raise RequestError(
                 f"num_beams is {params.num_beams} and max_num_seqs is {self._engine_config.max_num_seqs}: the beams of "
@@ -129,12 +133,30 @@ class InputProcessor:
             "cache_salt": prompt.cache_salt,
         }
         return [
-            Sequence(index=index, text=self._text_stream(params), prompt_logprobs=wanted[index], **shared)
+            Sequence(
+                index=index,
+                text=self._text_stream(params),
+                prompt_logprobs=wanted[index],
+                guide=self._guide(params),
+                **shared,
+            )
             for index in range(count)
         ]
 
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
+
+    @cached_property
+    def _guidance(self) -> Guidance:
+        """Made for the first request that is guided."""
+        if self._tokenizer is None:
+            raise RequestError(f"guided texts need a tokenizer: {self._tokenizer_error}")
+        return Guidance(self._tokenizer, self._config.vocab_size)
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        if params.guidance is None:
+            return None
+        return self._guidance.guide(params, frozenset(self._eos_token_ids(params)))
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

@@ -15,6 +15,7 @@ from tinygpt.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:  # for annotations alone: both lie above this folder
     from tinygpt.engine.beams import Beams
+    from tinygpt.sampling.guided import Guide
     from tinygpt.sampling.metadata import SamplingState
     from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 
@@ -48,6 +49,7 @@ class Sequence:
     on_chunk: Callable[[StreamChunk], None] | None = None
     soft_prompt: VirtualTokens | None = None  # what the ids below 0 stand for, which its prompt begins with
     prompt_logprobs: "PromptLogprobs | None" = None  # those of tokens that are given, where asked for
+    guide: "Guide | None" = None  # where it stands in the grammar that its text has to follow
     cache_salt: Hashable = None  # keys and values are shared with sequences of an equal one, and with no others
 
     # What was sampled, and what came of it.
@@ -157,18 +159,24 @@ class Sequence:
     def extend(self, token_id: int) -> None:
         """Append a drafted token, which ends nothing."""
         self.new_token_ids.append(token_id)
+        if self.guide is not None:
+            self.guide.take(token_id)
 
     def become(self, token_ids: list[int], is_another: bool) -> None:
         """Go on as a beam with these new tokens, all cached but the last; `is_another`: not the one that it was."""
         if is_another:
             self.sampling_state = None  # it is about other tokens
         self.new_token_ids = token_ids
+        if self.guide is not None:
+            self.guide.follow(token_ids)
         self.num_cached = len(self) - 1
         self.first_token_time = self.first_token_time or time.perf_counter()
 
     def restart(self, score: float | None) -> None:
         """Forget all new tokens, to be given those of a finished hypothesis; None: there is none for this sequence."""
         self.new_token_ids, self.score = [], score
+        if self.guide is not None:
+            self.guide.restart()
 
     def rewind(self, num_cached: int) -> None:
         """Only the first num_cached positions of the slot are this sequence's."""
@@ -198,6 +206,8 @@ class Sequence:
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.new_token_ids.append(token.token_id)
+        if self.guide is not None:
+            self.guide.take(token.token_id)
         if token.logprobs is not None:
             self.logprobs.append(token.logprobs)
         if token.logprob is not None:
@@ -221,6 +231,8 @@ class Sequence:
             return "stop", self.text.stop
         if self.new_token_ids[-1] in self._end_token_ids:
             return "stop", self.new_token_ids[-1]
+        if self.guide is not None and self.guide.is_over:
+            return "stop", "grammar"
         if is_looping(self.new_token_ids, self.params):
             return "stop", "loop"
         return ("length", None) if len(self.new_token_ids) >= self.params.max_tokens else None

@@ -1,6 +1,7 @@
 """Sampler: from a step's logits to its tokens. Everything between the model and the next token meets here."""
 
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -8,16 +9,18 @@ import numpy as np
 from tinygpt.errors import is_ctrl_c
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.request.sequence import SampledToken, Sequence
-from tinygpt.sampling.metadata import SamplingState, Warpers, gather_processors, gather_warpers
+from tinygpt.sampling.guided import compute_masks
+from tinygpt.sampling.metadata import SamplingState, Warpers, gather_masks, gather_processors, gather_warpers
 
 NOT_FINITE = (
     "the model's logits at position {} are not finite numbers: the checkpoint is damaged, or its activations "
     "overflow float32."
 )
 NOTHING_LEFT = (
-    "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids, or forbid less "
-    "with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
+    "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids or in what guides "
+    "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
 )
+CANNOT_FOLLOW = "the grammar that guides the text cannot be followed at position {}: {}."
 NOT_SCORES = (
     "the logits processor {} returned {} at position {}: it must return the scores of {} tokens, none of them NaN."
 )
@@ -32,6 +35,23 @@ class Sampler:
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
+        self._beside: ThreadPoolExecutor | None = None  # made when the first sequence is guided
+
+    def compute_masks(self, sequences: Seq[Sequence]) -> None:
+        """Begin with the masks of those that are guided, in a thread beside the step that computes their logits.
+
+        A mask that is not there when it is needed is computed then, so nothing depends on that thread.
+        """
+        guides = [sequence.guide for sequence in sequences if sequence.guide is not None]
+        if guides:
+            self._beside = self._beside or ThreadPoolExecutor(1, "tinygpt-masks")
+            self._beside.submit(compute_masks, guides)
+
+    def close(self) -> None:
+        """End that thread."""
+        if self._beside is not None:
+            self._beside.shutdown(wait=False)
+            self._beside = None
 
     def sample(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
         """A token for each row of `logits` (R, V) float32, which may be written over."""
@@ -88,7 +108,18 @@ class Sampler:
         for r, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
             for function in sequence.params.logits_processors:
                 errors[r] = errors[r] or _call(function, scores, r, sequence, state)
+        if any(sequence.guide for sequence in sequences):
+            self._mask(scores, sequences, errors)
         return errors
+
+    def _mask(self, scores: Any, sequences: Seq[Sequence], errors: list[str | None]) -> None:
+        """Leave guided sequences the tokens that may come next, whatever their functions made of the others."""
+        masks = {r: sequence.guide.mask() for r, sequence in enumerate(sequences) if sequence.guide is not None}
+        for r in [r for r, mask in masks.items() if mask is None]:
+            del masks[r]
+            errors[r] = errors[r] or CANNOT_FOLLOW.format(len(sequences[r]), sequences[r].guide.error)
+        if masks:
+            self.runner.process_logits(scores, gather_masks([*masks], [*masks.values()]))
 
     def _warped(self, logits: Any, warpers: Warpers, r: int) -> np.ndarray:
         """The scores (V,) whose probabilities row r was drawn by."""

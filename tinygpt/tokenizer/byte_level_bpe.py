@@ -82,17 +82,17 @@ class ByteLevelBPE:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        token_bytes = self._visible_bytes if skip_special_tokens else self._token_bytes
+        token_bytes = self._visible_bytes if skip_special_tokens else self.token_bytes
         return b"".join(map(token_bytes, ids)).decode("utf-8", errors="replace")
 
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer(self._visible_bytes)
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         return self._bytes.get(token_id, b"")
 
     def _visible_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self.special_ids else self._token_bytes(token_id)
+        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
 
 def _encoding(model: dict[str, Any], bytes_of: dict[int, bytes]) -> tuple[tiktoken.Encoding, list[int | None]]:

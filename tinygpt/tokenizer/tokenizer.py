@@ -23,6 +23,8 @@ class TokenizerModel(Protocol):
 
     def detokenizer(self) -> Detokenizer: ...
 
+    def token_bytes(self, token_id: int) -> bytes: ...
+
 
 class Tokenizer:
     """Text to token ids and back, as the files of a checkpoint say.
@@ -89,6 +91,14 @@ class Tokenizer:
         for position, token_id in enumerate(ids):
             _check_token_id(token_id, position)
         return self._model.decode(ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for in a text, often part of a character; none for an id without a token.
+
+        Raises RequestError where the tokens are not bytes: text then depends on neighbouring tokens.
+        """
+        _check_token_id(token_id, 0)
+        return self._model.token_bytes(token_id)
 
     def detokenizer(self) -> Detokenizer:
         """A new stream from token ids to text: `push` them one at a time, then `finish`."""

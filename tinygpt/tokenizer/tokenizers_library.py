@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.tokenizer.byte_level_bpe import token_to_bytes
 from tinygpt.tokenizer.detokenizer import PrefixDetokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -36,6 +37,7 @@ class LibraryTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._lock = threading.Lock()
+        self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
         self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
 
@@ -53,6 +55,14 @@ class LibraryTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if not self._is_byte_level:
+            raise RequestError(
+                "The tokens of this checkpoint's tokenizer are not bytes, as guided texts need them: use a checkpoint "
+                "with byte-level BPE, or leave out the guided field."
+            )
+        return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")
 
     def detokenizer(self) -> PrefixDetokenizer:
         return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_plain)
