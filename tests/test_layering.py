@@ -35,7 +35,7 @@ INTO_KERNELS = {
 LIBRARIES = {
     "tinygpt.kernels": {"numpy", "numba", "llvmlite"},
     "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub"},
-    "tinygpt": {"numpy", "tiktoken", "tokenizers", "tqdm", "lm_eval"},
+    "tinygpt": {"numpy", "tiktoken", "tokenizers", "tqdm", "lm_eval", "llguidance"},
 }
 # What single modules import besides: doctor asks LLVM for the CPU's name, parity is with transformers, matplotlib draws
 # bench's pictures, and two modules alone speak to CUDA.

@@ -21,15 +21,17 @@ class AsyncLLM:
         self.llm = LLM(**arguments) if llm is None else llm
         self._is_owner = llm is None
 
-    async def generate(self, prompt: Any, params: SamplingParams | None = None) -> RequestOutput:
+    async def generate(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
         """Continue one prompt. Raises what LLM.submit raises."""
-        return await asyncio.wrap_future(self.llm.submit(prompt, params))
+        return await asyncio.wrap_future(self.llm.submit(prompt, params, **fields))
 
-    async def stream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[StreamChunk]:
+    async def stream(
+        self, prompt: Any, params: SamplingParams | None = None, **fields: Any
+    ) -> AsyncIterator[StreamChunk]:
         """Continue one prompt, token by token. Raises what LLM.submit raises, when the first chunk is asked for."""
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         post = partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
-        future = self.llm.submit(prompt, params, on_chunk=post)
+        future = self.llm.submit(prompt, params, on_chunk=post, **fields)
         ended = asyncio.wrap_future(future)
         ended.add_done_callback(lambda _: chunks.put_nowait(None))  # in the loop, behind the last chunk
         try:

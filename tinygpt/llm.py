@@ -21,7 +21,8 @@ from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.threads import thread_count
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk
-from tinygpt.request.prompts import Prompt, checked_salt, params_list, prompt_list
+from tinygpt.progress_bar import UseTqdm, with_bar
+from tinygpt.request.prompts import Prompt, checked_salt, params_list, params_or_fields, prompt_list
 from tinygpt.request.request import Request
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session, load_session
@@ -102,6 +103,11 @@ class LLM:
         draft = None if draft_source is None else DraftModel(draft_source, engine_config, threads)
         self.engine = Engine(runner, engine_config, draft)
         self._service = Service(self.engine)
+        self._description = f"{model!r}, dtype={self.dtype!r}, device={device!r}, max_num_seqs={max_num_seqs}"
+
+    def __repr__(self) -> str:
+        state = "closed" if self.engine.is_closed else f"max_model_len={self.max_model_len}"
+        return f"LLM({self._description}, {state})"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -118,41 +124,51 @@ class LLM:
         self.engine.check_open()
         return self._inputs.read_prompt(prompt, split_special_tokens)
 
-    def generate(self, prompts: Any, params: Any = None) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Any, params: Any = None, *, use_tqdm: UseTqdm = None, **fields: Any
+    ) -> list[RequestOutput]:
         """Continue each prompt. The outputs are in the prompts' order.
 
         prompts: a text, a list of texts, or lists of token ids, of any lengths. An empty prompt starts at BOS.
             {"prompt": text or ids, "cache_salt": text} is one with its own salt, here and in stream, submit and score.
-        params: one SamplingParams, or one for each prompt.
+        params: one SamplingParams, or one for each prompt. fields: in place of params, those of one SamplingParams for
+            all prompts, here and in all that takes params: generate("Once", max_tokens=8).
+        use_tqdm: True shows a bar that counts finished prompts on stderr, False none; None shows one for several
+            prompts, where stderr is a terminal. A function stands in for tqdm, as in vLLM.
         Raises RequestError, before any work, if a prompt cannot be served as asked.
         """
-        outputs = dict(self.generate_as_finished(prompts, params))
+        prompts = prompt_list(prompts)
+        finished = self.generate_as_finished(prompts, params, **fields)
+        outputs = dict(with_bar(finished, len(prompts), use_tqdm))
         return [outputs[i] for i in sorted(outputs)]
 
-    def generate_as_finished(self, prompts: Any, params: Any = None) -> Iterator[tuple[int, RequestOutput]]:
+    def generate_as_finished(
+        self, prompts: Any, params: Any = None, **fields: Any
+    ) -> Iterator[tuple[int, RequestOutput]]:
         """As `generate`, but yields (index of the prompt, output) as soon as each is finished.
 
         Everything is checked when this is called; closing the iterator frees what was still running.
         """
         self.engine.check_open()
-        prompts = prompt_list(prompts)
+        prompts, params = prompt_list(prompts), params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._inputs.request(prompt, p) for prompt, p in pairs])
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, token by token. Checked when called; closing the iterator ends the request.
 
         A chunk's text never ends inside a character, and all chunks of a sample together are its text, tokens and
         logprobs in `generate`. Those of n samples come mixed, each with its index.
         """
         chunks: deque[StreamChunk] = deque()
-        return self._stream(self._single_request(prompt, params, chunks.append), chunks)
+        return self._stream(self._single_request(prompt, params_or_fields(params, fields), chunks.append), chunks)
 
     def submit(
         self,
         prompt: Any,
         params: SamplingParams | None = None,
         on_chunk: Callable[[StreamChunk], None] | None = None,
+        **fields: Any,
     ) -> "Future[RequestOutput]":
         """Continue one prompt while the caller does something else. Any thread may call this, at any time.
 
@@ -164,7 +180,7 @@ class LLM:
         """
         if on_chunk is not None and not callable(on_chunk):
             raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
-        return self._service.submit(self._single_request(prompt, params, on_chunk))
+        return self._service.submit(self._single_request(prompt, params_or_fields(params, fields), on_chunk))
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
         """How many tokens of the prompt's beginning its overflow would leave out. Raises as `generate` does."""
@@ -230,7 +246,7 @@ class LLM:
     ) -> list[ContinuationScore]:
         """How probable each continuation of the prompt is, by the model's own probabilities; the prompt is read once.
 
-        prompt: a text or token ids; an empty one is the BOS token. continuations: texts, or lists of token ids.
+        prompt: a text or token ids, as which a Prompt counts; an empty one is the BOS token. continuations: texts, or lists of token ids.
         Texts are encoded as evaluation harnesses do: white space at the end of the prompt counts as the beginning of
         each continuation, prompt and continuation are encoded together, and what follows the prompt's own tokens is
         the continuation. Where these come out otherwise, or either is token ids, both are encoded apart.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompletionOutput:
     """One sample of a request. `text` is None where the checkpoint has no tokenizer."""
 
@@ -17,6 +17,14 @@ class CompletionOutput:
     cumulative_logprob: float | None  # sum over the sampled tokens
     score: float | None  # of a beam search: the sum of its tokens' scores over length**length_penalty
     seed: int  # with the same prompt and parameters, this seed repeats the request
+
+    def __repr__(self) -> str:
+        """The text, and how it ended; the rest is in the fields."""
+        reason = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
+        return (
+            f"CompletionOutput(index={self.index}, text={self.text!r}, token_ids=<{len(self.token_ids)} tokens>, "
+            f"finish_reason={self.finish_reason!r}{reason})"
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class RequestMetrics:
         return (self.finished - self.first_token) / (self.num_steps - 1) if self.num_steps > 1 else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RequestOutput:
     """A prompt and its samples. `prompt` is None where token ids were given."""
 
@@ -81,6 +89,14 @@ class RequestOutput:
     prompt_cumulative_logprob: float | None  # sum over the tokens after the first
     num_cached_tokens: int  # of the prompt, that were not computed for this request: others had them in the KV cache
     num_truncated_tokens: int  # of the prompt's beginning, that were not read, because overflow allows that
+
+    def __repr__(self) -> str:
+        """The prompt's beginning, and the samples."""
+        prompt = None if self.prompt is None else self.prompt[:80] + "..." * (len(self.prompt) > 80)
+        return (
+            f"RequestOutput(prompt={prompt!r}, prompt_token_ids=<{len(self.prompt_token_ids)} tokens>, "
+            f"outputs={self.outputs!r})"
+        )
 
 
 @dataclass(frozen=True)

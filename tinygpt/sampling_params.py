@@ -67,7 +67,7 @@ class RepetitionDetection:
 
 
 @_refuse_unknown_fields
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How to choose the tokens of one request. A RequestError (a ValueError) names every impossible value.
 
@@ -225,6 +225,12 @@ class SamplingParams:
                 f"length_penalty={self.length_penalty:g} and early_stopping={self.early_stopping!r} are for a beam "
                 "search, and num_beams is 1: set num_beams, or leave them out."
             )
+
+    def __repr__(self) -> str:
+        """What is not as by default."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        changed = (f"{name}={value!r}" for name, value in given.items() if value != getattr(_DEFAULTS, name))
+        return f"SamplingParams({', '.join(changed)})"
 
     def __eq__(self, other):
         return self._key == other._key if isinstance(other, SamplingParams) else NotImplemented
@@ -426,3 +432,4 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "guided_grammar": ("None or the text of a grammar", read.pattern),
     "stride": ("None or a whole number from 1 to 2**31 - 1", lambda value: read.optional_integer(value, 1)),
 }
+_DEFAULTS = SamplingParams()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.errors import RequestError
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.request.prompts import Prompt, checked_ids
+from tinygpt.request.prompts import Prompt, checked_ids, params_or_fields, unsalted
 from tinygpt.request.truncation import Window, window_of
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.stored.session_file import SavedSession, checked_file, read_session, write_session
@@ -45,37 +45,44 @@ class Session:
         """The text of all tokens so far, that of stop strings included; special tokens have none."""
         return self._llm.tokenizer.decode(self.token_ids, skip_special_tokens=True)
 
+    def __repr__(self) -> str:
+        return "Session(closed)" if self._is_closed else f"Session({len(self)} tokens)"
+
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def extend(self, addition: Any, split_special_tokens: bool | None = None) -> None:
-        """Add a text or token ids. A text is encoded by itself: no token spans its border with what was before.
+        """Add a text or token ids, also as {"prompt": text} or {"prompt_token_ids": ids}. A text is encoded by itself: no token spans its border with what was before.
 
         split_special_tokens: as for LLM.read_prompt.
         """
         self._check_open()
+        if isinstance(addition, dict):
+            if "cache_salt" in addition:
+                raise RequestError("cache_salt is a whole session's: give it to llm.session, and leave it out here.")
+            addition, _ = unsalted(addition, None)
         addition = addition if isinstance(addition, str) else checked_ids(addition)
         if addition:  # an empty prompt would be BOS
             added = self._llm.read_prompt(addition, split_special_tokens).token_ids
             self._token_ids = self._token_ids + added
 
-    def generate(self, params: SamplingParams | None = None) -> RequestOutput:
+    def generate(self, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
         """Go on from here. The sample joins the session; if there are several, RequestError.
 
         Raises what LLM.generate raises, and nothing is added then. An empty session begins at BOS.
         """
-        params = self._checked(params)
+        params = self._checked(params_or_fields(params, fields))
         (output,) = self._llm.generate([self._prompt()], params)
         self._token_ids = output.prompt_token_ids + output.outputs[0].token_ids
         self._window = window_of(params, self._llm.max_model_len)
         return output
 
-    def stream(self, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """As LLM.stream. Each token joins the session as its chunk is given: closing the iterator keeps those.
 
         RequestError, from the iterator too, once the session has been changed by anything else.
         """
-        params = self._checked(params)
+        params = self._checked(params_or_fields(params, fields))
         prompt = self._prompt()
         chunks = self._llm.stream(prompt, params)
         return self._stream(chunks, self._token_ids, prompt.token_ids, params)

@@ -78,6 +78,12 @@ FLAGS: dict[str, dict[str, dict]] = {
         "allowed_token_ids": _flag("only these tokens may occur", _ids, "ID,ID"),
         "suppress_tokens": _flag("these tokens may not occur", _ids, "ID,ID"),
     },
+    "what the text has to be (one of these; pip install 'tinygpt[guided]')": {
+        "guided_choice": _flag("this text; given several times, one of them", str, "TEXT", action="append"),
+        "guided_regex": _flag("what the whole of this regular expression matches", str, "REGEX"),
+        "guided_json": _flag("JSON by this schema, such as '{\"type\": \"object\"}'", str, "SCHEMA"),
+        "guided_grammar": _flag("by this grammar, in Lark's syntax or llama.cpp's", str, "GRAMMAR"),
+    },
     "more ways to leave tokens out, with --temperature above 0": {
         "top_p_rule": _flag(
             "what happens to the token that reaches --top-p: hf, openai, fastertransformer", str, "RULE"

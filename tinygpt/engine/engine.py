@@ -86,6 +86,10 @@ class Engine:
         if self._is_closed:
             raise RequestError(CLOSED)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def refuse_calls(self) -> None:
         """Have `check_open` raise from now on. Steps go on until `close`: who waits is told why by whoever closes."""
         self._is_closed = True

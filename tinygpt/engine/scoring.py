@@ -42,6 +42,7 @@ def read_continuations(
 
 
 def _text_or_ids(given: Any) -> str | list[int]:
+    given = given.token_ids if isinstance(given, Prompt) else given
     return given if isinstance(given, str) else checked_ids(given)
 
 

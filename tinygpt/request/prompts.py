@@ -42,10 +42,12 @@ def prompt_list(prompts: Any) -> list:
 
 
 def unsalted(given: Any, cache_salt: Hashable) -> tuple[Any, Hashable]:
-    """A prompt without its salt, and the salt; `cache_salt` where it has none of its own.
+    """A prompt without its salt, and the salt; `cache_salt` where it has none of its own. A Prompt is its token ids.
 
     One that has is a dict, as vLLM's: {"prompt": text or ids, "cache_salt": text}, or "prompt_token_ids" for "prompt".
     """
+    if isinstance(given, Prompt):
+        return given.token_ids, given.cache_salt
     if not isinstance(given, dict):
         return given, cache_salt
     prompts = [given[name] for name in PROMPT_FIELDS if name in given]
@@ -116,10 +118,12 @@ def read_ids(
 ) -> list[int]:
     """The token ids of a prompt that `what` are wanted of and that nothing is to follow.
 
+    They are read by themselves, so that a cache salt of theirs parts them from nobody.
     Raises RequestError for none, for ids outside the vocabulary and for more than max_model_len.
     """
-    if not isinstance(given, (str, Prompt)):
-        given = checked_ids(given)
+    if not isinstance(given, Prompt):
+        given, _ = unsalted(given, None)
+        given = given if isinstance(given, str) else checked_ids(given)
     if not given:
         raise RequestError(f"{what} need at least one token id: the list is empty.")
     token_ids = read_prompt(given, config, tokenizer_of, split_special_tokens).token_ids
@@ -129,6 +133,18 @@ def read_ids(
             f"give at most {max_model_len}."
         )
     return token_ids
+
+
+def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
+    """`params`, or in their place the SamplingParams of these fields, which a call may be given as keywords."""
+    if not fields:
+        return params
+    if params is not None:
+        raise RequestError(
+            f"{', '.join(fields)} {'is' if len(fields) == 1 else 'are'} given beside params: keywords are one "
+            "SamplingParams by themselves, so put them into params."
+        )
+    return SamplingParams(**fields)
 
 
 def params_list(params: Any, count: int) -> list[SamplingParams]:

@@ -55,6 +55,8 @@ class ByteLevelBPE:
         self._encoding, self._id_of_rank = _encoding(spec["model"], self._bytes)
         self._bytes |= {token.id: token_to_bytes(token.content) for token in added}
         self.vocab_size = 1 + max(self._bytes)
+        self.num_tokens = len(self._bytes)
+        self.eos_token_id = next((token.id for token in added if token.content == spec["eos_token"]), None)
         self.special_ids = frozenset(token.id for token in added if token.special)
         self._splitter = AddedTokenSplitter(added)
         self._prefix_space = spec["pre_tokenizer"]["add_prefix_space"]

@@ -22,6 +22,8 @@ BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
     """The tokenizer of `folder` in the form of a tokenizer.json, merges as pairs, every added token listed.
 
+    `eos_token` is the text of the end-of-text token: GPT-2's where no file names one.
+
     Taken from the first of tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt.
     tokenizer_config.json, special_tokens_map.json and added_tokens.json add to it, as in transformers.
     Raises CheckpointError.
@@ -37,6 +39,7 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
         raise CheckpointError(_no_tokenizer(folder))
     if "add_prefix_space" in options and (spec["pre_tokenizer"] or {}).get("type") == "ByteLevel":
         spec["pre_tokenizer"]["add_prefix_space"] = bool(options["add_prefix_space"])
+    spec["eos_token"] = content_of(options.get("eos_token") or GPT2_SPECIAL_TOKENS["eos_token"])
     return spec
 
 

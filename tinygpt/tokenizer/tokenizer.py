@@ -15,7 +15,9 @@ class TokenizerModel(Protocol):
     """What a kind of tokenizer provides; `Tokenizer` checks what goes in."""
 
     vocab_size: int
+    num_tokens: int
     special_ids: frozenset[int]
+    eos_token_id: int | None
 
     def encode(self, text: str, split_special_tokens: bool) -> list[int]: ...
 
@@ -30,6 +32,7 @@ class Tokenizer:
     """Text to token ids and back, as the files of a checkpoint say.
 
     `vocab_size` is one more than the highest token id; a model may have more rows, which decode to nothing.
+    `len` of it is how many tokens there are. `eos_token_id` is the end-of-text token's id, None if there is none.
     `special_ids` are the ids that `skip_special_tokens` leaves out. `split_special_tokens` is what `encode` does
     where it is not told otherwise.
     """
@@ -39,6 +42,13 @@ class Tokenizer:
         self.split_special_tokens = split_special_tokens
         self.vocab_size = model.vocab_size
         self.special_ids = model.special_ids
+        self.eos_token_id = model.eos_token_id
+
+    def __len__(self) -> int:
+        return self._model.num_tokens
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({len(self)} tokens, eos_token_id={self.eos_token_id})"
 
     @classmethod
     def from_folder(cls, path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
@@ -80,6 +90,14 @@ class Tokenizer:
                 "which is half of a character; decode the text again from its source, or remove it."
             ) from None
         return self._model.encode(text, split_special_tokens)
+
+    def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
+        """As Hugging Face's: {"input_ids": the token ids, "attention_mask": ones}, lists of these for a list of texts."""
+        if isinstance(text, str):
+            ids = self.encode(text, split_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        each = [self(one, split_special_tokens) for one in text]
+        return {name: [encoded[name] for encoded in each] for name in ("input_ids", "attention_mask")}
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD.

@@ -39,6 +39,8 @@ class LibraryTokenizer:
         self._lock = threading.Lock()
         self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.num_tokens = self._tokenizer.get_vocab_size()
+        self.eos_token_id = self._tokenizer.token_to_id(spec["eos_token"] or "")
         self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
 
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:

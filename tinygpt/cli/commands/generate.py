@@ -12,6 +12,7 @@ from tinygpt.cli.interactive import run_interactive
 from tinygpt.cli.messages import Speed, put, say, say_truncated
 from tinygpt.cli.records import record_line
 from tinygpt.errors import RequestError
+from tinygpt.guided_grammar import check_grammar
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
     _check_combination(args)
     soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
     params = sampling.params_of(args, soft_prompt=soft_prompt)
+    if params.guidance is not None:
+        check_grammar(*params.guidance)
     if args.input is not None:
         run_batch(args, params)
     elif args.interactive:

@@ -1,0 +1,151 @@
+"""What a user meets at the prompt: keywords in place of SamplingParams, prompt dicts, progress, reprs, the tokenizer."""
+
+import asyncio
+import io
+import sys
+
+import numpy as np
+import pytest
+
+from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt.errors import RequestError
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def ids(llm):
+    return llm.tokenizer.encode(PROMPT)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """stderr as a terminal whose text can be read."""
+    stderr = io.StringIO()
+    stderr.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stderr)
+    return stderr
+
+
+def text_of(output) -> str:
+    return output.outputs[0].text
+
+
+def test_keywords_are_one_sampling_params(llm):
+    fields = {"max_tokens": 5, "temperature": 1.0, "seed": 3}
+    expected = text_of(llm.generate(PROMPT, SamplingParams(**fields))[0])
+    assert [text_of(output) for output in llm.generate([PROMPT, PROMPT], **fields)] == [expected] * 2
+    assert "".join(chunk.text for chunk in llm.stream(PROMPT, **fields)) == expected
+    assert text_of(llm.submit(PROMPT, **fields).result()) == expected
+    session = llm.session()
+    session.extend(PROMPT)
+    other = session.fork()
+    assert text_of(session.generate(**fields)) == expected
+    assert "".join(chunk.text for chunk in other.stream(**fields)) == expected
+
+    async def both():
+        front = AsyncLLM(llm)
+        chunks = [chunk.text async for chunk in front.stream(PROMPT, **fields)]
+        return text_of(await front.generate(PROMPT, **fields)), "".join(chunks)
+
+    assert asyncio.run(both()) == (expected, expected)
+
+
+def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
+    with pytest.raises(RequestError, match="max_tokens is given beside params: .* put them into params"):
+        llm.generate(PROMPT, SamplingParams(), max_tokens=3)
+    with pytest.raises(RequestError, match="unknown sampling field 'max_token' .did you mean 'max_tokens'"):
+        llm.generate(PROMPT, max_token=3)
+
+
+def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):
+    for given in ({"prompt": PROMPT}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "cache_salt": "mine"}):
+        assert text_of(llm.generate(given, max_tokens=3)[0]) == text_of(llm.generate(PROMPT, max_tokens=3)[0])
+        assert np.array_equal(llm.embed([given]), llm.embed([ids]))
+        assert np.array_equal(llm.logits(given), llm.logits(ids))
+        assert np.array_equal(llm.hidden_states(given), llm.hidden_states(ids))
+    session = llm.session()
+    session.extend({"prompt": PROMPT})
+    session.extend({"prompt_token_ids": ids})
+    assert session.token_ids == ids + ids
+    with pytest.raises(RequestError, match="cache_salt is a whole session's"):
+        session.extend({"prompt": PROMPT, "cache_salt": "mine"})
+    for refused in ({"text": PROMPT}, {"prompt": PROMPT, "prompt_token_ids": ids}, {}):
+        for take in (llm.embed, llm.logits, session.extend):
+            with pytest.raises(RequestError, match="give one of prompt and prompt_token_ids"):
+                take(refused)
+
+
+def test_a_read_prompt_is_scored_as_its_token_ids(llm, ids):
+    read = llm.read_prompt(PROMPT)
+    assert llm.score(read, [" there", [262]]) == llm.score(ids, [" there", [262]])
+    assert llm.score(PROMPT, [llm.read_prompt(" there")]) == llm.score(ids, [" there"])
+
+
+def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, terminal):
+    def shown(prompts, **options) -> str:
+        before = len(terminal.getvalue())
+        llm.generate(prompts, max_tokens=1, **options)
+        return terminal.getvalue()[before:]
+
+    assert "2/2" in shown([PROMPT] * 2)
+    assert shown(PROMPT) == ""  # a single one is soon there
+    assert "1/1" in shown(PROMPT, use_tqdm=True)
+    assert shown([PROMPT] * 2, use_tqdm=False) == ""
+    terminal.isatty = lambda: False
+    assert shown([PROMPT] * 2) == ""
+    assert "2/2" in shown([PROMPT] * 2, use_tqdm=True)
+
+
+def test_a_function_stands_in_for_tqdm(llm):
+    seen = []
+
+    def counting(items, total, **options):
+        for item in items:
+            seen.append(total)
+            yield item
+
+    assert len(llm.generate([PROMPT] * 3, max_tokens=1, use_tqdm=counting)) == 3
+    assert seen == [3, 3, 3]
+    with pytest.raises(RequestError, match="use_tqdm is 'yes' and must be None, True, False or a function"):
+        llm.generate(PROMPT, use_tqdm="yes")
+
+
+def test_reprs_say_what_matters():
+    llm = LLM("demo", max_num_seqs=2)
+    assert repr(llm) == "LLM('demo', dtype='float32', device='cpu', max_num_seqs=2, max_model_len=512)"
+    (output,) = llm.generate(PROMPT, max_tokens=4, stop="e")
+    sample = output.outputs[0]
+    assert repr(sample) == (
+        f"CompletionOutput(index=0, text={sample.text!r}, token_ids=<{len(sample.token_ids)} tokens>, "
+        "finish_reason='stop', stop_reason='e')"
+    )
+    assert repr(output) == f"RequestOutput(prompt='{PROMPT}', prompt_token_ids=<4 tokens>, outputs=[{sample!r}])"
+    (long,) = llm.generate(PROMPT * 20, max_tokens=1)
+    assert f"prompt={(PROMPT * 20)[:80] + '...'!r}" in repr(long)
+    session = llm.session()
+    session.extend(PROMPT)
+    assert repr(session) == "Session(4 tokens)"
+    session.close()
+    assert repr(session) == "Session(closed)"
+    assert repr(llm.tokenizer) == "Tokenizer(8193 tokens, eos_token_id=8192)"
+    llm.close()
+    assert repr(llm) == "LLM('demo', dtype='float32', device='cpu', max_num_seqs=2, closed)"
+    assert repr(SamplingParams()) == "SamplingParams()"
+    assert repr(SamplingParams(max_tokens=3, stop=["a"])) == "SamplingParams(max_tokens=3, stop=('a',))"
+
+
+def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):
+    tokenizer = llm.tokenizer
+    assert len(tokenizer) == 8193
+    assert tokenizer.eos_token_id == 8192
+    assert tokenizer(PROMPT) == {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    assert tokenizer([PROMPT, ""]) == {"input_ids": [ids, []], "attention_mask": [[1] * len(ids), []]}
+    split = tokenizer("<|endoftext|>", split_special_tokens=True)["input_ids"]
+    assert split == tokenizer.encode("<|endoftext|>", split_special_tokens=True) != [8192]

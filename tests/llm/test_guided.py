@@ -1,0 +1,280 @@
+"""Guided texts: what is written is what was asked for, with everything else that a request may ask, alone and beside others."""
+
+import json
+import re
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.sampling import metadata
+
+pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+
+PROMPT = "Once upon a time"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "friends": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+        "mood": {"enum": ["glad", "sad", None]},
+    },
+    "required": ["name", "age", "friends"],
+    "additionalProperties": False,
+}
+SUM = """
+start: term (SIGN term){0,2}
+term: NUMBER | "(" NUMBER (SIGN NUMBER){0,2} ")"
+SIGN: "+" | "-"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+REGEX = r"[A-Z][a-zé]{2,9}(, [a-z]{1,7}){1,3}\."
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    names = [person["name"], *person["friends"]]
+    return (
+        person.keys() - {"mood"} == {"name", "age", "friends"}
+        and type(person["age"]) is int
+        and 0 <= person["age"] <= 150
+        and all(isinstance(name, str) for name in names)
+        and len(person["name"]) <= 12
+        and len(person["friends"]) <= 2
+        and person.get("mood") in ("glad", "sad", None)
+    )
+
+
+def is_sum(text: str) -> bool:
+    return re.fullmatch(r"[0-9+()-]+", text) is not None and isinstance(eval(text), int)
+
+
+# Each with what tells whether a text is what it asks for.
+GUIDED = {
+    "choice": ({"guided_choice": ["a king", "a kingdom", "nobody"]}, lambda text: text in ("a king", "a kingdom", "nobody")),
+    "regex": ({"guided_regex": REGEX}, lambda text: re.fullmatch(REGEX, text) is not None),
+    "json": ({"guided_json": PERSON}, is_person),
+    "grammar": ({"guided_grammar": SUM}, is_sum),
+}
+WAYS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "few tokens": {"temperature": 1.5, "seed": 6, "top_k": 3, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 1.0, "no_repeat_ngram_size": 4},
+    "bias": {"logit_bias": {34: 20.0, 11: -20.0}, "suppress_tokens": [262]},
+    "several": {"temperature": 1.0, "seed": 7, "n": 3},
+    "the best": {"temperature": 1.0, "seed": 7, "n": 2, "best_of": 4},
+    "beams": {"num_beams": 3, "n": 2},
+    "groups of beams": {"num_beams": 4, "n": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "past the end of text": {"ignore_eos": True},
+    "beams past the end of text": {"num_beams": 3, "ignore_eos": True},
+    "at least": {"min_tokens": 4},
+    "drafts": {"prompt_lookup_num_tokens": 4},
+    "sliding": {"overflow": "slide"},
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=8) as llm:
+        yield llm
+
+
+def params_of(kind: str, **fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 120, **GUIDED[kind][0], **fields})
+
+
+def check(kind: str, outputs) -> None:
+    for output in outputs:
+        assert output.finish_reason == "stop", (output.text, output.stop_reason)
+        assert GUIDED[kind][1](output.text), output.text
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", GUIDED)
+def test_every_text_is_what_was_asked_for(llm, kind, way):
+    check(kind, llm.generate(PROMPT, params_of(kind, **WAYS[way]))[0].outputs)
+
+
+def test_random_texts_of_many_seeds_are_what_was_asked_for(llm):
+    kinds = [kind for kind in GUIDED for _ in range(8)]
+    params = [params_of(kind, temperature=2.0, seed=i) for i, kind in enumerate(kinds)]
+    texts = set()
+    for kind, output in zip(kinds, llm.generate([PROMPT] * len(kinds), params), strict=True):
+        check(kind, output.outputs)
+        texts.add(output.outputs[0].text)
+    assert len(texts) > 20
+
+
+def test_a_broken_mask_is_seen(llm, monkeypatch):
+    """What the tests above hold: without the mask, or with another's, texts are something else."""
+    right = metadata.gather_masks
+
+    def of_the_next_token(rows, masks):
+        return right(rows, [metadata.Mask(mask.allowed_ids + 1, mask.forbidden_ids + 1) for mask in masks])
+
+    monkeypatch.setattr("tinygpt.sampling.sampler.gather_masks", of_the_next_token)
+    with pytest.raises(TinyGPTError, match="cannot be followed"):
+        llm.generate(PROMPT, params_of("regex"))
+
+
+def key(output):
+    return [(o.text, o.token_ids, o.logprobs, o.finish_reason, o.stop_reason) for o in output.outputs]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_neighbours_change_nothing(llm, temperature):
+    """Guided by any field or by none: the same tokens and log probabilities alone and beside the others."""
+    fields = {"temperature": temperature, "seed": 3, "logprobs": 2}
+    params = [params_of(kind, **fields) for kind in GUIDED]
+    params += [SamplingParams(max_tokens=30, **fields), SamplingParams(max_tokens=30)]
+    prompts = [f"Chapter {i}." for i in range(len(params))]
+    alone = [llm.generate(prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    together = llm.generate(prompts, params)
+    assert [key(output) for output in together] == [key(output) for output in alone]
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_the_token_is_that_of_the_masked_logits(llm, mode):
+    choices = ["x", "yz", "q"]
+    params = SamplingParams(guided_choice=choices, logprobs=-1, logprobs_mode=mode)
+    output = llm.generate(PROMPT, params)[0].outputs[0]
+    logits = llm.logits(llm.tokenizer.encode(PROMPT))[-1].astype(np.float64)  # (V,)
+    may_come = [i for i in range(8192) if any(c.startswith(llm.tokenizer.decode([i])) for c in choices)]
+    assert output.token_ids[0] == max(may_come, key=lambda i: logits[i])
+    reported = output.logprobs[0]
+    ids = range(len(logits)) if mode == "raw" else may_come
+    assert {*reported} == {*ids}
+    total = np.log(np.exp(logits[[*ids]]).sum())
+    assert all(abs(reported[i] - (logits[i] - total)) < 1e-4 for i in may_come)
+
+
+@pytest.mark.parametrize("kind", GUIDED)
+def test_drafts_change_nothing_but_the_number_of_steps(llm, kind, monkeypatch):
+    plain = llm.generate(PROMPT, params_of(kind))[0]
+    with LLM("demo", draft_model="demo") as fast:
+        steps = []
+        step = fast.engine.step
+        monkeypatch.setattr(fast.engine, "step", lambda: (steps.append(1), step()))
+        assert key(fast.generate(PROMPT, params_of(kind))[0]) == key(plain)
+    assert len(steps) <= len(plain.outputs[0].token_ids) / 3 + 3  # five tokens each: drafts are guided too
+
+
+def test_streams_and_sessions_are_guided(llm):
+    text = "".join(chunk.text for chunk in llm.stream(PROMPT, params_of("json")))
+    assert text == llm.generate(PROMPT, params_of("json"))[0].outputs[0].text
+    session = llm.session()
+    for kind in GUIDED:
+        session.extend(PROMPT)
+        check(kind, session.generate(params_of(kind)).outputs)
+
+
+def test_a_function_brings_back_no_token(llm):
+    def favour_the(prompt_token_ids, new_token_ids, scores):
+        scores[:] = -1
+        scores[262] = 100
+        return scores
+
+    check("regex", llm.generate(PROMPT, params_of("regex", logits_processors=favour_the))[0].outputs)
+
+
+def test_a_text_that_can_only_end_ends(llm):
+    """Whatever min_tokens and ignore_eos say, and with no step more."""
+    for fields in ({}, {"min_tokens": 20}, {"ignore_eos": True}, {"max_tokens": 1}):
+        output = llm.generate(PROMPT, SamplingParams(**{"max_tokens": 20, **fields}, guided_choice=["e"]))[0].outputs[0]
+        assert (output.text, len(output.token_ids)) == ("e", 1)
+        assert (output.finish_reason, output.stop_reason) == ("stop", "grammar")
+
+
+def test_min_tokens_holds_where_the_text_may_go_on(llm):
+    favour_the_end = {"logit_bias": {llm.config.eos_token_ids[0]: 100.0}}
+    for min_tokens in (0, 6):
+        params = SamplingParams(guided_regex="[a-z ]*", min_tokens=min_tokens, **favour_the_end)
+        output = llm.generate(PROMPT, params)[0].outputs[0]
+        assert len(output.token_ids) == min_tokens + 1
+        assert output.stop_reason == llm.config.eos_token_ids[0]
+
+
+def test_a_text_that_is_cut_begins_one_that_is_allowed(llm):
+    output = llm.generate(PROMPT, params_of("json", max_tokens=5))[0].outputs[0]
+    assert output.finish_reason == "length"
+    stopped = llm.generate(PROMPT, params_of("json", stop='"age'))[0].outputs[0]
+    assert stopped.stop_reason == '"age' and stopped.text.startswith("{")
+
+
+def test_controls_that_leave_nothing_are_an_error(llm):
+    params = SamplingParams(guided_regex="[0-9]+", allowed_token_ids=[llm.tokenizer.encode("a")[0]])
+    with pytest.raises(TinyGPTError, match="leave no token to choose.*what guides the text"):
+        llm.generate(PROMPT, params)
+
+
+def test_masks_are_computed_beside_the_step(llm, monkeypatch):
+    threads = []
+    compute = "tinygpt.sampling.guided.Guide._compute"
+    from tinygpt.sampling.guided import Guide
+
+    original = Guide._compute
+
+    def noting(guide):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return original(guide)
+
+    monkeypatch.setattr(compute, noting)
+    output = llm.generate(PROMPT, params_of("json"))[0].outputs[0]
+    assert len(threads) == len(output.token_ids)  # once for each
+    assert not all(threads)
+
+
+def test_nothing_depends_on_the_thread_beside(llm, monkeypatch):
+    beside = llm.generate(PROMPT, params_of("json"))[0]
+    monkeypatch.setattr(llm.engine._sampler, "compute_masks", lambda sequences: None)
+    assert key(llm.generate(PROMPT, params_of("json"))[0]) == key(beside)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"guided_regex": "("}, "unclosed group"),
+        ({"guided_regex": "a(?=b)"}, "look-around"),
+        ({"guided_regex": "a" * 70_000}, "70000 characters, and at most 65536"),
+        ({"guided_json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+        ({"guided_grammar": "start: b"}, "line 1: unknown name: .b."),
+        ({"guided_grammar": "root ::= ("}, "Expected '\\)' at line 1"),
+        ({"guided_grammar": "start: <|nothing|>"}, "unknown special token"),
+        ({"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1500))}, "more than 1000 rules"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_before_any_work(llm, fields, why, monkeypatch):
+    monkeypatch.setattr(llm.engine, "add", None)
+    name = next(iter(fields))
+    with pytest.raises(RequestError, match=f"^{name}=.* is not possible: .*{why}[^\n]*\\.$") as error:
+        llm.generate(PROMPT, SamplingParams(**fields))
+    assert len(str(error.value)) < 500
+
+
+def test_a_schema_chooses_its_own_spaces(llm):
+    for options, text in (({}, '{ "a" : 1 }'), ({"whitespace_flexible": False}, '{"a":1}')):
+        schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+        schema |= {"x-guidance": options} if options else {}
+        space = {llm.tokenizer.encode(" ")[0]: 100.0}
+        output = llm.generate(PROMPT, SamplingParams(max_tokens=30, guided_json=schema, logit_bias=space))[0].outputs[0]
+        assert output.text == text
+
+
+def test_requests_of_one_grammar_compile_it_once(monkeypatch):
+    from tinygpt.sampling import guided
+
+    compiled = []
+    original = guided._Grammar.__init__
+    monkeypatch.setattr(guided._Grammar, "__init__", lambda self, *args: (compiled.append(args[-1]), original(self, *args))[1])
+    with LLM("demo") as llm:
+        for temperature in (0.0, 1.0):
+            llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))
+        llm.generate(PROMPT, params_of("regex"))
+    assert len(compiled) == 2
