@@ -24,15 +24,6 @@ def ids(llm):
     return llm.tokenizer.encode(PROMPT)
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """stderr as a terminal whose text can be read."""
-    stderr = io.StringIO()
-    stderr.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", stderr)
-    return stderr
-
-
 def text_of(output) -> str:
     return output.outputs[0].text
 
@@ -88,7 +79,11 @@ def test_a_read_prompt_is_scored_as_its_token_ids(llm, ids):
     assert llm.score(PROMPT, [llm.read_prompt(" there")]) == llm.score(ids, [" there"])
 
 
-def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, terminal):
+def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+
     def shown(prompts, **options) -> str:
         before = len(terminal.getvalue())
         llm.generate(prompts, max_tokens=1, **options)
@@ -126,12 +121,13 @@ def test_reprs_say_what_matters():
         f"CompletionOutput(index=0, text={sample.text!r}, token_ids=<{len(sample.token_ids)} tokens>, "
         "finish_reason='stop', stop_reason='e')"
     )
-    assert repr(output) == f"RequestOutput(prompt='{PROMPT}', prompt_token_ids=<4 tokens>, outputs=[{sample!r}])"
+    count = len(output.prompt_token_ids)
+    assert repr(output) == f"RequestOutput(prompt='{PROMPT}', prompt_token_ids=<{count} tokens>, outputs=[{sample!r}])"
     (long,) = llm.generate(PROMPT * 20, max_tokens=1)
     assert f"prompt={(PROMPT * 20)[:80] + '...'!r}" in repr(long)
     session = llm.session()
     session.extend(PROMPT)
-    assert repr(session) == "Session(4 tokens)"
+    assert repr(session) == f"Session({count} tokens)"
     session.close()
     assert repr(session) == "Session(closed)"
     assert repr(llm.tokenizer) == "Tokenizer(8193 tokens, eos_token_id=8192)"

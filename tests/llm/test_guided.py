@@ -1,4 +1,4 @@
-"""Guided texts: what is written is what was asked for, with everything else that a request may ask, alone and beside others."""
+"""Guided texts are what was asked for, with everything else that a request may ask, alone and beside others."""
 
 import json
 import re
@@ -18,9 +18,9 @@ PROMPT = "Once upon a time"
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 12},
+        "name": {"type": "string", "maxLength": 6},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "friends": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+        "friends": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
         "mood": {"enum": ["glad", "sad", None]},
     },
     "required": ["name", "age", "friends"],
@@ -43,7 +43,7 @@ def is_person(text: str) -> bool:
         and type(person["age"]) is int
         and 0 <= person["age"] <= 150
         and all(isinstance(name, str) for name in names)
-        and len(person["name"]) <= 12
+        and len(person["name"]) <= 6
         and len(person["friends"]) <= 2
         and person.get("mood") in ("glad", "sad", None)
     )

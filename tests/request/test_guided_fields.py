@@ -1,0 +1,86 @@
+"""The guided fields: how they are kept, what is refused, and what is said where the package is missing."""
+
+import sys
+
+import pytest
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.cli.main import main
+from tinygpt.errors import RequestError
+from tinygpt.guided_grammar import check_grammar
+
+ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
+
+
+class Schema:
+    """As pydantic's classes do."""
+
+    @staticmethod
+    def model_json_schema():
+        return {"type": "object"}
+
+
+def test_fields_are_kept_so_that_params_can_be_compared():
+    assert SamplingParams(guided_choice=iter(["a", "é"])).guided_choice == ("a", "é")
+    params = [SamplingParams(guided_json=given) for given in ({"type": "object"}, '{"type":"object"}', Schema)]
+    assert {hash(p) for p in params} == {hash(params[0])} and params[0] == params[1] == params[2]
+    assert params[0].guidance == ("guided_json", '{"type": "object"}')
+    assert SamplingParams().guidance is None
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("guided_choice", "abc"),
+        ("guided_choice", []),
+        ("guided_choice", ["a", ""]),
+        ("guided_choice", ["\ud800"]),
+        ("guided_choice", 3),
+        ("guided_regex", ""),
+        ("guided_regex", ["a"]),
+        ("guided_regex", "\udfff"),
+        ("guided_json", '{"type":'),
+        ("guided_json", "[]"),
+        ("guided_json", True),
+        ("guided_json", {"const": float("nan")}),
+        ("guided_json", {"const": {1, 2}}),
+        ("guided_json", "[" * 100_000),
+        ("guided_grammar", b"start"),
+    ],
+)
+def test_impossible_values_are_refused_by_name(name, given):
+    with pytest.raises(RequestError, match=f"^{name}=.* is not possible: it must be None or "):
+        SamplingParams(**{name: given})
+
+
+def test_a_text_is_guided_by_one_field():
+    with pytest.raises(RequestError, match="guided_regex and guided_json are given together"):
+        SamplingParams(guided_regex="a", guided_json={})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_missing_package_is_named_before_any_work(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    sentence = f'{name} needs the package llguidance, which is not installed: pip install "tinygpt[guided]".'
+    with LLM("demo") as llm:
+        monkeypatch.setattr(llm.engine, "add", None)
+        with pytest.raises(RequestError) as error:
+            llm.generate("a", SamplingParams(**{name: ALL[name]}))
+        assert str(error.value) == sentence
+    with pytest.raises(RequestError) as error:
+        check_grammar(*SamplingParams(**{name: ALL[name]}).guidance)
+    assert str(error.value) == sentence
+
+
+def test_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys):
+    monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert main(["generate", "a", "--guided-regex", "("]) == 2
+    assert 'pip install "tinygpt[guided]"' in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
+    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+    for flags in (["--guided-regex", "("], ["--guided-json", '{"type": 3}'], ["--guided-grammar", "start: b"]):
+        assert main(["generate", "a", *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{flags[0][2:].replace('-', '_')}=" in line and "is not possible" in line
