@@ -64,7 +64,9 @@ def measure(llm: LLM, args: argparse.Namespace, fields: dict) -> float:
     seconds = time.perf_counter() - started
     lengths = {len(output.outputs[0].token_ids) for output in outputs}
     if lengths != {args.max_tokens}:
-        raise SystemExit(f"the samples have {lengths} tokens, where {args.max_tokens} were wanted: they are no measure.")
+        raise SystemExit(
+            f"the samples have {lengths} tokens, where {args.max_tokens} were wanted: they are no measure."
+        )
     return args.batch_size * args.max_tokens / seconds
 
 

@@ -11,13 +11,13 @@ from tinygpt.errors import RequestError
 FIELDS = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
 # 20 000 alternatives compile in a second, and in the square of their number from there on.
 MAX_CHARACTERS = 2**16
-# Rules of a grammar, or objects of a schema. Where each refers to the next, twice as many overrun a stack of 8 MB in the
-# package, and end the process.
+# Rules of a grammar, or objects of a schema. Where each refers to the next, two or three times as many overrun a stack
+# of 8 MB in the package, and end the process.
 MAX_PARTS = 1000
 # As json.dumps writes. A small model that may write any white space often writes nothing else.
 SPACES = {"whitespace_pattern": "[ ]?"}
-# A token may come exactly if some text goes on with it. By default the package writes what is certain in the tokens that
-# it would be encoded in, so that nothing was left where one of them may not come.
+# A token may come exactly if some text that is allowed goes on with it. By default the package forces the tokens that
+# what is certain would be encoded in, so that nothing would be left where one of them may not come.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
@@ -41,8 +41,9 @@ def check_grammar(field: str, value: Any) -> None:
 def grammar_of(field: str, value: Any) -> str:
     """The grammar of one of FIELDS, as SamplingParams keeps its value. RequestError if it is too large, or none."""
     llguidance = load_llguidance(field)
-    if sum(map(len, value)) > MAX_CHARACTERS:
-        refuse(field, value, f"it has {sum(map(len, value))} characters, and at most {MAX_CHARACTERS} are taken")
+    num_characters = sum(map(len, value))  # of a text, or of all choices
+    if num_characters > MAX_CHARACTERS:
+        refuse(field, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
     try:
         grammar = _written(llguidance, field, value)
     except (ValueError, RecursionError) as error:
@@ -57,14 +58,17 @@ def refuse(field: str, value: Any, problem: str) -> None:
     """RequestError if the package has found a problem."""
     if problem:
         shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
-        raise RequestError(f"{field}={shown} is not possible: {in_short(problem)}.")
+        raise RequestError(f"{field}={shown} is not possible: {in_short(problem, field == 'guided_grammar')}.")
 
 
-def in_short(problem: str) -> str:
-    """The package's message in one line: its last reason, without the grammar that it quotes."""
+def in_short(problem: str, is_of_lines: bool = False) -> str:
+    """The package's message in one line: its last reason, without the grammar that it quotes.
+
+    is_of_lines: whether the user has written the lines that it counts.
+    """
     message = re.split(r"\n +1 \| |\n<", problem)[0]
     reason = message.rpartition("error: ")[2]
-    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: ", reason)
+    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if is_of_lines else "", reason)
     readable = "".join(c if c.isprintable() else " " for c in reason)
     return " ".join(readable.split())[:300].rstrip(".")
 

@@ -246,7 +246,8 @@ class LLM:
     ) -> list[ContinuationScore]:
         """How probable each continuation of the prompt is, by the model's own probabilities; the prompt is read once.
 
-        prompt: a text or token ids, as which a Prompt counts; an empty one is the BOS token. continuations: texts, or lists of token ids.
+        prompt: a text or token ids, as which one of `read_prompt` counts; an empty one is the BOS token.
+        continuations: texts, or lists of token ids.
         Texts are encoded as evaluation harnesses do: white space at the end of the prompt counts as the beginning of
         each continuation, prompt and continuation are encoded together, and what follows the prompt's own tokens is
         the continuation. Where these come out otherwise, or either is token ids, both are encoded apart.

@@ -52,8 +52,9 @@ class Session:
         return len(self._token_ids)
 
     def extend(self, addition: Any, split_special_tokens: bool | None = None) -> None:
-        """Add a text or token ids, also as {"prompt": text} or {"prompt_token_ids": ids}. A text is encoded by itself: no token spans its border with what was before.
+        """Add a text or token ids, also as {"prompt": text} or {"prompt_token_ids": ids}.
 
+        A text is encoded by itself: no token spans its border with what was before.
         split_special_tokens: as for LLM.read_prompt.
         """
         self._check_open()

@@ -1,4 +1,4 @@
-"""What a user meets at the prompt: keywords in place of SamplingParams, prompt dicts, progress, reprs, the tokenizer."""
+"""What a user meets at the prompt: keywords as SamplingParams, prompt dicts, a bar, reprs, the tokenizer."""
 
 import asyncio
 import io
@@ -49,9 +49,9 @@ def test_keywords_are_one_sampling_params(llm):
 
 
 def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
-    with pytest.raises(RequestError, match="max_tokens is given beside params: .* put them into params"):
+    with pytest.raises(RequestError, match=r"max_tokens is given beside params: .* put them into params"):
         llm.generate(PROMPT, SamplingParams(), max_tokens=3)
-    with pytest.raises(RequestError, match="unknown sampling field 'max_token' .did you mean 'max_tokens'"):
+    with pytest.raises(RequestError, match=r"unknown sampling field 'max_token' .did you mean 'max_tokens'"):
         llm.generate(PROMPT, max_token=3)
 
 

@@ -23,7 +23,8 @@ class Schema:
 def test_fields_are_kept_so_that_params_can_be_compared():
     assert SamplingParams(guided_choice=iter(["a", "é"])).guided_choice == ("a", "é")
     params = [SamplingParams(guided_json=given) for given in ({"type": "object"}, '{"type":"object"}', Schema)]
-    assert {hash(p) for p in params} == {hash(params[0])} and params[0] == params[1] == params[2]
+    assert {hash(p) for p in params} == {hash(params[0])}
+    assert params[0] == params[1] == params[2]
     assert params[0].guidance == ("guided_json", '{"type": "object"}')
     assert SamplingParams().guidance is None
 
@@ -83,4 +84,5 @@ def test_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys):
     for flags in (["--guided-regex", "("], ["--guided-json", '{"type": 3}'], ["--guided-grammar", "start: b"]):
         assert main(["generate", "a", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{flags[0][2:].replace('-', '_')}=" in line and "is not possible" in line
+        assert f"{flags[0][2:].replace('-', '_')}=" in line
+        assert "is not possible" in line

@@ -81,7 +81,7 @@ FLAGS: dict[str, dict[str, dict]] = {
     "what the text has to be (one of these; pip install 'tinygpt[guided]')": {
         "guided_choice": _flag("this text; given several times, one of them", str, "TEXT", action="append"),
         "guided_regex": _flag("what the whole of this regular expression matches", str, "REGEX"),
-        "guided_json": _flag("JSON by this schema, such as '{\"type\": \"object\"}'", str, "SCHEMA"),
+        "guided_json": _flag('JSON by this schema, such as \'{"type": "object"}\'', str, "SCHEMA"),
         "guided_grammar": _flag("by this grammar, in Lark's syntax or llama.cpp's", str, "GRAMMAR"),
     },
     "more ways to leave tokens out, with --temperature above 0": {

@@ -1,10 +1,11 @@
 """Guided decoding: which tokens a grammar lets come next. The work on the grammar itself is llguidance's."""
 
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from copy import copy
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,17 +13,9 @@ from tinygpt.guided_grammar import grammar_of, in_short, load_llguidance, refuse
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
-MAX_KEPT = 32  # grammars of a model: to compile one takes a millisecond or more
-
-
-class Mask(NamedTuple):
-    """The tokens that may come next: the only ones, or those that may not, whichever are fewer; int32.
-
-    One of them is empty. Where both are, all tokens may come.
-    """
-
-    allowed_ids: np.ndarray
-    forbidden_ids: np.ndarray
+# What a model keeps of earlier steps: to compile a grammar takes milliseconds, to spread a mask as long as to find it.
+MAX_GRAMMARS, MAX_MASKS = 32, 64
+_OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), -np.float32(np.inf))  # (256, 8)
 
 
 class Guidance:
@@ -33,7 +26,8 @@ class Guidance:
         self._tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         self._special_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
         self._tokenizer = functools.cache(self._new_tokenizer)
-        self._grammar = functools.lru_cache(MAX_KEPT)(self._compile)
+        self._grammar = functools.lru_cache(MAX_GRAMMARS)(self._compile)
+        self._spread = functools.lru_cache(MAX_MASKS)(_spread)
 
     def check(self, field: str, value: Any) -> None:
         """RequestError unless `value` of a guided field is one that can be followed; the package may be missing."""
@@ -42,8 +36,11 @@ class Guidance:
     def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
         """Of one sample, whose params have guidance."""
         eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        end_ids = {i for i in eos_token_ids.union(params.stop_token_ids) if i < len(self._tokens)}
-        return Guide(self._grammar(*params.guidance), end_ids, end_ids.difference(self._special_ids))
+        vocab_size = len(self._tokens)
+        end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size)
+        plain_end_ids = end_ids.difference(self._special_ids)
+        spread = functools.partial(self._spread, end_ids=end_ids, plain_end_ids=plain_end_ids, vocab_size=vocab_size)
+        return Guide(self._grammar(*params.guidance), end_ids, spread)
 
     def _compile(self, field: str, value: Any) -> "_Grammar":
         llguidance = load_llguidance(field)
@@ -69,7 +66,6 @@ class _Grammar:
     """A compiled grammar. Matchers of `matcher` find what they have in common once, those of `compile` do not."""
 
     def __init__(self, llguidance: Any, tokenizer: Any, text: str):
-        self.vocab_size = tokenizer.vocab_size - 1
         self.compile = functools.partial(llguidance.LLMatcher, tokenizer, text, log_level=0)
         self.first = self.compile()
 
@@ -80,13 +76,11 @@ class _Grammar:
 class Guide:
     """Where one sample stands in its grammar. Another thread may compute the mask ahead of who asks for it.
 
-    end_ids: the tokens that end the sample; plain_end_ids: those of them that are text for the grammar.
+    end_ids: the tokens that end the sample. spread: makes the mask of what the package says.
     """
 
-    def __init__(self, grammar: _Grammar, end_ids: set[int], plain_end_ids: set[int]):
-        self.error: str | None = None  # why nothing can come next
-        self._grammar, self._end_ids = grammar, end_ids
-        self._end_indices, self._plain_end_indices = np.array([*end_ids], int), np.array([*plain_end_ids], int)
+    def __init__(self, grammar: _Grammar, end_ids: frozenset[int], spread: Callable[[bytes], np.ndarray]):
+        self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
         self._lock = Lock()
         self.restart()
 
@@ -100,7 +94,8 @@ class Guide:
         with self._lock:
             self._matcher, self._is_alone = self._grammar.matcher(), False
             self._token_ids: list[int] = []
-            self._mask: Mask | None = None
+            self._mask: np.ndarray | None = None
+            self.error: str | None = None  # why nothing can come next
 
     def take(self, token_id: int) -> None:
         """Stand behind one token more."""
@@ -126,14 +121,17 @@ class Guide:
             other._matcher, other._token_ids, other._lock = self._matcher.deep_copy(), list(self._token_ids), Lock()
         return other
 
-    def mask(self) -> Mask | None:
-        """What may come next; None where `error` says why nothing can be said."""
+    def mask(self) -> np.ndarray | None:
+        """(V,) float32, to be added to the scores: 0 for what may come next, -inf for what may not.
+
+        None where `error` says why nothing can be said.
+        """
         with self._lock:
             if self._mask is None and self.error is None:
                 self._mask = self._compute()
             return self._mask
 
-    def _compute(self) -> Mask | None:
+    def _compute(self) -> np.ndarray | None:
         packed = self._matcher.compute_bitmask()  # of an error too
         if self._matcher.is_error():
             self._begin_alone()
@@ -141,19 +139,10 @@ class Guide:
         if self._matcher.is_error():
             self.error = _why(self._matcher.get_error())
             return None
-        vocab_size = self._grammar.vocab_size
-        bits = np.frombuffer(packed, np.uint8)
-        may_come = np.unpackbits(bits, count=vocab_size + 1, bitorder="little").view(bool)  # (V + 1,)
-        may_end, may_come = may_come[vocab_size], may_come[:vocab_size]  # (V,)
-        may_come[self._plain_end_indices] = False
-        if may_end:
-            may_come[self._end_indices] = True
-        if 0 < 2 * np.count_nonzero(may_come) <= vocab_size:
-            return Mask(np.flatnonzero(may_come).astype(np.int32), _NO_IDS)
-        return Mask(_NO_IDS, np.flatnonzero(~may_come).astype(np.int32))
+        return self._spread(packed)
 
     def _begin_alone(self) -> None:
-        """Come here once more with a matcher of its own: others have used up part of what the package has limits for."""
+        """Come here again with a matcher of its own: others have used up part of what the package has limits for."""
         if not self._is_alone:
             self._matcher, self._is_alone = self._grammar.compile(), True
             self._matcher.consume_tokens(self._token_ids)
@@ -165,9 +154,20 @@ def compute_masks(guides: Seq[Guide]) -> None:
         guide.mask()
 
 
+def _spread(packed: bytes, end_ids: frozenset[int], plain_end_ids: frozenset[int], vocab_size: int) -> np.ndarray:
+    """A bit for each token, and one for the end, as what is to be added to the scores, (V,) float32.
+
+    plain_end_ids: those of end_ids that are text for the grammar, and may be none here.
+    """
+    each = np.take(_OF_BYTE, np.frombuffer(packed, np.uint8), axis=0).ravel()
+    mask, end = each[:vocab_size], each[vocab_size]  # (V,)
+    mask[[*plain_end_ids]] = -np.inf
+    if end == 0:
+        mask[[*end_ids]] = 0
+    mask.flags.writeable = False  # others are given the same one
+    return mask
+
+
 def _why(error: str) -> str:
     is_stuck = error.startswith("NoExtension")
     return "no token of the vocabulary goes on with the text" if is_stuck else in_short(error)
-
-
-_NO_IDS = np.empty(0, np.int32)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tinygpt.request.sequence import Sequence
-from tinygpt.sampling.guided import Mask
 from tinygpt.sampling_params import SamplingParams
 
 HISTORY_ROOM = 1024  # tokens that a history has room for at first; max_tokens may be any number
@@ -181,27 +180,6 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
         word_bounds=np.cumsum([0, *(len(s.edits.words) for s in states)]),
         allowed_ids=Ragged.of([s.edits.allowed_ids for s in states]),
         forbidden_ids=Ragged.of([s.forbidden_ids for s in states]),
-    )
-
-
-def gather_masks(rows: Seq[int], masks: Seq[Mask]) -> Processors:
-    """What leaves the sequences of `rows` the tokens of their masks, and changes nothing else; of one row at least."""
-    count = len(rows)
-    nothing, zeros = Ragged(_NO_IDS, np.zeros(count + 1, np.int64)), np.zeros
-    return Processors(
-        rows=np.array(rows, np.int64),
-        token_ids=nothing,
-        num_prompt_tokens=zeros(count, np.int64),
-        repetition_penalty=np.ones(count, np.float32),
-        frequency_penalty=zeros(count, np.float32),
-        presence_penalty=zeros(count, np.float32),
-        no_repeat_ngram_size=zeros(count, np.int64),
-        bias_ids=nothing,
-        biases=Ragged(np.empty(0, np.float32), nothing.bounds),
-        words=_NO_WORDS,
-        word_bounds=nothing.bounds,
-        allowed_ids=Ragged.of([mask.allowed_ids for mask in masks]),
-        forbidden_ids=Ragged.of([mask.forbidden_ids for mask in masks]),
     )
 
 

@@ -10,7 +10,7 @@ from tinygpt.errors import is_ctrl_c
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling.guided import compute_masks
-from tinygpt.sampling.metadata import SamplingState, Warpers, gather_masks, gather_processors, gather_warpers
+from tinygpt.sampling.metadata import SamplingState, Warpers, gather_processors, gather_warpers
 
 NOT_FINITE = (
     "the model's logits at position {} are not finite numbers: the checkpoint is damaged, or its activations "
@@ -114,12 +114,14 @@ class Sampler:
 
     def _mask(self, scores: Any, sequences: Seq[Sequence], errors: list[str | None]) -> None:
         """Leave guided sequences the tokens that may come next, whatever their functions made of the others."""
-        masks = {r: sequence.guide.mask() for r, sequence in enumerate(sequences) if sequence.guide is not None}
-        for r in [r for r, mask in masks.items() if mask is None]:
-            del masks[r]
-            errors[r] = errors[r] or CANNOT_FOLLOW.format(len(sequences[r]), sequences[r].guide.error)
-        if masks:
-            self.runner.process_logits(scores, gather_masks([*masks], [*masks.values()]))
+        for r, sequence in enumerate(sequences):
+            if sequence.guide is None:
+                continue
+            mask = sequence.guide.mask()  # (V,)
+            if mask is not None:
+                scores[r] += mask
+            else:
+                errors[r] = errors[r] or CANNOT_FOLLOW.format(len(sequence), sequence.guide.error)
 
     def _warped(self, logits: Any, warpers: Warpers, r: int) -> np.ndarray:
         """The scores (V,) whose probabilities row r was drawn by."""

@@ -92,7 +92,7 @@ class Tokenizer:
         return self._model.encode(text, split_special_tokens)
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
-        """As Hugging Face's: {"input_ids": the token ids, "attention_mask": ones}, lists of these for a list of texts."""
+        """As Hugging Face's: {"input_ids": token ids, "attention_mask": ones}, lists of them for a list of texts."""
         if isinstance(text, str):
             ids = self.encode(text, split_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
