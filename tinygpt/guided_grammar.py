@@ -14,7 +14,7 @@ MAX_CHARACTERS = 2**16
 # Rules of a grammar, or objects of a schema. Where each refers to the next, two or three times as many overrun a stack
 # of 8 MB in the package, and end the process.
 MAX_PARTS = 1000
-# As json.dumps writes. A small model that may write any white space often writes nothing else.
+# As json.dumps writes, or less and more. A small model that may write any white space often writes nothing else.
 SPACES = {"whitespace_pattern": "[ ]?"}
 # A token may come exactly if some text that is allowed goes on with it. By default the package forces the tokens that
 # what is certain would be encoded in, so that nothing would be left where one of them may not come.

@@ -32,7 +32,7 @@ ROOT = Path(tinygpt.__file__).resolve().parent.parent
 HARNESS = ("", ".__main__", ".api", ".api.model", ".api.registry", ".models", ".models.utils", ".utils")
 # Objects of JSON whose keys are data: names of tensors and files, positions, what a device happens to tell.
 DATA = ("tensors", "files", "by_position", "devices")
-PROTOCOLS = ("__len__", "__enter__", "__exit__", "__aenter__", "__aexit__")
+PROTOCOLS = ("__call__", "__len__", "__enter__", "__exit__", "__aenter__", "__aexit__")
 
 
 def sections() -> dict[str, Callable[[], Iterator[str]]]:
