@@ -11,7 +11,7 @@ import pytest
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling import guided
-from tinygpt.sampling.guided import Guide
+from tinygpt.sampling.guided import Guidance, Guide, Mask
 
 pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
 
@@ -116,8 +116,9 @@ def test_random_texts_of_many_seeds_are_what_was_asked_for(llm):
 
 def test_a_broken_mask_is_seen(llm, monkeypatch):
     """What the tests above rely on: with the mask of another token, something else is written."""
-    mask = Guide.mask
-    monkeypatch.setattr(Guide, "mask", lambda guide: None if mask(guide) is None else np.roll(mask(guide), 1))
+    spread = guided._spread
+    monkeypatch.setattr(guided, "_spread", lambda *a, **k: Mask(np.roll(spread(*a, **k).added, 1), 1))
+    monkeypatch.setattr(llm._inputs, "_guidance", Guidance(llm.tokenizer, llm.config.vocab_size))
     with pytest.raises(TinyGPTError, match="cannot be followed at position"):
         llm.generate(PROMPT, params_of("regex"))
 
@@ -171,6 +172,18 @@ def test_streams_and_sessions_are_guided(llm):
     for kind in GUIDED:
         session.extend(PROMPT)
         check(kind, session.generate(params_of(kind)).outputs)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 40, 9000])
+def test_top_k_of_few_tokens_keeps_them_all(llm, top_k, monkeypatch):
+    """It is spared where it would keep all: with the same tokens and log probabilities as if it were not."""
+    params = SamplingParams(
+        guided_regex="[xyz]{12}", top_k=top_k, temperature=3.0, seed=4, logprobs=5, logprobs_mode="processed"
+    )
+    spared = llm.generate(PROMPT, params)[0]
+    monkeypatch.setattr("tinygpt.sampling.sampler._spare_top_k", lambda warpers, sequences: None)
+    assert key(llm.generate(PROMPT, params)[0]) == key(spared)
+    assert (len({*spared.outputs[0].text}) > 1) == (top_k > 1)
 
 
 def test_a_function_brings_back_no_token(llm):
@@ -267,10 +280,8 @@ def test_a_schema_chooses_its_own_spaces(llm):
 
 def test_requests_of_one_grammar_compile_it_once(monkeypatch):
     compiled = []
-    original = guided._Grammar.__init__
-    monkeypatch.setattr(
-        guided._Grammar, "__init__", lambda self, *args: (compiled.append(args[-1]), original(self, *args))[1]
-    )
+    grammar_of = guided.grammar_of
+    monkeypatch.setattr(guided, "grammar_of", lambda *given: compiled.append(given) or grammar_of(*given))
     with LLM("demo") as llm:
         for temperature in (0.0, 1.0):
             llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))

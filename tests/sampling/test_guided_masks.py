@@ -42,9 +42,11 @@ def guide_of(guidance, **fields):
 def allowed(guide) -> set[int]:
     mask = guide.mask()
     assert guide.error is None
-    assert (mask.shape, mask.dtype) == ((V,), np.float32)
-    assert {*mask.tolist()} <= {0.0, -np.inf}
-    return {*np.flatnonzero(mask == 0).tolist()}
+    assert (mask.added.shape, mask.added.dtype) == ((V,), np.float32)
+    assert {*mask.added.tolist()} <= {0.0, -np.inf}
+    ids = {*np.flatnonzero(mask.added == 0).tolist()}
+    assert mask.count == len(ids)
+    return ids
 
 
 def expected(language: set[bytes], written: bytes) -> set[int]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from copy import copy
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,13 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 # What a model keeps of earlier steps: to compile a grammar takes milliseconds, to spread a mask as long as to find it.
 MAX_GRAMMARS, MAX_MASKS = 32, 64
 _OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), -np.float32(np.inf))  # (256, 8)
+
+
+class Mask(NamedTuple):
+    """Which tokens may come next."""
+
+    added: np.ndarray  # (V,) float32, to be added to the scores: 0 for those that may, -inf for those that may not
+    count: int  # of those that may
 
 
 class Guidance:
@@ -79,7 +86,7 @@ class Guide:
     end_ids: the tokens that end the sample. spread: makes the mask of what the package says.
     """
 
-    def __init__(self, grammar: _Grammar, end_ids: frozenset[int], spread: Callable[[bytes], np.ndarray]):
+    def __init__(self, grammar: _Grammar, end_ids: frozenset[int], spread: Callable[[bytes], Mask]):
         self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
         self._lock = Lock()
         self.restart()
@@ -94,7 +101,7 @@ class Guide:
         with self._lock:
             self._matcher, self._is_alone = self._grammar.matcher(), False
             self._token_ids: list[int] = []
-            self._mask: np.ndarray | None = None
+            self._mask: Mask | None = None
             self.error: str | None = None  # why nothing can come next
 
     def take(self, token_id: int) -> None:
@@ -121,17 +128,14 @@ class Guide:
             other._matcher, other._token_ids, other._lock = self._matcher.deep_copy(), list(self._token_ids), Lock()
         return other
 
-    def mask(self) -> np.ndarray | None:
-        """(V,) float32, to be added to the scores: 0 for what may come next, -inf for what may not.
-
-        None where `error` says why nothing can be said.
-        """
+    def mask(self) -> Mask | None:
+        """What may come next; None where `error` says why nothing can be said."""
         with self._lock:
             if self._mask is None and self.error is None:
                 self._mask = self._compute()
             return self._mask
 
-    def _compute(self) -> np.ndarray | None:
+    def _compute(self) -> Mask | None:
         packed = self._matcher.compute_bitmask()  # of an error too
         if self._matcher.is_error():
             self._begin_alone()
@@ -154,18 +158,18 @@ def compute_masks(guides: Seq[Guide]) -> None:
         guide.mask()
 
 
-def _spread(packed: bytes, end_ids: frozenset[int], plain_end_ids: frozenset[int], vocab_size: int) -> np.ndarray:
-    """A bit for each token, and one for the end, as what is to be added to the scores, (V,) float32.
+def _spread(packed: bytes, end_ids: frozenset[int], plain_end_ids: frozenset[int], vocab_size: int) -> Mask:
+    """Of a bit for each token, and one for the end.
 
     plain_end_ids: those of end_ids that are text for the grammar, and may be none here.
     """
     each = np.take(_OF_BYTE, np.frombuffer(packed, np.uint8), axis=0).ravel()
-    mask, end = each[:vocab_size], each[vocab_size]  # (V,)
-    mask[[*plain_end_ids]] = -np.inf
+    added, end = each[:vocab_size], each[vocab_size]  # (V,)
+    added[[*plain_end_ids]] = -np.inf
     if end == 0:
-        mask[[*end_ids]] = 0
-    mask.flags.writeable = False  # others are given the same one
-    return mask
+        added[[*end_ids]] = 0
+    added.flags.writeable = False  # others are given the same one
+    return Mask(added, np.count_nonzero(added == 0))
 
 
 def _why(error: str) -> str:

@@ -61,6 +61,7 @@ class Sampler:
         raw = {r: logits[r].copy() for r, s in enumerate(states) if s.changes_scores and s.wants_raw_logprobs}
         errors = self._process(logits, sequences, states)
         warpers, positions = gather_warpers(states), np.array([len(s) for s in sequences], np.uint64)  # (R,)
+        _spare_top_k(warpers, sequences)
         token_ids = self.runner.sample(logits, warpers, *draws_of(sequences), positions).tolist()  # (R,)
         tokens = []
         for r, (token_id, error, state) in enumerate(zip(token_ids, errors, states, strict=True)):
@@ -117,9 +118,9 @@ class Sampler:
         for r, sequence in enumerate(sequences):
             if sequence.guide is None:
                 continue
-            mask = sequence.guide.mask()  # (V,)
+            mask = sequence.guide.mask()
             if mask is not None:
-                scores[r] += mask
+                scores[r] += mask.added
             else:
                 errors[r] = errors[r] or CANNOT_FOLLOW.format(len(sequence), sequence.guide.error)
 
@@ -146,6 +147,17 @@ def sampled(token_id: int, sequence: Sequence) -> SampledToken:
 def draws_of(sequences: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:
     """The seeds and sample indices (R,) that the sequences' tokens are drawn by."""
     return np.array([s.seed for s in sequences], np.uint64), np.array([s.index for s in sequences], np.uint64)
+
+
+def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
+    """Turn top-k off where it keeps all: fewer than k may come, and to find out that the k-th cannot takes long.
+
+    With 50 257 tokens it is 0.3 ms a row, which is more than all else that guides a text.
+    """
+    for r, sequence in enumerate(sequences):
+        mask = None if sequence.guide is None else sequence.guide.mask()
+        if mask is not None and mask.count < warpers.top_k[r]:
+            warpers.top_k[r] = 0
 
 
 def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: SamplingState) -> str | None:
