@@ -1,13 +1,17 @@
 """Guided texts are what was asked for, with everything else that a request may ask, alone and beside others."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling import guided
@@ -287,3 +291,21 @@ def test_requests_of_one_grammar_compile_it_once(monkeypatch):
             llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))
         llm.generate(PROMPT, params_of("regex"))
     assert len(compiled) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_guides_too():
+    """The thread beside the steps stays behind."""
+    program = f"""
+import os
+from tinygpt import LLM
+llm = LLM("demo", threads=1)
+write = lambda: llm.generate({PROMPT!r}, max_tokens=9, guided_regex="[a-z ]+")[0].outputs[0].text
+text = write()
+child = os.fork()
+if not child:
+    os._exit(int(write() != text))
+assert os.waitpid(child, 0)[1] == 0
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)

@@ -1,0 +1,54 @@
+"""Guided texts on the command line: flags, and the fields of a line of --input."""
+
+import json
+
+import pytest
+
+from tinygpt.cli.main import main
+
+pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+
+BOOLEAN = {"type": "boolean"}
+
+
+def run_lines(tmp_path, capsys, *lines):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    code = main(["generate", "--input", str(source), "--seed", "3"])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "allowed"),
+    [
+        (["--guided-choice", "yes", "--guided-choice", "no"], ("yes", "no")),
+        (["--guided-regex", "ab{3}"], ("abbb",)),
+        (["--guided-json", json.dumps(BOOLEAN)], ("true", "false")),
+        (["--guided-grammar", 'start: "(" /x/ ")"'], ("(x)",)),
+    ],
+)
+def test_a_flag_guides_the_text(capsys, flags, allowed):
+    assert main(["generate", "Once upon a time", *flags]) == 0
+    assert capsys.readouterr().out.removesuffix("\n") in allowed
+
+
+def test_each_line_has_its_own_guidance(tmp_path, capsys):
+    code, out, _ = run_lines(
+        tmp_path,
+        capsys,
+        {"prompt": "Once", "guided_json": BOOLEAN},
+        {"prompt": "Once", "guided_choice": ["yes"]},
+        {"prompt": "Once", "max_tokens": 3},
+    )
+    assert code == 0
+    samples = {record["id"]: record["outputs"][0] for record in map(json.loads, out.splitlines())}
+    assert samples[1]["text"] in ("true", "false")
+    assert (samples[2]["text"], samples[2]["stop_reason"]) == ("yes", "grammar")
+    assert samples[3]["finish_reason"] == "length"
+
+
+def test_lines_without_a_possible_grammar_are_listed(tmp_path, capsys):
+    code, out, err = run_lines(tmp_path, capsys, {"prompt": "a"}, {"prompt": "a", "guided_regex": "("})
+    assert (code, out) == (2, "")
+    assert "line 2: guided_regex='(' is not possible: unclosed group." in err
