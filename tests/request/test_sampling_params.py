@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import math
 import pickle
 
 import numpy as np
@@ -60,6 +61,10 @@ REFUSED = {
     "stride": [0, -1, 1.5, True, "5"],
     "soft_prompt": ["", 5, True, ["a"]],
     "prompt_embeds": [5, [], [1.0, 2.0], [[]], [[[1.0]]], [[NAN]], [[INF]], [["a"]], [[1.0], [1.0, 2.0]]],
+    "guided_choice": ["yes", [], [""], ["a", 3], 3],
+    "guided_regex": ["", ["a"], 3, "\ud800"],
+    "guided_json": ["{", "[]", "3", [], True, {"const": math.nan}],
+    "guided_grammar": ["", b"start", 3],
 }
 ACCEPTED = {
     "max_tokens": [(1, 1), (np.int64(7), 7)],
@@ -113,6 +118,10 @@ ACCEPTED = {
     "stride": [(None, None)],
     "soft_prompt": [(None, None), ("mine", "mine")],
     "prompt_embeds": [(None, None)],
+    "guided_choice": [(None, None), (["a", "b"], ("a", "b"))],
+    "guided_regex": [(None, None), ("a+", "a+")],
+    "guided_json": [(None, None), ({"type": "object"}, '{"type": "object"}'), ("{}", "{}")],
+    "guided_grammar": [(None, None), ('start: "a"', 'start: "a"')],
 }
 
 

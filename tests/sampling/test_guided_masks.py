@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -191,6 +192,38 @@ def test_a_copy_goes_its_own_way(guidance):
     assert copy.is_over
     assert not guide.is_over
     assert allowed(guide) == {A, B, TOKENS.index(b"bb")}
+
+
+class Busy:
+    """A matcher that is asked for a mask, and may be asked nothing else before it is done."""
+
+    def __init__(self, matcher):
+        self._matcher, self.has_begun, self.may_end = matcher, threading.Event(), threading.Event()
+
+    def compute_bitmask(self):
+        self.has_begun.set()
+        self.may_end.wait()
+        return self._matcher.compute_bitmask()
+
+    def __getattr__(self, name):
+        if self.has_begun.is_set() and not self.may_end.is_set():
+            raise RuntimeError("Already mutably borrowed")
+        return getattr(self._matcher, name)
+
+
+def test_the_end_is_known_while_a_mask_is_computed(guidance):
+    """As the thread beside the steps does, which may be late or early."""
+    guide = guide_of(guidance, guided_regex="ab")
+    busy = guide._matcher = Busy(guide._matcher)
+    thread = threading.Thread(target=guide.mask)
+    thread.start()
+    busy.has_begun.wait()
+    try:
+        assert not guide.is_over
+    finally:
+        busy.may_end.set()
+        thread.join()
+    assert allowed(guide) == {A, TOKENS.index(b"ab"), TOKENS.index(b"ab") + 1}
 
 
 def test_limits_that_others_have_used_up_are_no_error(guidance):

@@ -91,11 +91,6 @@ class Guide:
         self._lock = Lock()
         self.restart()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the text can only end here."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
-
     def restart(self) -> None:
         """Stand at the beginning."""
         with self._lock:
@@ -103,6 +98,7 @@ class Guide:
             self._token_ids: list[int] = []
             self._mask: Mask | None = None
             self.error: str | None = None  # why nothing can come next
+            self.is_over = False  # whether the text can only end here
 
     def take(self, token_id: int) -> None:
         """Stand behind one token more."""
@@ -113,6 +109,7 @@ class Guide:
             self._token_ids.append(token_id)
             if not self._matcher.consume_token(token_id):
                 self._begin_alone()
+            self.is_over = self._matcher.is_stopped() and not self._matcher.is_error()
 
     def follow(self, token_ids: list[int]) -> None:
         """Stand behind these tokens, all that there are."""

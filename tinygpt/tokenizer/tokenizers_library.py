@@ -28,8 +28,11 @@ class LibraryTokenizer:
                 f"The tokenizer of this checkpoint is not byte-level BPE as GPT-2 has it: {reason}. The package "
                 'that runs it comes with: pip install "tinygpt[tokenizers]". Until then, token ids still work.'
             ) from None
+        own = {
+            name: part for name, part in spec.items() if name != "eos_token"
+        }  # the library refuses what it knows not
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(own))
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointError(
                 f"The tokenizer of this checkpoint is refused by the package tokenizers: {error}. Token ids still work."
