@@ -1,12 +1,11 @@
 """What Hugging Face's tokenizers have beside encode and decode, and the bytes of each token, for both kinds."""
 
 import pytest
+import tokenizers
 
 from support.paths import DEMO
 from tinygpt.errors import RequestError
 from tinygpt.tokenizer.tokenizer import Tokenizer
-
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 
 def saved(library, folder) -> Tokenizer:
