@@ -44,10 +44,8 @@ def find_folder(name: str) -> CacheFolder:
     if path is not None:
         return CacheFolder(path)
     note = f"compiled kernels cannot be kept in {base} ({reason})"
-    if (temporary := _temporary_folder()) is not None:
-        path, _ = _private_folder(temporary / name)
-    if path is not None:
-        return CacheFolder(path, f"{note}; using {temporary}. Set NUMBA_CACHE_DIR to choose another folder.")
+    if (path := find_spare(name, is_made=True)) is not None:
+        return CacheFolder(path, f"{note}; using {path.parent}. Set NUMBA_CACHE_DIR to choose another folder.")
     return CacheFolder(None, f"{note}; this run keeps them in memory. Set NUMBA_CACHE_DIR to choose another folder.")
 
 

@@ -8,16 +8,18 @@ file that was damaged, cut short or planted is deleted, and its kernel compiled 
 import hmac
 import logging
 import os
+import pickle
 import secrets
 import stat
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
-from tinygpt.kernels.cache_folder import HAS_OWNERS
+from tinygpt.kernels.cache_folder import HAS_OWNERS, find_spare
 
 MAGIC = b"tinygpt kernel 1\n"  # the format, which the folder's name stands for too
 DIGEST_SIZE = KEY_SIZE = 32
@@ -43,9 +45,33 @@ class KernelFiles:
         self._spare: KernelFiles | None = None  # once it is there
         self._has_moved = False
 
+    @classmethod
+    def in_folder(cls, path: Path | None) -> "KernelFiles":
+        """Those in a folder that `find_folder` has found; the spare one has the same name."""
+        return cls(None) if path is None else cls(path, partial(find_spare, path.name))
+
     def names(self) -> set[str]:
         names = set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
         return names if (spare := self._spare_files()) is None else names | spare.names()
+
+    def load_object(self, name: str, rebuild: Callable[[Any], Any]) -> Any | None:
+        """What `rebuild` makes of the object that was saved under this name; None if it is of no use any more."""
+        if (body := self.load(name)) is None:
+            return None
+        try:
+            return rebuild(pickle.loads(body))
+        except Exception as error:  # for whatever reason: it is compiled, and written again
+            logger.debug("%s cannot be loaded (%r): it is compiled again", name, error)
+            return None
+
+    def save_object(self, name: str, pickled: Callable[[], bytes]) -> None:
+        """Keep an object that `pickled` takes apart. What is compiled runs, whether or not it can be kept."""
+        try:
+            body = pickled()
+        except Exception as error:
+            self.say_not_kept(error)
+        else:
+            self.save(name, body)
 
     def load(self, name: str) -> memoryview | None:
         """What was saved under this name; None if nothing was, or if it is not what was saved."""

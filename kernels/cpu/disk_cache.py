@@ -6,8 +6,6 @@ kernels by the folder of their sources; and it unpickles whatever it finds.
 
 import functools
 import hashlib
-import logging
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from numba.core.serialize import dumps
 from tinygpt.kernels.kernel_files import KernelFiles
 
 SOURCES = Path(__file__).resolve().parent
-logger = logging.getLogger(__name__)
 
 
 class DiskCache:
@@ -33,26 +30,17 @@ class DiskCache:
         """The compiled function for arguments of these types, or None."""
         target_context.refresh()  # as Numba's does: what comes from the disk meets a context that is ready
         name = self._name(signature, target_context.codegen())
-        if name is None or (body := self._find_files().load(name)) is None:
+        if name is None:
             return None
-        try:
-            result = CompileResult._rebuild(target_context, *pickle.loads(body))
-        except Exception as error:  # of no use for whatever reason: it is compiled, and written again
-            logger.debug("%s cannot be loaded (%r): it is compiled again", name, error)
-            return None
+        result = self._find_files().load_object(name, lambda parts: CompileResult._rebuild(target_context, *parts))
         # Two types may look the same in words.
-        return result if result.signature.args == sigutils.normalize_signature(signature)[0] else None
+        is_it = result is not None and result.signature.args == sigutils.normalize_signature(signature)[0]
+        return result if is_it else None
 
     def save_overload(self, signature: Any, result: CompileResult) -> None:
         name = self._name(signature, result.codegen)
-        if name is None or result.library.has_dynamic_globals:  # addresses, which are of this process alone
-            return
-        try:
-            body = dumps(result._reduce())
-        except Exception as error:  # what is compiled runs, whether or not it can be kept
-            self._find_files().say_not_kept(error)
-        else:
-            self._find_files().save(name, body)
+        if name is not None and not result.library.has_dynamic_globals:  # addresses, which are of this process alone
+            self._find_files().save_object(name, lambda: dumps(result._reduce()))
 
     @property
     def cache_path(self) -> str | None:

@@ -19,7 +19,7 @@ from llvmlite import binding
 from numba.core import config, event
 from numba.core.compiler_lock import global_compiler_lock
 
-from tinygpt.kernels.cache_folder import CacheFolder, find_folder, find_spare, fingerprint_of
+from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
@@ -87,8 +87,7 @@ def cache_folder() -> CacheFolder:
 @functools.cache
 def kernel_files() -> KernelFiles:
     """The kernels in this build's folder."""
-    path = cache_folder().path
-    return KernelFiles(None) if path is None else KernelFiles(path, functools.partial(find_spare, path.name))
+    return KernelFiles.in_folder(cache_folder().path)
 
 
 def on_compilation(callback: Callable[[], None]) -> contextlib.AbstractContextManager[None]:

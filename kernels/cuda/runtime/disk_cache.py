@@ -8,14 +8,13 @@ that is named by all sources.
 import functools
 import hashlib
 import logging
-import pickle
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tinygpt.kernels.cache_folder import find_folder, find_spare, fingerprint_of
+from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 SOURCES = Path(__file__).resolve().parents[1]
@@ -33,24 +32,12 @@ class DiskCache:
         """The compiled kernel for arguments of these types, or None."""
         from numba.cuda.dispatcher import _Kernel
 
-        name = self._name(signature)
-        if (body := kernel_files().load(name)) is None:
-            return None
-        try:
-            return _Kernel._rebuild(**pickle.loads(body))
-        except Exception as error:  # of no use for whatever reason: it is compiled, and written again
-            logger.debug("%s cannot be loaded (%r): it is compiled again", name, error)
-            return None
+        return kernel_files().load_object(self._name(signature), lambda states: _Kernel._rebuild(**states))
 
     def save_overload(self, signature: Any, kernel: Any) -> None:
         from numba.cuda.serialize import dumps
 
-        try:
-            body = dumps(kernel._reduce_states())
-        except Exception as error:  # what is compiled runs, whether or not it can be kept
-            kernel_files().say_not_kept(error)
-        else:
-            kernel_files().save(self._name(signature), body)
+        kernel_files().save_object(self._name(signature), lambda: dumps(kernel._reduce_states()))
 
     def flush(self) -> None:
         """There is nothing to forget: a file that is there is right."""
@@ -82,8 +69,4 @@ def kernel_files() -> KernelFiles:
     found = find_folder(f"cuda-{fingerprint_of(SOURCES, build)}")
     if found.note:
         logger.warning("%s", found.note)
-    return (
-        KernelFiles(None)
-        if found.path is None
-        else KernelFiles(found.path, functools.partial(find_spare, found.path.name))
-    )
+    return KernelFiles.in_folder(found.path)
