@@ -50,6 +50,12 @@ class KernelFiles:
         """Those in a folder that `find_folder` has found; the spare one has the same name."""
         return cls(None) if path is None else cls(path, partial(find_spare, path.name))
 
+    @property
+    def folders(self) -> list[Path]:
+        """Where kernels lie: in the folder, in the spare one, or in both."""
+        places = [self.folder, None if (spare := self._spare_files()) is None else spare.folder]
+        return [place for place in places if place is not None and any(place.glob("*.kernel"))]
+
     def names(self) -> set[str]:
         names = set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
         return names if (spare := self._spare_files()) is None else names | spare.names()

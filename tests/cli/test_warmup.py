@@ -58,6 +58,17 @@ def test_after_warmup_nothing_compiles(tmp_path, dtype):
     assert kernels(tmp_path) == made
 
 
+def test_the_folder_that_is_named_is_the_one_that_has_them(monkeypatch, tmp_path, capsys):
+    """As where the disk of the first one is full."""
+    (spare := tmp_path / "spare").mkdir()
+    files = KernelFiles(tmp_path / "first", lambda is_made: spare)
+    KernelFiles(spare).save("one.kernel", b"code")
+    monkeypatch.setattr(warmup, "REQUESTS", {})
+    monkeypatch.setattr(jit, "kernel_files", lambda: files)
+    assert cli.main(["warmup"]) == 0
+    assert capsys.readouterr().err.endswith(f"the kernels are kept in {spare}\n")
+
+
 def test_kernels_that_cannot_be_kept_are_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(warmup, "REQUESTS", {})
     monkeypatch.setattr(jit, "kernel_files", lambda: KernelFiles(None))

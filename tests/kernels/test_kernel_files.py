@@ -262,6 +262,7 @@ def test_what_a_full_disk_does_not_take_goes_to_the_spare_folder(tmp_path, monke
     later = KernelFiles(first, find_spare)
     assert later.names() == {"before.kernel", "one.kernel", "two.kernel"}
     assert later.marks() == ["int8"]
+    assert later.folders == [first, spare]
     assert all(later.load(name) == BODY for name in later.names())
     (spare / "one.kernel").unlink()
     assert KernelFiles(first, find_spare).marks() == []

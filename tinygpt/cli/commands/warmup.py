@@ -53,4 +53,4 @@ def run(args: argparse.Namespace) -> None:
         raise TinyGPTError("the compiled kernels could not be kept, so other processes compile them again.")
     made = len(kernel_files().names()) - before
     say(f"{counted(made, 'kernel')} compiled" if made else "nothing was left to compile")
-    say(f"the kernels are kept in {cache_folder().path}")
+    say(f"the kernels are kept in {' and '.join(map(str, kernel_files().folders))}")
