@@ -460,7 +460,7 @@ def test_damage_is_refused_with_what_to_do(tiny_int8, kind):
     damage(tiny_int8 / PACKED_FILE)
     with pytest.raises(CheckpointError, match=says) as caught:
         LLM(str(tiny_int8))
-    assert "python -m tinygpt convert" in str(caught.value)
+    assert "`tinygpt convert" in str(caught.value)
 
 
 def test_one_error_lists_everything(tiny_int8):

@@ -1,4 +1,4 @@
-"""`python -m tinygpt doctor`: what it says of the machine is what the kernels see."""
+"""`tinygpt doctor`: what it says of the machine is what the kernels see."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`python -m tinygpt info`: what is in a checkpoint, and all that is wrong with one."""
+"""`tinygpt info`: what is in a checkpoint, and all that is wrong with one."""
 
 import hashlib
 import json

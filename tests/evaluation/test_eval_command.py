@@ -1,4 +1,4 @@
-"""`python -m tinygpt eval` and tinygpt.evaluation.perplexity: the same figures as transformers' own methods give."""
+"""`tinygpt eval` and tinygpt.evaluation.perplexity: the same figures as transformers' own methods give."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""`python -m tinygpt parity`: it passes where engines agree, and sees every kind of difference where they do not."""
+"""`tinygpt parity`: it passes where engines agree, and sees every kind of difference where they do not."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""How fast a model runs, and how near that is to what the machine allows: the core of `python -m tinygpt bench`.
+"""How fast a model runs, and how near that is to what the machine allows: the core of `tinygpt bench`.
 
 Belongs here: measuring speed, records of it, and tables and pictures of records. A bench is a `plan` of cases
 (`sweep`), each measured (`measure`) beside the machine's limits (`machine_limits`, `work`). They become `records`, and

@@ -17,7 +17,7 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     backend = importlib.import_module(f"tinygpt.kernels.{device}")
     if dtype == STORAGE_DTYPE:
         raise RequestError(
-            f"dtype is {dtype!r}, in which weights are kept in files and nothing computes: run `python -m tinygpt "
+            f"dtype is {dtype!r}, in which weights are kept in files and nothing computes: run `tinygpt "
             f"convert SRC DST --dtype {dtype}` and load DST, leaving dtype at 'auto'."
         )
     if dtype not in ("auto", *backend.DTYPES):

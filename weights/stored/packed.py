@@ -30,7 +30,7 @@ from tinygpt.weights.containers.safetensors_file import read_safetensors
 PACKED_FILE = "model.tinygpt.safetensors"
 FORMAT, VERSION = "tinygpt packed weights", "3"
 BOUNDARY = 64  # bytes: the widest vector, and a cache line
-CONVERT_AGAIN = "convert the original checkpoint again with `python -m tinygpt convert`."
+CONVERT_AGAIN = "convert the original checkpoint again with `tinygpt convert`."
 # NumPy's dtypes by their names in the file, and by those that `read_safetensors` has for them.
 NAMES = {"float32": "F32", "uint8": "U8", "uint16": "BF16"}
 STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16"}

@@ -1,4 +1,4 @@
-"""`python -m tinygpt convert`: a checkpoint packed ahead of time, in another precision, instead of at every start."""
+"""`tinygpt convert`: a checkpoint packed ahead of time, in another precision, instead of at every start."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""`python -m tinygpt doctor`: what a bug report should quote of this machine."""
+"""`tinygpt doctor`: what a bug report should quote of this machine."""
 
 import argparse
 import ctypes

@@ -1,4 +1,4 @@
-"""`python -m tinygpt eval`: perplexity and LAMBADA, one row of a table for each dtype."""
+"""`tinygpt eval`: perplexity and LAMBADA, one row of a table for each dtype."""
 
 import argparse
 import json

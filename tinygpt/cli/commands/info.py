@@ -1,4 +1,4 @@
-"""`python -m tinygpt info`: what is in a checkpoint, and whatever in it would be refused."""
+"""`tinygpt info`: what is in a checkpoint, and whatever in it would be refused."""
 
 import argparse
 import hashlib
