@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from tinygpt.kernels.cache_folder import HAS_OWNERS, find_spare
+from tinygpt.kernels.cache_folder import HAS_OWNERS, CacheFolder, find_spare
 
 MAGIC = b"tinygpt kernel 1\n"  # the format, which the folder's name stands for too
 DIGEST_SIZE = KEY_SIZE = 32
@@ -46,9 +46,11 @@ class KernelFiles:
         self._has_moved = False
 
     @classmethod
-    def in_folder(cls, path: Path | None) -> "KernelFiles":
-        """Those in a folder that `find_folder` has found; the spare one has the same name."""
-        return cls(None) if path is None else cls(path, partial(find_spare, path.name))
+    def in_folder(cls, found: CacheFolder) -> "KernelFiles":
+        """Those in a folder that `find_folder` has found; the spare one has the same name. The log has its note."""
+        if found.note:
+            logger.warning("%s", found.note)
+        return cls(None) if found.path is None else cls(found.path, partial(find_spare, found.path.name))
 
     @property
     def folders(self) -> list[Path]:

@@ -17,7 +17,8 @@ from support.paths import ROOT
 PACKAGES = {"tinygpt": ROOT / "tinygpt", "tinygpt.kernels": ROOT / "kernels", "tinygpt.weights": ROOT / "weights"}
 BACKENDS = ("reference", "cpu", "cuda")
 PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each backend's model.py, in this order
-# Who reaches past a backend's interface, and for what: converting and compiling are for the CPU's kernels alone.
+# Who reaches past a backend's interface, and for what. Converting and compiling ahead are for the CPU's kernels alone;
+# how long kernels compile is told by every backend.
 INTO_KERNELS = {
     "tinygpt.execution.backend": {"tinygpt.kernels.errors"},
     "tinygpt.execution.model_runner": {"tinygpt.kernels.errors", "tinygpt.kernels.host"},
@@ -28,7 +29,12 @@ INTO_KERNELS = {
         "tinygpt.kernels.cpu.simd.tiles",
         "tinygpt.kernels.cuda.runtime.jit",
     },
-    "tinygpt.cli.loading": {"tinygpt.kernels.cpu.jit"},
+    "tinygpt.cli.loading": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},
+    "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},
+    "tinygpt.compile_ahead": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},
+    "tinygpt.engine.engine": {"tinygpt.kernels.compiling"},
+    "tinygpt.engine.throughput": {"tinygpt.kernels.compiling"},
+    "tinygpt.bench.measure": {"tinygpt.kernels.compiling"},
     "tinygpt.cli.commands.warmup": {"tinygpt.kernels.cpu.jit"},
 }
 # What each package imports from outside the standard library.
@@ -151,7 +157,7 @@ def test_a_backend_imports_itself_alone(backend):
     modules = [module for module in SOURCES if is_in(module, package)]
     assert package in modules
     # The reference computes what is asked for on the host.
-    shared = ("any_machine", "batch", "cache_folder", "errors", "kernel_files", "names", "reference")
+    shared = ("any_machine", "batch", "cache_folder", "compiling", "errors", "kernel_files", "names", "reference")
     allowed = [package, *(f"tinygpt.kernels.{name}" for name in shared)]
     for module in modules:
         assert all(any(is_in(name, a) for a in allowed) for name in ours(module)), module

@@ -292,7 +292,7 @@ class LLM:
                 self._step_for(requests[0])
                 while finished:  # by this thread's step or by another's
                     i = finished.popleft()
-                    yield i, pending.pop(i).output()
+                    yield i, pending.pop(i).output(self.engine.compile_clock)
         finally:
             for request in pending.values():
                 self.engine.remove(request.sequences)

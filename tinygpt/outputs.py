@@ -48,7 +48,8 @@ class ContinuationScore:
 class RequestMetrics:
     """When things happened to one request, in seconds of time.perf_counter(). None: it never came to that.
 
-    A request ends without having been scheduled, or before its first token, where its max_time was over.
+    A request ends without having been scheduled, or before its first token, where its max_time was over. The moments
+    are those of the clock; the times between them leave out how long kernels were compiled, or read from the disk.
     """
 
     arrival: float
@@ -56,23 +57,38 @@ class RequestMetrics:
     first_token: float | None
     finished: float
     num_steps: int  # tokens of the longest sample
+    queue_compile_time: float = 0.0  # how long kernels were compiled until `scheduled`
+    prefill_compile_time: float = 0.0  # from there until `first_token`
+    decode_compile_time: float = 0.0  # from there until `finished`
 
     @property
     def queue_time(self) -> float:
-        return (self.finished if self.scheduled is None else self.scheduled) - self.arrival
+        return (self.finished if self.scheduled is None else self.scheduled) - self.arrival - self.queue_compile_time
 
     @property
     def prefill_time(self) -> float | None:
-        return None if self.first_token is None else self.first_token - self.scheduled
+        return None if self.first_token is None else self.first_token - self.scheduled - self.prefill_compile_time
+
+    @property
+    def decode_time(self) -> float | None:
+        return None if self.first_token is None else self.finished - self.first_token - self.decode_compile_time
 
     @property
     def time_to_first_token(self) -> float | None:
-        return None if self.first_token is None else self.first_token - self.arrival
+        return None if self.first_token is None else self.queue_time + self.prefill_time
 
     @property
     def time_per_output_token(self) -> float | None:
         """Of the tokens after the first; None where there are none."""
-        return (self.finished - self.first_token) / (self.num_steps - 1) if self.num_steps > 1 else None
+        return self.decode_time / (self.num_steps - 1) if self.num_steps > 1 else None
+
+    @property
+    def time_to_finish(self) -> float:
+        return self.finished - self.arrival - self.compile_time
+
+    @property
+    def compile_time(self) -> float:
+        return self.queue_compile_time + self.prefill_compile_time + self.decode_compile_time
 
 
 @dataclass(frozen=True, repr=False)

@@ -4,12 +4,10 @@ The cache lives in a folder named by everything that decides the machine code, a
 may be split over files freely and an upgrade can never meet old code.
 """
 
-import contextlib
 import functools
 import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import llvmlite
@@ -19,6 +17,7 @@ from llvmlite import binding
 from numba.core import config, event
 from numba.core.compiler_lock import global_compiler_lock
 
+from tinygpt.kernels import compiling
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
@@ -87,23 +86,37 @@ def cache_folder() -> CacheFolder:
 @functools.cache
 def kernel_files() -> KernelFiles:
     """The kernels in this build's folder."""
-    return KernelFiles.in_folder(cache_folder().path)
+    return KernelFiles.in_folder(cache_folder())
 
 
-def on_compilation(callback: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Call `callback` whenever a kernel starts to compile in the block; not for one that comes from the cache."""
-    return event.install_listener("numba:compile", _CompilationListener(callback))
-
-
-class _CompilationListener(event.Listener):
-    def __init__(self, callback: Callable[[], None]):
-        self._callback = callback
+class _Compilations(event.Listener):
+    """Passes on what Numba tells of the kernels here; other packages' functions are none of our business."""
 
     def on_start(self, event) -> None:
-        self._callback()
+        if _is_kernel(dispatcher := event.data["dispatcher"]):
+            compiling.ANNOUNCER.begin(dispatcher.py_func.__name__)
 
     def on_end(self, event) -> None:
-        pass
+        if _is_kernel(event.data["dispatcher"]):
+            compiling.ANNOUNCER.end()
+
+
+def _is_kernel(dispatcher) -> bool:
+    return isinstance(getattr(dispatcher, "_cache", None), DiskCache)
+
+
+class _Waits(event.Listener):
+    """A thread that takes the compiler's lock compiles a kernel or reads it from the disk; or it waits for another."""
+
+    def on_start(self, event) -> None:
+        compiling.begin_wait()
+
+    def on_end(self, event) -> None:
+        compiling.end_wait()
+
+
+event.register("numba:compile", _Compilations())
+event.register("numba:compiler_lock", _Waits())
 
 
 def cache_is_cold(name: str) -> bool:

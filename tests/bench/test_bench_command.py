@@ -1,11 +1,9 @@
-"""`python -m tinygpt bench`: what it prints and writes, and what it refuses before any work."""
+"""`tinygpt bench`: what it prints and writes, and what it refuses before any work."""
 
 import json
 import math
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -233,25 +231,6 @@ def test_too_little_memory_names_the_flags(no_limits, monkeypatch, capsys):
 def test_the_format_is_what_the_file_ends_in(no_limits, tmp_path, name, more, begins):
     assert cli.main([*QUICK.split(), *more, "--output", str(tmp_path / name)]) == 0
     assert (tmp_path / name).read_text(encoding="utf-8").startswith(begins)
-
-
-def test_compiling_is_said_once_and_only_where_a_kernel_compiles(no_limits, capsys, monkeypatch):
-    @contextmanager
-    def listen(callback):
-        for _ in range(num_kernels):
-            callback()
-        yield
-
-    monkeypatch.setattr("tinygpt.kernels.cpu.jit.on_compilation", listen)
-    for num_kernels in (0, 3):
-        assert cli.main(QUICK.split()) == 0
-        assert capsys.readouterr().err.count("compiling kernels") == (num_kernels > 0)
-
-
-def test_kernels_that_cannot_be_kept_are_said_to(no_limits, capsys, monkeypatch):
-    monkeypatch.setattr("tinygpt.kernels.cpu.jit.cache_folder", lambda: SimpleNamespace(note="kept nowhere"))
-    assert cli.main(QUICK.split()) == 0
-    assert "tinygpt: kept nowhere" in capsys.readouterr().err
 
 
 def test_help_says_what_goes_with_what(capsys):

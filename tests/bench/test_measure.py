@@ -12,7 +12,9 @@ from tinygpt.bench import measure
 from tinygpt.bench.records import record_of
 from tinygpt.bench.sweep import Case, run_case
 from tinygpt.errors import RequestError
+from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.hardware import memory
+from tinygpt.kernels.compiling import CompileClock, begin_wait, end_wait
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def batch(num_tokens: int) -> SimpleNamespace:
 def test_passes_and_choices_are_told_apart(monkeypatch):
     decoding, reading = (SimpleNamespace(num_cached=n, prompt_token_ids=[0] * 4) for n in (4, 3))
     scheduler = SimpleNamespace(running=[decoding, reading])
-    timed = measure.TimedRunner(FakeRunner(monkeypatch), scheduler, batch_size=2)
+    timed = measure.TimedRunner(FakeRunner(monkeypatch), scheduler, batch_size=2, clock=CompileClock())
     assert timed.forward(batch(2)) == "forward"
     scheduler.running = [decoding, decoding]
     for _ in range(2):
@@ -60,11 +62,32 @@ def test_passes_and_choices_are_told_apart(monkeypatch):
     assert (timed.num_steps, timed.num_prompt_steps, timed.num_together) == (4, 1, 2)
 
 
+def test_kernels_that_compile_are_in_no_figure(llm, monkeypatch):
+    """Each pass of the model and each choice takes 1000 seconds longer."""
+    now, forward, sample = [0.0], ModelRunner.forward, ModelRunner.sample
+
+    def compiles(function):
+        def call(*arguments):
+            begin_wait()
+            now[0] += 1000
+            end_wait()
+            now[0] += 1
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ModelRunner, "forward", compiles(forward))
+    monkeypatch.setattr(ModelRunner, "sample", compiles(sample))
+    (run,) = measure.measure(llm, [[1, 2, 3]], 6, repetitions=1, warmups=0).runs
+    assert (run.prompt, run.generation, run.sampling, run.first_token, run.total) == (1, 5, 6, 2, 12)
+
+
 def test_no_step_is_taken_unseen(monkeypatch):
     """A backend that takes several steps at once is asked for one."""
     runner = FakeRunner(monkeypatch)
     assert runner.has_multi_step
-    assert not measure.TimedRunner(runner, SimpleNamespace(running=[]), 1).has_multi_step
+    assert not measure.TimedRunner(runner, SimpleNamespace(running=[]), 1, CompileClock()).has_multi_step
 
 
 def test_counts_of_one_prompt(llm):

@@ -1,4 +1,4 @@
-"""`python -m tinygpt generate --input`: every line checked first, records as they finish, runs continued."""
+"""`tinygpt generate --input`: every line checked first, records as they finish, runs continued."""
 
 import io
 import json
@@ -100,7 +100,8 @@ def test_records_are_what_generate_returns(jobs):
             assert records[record_id]["prompt"] == output.prompt
             assert (records[record_id]["model"], records[record_id]["dtype"]) == ("demo", "float32")
     assert jobs.out == ""
-    assert re.fullmatch(r"tinygpt: 4 prompts, \d+ tokens in [\d.]+ s, [\d.]+ tokens/s, seeds .*\n", jobs.err)
+    figures = r"prompt \d+ tokens, .*/s; generation \d+ tokens, .*/s; load .* s"
+    assert re.fullmatch(rf"tinygpt: 4 prompts: {figures}; seeds .*\n", jobs.err)
 
 
 def test_without_output_records_go_to_stdout(jobs):
@@ -182,7 +183,7 @@ def test_a_record_half_written_is_made_again(jobs):
     for cut in (1, second - 1, second, second + 1, second + 9, second + 40, third - 1):
         jobs.output.write_bytes(data[:cut])
         assert jobs.run() == 0
-        assert f"{4 - (cut >= second)} prompts, " in jobs.err
+        assert f"{4 - (cut >= second)} prompts: " in jobs.err
         assert jobs.records() == whole
 
 

@@ -1,4 +1,4 @@
-"""`python -m tinygpt generate --interactive`: lines in turns, on a pipe and on a terminal."""
+"""`tinygpt generate --interactive`: lines in turns, on a pipe and on a terminal."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ def talk(monkeypatch, capsys, llm):
     def run(*lines, flags=(), prompt=(), model=llm):
         data = b"".join(line if isinstance(line, bytes) else f"{line}\n".encode() for line in lines)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        monkeypatch.setattr(loading, "load_llm", lambda args, check: (check(model), model)[1])
+        monkeypatch.setattr(loading, "load_llm", lambda args, check: (check(model), (model, 0.25))[1])
         code = cli.main(["generate", *prompt, *FLAGS, *flags])
         out, err = capsys.readouterr()
         return code, out, err
@@ -49,7 +49,10 @@ def written(llm, *lines: str, **fields) -> list[str]:
 def test_each_line_goes_on_with_one_text(talk, llm):
     code, out, err = talk("Once upon a time", "", "And then")
     assert (code, out) == (0, "".join(f"{text}\n" for text in written(llm, "Once upon a time", "", "And then")))
-    assert err == "tinygpt: type a text, and :help for more; seed 7\n"
+    begin, *turns = err.splitlines()
+    assert begin == "tinygpt: type a text, and :help for more; load 0.25 s; seed 7"
+    assert len(turns) == 3
+    assert all(re.fullmatch(r"tinygpt: prompt \d+ tokens?, .*/s; generation 7 tokens, .*/s", turn) for turn in turns)
 
 
 def test_a_prompt_is_the_first_line(talk):
@@ -76,7 +79,7 @@ def test_rewind_takes_a_turn_back_and_tries_again_otherwise(talk, llm):
     assert out == "".join(f"{text}\n" for text in expected)
     assert expected[1] != expected[2]
     ending = ("Once" + expected[0])[-40:]
-    assert err.splitlines()[1:] == [
+    assert [line for line in err.splitlines()[1:] if "; generation " not in line] == [
         f"tinygpt: the text ends with {ending!r}",
         f"tinygpt: the text ends with {ending!r}",
         "tinygpt: the text is empty",
@@ -236,12 +239,12 @@ def test_a_terminal_has_a_prompt_a_history_and_editing(new_terminal):
     terminal = new_terminal("--temperature", "0")
     terminal.read_until("> ")
     terminal.type("Once upom\bn a time\n")  # edited before it is sent
-    first = terminal.read_until("\r\n> ").split("\r\n")[-2]
+    first = terminal.read_until("\r\n> ").split("\r\n")[-3]  # before the figures and the prompt
     terminal.type(":reset\n")
     terminal.read_until("empty")
     terminal.read_until("> ")
     terminal.type("\x1b[A\x1b[A\n")  # the last line but one, from the history
-    second = terminal.read_until("\r\n> ").split("\r\n")[-2]
+    second = terminal.read_until("\r\n> ").split("\r\n")[-3]  # before the figures and the prompt
     assert first == second != ""
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0

@@ -1,4 +1,4 @@
-"""`python -m tinygpt warmup`: after it, no request compiles a kernel."""
+"""`tinygpt warmup`: after it, no request compiles a kernel."""
 
 import os
 import subprocess
@@ -7,35 +7,60 @@ from pathlib import Path
 
 import pytest
 
+import tinygpt
 from support.commands import run_process
 from support.paths import ROOT
+from tinygpt import LLM, compile_ahead
 from tinygpt.cli import main as cli
-from tinygpt.cli.commands import warmup
+from tinygpt.kernels import compiling
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.kernel_files import KernelFiles
 
 REQUESTS = """
+from support.compiled import compiled_kernels
 from tinygpt import LLM, SamplingParams
-with LLM({model!r}, {dtype!r}, threads=2) as llm:
-    filtered = SamplingParams(max_tokens=3, temperature=0.9, top_k=5, top_p=0.8, seed=1, n=2, logprobs=2)
-    llm.generate(["Once upon a time", "The"], [filtered, SamplingParams(max_tokens=4)])
-    llm.generate("It was", SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=2, stop=["x"]))
-    llm.generate("It was", SamplingParams(temperature=1.0, min_p=0.1, eta_cutoff=1e-3, top_p_rule="openai", top_p=0.9))
-    llm.generate("It was", SamplingParams(presence_penalty=0.5, no_repeat_ngram_size=2, bad_words_ids=[[5, 6]]))
-    llm.generate("It was", SamplingParams(num_beams=2))
-    llm.generate("It was", SamplingParams(temperature=0.9, logprobs=1, logprobs_mode="processed", prompt_logprobs=1))
-    llm.logits([1, 2, 3])
-    llm.hidden_states([1, 2, 3])
-    llm.score("It was", [" a", " the king"])
+words = "It was the king and it was the king and it was"
+with compiled_kernels() as compiled:
+    with LLM({model!r}, {dtype!r}, threads=2) as llm:
+        filtered = SamplingParams(max_tokens=3, temperature=0.9, top_k=5, top_p=0.8, seed=1, n=2, logprobs=2)
+        llm.generate(["Once upon a time", "The"], [filtered, SamplingParams(max_tokens=4)])
+        llm.generate("It was", SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=2, stop=["x"]))
+        rare = dict(min_p=0.1, eta_cutoff=1e-3, top_p_rule="openai", top_p=0.9, repetition_penalty=1.1)
+        llm.generate("It was", SamplingParams(temperature=1.0, **rare))
+        llm.generate("It was", SamplingParams(presence_penalty=0.5, no_repeat_ngram_size=2, bad_words_ids=[[5, 6]]))
+        llm.generate("It was", SamplingParams(num_beams=4, num_beam_groups=2, diversity_penalty=0.5))
+        reported = dict(logprobs=1, logprobs_mode="processed", prompt_logprobs=1)
+        llm.generate("It was", SamplingParams(temperature=0.9, **reported))
+        for temperature in (0.0, 0.7):
+            lookup = SamplingParams(max_tokens=20, temperature=temperature, prompt_lookup_num_tokens=4)
+            llm.generate(words, lookup)
+        llm.logits([1, 2, 3])
+        llm.hidden_states([1, 2, 3])
+        llm.attentions([1, 2, 3])
+        llm.embed(["It was"])
+        llm.score("It was", [" a", " the king"])
+        session = llm.session()
+        session.extend(words)
+        session.generate(SamplingParams(max_tokens=2))
+    with LLM({model!r}, {dtype!r}, threads=2, draft_model="demo") as llm:
+        llm.generate("It was", SamplingParams(max_tokens=6, temperature=1.0, min_p=0.1))
+print(compiled.names)
 """
 
 
 def python(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
     # Below the temporary folder, kernels may lie that a full disk did not take.
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache)}
+    places = {"NUMBA_CACHE_DIR": str(cache), "TMPDIR": str(cache)}
+    environment = os.environ | places | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
+
+
+def compile_a_kernel() -> None:
+    """One that no file keeps, as it is a closure."""
+    number = 1
+    jit.jit(lambda x: x + number)(1)
 
 
 def kernels(cache: Path) -> dict[str, int]:
@@ -51,11 +76,35 @@ def test_after_warmup_nothing_compiles(tmp_path, dtype):
     assert f"{len(made)} kernels compiled" in first.stderr
     assert str(tmp_path) in first.stderr
     assert first.stdout == ""
-    python("-c", REQUESTS.format(model="demo", dtype=dtype), cache=tmp_path)
+    later = python("-c", REQUESTS.format(model="demo", dtype=dtype), cache=tmp_path)
+    assert (later.stdout, later.stderr) == ("[]\n", "")
     assert kernels(tmp_path) == made
     second = python("-m", "tinygpt", "warmup", "--dtype", dtype, cache=tmp_path)
     assert "nothing was left to compile" in second.stderr
     assert kernels(tmp_path) == made
+
+
+def test_the_library_compiles_ahead_as_well(monkeypatch, caplog):
+    compile_the_rest = LLM.generate
+
+    def generate(*arguments):
+        compile_a_kernel()
+        return compile_the_rest(*arguments)
+
+    monkeypatch.setattr(compile_ahead, "REQUESTS", compile_ahead.REQUESTS[:1])
+    tinygpt.warmup()
+    assert tinygpt.warmup("demo", "auto", "auto", 1) == 0
+    monkeypatch.setattr(LLM, "generate", generate)
+    assert tinygpt.warmup() == 1
+    assert not caplog.messages, "who asks for it knows that it compiles"
+
+
+def test_the_library_says_that_it_compiles(monkeypatch, caplog):
+    """Once, whatever compiles later."""
+    monkeypatch.setattr(compiling, "ANNOUNCER", compiling.Announcer())
+    for _ in range(2):
+        compile_a_kernel()
+    assert caplog.messages == [compiling.ANNOUNCEMENT]
 
 
 def test_the_folder_that_is_named_is_the_one_that_has_them(monkeypatch, tmp_path, capsys):
@@ -63,14 +112,14 @@ def test_the_folder_that_is_named_is_the_one_that_has_them(monkeypatch, tmp_path
     (spare := tmp_path / "spare").mkdir()
     files = KernelFiles(tmp_path / "first", lambda is_made: spare)
     KernelFiles(spare).save("one.kernel", b"code")
-    monkeypatch.setattr(warmup, "REQUESTS", {})
+    monkeypatch.setattr(compile_ahead, "REQUESTS", ())
     monkeypatch.setattr(jit, "kernel_files", lambda: files)
     assert cli.main(["warmup"]) == 0
     assert capsys.readouterr().err.endswith(f"the kernels are kept in {spare}\n")
 
 
 def test_kernels_that_cannot_be_kept_are_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr(warmup, "REQUESTS", {})
+    monkeypatch.setattr(compile_ahead, "REQUESTS", ())
     monkeypatch.setattr(jit, "kernel_files", lambda: KernelFiles(None))
     assert cli.main(["warmup"]) == 1
     error = capsys.readouterr().err

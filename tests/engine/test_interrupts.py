@@ -15,6 +15,7 @@ from tinygpt.engine.scheduler import Scheduler
 from tinygpt.engine.step_lock import StepLock
 from tinygpt.errors import TinyGPTError, is_ctrl_c
 from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.kernels.compiling import CompileClock
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.sampling.sampler import Sampler
@@ -76,7 +77,7 @@ def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None) -> list:
             num_interrupts += 1
     assert (len(ended), scheduler.running, scheduler.slots.num_free) == (len(requests), [], 8)
     assert num_interrupts > 1
-    return [request.output() for request in requests]
+    return [request.output(CompileClock()) for request in requests]
 
 
 PLACES = [
@@ -147,7 +148,7 @@ def test_ctrl_c_while_several_expire(llm):
     for _ in requests:
         with pytest.raises(KeyboardInterrupt):
             llm.step()
-    assert [request.output().outputs[0].stop_reason for request in requests] == ["max_time"] * 3
+    assert [request.output(CompileClock()).outputs[0].stop_reason for request in requests] == ["max_time"] * 3
     assert not llm.engine.scheduler.waiting
 
 
@@ -167,7 +168,7 @@ def test_a_sequence_that_is_interrupted_half_way_fails(llm, monkeypatch):
     llm.step()
     assert ended
     with pytest.raises(TinyGPTError, match="interrupted while it was given a token"):
-        request.output()
+        request.output(CompileClock())
 
 
 @pytest.mark.parametrize("name", ["acquire_or_wait", "_acquire_next"])

@@ -12,6 +12,7 @@ from support import tiny_checkpoint
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.kernels.compiling import CompileClock
 from tinygpt.outputs import CompletionOutput
 
 # max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
@@ -95,7 +96,7 @@ def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
                 gone.add(i)
         llm.step()
         step += 1
-    return [request.output().outputs if i in finished else None for i, request in enumerate(requests)]
+    return [request.output(CompileClock()).outputs if i in finished else None for i, request in enumerate(requests)]
 
 
 @given(visits=st.lists(visits, min_size=1, max_size=8))

@@ -16,6 +16,7 @@ import pytest
 
 from support.paths import ROOT
 from tinygpt.kernels import kernel_files
+from tinygpt.kernels.cache_folder import CacheFolder
 from tinygpt.kernels.kernel_files import DIGEST_SIZE, HEADER, KEY_SIZE, MAGIC, KernelFiles
 
 NAME, BODY = "add-0123.kernel", b"machine code" * 5
@@ -284,6 +285,13 @@ def _make_key_but_in(files, full):
     if files.folder == full:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return _make_key(files)
+
+
+def test_the_log_has_the_note_of_a_folder_in_an_unusual_place(tmp_path, caplog):
+    files = KernelFiles.in_folder(CacheFolder(tmp_path, "kept elsewhere"))
+    assert (files.folder, caplog.messages) == (tmp_path, ["kept elsewhere"])
+    assert KernelFiles.in_folder(CacheFolder(None)).folder is None
+    assert len(caplog.messages) == 1
 
 
 def test_windows_may_refuse_to_replace_what_is_being_read(files, monkeypatch, caplog):

@@ -7,9 +7,10 @@ import sys
 from support.paths import ROOT
 from tinygpt.cli import main as cli
 
-# What `generate` ends with on stderr: the number of tokens, and the seed.
+# What `generate` ends with on stderr: the number of tokens after the first, and the seed.
 STATS = re.compile(
-    r"tinygpt: (\d+) tokens? in [\d.]+ s, [\d.]+ tokens/s, first token after [\d.]+ s(?:, seed (\d+))?\n"
+    r"tinygpt: prompt \d+ tokens?(?:, [\d.]+ tokens/s)?; generation (\d+) tokens?(?:, [\d.]+ tokens/s)?; "
+    r"load [\d.]+ s(?:; seed (\d+))?\n"
 )
 
 

@@ -154,6 +154,7 @@ def _names() -> Iterator[str]:
     }.items():
         found = __import__(module, fromlist=["_"])
         yield f"{module}: {', '.join(name for name in names.split() if hasattr(found, name))}"
+    yield f"tinygpt.warmup{_signature(tinygpt.warmup)}"
     yield f"tinygpt.LLM is tinygpt.llm.LLM: {tinygpt.LLM is sys.modules['tinygpt.llm'].LLM}"
 
 

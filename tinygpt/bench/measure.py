@@ -10,6 +10,7 @@ from tinygpt.engine.scheduler import Scheduler
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.hardware.memory import forget_peak, peak_memory
+from tinygpt.kernels.compiling import CompileClock
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
@@ -18,7 +19,7 @@ SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs
 
 @dataclass(frozen=True)
 class Run:
-    """One repetition. Times are in seconds.
+    """One repetition. Times are in seconds, without those in which kernels were compiled.
 
     A pass in which any sequence is still in its prompt reads prompts, and others may decode beside it; all the other
     passes decode. In some of these, sequences are missing: those that wait, or have ended. What is left of `total`
@@ -66,23 +67,26 @@ def measure(
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: Any) -> Run:
-    wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts))
+    clock = llm.engine.compile_clock
+    wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts), clock=clock)
     with llm.engine.wrapped(wrap) as timed:
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
-        total = time.perf_counter() - start
-    first_tokens = [output.metrics.first_token - start for output in outputs if output.metrics.first_token is not None]
+        total = clock.since(start)
+    stamps = [output.metrics.first_token for output in outputs if output.metrics.first_token is not None]
+    first_tokens = [stamp - start - clock.seconds(start, stamp) for stamp in stamps]
     times = timed.prompt, timed.generation, timed.sampling, max(first_tokens, default=0.0), total
     return Run(*times, timed.num_steps, timed.num_prompt_steps, timed.together, timed.num_together)
 
 
 class TimedRunner:
-    """A runner that is another one, with a stopwatch for a batch of `batch_size`: so the engine needs none."""
+    """A runner that is another one, with a stopwatch for a batch of `batch_size`, which stands still while a kernel
+    is compiled."""
 
     has_multi_step = False  # it would take several steps with no pass to be seen
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, batch_size: int):
-        self._runner, self._scheduler, self._batch_size = runner, scheduler, batch_size
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, batch_size: int, clock: CompileClock):
+        self._runner, self._scheduler, self._batch_size, self._clock = runner, scheduler, batch_size, clock
         self.prompt = self.generation = self.sampling = self.together = 0.0  # seconds
         self.num_steps = self.num_prompt_steps = self.num_together = 0
 
@@ -94,7 +98,7 @@ class TimedRunner:
         is_reading = any(s.num_cached < len(s.prompt_token_ids) for s in self._scheduler.running)
         start = time.perf_counter()
         logits = self._runner.forward(batch)
-        seconds = time.perf_counter() - start
+        seconds = self._clock.since(start)
         self.num_steps += 1
         if is_reading:
             self.prompt += seconds
@@ -112,6 +116,6 @@ class TimedRunner:
             try:
                 return function(*arguments)
             finally:
-                self.sampling += time.perf_counter() - start
+                self.sampling += self._clock.since(start)
 
         return timed

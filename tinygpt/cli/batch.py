@@ -1,17 +1,17 @@
 """Many prompts from a file: check all of them, skip those already answered, write each as it finishes."""
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.messages import Speed, counted, put, say
+from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
 from tinygpt.cli.prompts_file import PromptRecord, read_prompts, refuse
 from tinygpt.cli.records import record_line
+from tinygpt.cli.statistics import rates
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 
@@ -42,9 +42,11 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
 
     with _writer(target, earlier) as write:
         if pending:
-            llm = loading.load_llm(args, check)
-            speed = _answer(llm, args.model, pending, encoded, len(prompts), write)
-            say(f"{counted(len(pending), 'prompt')}, {speed}, seeds in their records")
+            llm, load_seconds = loading.load_llm(args, check)
+            before = llm.engine.throughput
+            _answer(llm, args.model, pending, encoded, len(prompts), write)
+            done = f"{counted(len(pending), 'prompt')}: {rates(llm.engine.throughput - before)}"
+            say(f"{done}; load {load_seconds:.2f} s; seeds in their records")
 
 
 def _encode(llm: "LLM", source: Path, pending: list[PromptRecord]) -> list["Prompt"]:
@@ -68,22 +70,20 @@ def _answer(
     encoded: list["Prompt"],
     total: int,
     write: Callable[[str], None],
-) -> Speed:
+) -> None:
     """Generate, with a progress bar on a terminal."""
     from tqdm import tqdm
 
-    started, tokens, num_truncated = time.perf_counter(), 0, 0
+    num_truncated = 0
     outputs = llm.generate_as_finished(encoded, [record.params for record in pending])
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=total - len(pending), unit=" prompts", disable=None) as bar:
         for i, output in outputs:
             write(record_line(pending[i].id, model, llm.dtype, output))
-            tokens += sum(len(sample.token_ids) for sample in output.outputs)
             num_truncated += output.num_truncated_tokens > 0
             bar.update()
     if num_truncated:
         say(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
-    return Speed(tokens, time.perf_counter() - started)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tinygpt.cli import loading
 from tinygpt.cli.messages import put, say
 from tinygpt.cli.sampling_flags import seed_note
+from tinygpt.cli.statistics import rates
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 
@@ -34,9 +35,9 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams) -> None:
         _ = llm.tokenizer  # raise the error that says why there is none
         llm.session().stream(params).close()  # raise what is impossible
 
-    llm = loading.load_llm(args, check)
+    llm, load_seconds = loading.load_llm(args, check)
     turns = Turns(llm, params)
-    say(f"type a text, and :help for more{seed_note(params, '; ')}")
+    say(f"type a text, and :help for more; load {load_seconds:.2f} s{seed_note(params, '; ')}")
     if args.prompt:
         turns.write(" ".join(args.prompt))
     for line in _lines():
@@ -74,10 +75,12 @@ class Turns:
             return
         self._starts.append(start)
         self._num_turns += 1
+        before = self._llm.engine.throughput
         with contextlib.closing(chunks), contextlib.suppress(KeyboardInterrupt):
             for chunk in chunks:
                 put(chunk.text, end="")
         put()
+        say(rates(self._llm.engine.throughput - before))
 
     def command(self, name: str, argument: str = "") -> None:
         """Do what a line that begins with a colon asks for."""

@@ -1,17 +1,18 @@
-"""From a command line to a loaded model: thread pools are sized first, and slow compilation is announced."""
+"""From a command line to a loaded model: thread pools are sized first, and a first run compiles in two processes."""
 
 import argparse
 import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from tinygpt.cli.messages import elapsed, say
 from tinygpt.cli.model_flags import llm_arguments
 from tinygpt.hardware.threads import thread_count
+from tinygpt.kernels import compiling
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,26 +32,25 @@ COMPILE_DRAW = "import sys; sys.path[:] = {}; from tinygpt.cli import loading; l
 PATIENCE = 60  # seconds for which it may keep this one waiting
 
 
-def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "LLM":
-    """Load the model that the flags choose, its kernels compiled.
+def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "tuple[LLM, float]":
+    """Load the model that the flags choose, its kernels compiled; and in how many seconds, compiling left out.
 
     `check` is called with the loaded model to raise what is impossible about the request, before the kernels of
     a step compile: the first run with a dtype does that, and it takes seconds.
     """
+    started, clock = time.perf_counter(), compiling.CompileClock()
     set_thread_pools(args.threads)
     # Numba and a tokenizer make a million objects to keep; looking for garbage among them took 0.1 s of a start.
     gc.set_threshold(COLLECT_AFTER)
     from tinygpt.llm import LLM
 
-    if args.device != "cpu":
+    is_cpu = args.device == "cpu"
+    with clock.watching(), _draw_compiled_meanwhile(args) if is_cpu else nullcontext():
         llm = LLM(**llm_arguments(args))
         check(llm)
-        return llm
-    with _notice_of_compiling(args.dtype), _draw_compiled_meanwhile(args):
-        llm = LLM(**llm_arguments(args))
-        check(llm)
-        _compile_kernels(llm, args.kv_cache_dtype)
-    return llm
+        if is_cpu:
+            _compile_kernels(llm, args.kv_cache_dtype)
+    return llm, clock.since(started)
 
 
 def set_thread_pools(threads: int | None) -> None:
@@ -66,39 +66,9 @@ def set_thread_pools(threads: int | None) -> None:
             os.environ[name] = str(count)
 
 
-def kernels_of(llm: "LLM", kv_cache_dtype: str) -> str:
-    """A name for the kernels that a model runs: they are compiled for its weights' dtype and its KV cache's."""
-    return llm.dtype if kv_cache_dtype == "auto" else f"{llm.dtype}-{kv_cache_dtype}"
-
-
-@contextmanager
-def _notice_of_compiling(dtype: str) -> Iterator[None]:
-    """From the first kernel that compiles in the block until its end, say so."""
-    kernels = "kernels" if dtype == "auto" else f"{dtype} kernels"
-    message = f"compiling {kernels} for this machine, once (10 to 20 s)"
-    with ExitStack() as shown, at_first_compilation(lambda: shown.enter_context(elapsed(message))):
-        yield
-
-
-@contextmanager
-def at_first_compilation(show: Callable[[], object]) -> Iterator[None]:
-    """Call `show` when the first kernel compiles in the block. Says, before it, if compiled kernels cannot be kept."""
-    from tinygpt.kernels.cpu.jit import cache_folder, on_compilation
-
-    if cache_folder().note:
-        say(cache_folder().note)
-    waiting = [show]
-
-    def show_once() -> None:
-        while waiting:
-            waiting.pop()()
-
-    with on_compilation(show_once):
-        yield
-
-
 def _compile_kernels(llm: "LLM", kv_cache_dtype: str) -> None:
     """Take a step if this machine has not taken one with these kernels yet."""
+    from tinygpt.compile_ahead import kernels_of
     from tinygpt.kernels.cpu.jit import cache_is_cold, mark_warm
 
     kernels = kernels_of(llm, kv_cache_dtype)
@@ -120,7 +90,7 @@ def _draw_compiled_meanwhile(args: argparse.Namespace) -> Iterator[None]:
         return
     try:
         yield
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired), compiling.waited_for("the draw of tokens"):
             process.wait(PATIENCE)
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""`python -m tinygpt`: find the subcommand, run it, turn what went wrong into a sentence and an exit code."""
+"""`tinygpt`: find the subcommand, run it, turn what went wrong into a sentence and an exit code."""
 
 import argparse
 import io
@@ -12,6 +12,7 @@ from difflib import get_close_matches
 import tinygpt
 from tinygpt.cli.commands import bench, convert, doctor, generate, info, parity, warmup
 from tinygpt.cli.commands import eval as evaluate
+from tinygpt.cli.compile_notice import compiling_shown
 from tinygpt.cli.messages import log_shown
 from tinygpt.errors import RequestError, TinyGPTError
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = parser.subparsers.choices[args.command]
         subparser.error(_describe_unknown(unknown, subparser))
     try:
-        with log_shown(args.debug):
+        with log_shown(args.debug), compiling_shown():
             COMMANDS[args.command].run(args)
         return DONE
     except (Exception, KeyboardInterrupt) as error:

@@ -1,27 +1,62 @@
 """What a command says on stderr, beside its text on stdout."""
 
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from tinygpt.errors import TinyGPTError
 
 
-@dataclass(frozen=True)
-class Speed:
-    """How fast tokens were made. `first_token`: seconds until the first one; None where several prompts ran."""
+class Screen:
+    """The last line of the terminal: a status may stand there, and whatever is written next takes its place."""
 
-    tokens: int
-    seconds: float
-    first_token: float | None = None
+    def __init__(self):
+        self._lock = threading.RLock()
+        self._width = 0  # of the status that is there
+        self._is_kept = False  # for one that comes before others
+        self._is_announced = False
+        self._is_mid_line = False  # there is a text that has not come to the end of its line
 
-    def __str__(self) -> str:
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        text = f"{counted(self.tokens, 'token')} in {self.seconds:.2f} s, {rate:.1f} tokens/s"
-        return text if self.first_token is None else f"{text}, first token after {self.first_token:.3f} s"
+    def show(self, status: str, comes_first: bool = False) -> None:
+        """Write a status over the one that is there."""
+        with self._lock, suppress(OSError):
+            if comes_first or not self._is_kept:
+                begin = "\n" * self._is_mid_line + "\r"
+                self._width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
+                self._is_mid_line = False
+                line = f"tinygpt: {status}"[: self._width].ljust(self._width)
+                print(begin + line, end="", file=sys.stderr, flush=True)
+
+    def keep(self, is_kept: bool) -> None:
+        """Until it is told otherwise, show nothing but what comes first."""
+        self._is_kept = is_kept
+
+    def announce(self, status: str) -> None:
+        """Write a status that stays, for what is no terminal; not again while nothing else has been written."""
+        with self._lock:
+            if not self._is_announced:
+                say(status)
+                self._is_announced = True
+
+    def clear(self, text: str = "\n") -> None:
+        """Make room for a text, or for a message of whole lines."""
+        with self._lock, suppress(OSError):
+            if self._width:
+                print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+            self._width, self._is_announced = 0, False
+            self._is_mid_line = not text.endswith("\n") and sys.stdout is not None and sys.stdout.isatty()
+
+    def end_line(self) -> None:
+        """Let the status stay where it is, and go on below."""
+        with self._lock, suppress(OSError):
+            print(file=sys.stderr, flush=True)
+            self._width = 0
+
+
+SCREEN = Screen()  # as there is one stderr
 
 
 def counted(number: int, noun: str) -> str:
@@ -36,6 +71,7 @@ def say_truncated(count: int) -> None:
 
 def put(text: str = "", end: str = "\n") -> None:
     """Text on stdout, at once. TinyGPTError where it cannot be written, and BrokenPipeError if its reader has left."""
+    SCREEN.clear(text + end)
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
@@ -45,6 +81,7 @@ def put(text: str = "", end: str = "\n") -> None:
 
 
 def say(message: str) -> None:
+    SCREEN.clear()
     with suppress(OSError):  # a full disk, or a reader that left: no reason to end the work
         print(f"tinygpt: {message}", file=sys.stderr, flush=True)
 
@@ -56,8 +93,8 @@ def log_shown(is_whole: bool) -> Iterator[None]:
 
     log, handler = logging.getLogger("tinygpt"), logging.StreamHandler()
     level = log.level
-    # On a terminal it takes the place of the clock's line, which goes on below.
-    handler.setFormatter(logging.Formatter(f"{chr(13) * sys.stderr.isatty()}tinygpt: %(message)s"))
+    handler.addFilter(lambda record: SCREEN.clear() or True)  # it takes the place of a status, which goes on below
+    handler.setFormatter(logging.Formatter("tinygpt: %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if is_whole else level)
     try:
@@ -82,13 +119,11 @@ def elapsed(message: str) -> Iterator[None]:
     finally:
         finished.set()
         clock.join()
-        with suppress(OSError):
-            print(file=sys.stderr, flush=True)
+        SCREEN.end_line()
 
 
 def _tick(message: str, started: float, finished: threading.Event) -> None:
     last = False
     while not last:
         last = finished.wait(0.1)
-        with suppress(OSError):
-            print(f"\rtinygpt: {message}: {time.perf_counter() - started:.1f} s", end="", file=sys.stderr, flush=True)
+        SCREEN.show(f"{message}: {time.perf_counter() - started:.1f} s")

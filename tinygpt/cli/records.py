@@ -14,13 +14,13 @@ BEGINNING = '{"id": '
 def record_line(record_id: str | int | None, model: str, dtype: str, output: "RequestOutput") -> str:
     """One line of JSON: id, model as it was given, dtype of its weights, then RequestOutput's fields by their names.
 
-    Times are in seconds since the prompt's arrival.
+    Times are in seconds since the prompt's arrival, without those in which kernels were compiled.
     """
     metrics = output.metrics
     first = metrics.time_to_first_token
     times = {
         "time_to_first_token": None if first is None else round(first, 6),
-        "time_to_finish": round(metrics.finished - metrics.arrival, 6),
+        "time_to_finish": round(metrics.time_to_finish, 6),
     }
     record = {"id": record_id, "model": model, "dtype": dtype, **asdict(output), "metrics": times}
     line = json.dumps(record, ensure_ascii=False)

@@ -17,9 +17,11 @@ from tinygpt.engine.scheduler import Chunk, Scheduler
 from tinygpt.engine.spec_decode import Drafter, confirm_drafts
 from tinygpt.engine.step_input import StepInput, rows_of
 from tinygpt.engine.step_lock import StepLock
+from tinygpt.engine.throughput import Meter, Throughput
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.kernels.compiling import CompileClock
 from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling.sampler import Sampler
 
@@ -38,9 +40,16 @@ class Engine:
         self.engine_config = engine_config
         self.runner = runner
         self._drafter = Drafter(engine_config.max_num_batched_tokens, engine_config.max_num_logits, draft_model)
+        self.compile_clock = CompileClock()  # what steps waited for kernels
+        self._meter = Meter(self.compile_clock)
         self._is_closed = False
         self.begin_anew()
         call_after_fork(self)
+
+    @property
+    def throughput(self) -> Throughput:
+        """Of all steps so far."""
+        return self._meter.total
 
     def begin_anew(self) -> None:
         """Know no sequence, whatever the KV cache holds: at first, and in a forked process."""
@@ -73,7 +82,8 @@ class Engine:
         try:
             if self._step_lock.acquire_or_wait():
                 self._check_loaded()
-                self._step()
+                with self.compile_clock.watching():
+                    self._step()
         finally:
             self._step_lock.release()
 
@@ -125,6 +135,12 @@ class Engine:
         self._end_finished()  # of a step that was interrupted
         self._expire(self._deadlines.pop_expired(time.perf_counter()))
         chunks = self.scheduler.schedule()
+        with self._meter.measured(chunks):
+            self._run(chunks)
+            self._advance_beams()
+        self._end_finished()
+
+    def _run(self, chunks: list[Chunk]) -> None:
         drafts = self._drafter.propose(chunks)
         num_steps = 1 if drafts else self._num_steps(chunks)
         if num_steps > 1:
@@ -137,8 +153,6 @@ class Engine:
             tokens, predictions = self._sample(logits, step)
             self._record(step, prompt_logprobs, iter(tokens), iter(predictions))
             confirm_drafts(self._sampler, logits, step)
-        self._advance_beams()
-        self._end_finished()
 
     def _num_steps(self, chunks: list[Chunk]) -> int:
         return multi_step.num_steps(self.runner, self._sampler, chunks, self.engine_config.max_model_len)
@@ -231,7 +245,7 @@ class Engine:
 
     @contextmanager
     def _hold_steps(self) -> Iterator[None]:
-        with self._step_lock.held():
+        with self._step_lock.held(), self.compile_clock.watching():
             self._check_loaded()
             yield
 

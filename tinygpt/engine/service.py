@@ -129,7 +129,7 @@ class Service:
     def _resolve(self, future: Future) -> None:
         request = self._take(future)
         if request is not None:
-            _settle(future, request.output)
+            _settle(future, partial(request.output, self._engine.compile_clock))
 
     def _forget_cancelled(self, future: Future) -> None:
         request = self._take(future)

@@ -4,12 +4,16 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tinygpt.request.prompts import Prompt
 from tinygpt.request.sequence import Sequence, copied
 from tinygpt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tinygpt.kernels.compiling import CompileClock
 
 
 def refuse_fork(process: int) -> None:
@@ -48,15 +52,18 @@ class Request:
         """RequestError in a process that was forked while the request ran."""
         refuse_fork(self.process)
 
-    def output(self) -> RequestOutput:
-        """What a finished request gives back; the error of the first sequence that failed, if any did."""
+    def output(self, compile_clock: "CompileClock") -> RequestOutput:
+        """What a finished request gives back; the error of the first sequence that failed, if any did.
+
+        compile_clock: that of the engine that ran it.
+        """
         self.raise_error()
         wanted = self.sequences[0].prompt_logprobs
         return RequestOutput(
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=[_completion(rank, s) for rank, s in enumerate(self._best())],
-            metrics=self._metrics(),
+            metrics=self._metrics(compile_clock),
             prompt_logprobs=None if wanted is None else wanted.reported,
             prompt_cumulative_logprob=sum(wanted.logprobs) if wanted is not None and wanted.is_complete else None,
             num_cached_tokens=self._num_cached_tokens(),
@@ -87,15 +94,19 @@ class Request:
             return self.sequences
         return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]  # stable: the lowest index
 
-    def _metrics(self) -> RequestMetrics:
-        scheduled = [s.scheduled_time for s in self.sequences if s.scheduled_time is not None]
-        first = [s.first_token_time for s in self.sequences if s.first_token_time is not None]
+    def _metrics(self, compile_clock: "CompileClock") -> RequestMetrics:
+        scheduled = min((s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None)
+        first_token = min((s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None)
+        finished = max(s.finished_time for s in self.sequences)
         return RequestMetrics(
             arrival=self.arrival,
-            scheduled=min(scheduled, default=None),
-            first_token=min(first, default=None),
-            finished=max(s.finished_time for s in self.sequences),
+            scheduled=scheduled,
+            first_token=first_token,
+            finished=finished,
             num_steps=max(len(s.new_token_ids) for s in self.sequences),
+            queue_compile_time=compile_clock.seconds(self.arrival, finished if scheduled is None else scheduled),
+            prefill_compile_time=compile_clock.seconds(scheduled, finished if first_token is None else first_token),
+            decode_compile_time=compile_clock.seconds(first_token, finished),
         )
 
 

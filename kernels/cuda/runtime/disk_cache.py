@@ -7,19 +7,18 @@ that is named by all sources.
 
 import functools
 import hashlib
-import logging
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tinygpt.kernels import compiling
 from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 SOURCES = Path(__file__).resolve().parents[1]
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
-logger = logging.getLogger(__name__)
 
 
 class DiskCache:
@@ -32,12 +31,20 @@ class DiskCache:
         """The compiled kernel for arguments of these types, or None."""
         from numba.cuda.dispatcher import _Kernel
 
-        return kernel_files().load_object(self._name(signature), lambda states: _Kernel._rebuild(**states))
+        compiling.begin_wait()
+        kernel = kernel_files().load_object(self._name(signature), lambda states: _Kernel._rebuild(**states))
+        if kernel is None:
+            compiling.ANNOUNCER.begin(self._function.__name__)  # and it is compiled, until `save_overload`
+        else:
+            compiling.end_wait()
+        return kernel
 
     def save_overload(self, signature: Any, kernel: Any) -> None:
         from numba.cuda.serialize import dumps
 
+        compiling.ANNOUNCER.end()
         kernel_files().save_object(self._name(signature), lambda: dumps(kernel._reduce_states()))
+        compiling.end_wait()
 
     def flush(self) -> None:
         """There is nothing to forget: a file that is there is right."""
@@ -66,7 +73,4 @@ def _describe_value(value: Any) -> str:
 def kernel_files() -> KernelFiles:
     """The kernels of this build, in a folder whose name stands for all sources and the compilers."""
     build = MAGIC, [metadata.version(name) for name in COMPILERS], sys.version, __debug__
-    found = find_folder(f"cuda-{fingerprint_of(SOURCES, build)}")
-    if found.note:
-        logger.warning("%s", found.note)
-    return KernelFiles.in_folder(found.path)
+    return KernelFiles.in_folder(find_folder(f"cuda-{fingerprint_of(SOURCES, build)}"))

@@ -1,20 +1,27 @@
 """Compiled CPU kernels on disk: a run finds those of earlier ones, and no file that it finds can harm it."""
 
+import math
 import os
 import pickle
 import runpy
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import numpy as np
 import pytest
 from numba.core import caching, compiler
+from numba.core.compiler_lock import global_compiler_lock
 
+from support.compiled import compiled_kernels
 from support.paths import ROOT
+from tinygpt.kernels import compiling
+from tinygpt.kernels.compiling import CompileClock
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.disk_cache import DiskCache
 from tinygpt.kernels.kernel_files import KernelFiles
@@ -32,11 +39,10 @@ def triple(x):
 """
 # Prints the result, and how many kernels were compiled for it.
 RUN = """
-from tinygpt.kernels.cpu import jit
-compiled = []
-with jit.on_compilation(lambda: compiled.append(1)):
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
     import tiny
-    print(tiny.triple(4), len(compiled))
+    print(tiny.triple(4), len(compiled.names))
 """
 
 
@@ -48,12 +54,12 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def compiled(tmp_path, monkeypatch) -> list[int]:
-    """How many kernels this test's have compiled; they are kept in a folder of its own."""
-    files, compiled = KernelFiles(tmp_path), []
+def compiled(tmp_path, monkeypatch) -> list[str]:
+    """The kernels that this test has compiled; they are kept in a folder of its own."""
+    files = KernelFiles(tmp_path)
     monkeypatch.setattr(jit, "kernel_files", lambda: files)
-    with jit.on_compilation(lambda: compiled.append(1)):
-        yield compiled
+    with compiled_kernels() as compiled:
+        yield compiled.names
 
 
 def start(folder: Path, code: str = RUN, root: Path = ROOT, **environment: str) -> subprocess.Popen:
@@ -61,7 +67,7 @@ def start(folder: Path, code: str = RUN, root: Path = ROOT, **environment: str) 
     places = {
         "NUMBA_CACHE_DIR": str(folder / "cache"),
         "TMPDIR": str(folder),
-        "PYTHONPATH": os.pathsep.join((str(folder), str(root))),
+        "PYTHONPATH": os.pathsep.join((str(folder), str(root), str(ROOT / "tests"))),
     }
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -136,11 +142,15 @@ def test_a_cache_folder_that_others_may_write_to_is_not_used(folder):
     assert not list((folder / "open").iterdir())
 
 
-def test_copies_of_the_same_sources_share_kernels(folder, tmp_path):
-    for name in ("tinygpt", "kernels", "weights"):
-        skip = shutil.ignore_patterns("__pycache__", "demo")
-        shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=skip)
-    shutil.copy(ROOT / "setup.cfg", tmp_path / "copy")
+@pytest.mark.parametrize("is_installed", [False, True], ids=["a second clone", "installed"])
+def test_copies_of_the_same_sources_share_kernels(folder, tmp_path, is_installed):
+    """So what is installed from a clone, and not editable, compiles nothing that has been compiled in the clone."""
+    skip, inner = shutil.ignore_patterns("__pycache__", "demo"), tmp_path / "copy" / ("tinygpt" if is_installed else "")
+    shutil.copytree(ROOT / "tinygpt", tmp_path / "copy" / "tinygpt", ignore=skip)
+    for name in ("kernels", "weights"):
+        shutil.copytree(ROOT / name, inner / name, ignore=skip)
+    if not is_installed:
+        shutil.copy(ROOT / "setup.cfg", tmp_path / "copy")
     draw = RUN.replace("import tiny", "from tinygpt.kernels.cpu.sampling import philox").replace(
         "tiny.triple(4)", "philox.__file__, philox.uniform(*np.ones(3, np.uint64))"
     )
@@ -150,7 +160,7 @@ def test_copies_of_the_same_sources_share_kernels(folder, tmp_path):
     there, drawn_there, compiled_there = run(folder, draw, root=tmp_path / "copy").rsplit(maxsplit=2)
     assert (drawn_there, compiled_there) == (drawn, "0")
     assert here == str(ROOT / "kernels" / "cpu" / "sampling" / "philox.py")
-    assert there == str(tmp_path / "copy" / "kernels" / "cpu" / "sampling" / "philox.py")
+    assert there == str(inner / "kernels" / "cpu" / "sampling" / "philox.py")
 
 
 def test_two_processes_that_compile_at_once_agree(folder):
@@ -169,6 +179,51 @@ def test_a_changed_source_is_compiled_anew(folder):
 
 def last_field(record):
     return record[-1]
+
+
+def test_a_kernel_is_told_where_it_compiles_and_waited_for_wherever_it_comes_from(tmp_path, monkeypatch):
+    files = KernelFiles(tmp_path)
+    monkeypatch.setattr(jit, "kernel_files", lambda: files)
+    for expected in (["last_field"], []):  # compiled, and read
+        clock, function = CompileClock(), jit.jit(last_field)
+        with clock.watching(), compiled_kernels() as compiled:
+            assert function((1, 2)) == 2
+        assert (compiled.names, compiled.num_open) == (expected, 0)
+        assert clock.seconds(0, math.inf) > 0
+        with (clock := CompileClock()).watching():
+            assert function((3, 4)) == 4  # there it is
+        assert clock.seconds(0, math.inf) == 0
+
+
+def test_functions_of_others_are_none_of_our_business():
+    with compiled_kernels() as compiled:
+        assert numba.njit(last_field)((1, 2)) == 2
+    assert not compiled.names
+
+
+def test_a_thread_waits_for_what_another_compiles(monkeypatch, tmp_path):
+    files, clock, is_waiting, now = KernelFiles(tmp_path), CompileClock(), threading.Event(), [0.0]
+    monkeypatch.setattr(jit, "kernel_files", lambda: files)
+    monkeypatch.setattr(compiling, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    begin_wait = compiling.begin_wait
+
+    def begin():
+        begin_wait()
+        if threading.current_thread() is thread:
+            is_waiting.set()
+
+    def call():
+        with clock.watching():
+            jit.jit(last_field)((1, 2))
+
+    thread = threading.Thread(target=call)
+    monkeypatch.setattr(compiling, "begin_wait", begin)
+    with global_compiler_lock:
+        thread.start()
+        assert is_waiting.wait(60)
+        now[0] = 5.0
+    thread.join()
+    assert clock.seconds(0, math.inf) == 5
 
 
 def test_arguments_that_look_alike_are_told_apart(compiled):

@@ -1,13 +1,16 @@
 """Compiled CUDA kernels on disk: two kernels are never taken for one another, nor one for two."""
 
 import itertools
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from support.compiled import compiled_kernels
 from support.paths import ROOT
+from tinygpt.kernels.compiling import CompileClock
 from tinygpt.kernels.cuda.layers.attention import attend_chunks_kernel, attend_tiles_kernel
 from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
 from tinygpt.kernels.cuda.layers.gemm_tiles import TILES
@@ -83,6 +86,19 @@ def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
     assert cache.load_overload("other types", None) is None
     assert DiskCache(linear_kernel("int8", 1, LOGITS).py_func).load_overload("types", None) is None
     assert len(KernelFiles(tmp_path).names()) == 1
+
+
+def test_what_compiles_is_told_until_it_is_saved(cache):
+    clock = CompileClock()
+    with clock.watching(), compiled_kernels() as compiled:
+        assert cache.load_overload("types", None) is None
+        assert (compiled.names, compiled.num_open) == (["linear"], 1)
+        cache.save_overload("types", FakeKernel(name="compiled"))
+        assert compiled.num_open == 0
+        waited = clock.seconds(0, math.inf)
+        assert cache.load_overload("types", None) is not None
+    assert (compiled.names, compiled.num_open) == (["linear"], 0)
+    assert clock.seconds(0, math.inf) > waited > 0
 
 
 def test_a_damaged_file_is_compiled_again(cache, tmp_path):

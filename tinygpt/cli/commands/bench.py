@@ -1,9 +1,7 @@
-"""`python -m tinygpt bench`: how fast a model reads prompts and generates, beside what the machine could do."""
+"""`tinygpt bench`: how fast a model reads prompts and generates, beside what the machine could do."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tinygpt.bench.formats import FORMATS, Record
@@ -170,8 +168,7 @@ def _run_cases(args: argparse.Namespace) -> None:
     say(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
-        with _notice_of_compiling():
-            run_plan(plan, records, show_progress=True)
+        run_plan(plan, records, show_progress=True)
     finally:  # what was measured before an interruption is not lost
         if records:
             _hand_over(args, records, lambda: plot(records, args.plot))
@@ -187,8 +184,7 @@ def _run_preset(args: argparse.Namespace) -> None:
     say(f"{args.preset} with {args.model}")
     records: list[Record] = []
     try:
-        with _notice_of_compiling():
-            report = run_preset(args.preset, options, records)
+        report = run_preset(args.preset, options, records)
     except BaseException:  # what was measured before an interruption is not lost
         if records:
             _write(args, records, measured_table(records))
@@ -218,14 +214,6 @@ def _check_pairs(paths: list[Path]) -> None:
         for path in side:
             if side.count(path) > 1:
                 raise RequestError(f"--compare has {path} more than once on one side: give another measurement.")
-
-
-def _notice_of_compiling() -> AbstractContextManager[None]:
-    """Said in the block when the first kernel compiles, between two states of the progress bar."""
-    from tqdm import tqdm
-
-    message = "tinygpt: compiling kernels for this machine, once (10 to 20 s for a dtype)"
-    return loading.at_first_compilation(lambda: tqdm.write(message, file=sys.stderr))
 
 
 def _hand_over(

@@ -1,16 +1,16 @@
-"""`python -m tinygpt generate`: text on stdout for one prompt, or records for a file of prompts."""
+"""`tinygpt generate`: text on stdout for one prompt, or records for a file of prompts."""
 
 import argparse
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
 from tinygpt.cli.interactive import run_interactive
-from tinygpt.cli.messages import Speed, put, say, say_truncated
+from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
+from tinygpt.cli.statistics import rates
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.sampling_params import SamplingParams
@@ -115,30 +115,26 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
         prompt = llm.read_prompt(text)  # encoded once
         say_truncated(llm.num_truncated_tokens(prompt, params))
 
-    llm = loading.load_llm(args, check)
+    llm, load_seconds = loading.load_llm(args, check)
     front = text if args.echo else ""
+    before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     if is_one and not args.json and not args.no_stream:
-        speed = _stream(llm, prompt, params, front)
+        _stream(llm, prompt, params, front)
     else:
         output = llm.generate([prompt], params)[0]
         if args.json:
             put(record_line(None, args.model, llm.dtype, output))
         else:
             _print_samples(output, front)
-        speed = _speed(output)
-    say(f"{speed}{sampling.seed_note(params)}")
+    say(f"{rates(llm.engine.throughput - before)}; load {load_seconds:.2f} s{sampling.seed_note(params, '; ')}")
 
 
-def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> Speed:
+def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> None:
     put(front, end="")
-    started, times = time.perf_counter(), []
     for chunk in llm.stream(prompt, params):
-        if chunk.token_id is not None:  # None: its time was over
-            times.append(time.perf_counter() - started)
         put(chunk.text, end="")
     put()
-    return Speed(len(times), time.perf_counter() - started, times[0] if times else None)
 
 
 def _print_samples(output: "RequestOutput", front: str) -> None:
@@ -147,8 +143,3 @@ def _print_samples(output: "RequestOutput", front: str) -> None:
         if len(output.outputs) > 1:
             say(f"sample {sample.index + 1} of {len(output.outputs)}:")
         put(front + sample.text)
-
-
-def _speed(output: "RequestOutput") -> Speed:
-    tokens, metrics = sum(len(sample.token_ids) for sample in output.outputs), output.metrics
-    return Speed(tokens, metrics.finished - metrics.arrival, metrics.time_to_first_token)

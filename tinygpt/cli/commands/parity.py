@@ -1,4 +1,4 @@
-"""`python -m tinygpt parity`: this engine beside transformers, or beside a file of what transformers computed."""
+"""`tinygpt parity`: this engine beside transformers, or beside a file of what transformers computed."""
 
 import argparse
 from collections.abc import Iterable
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
         tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
         goldens = _goldens(args, llm)
-        with elapsed("computing with tinygpt (10 to 20 s more if its kernels are still to compile)"):
+        with elapsed("computing with tinygpt"):
             parity = _compare(llm, goldens, args.layers)
     failures = parity.failures(tolerance)
     about = {"model": args.model, "dtype": llm.dtype, "device": args.device, "tolerance": tolerance}

@@ -1,0 +1,74 @@
+"""What a command says on stderr while kernels compile, whichever command it is and whatever it is doing."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tinygpt.cli.messages import SCREEN, counted, say
+from tinygpt.kernels.compiling import ANNOUNCER
+
+MESSAGE = "compiling kernels for this machine, once"
+TICK = 0.1  # seconds
+
+
+@contextmanager
+def compiling_shown() -> Iterator[None]:
+    """Say in the block that kernels compile, and at its end how many did and how long that took."""
+    notice = CompileNotice()
+    try:
+        with ANNOUNCER.told(notice):
+            yield
+    finally:
+        notice.close()
+    if notice.num_kernels:
+        kernels, seconds = counted(notice.num_kernels, "kernel"), notice.seconds
+        say(f"{kernels} compiled in {seconds:.1f} s, which no other figure contains; the next run has them")
+
+
+class CompileNotice:
+    """On a terminal, a line that counts kernels and seconds, until something else is written; elsewhere, one line."""
+
+    def __init__(self):
+        self.num_kernels = 0
+        self.seconds = 0.0  # until the last time that none compiled any more
+        self._depth = 0  # kernels that are under way, each for the one before
+        self._began = 0.0
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._clock: threading.Thread | None = None
+
+    def begin(self, name: str) -> None:
+        with self._lock:
+            self.num_kernels += 1
+            self._depth += 1
+            if self._depth == 1:
+                self._began = time.perf_counter()
+                SCREEN.keep(True)
+                if not sys.stderr.isatty():
+                    SCREEN.announce(f"{MESSAGE} (up to 20 s)")
+                elif self._clock is None:
+                    self._clock = threading.Thread(target=self._tick, daemon=True)
+                    self._clock.start()
+
+    def end(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self.seconds += time.perf_counter() - self._began
+                SCREEN.keep(False)
+
+    def close(self) -> None:
+        self._is_over.set()
+        if self._clock is not None:
+            self._clock.join()
+        SCREEN.clear()
+
+    def _tick(self) -> None:
+        while not self._is_over.wait(TICK):
+            with self._lock:
+                if self._depth:
+                    seconds = self.seconds + time.perf_counter() - self._began
+                    status = f"{MESSAGE}: {counted(self.num_kernels, 'kernel')}, {seconds:.1f} s"
+                    SCREEN.show(status, comes_first=True)
