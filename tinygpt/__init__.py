@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
-_HOMES = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "sampling_params"}
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__", "warmup"]
+_HOMES = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "sampling_params", "warmup": "compile_ahead"}
 
 # In a checkout, tinygpt.kernels and tinygpt.weights are the top-level folders beside this one.
 _root = Path(__file__).resolve().parent.parent
@@ -18,7 +18,7 @@ if (_root / "setup.cfg").is_file():
 
 
 def __getattr__(name: str):
-    """Import a class on first use, so that `--help` never waits for NumPy or Numba."""
+    """Import a name on first use, so that `--help` never waits for NumPy or Numba."""
     if name not in _HOMES:
         raise AttributeError(f"module 'tinygpt' has no attribute {name!r}")
     return getattr(import_module(f"tinygpt.{_HOMES[name]}"), name)
