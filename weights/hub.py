@@ -73,8 +73,8 @@ def _unreachable(repo_id: str, error: Exception) -> str:
 
     if constants.HF_HUB_OFFLINE:
         return (
-            f"{repo_id} is not, or not wholly, in the cache {constants.HF_HUB_CACHE} and HF_HUB_OFFLINE forbids "
-            "downloads: unset it once, or give a local folder."
+            f"{repo_id!r} is no local folder; on the Hub it is not looked for, as HF_HUB_OFFLINE forbids downloads and "
+            f"it is not, or not wholly, in the cache {constants.HF_HUB_CACHE}: check the path, or unset HF_HUB_OFFLINE."
         )
     reason = str(error.__cause__ or error)
     return (

@@ -9,6 +9,8 @@ from tinygpt.weights.containers import CONTAINERS, describe
 from tinygpt.weights.random_checkpoint import is_random, open_random
 from tinygpt.weights.stored.packed import PACKED_FILE, PackedCheckpoint
 
+NAMED = 3  # subfolders, in a message
+FEW = 12  # files in a folder, that may all be named: /tmp holds more
 DEMO = Path(__file__).resolve().parent / "demo"
 
 
@@ -30,7 +32,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or a Hub id.")
-    if model == "demo":
+    if _is_demo(model):
         return DEMO
     if is_random(model):
         raise CheckpointError(f"{model} is drawn in memory and has no files: give a checkpoint that has.")
@@ -44,6 +46,11 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
         raise CheckpointError(f"{model} cannot be read: {error}.") from error
     return folder
+
+
+def _is_demo(model: str | os.PathLike[str]) -> bool:
+    """Whether it is "demo", in capitals or with spaces around it too where no folder has that name."""
+    return model == "demo" or (str(model).strip().lower() == "demo" and not Path(model).is_dir())
 
 
 def _local_folder(model: str | os.PathLike[str]) -> Path | None:
@@ -69,8 +76,11 @@ def _check_is_checkpoint(folder: Path) -> None:
         return
     weights = " or ".join(CONTAINERS)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    if len(inside) > NAMED:
+        inside[NAMED:] = [f"{len(inside) - NAMED} more"]
     hint = f" Its subfolders {', '.join(inside)} look like checkpoints: give one of them." if inside else ""
+    count = sum(1 for _ in folder.iterdir())
+    held = describe(folder) if count <= FEW else f"of the {count} files and folders in it none is config.json"
     raise CheckpointError(
-        f"{folder} is no checkpoint: it must hold config.json, {weights}, and the tokenizer's files, and "
-        f"{describe(folder)}.{hint}"
+        f"{folder} is no checkpoint: it must hold config.json, {weights}, and the tokenizer's files, and {held}.{hint}"
     )

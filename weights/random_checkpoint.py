@@ -19,6 +19,7 @@ SHAPES = {
     "774M": ModelConfig(n_layer=36, n_embd=1280, n_head=20),
     "1.5B": ModelConfig(n_layer=48, n_embd=1600, n_head=25),
 }
+SHAPE_OF = {shape.lower(): shape for shape in SHAPES}  # 124m is 124M
 STD = np.float32(0.02)
 
 
@@ -50,8 +51,8 @@ def open_random(model: str) -> Checkpoint:
 
     Its path names it in messages: there is no such folder, and so no tokenizer.
     """
-    shape = model.removeprefix(PREFIX)
-    if shape not in SHAPES:
+    shape = SHAPE_OF.get(model.removeprefix(PREFIX).lower())
+    if shape is None:
         raise CheckpointError(f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}.")
     return random_checkpoint(model, SHAPES[shape])
 
