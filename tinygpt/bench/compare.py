@@ -7,7 +7,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from tinygpt.bench.formats import Record, table
+from tinygpt.bench.formats import Record, significant, table
 from tinygpt.errors import RequestError
 
 # Two records with these in common are of one test. llama-bench's own have neither a dtype nor a batch size.
@@ -23,12 +23,13 @@ VERDICTS = {
     "too few": "mere chance would look like this in more than 5 % of cases",
 }
 GIVE = "give what bench has written, without --preset, with --format json or jsonl"
-NOTES = (
+MEDIANS = (
     "- Medians; noise is how far the slowest and the fastest lie from them: of runs, or of the files' medians where a "
-    "side has several files.",
+    "side has several files."
+)
+TWO_FILES = (
     "- Two files of different times also differ by what else the machine did, and no run in them shows how much. Only "
-    "files measured in turns tell: four pairs or more, --compare OLD NEW OLD NEW OLD NEW OLD NEW.",
-    *(f"- {verdict}: {meaning}." for verdict, meaning in VERDICTS.items()),
+    "files measured in turns tell: four pairs or more, --compare OLD NEW OLD NEW OLD NEW OLD NEW."
 )
 
 Key = tuple[Any, ...]
@@ -141,7 +142,7 @@ def to_markdown(comparison: Comparison) -> str:
     header = ["test", "old, tokens/s", "new, tokens/s", "change", "noise, old and new", ""]
     lines = ["No test is on both sides.", ""]
     if comparison.changes:
-        lines = [table(header, map(_row, comparison.changes), header[1:5]), "", *NOTES]
+        lines = [table(header, map(_row, comparison.changes), header[1:5]), "", *_notes(comparison.changes)]
     for only, which in ((comparison.only_old, "old"), (comparison.only_new, "new")):
         lines += [f"- only in the {which} file: {_named(key)}" for key in only]
     if len(comparison.machines) > 1:
@@ -207,11 +208,22 @@ def _machine_ratio(old: list[Record], new: list[Record]) -> float:
     return max(ratios)
 
 
+def _notes(changes: tuple[Change, ...]) -> list[str]:
+    """What the words of the table mean that are in it."""
+    words = {change.verdict for change in changes}
+    meanings = [
+        f"- {verdict}: {meaning}."
+        for verdict, meaning in VERDICTS.items()
+        if any(word.startswith(tuple(verdict.split(", "))) for word in words)
+    ]
+    return [MEDIANS, *([] if all(change.has_several for change in changes) else [TWO_FILES]), *meanings]
+
+
 def _row(change: Change) -> list[str]:
     return [
         _named(change.key),
-        f"{change.old_median:.1f}",
-        f"{change.new_median:.1f}",
+        significant(change.old_median),
+        significant(change.new_median),
         f"{change.ratio - 1:+.1%}",
         f"{_noise(change.old)}, {_noise(change.new)}",
         change.verdict,

@@ -1,4 +1,4 @@
-"""Records as text, in llama-bench's formats: a table to read, and three for programs. Numbers in words, for all output.
+"""Records as text, in llama-bench's formats: tables to read, and three for programs. Numbers in words, for all output.
 
 The markdown tables of all commands and scripts are made here.
 """
@@ -6,35 +6,43 @@ The markdown tables of all commands and scripts are made here.
 import csv
 import io
 import json
+import math
+import string
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from tinygpt.hardware.threads import logical_cores
 
 Record = dict[str, Any]
 
-# A column of the table -> how a record fills it. A share follows what it is a share of.
+# A column of the table -> how a record fills it: `:4` is 4 significant digits. A share follows what it is of.
 COLUMNS = {
     "model": "{model_filename}",
     "dtype": "{dtype}",
     "threads": "{n_threads}",
     "batch": "{batch_size}",
     "test": "{test}",
-    "tokens/s": "{median_ts:.1f} ({low_ts:.1f} to {high_ts:.1f})",
-    "ms/token": "{ms_per_token:.3f}",
-    "first token, ms": "{first_token_ms:.1f}",
-    "GB/s read": "{read_gbs:.1f} ({bandwidth_share:.0%})",
-    "GFLOP/s": "{gflops:.1f} ({peak_share:.0%})",
+    "tokens/s": "{median_ts:4} ({low_ts:4} to {high_ts:4})",
+    "ms/token": "{ms_per_token:4}",
+    "first token, ms": "{first_token_ms:4}",
+    "GB/s read": "{read_gbs:4} ({bandwidth_share:.0%})",
+    "GFLOP/s": "{gflops:4} ({peak_share:.0%})",
     "outside the model": "{outside_share:.1%}",
     "peak MB": "{peak_megabytes:.0f}",
 }
 NUMBERS = tuple(COLUMNS)[5:]  # columns aligned to the right
+PP, TG = "pp", "tg"
+# What each kind of test is, where it occurs.
+KINDS = {
+    PP: " pp reads a prompt and counts all its tokens.",
+    TG: " tg generates after so many cached ones: ms/token is from one token of a sequence to its next.",
+}
 NOTES = (
     "{cpu_info}, build {build_commit}; {runs}.",
-    "tokens/s and ms/token cover the forward passes, without tokenisation and sampling. pp reads a prompt and counts "
-    "all its tokens. tg generates after so many cached ones: ms/token is from one token of a sequence to its next.",
+    "tokens/s and ms/token cover the forward passes, without tokenisation and sampling.{kinds}",
     "first token: from the call to the first token of the last prompt; pp only.",
-    "GB/s read: of weights and, for tg, of the KV cache; the share is of what the machine reads, {bandwidths}. A model "
+    "GB/s read: of weights{and_of_cache}; the share is of what the machine reads, {bandwidths}. A model "
     "that fits into the caches can be faster than that, and the limit is itself a measurement, of a plain loop.",
     "GFLOP/s: the share is of what the kernels' tiles do with all data in the caches, {peaks}. The limit is itself a "
     "measurement, of a plain loop.",
@@ -69,7 +77,13 @@ def to_jsonl(records: Sequence[Record]) -> str:
     return "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
 
 
+def to_text(records: Sequence[Record]) -> str:
+    """What `to_markdown` has, for a terminal."""
+    return aligned(to_markdown(records))
+
+
 FORMATS: dict[str, Callable[[Sequence[Record]], str]] = {
+    "text": to_text,
     "md": to_markdown,
     "csv": to_csv,
     "json": to_json,
@@ -86,6 +100,33 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]], numbers: Collect
     """A markdown table; the columns whose titles are in `numbers` are aligned to the right."""
     rule = ["---:" if title in numbers else "---" for title in header]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
+
+
+def aligned(markdown: str) -> str:
+    """The same for a terminal: the columns of its tables aligned by spaces, without bars."""
+    lines = []
+    for is_table, group in groupby(markdown.split("\n"), lambda line: line.startswith("| ")):
+        found = list(group)
+        lines += _aligned_rows([line[2:-2].split(" | ") for line in found]) if is_table else found
+    return "\n".join(lines)
+
+
+def _aligned_rows(rows: list[list[str]]) -> list[str]:
+    """Of a header, the rule below it, which says what stands on the right, and rows."""
+    header, rule, *others = rows
+    columns = zip(*(header, *others), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    places = [f">{width}" if side.endswith(":") else f"<{width}" for side, width in zip(rule, widths, strict=True)]
+    lines = ("  ".join(map(format, cells, places)) for cells in (header, *others))
+    return [line.rstrip() for line in lines]
+
+
+def significant(number: float, digits: int = 4) -> str:
+    """A number with so many significant digits, and never an exponent: 0.01234, 12.34, 123456."""
+    if not math.isfinite(number) or number == 0:
+        return f"{number:g}"
+    decimals = digits - 1 - math.floor(math.log10(abs(number)))
+    return f"{number:.{max(decimals, 0)}f}"
 
 
 def runs_text(count: int, spread: str = "") -> str:
@@ -115,9 +156,14 @@ def crowd_note(threads: int) -> str:
     return f"{threads} threads share {cores} logical core{'s' * (cores > 1)}, and wait for one another"
 
 
+class _Cells(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return significant(value) if format_spec == "4" else super().format_field(value, format_spec)
+
+
 def _cell(form: str, record: Record) -> str:
     try:
-        return form.format(**record)
+        return _Cells().vformat(form, (), record)
     except TypeError:  # None has no digits: there is no such value
         return ""
 
@@ -128,14 +174,18 @@ def _notes(records: Sequence[Record]) -> str:
         where = f"with {threads_text(record['n_threads'])}"
         bandwidths[where] = record["bandwidth_gbs"]
         peaks[f"in {record['dtype']} {where}"] = _peak_text(record["block_peak_gflops"], record["head_peak_gflops"])
+    kinds = [kind for kind in KINDS if any(record["test"].startswith(kind) for record in records)]
     values = {
         **records[0],
+        "kinds": "".join(KINDS[kind] for kind in kinds),
+        "and_of_cache": " and, for tg, of the KV cache" if TG in kinds else "",
         "runs": runs_text(len(records[0]["samples_ns"]), ", with the slowest and the fastest in brackets"),
         "bandwidths": ", ".join(f"{rate:.1f} GB/s {where}" for where, rate in bandwidths.items()),
         "peaks": ", ".join(f"{rates} {where}" for where, rates in peaks.items()),
     }
     crowded = filter(None, (crowd_note(threads) for threads in dict.fromkeys(r["n_threads"] for r in records)))
-    notes = [*(note.format(**values) for note in NOTES), *(f"{note}." for note in crowded)]
+    shown = [note for note in NOTES if PP in kinds or not note.startswith("first token")]
+    notes = [*(note.format(**values) for note in shown), *(f"{note}." for note in crowded)]
     return "\n".join(f"- {note}" for note in notes)
 
 

@@ -1,6 +1,7 @@
 """A report on stdout: sections with aligned lines, or the same as JSON."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
     for row in cells:
         line = INDENT.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         put(f"{INDENT}{line}".rstrip())
+
+
+def table_format() -> str:
+    """How a table goes to stdout: "text", aligned by spaces, on a terminal, and "md" anywhere else."""
+    return "text" if sys.stdout.isatty() else "md"
 
 
 def size_text(size: int | None) -> str:

@@ -27,12 +27,27 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def write(text: str, path: Path | None) -> None:
-    """To the file, or to stdout without one. If the file fails after all, to stdout, with TinyGPTError."""
+    """To the file, or to stdout without one. If the file fails after all, to stdout, with TinyGPTError.
+
+    A file that is there stays until the new one is whole.
+    """
     if path is None:
         put(text)
         return
     try:
-        path.write_text(f"{text}\n", encoding="utf-8")
+        _write_file(path.resolve(), f"{text}\n".encode())
     except OSError as error:
         put(text)
         raise TinyGPTError(f"{path} could not be written ({error.strerror}): the results are on stdout.") from None
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    from tinygpt.weights.stored.whole_file import replace_whole
+
+    if path.exists() and not path.is_file():  # a device or a pipe
+        path.write_bytes(data)
+        return
+    try:
+        replace_whole(path, data)
+    except PermissionError:  # a folder that takes no new file, with one in it that may be written to
+        path.write_bytes(data)

@@ -4,12 +4,13 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tinygpt.bench.formats import FORMATS, Record
+from tinygpt.bench.formats import FORMATS, Record, aligned
 from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY
 from tinygpt.cli import loading
-from tinygpt.cli.flags import dtypes, whole_number, whole_numbers
-from tinygpt.cli.messages import counted, say
+from tinygpt.cli.flags import dtypes, lowered, whole_number, whole_numbers
+from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.model_flags import CHECKPOINT, DTYPE, add_flag
+from tinygpt.cli.report import table_format
 from tinygpt.cli.results_file import check_writable, write
 from tinygpt.errors import RequestError, TinyGPTError
 
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = "; ".join(f"{name}: {summary}" for name, summary in PRESETS.items())
     studies.add_argument(
         "--preset",
+        type=lowered(*PRESETS),
         choices=PRESETS,
         metavar="NAME",
         help=f"repeat a study and show its figures: {listed} (default: none)",
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group()
-    source.add_argument("--model", help=f"{CHECKPOINT} (default: demo)")
+    source.add_argument("-m", "--model", help=f"{CHECKPOINT} (default: demo)")
     source.add_argument(
         "--random",
         metavar="SHAPE",
@@ -74,12 +76,14 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--format",
+        type=lowered(*FORMATS),
         choices=FORMATS,
-        help="md is a table; the others have llama-bench's keys and more for the cases above, and keys of their own "
-        "for a preset and for --compare (default: what the name of --output ends in, or md)",
+        help="text and md are tables; the others have llama-bench's keys and more for the cases above, and keys of "
+        "their own for a preset and for --compare (default: what the name of --output ends in, or md; text on a "
+        "terminal)",
     )
     group.add_argument("--json", action="store_true", help="as --format json (default: off)")
-    group.add_argument("--output", type=Path, metavar="FILE", help="where to write the results (default: stdout)")
+    group.add_argument("--output", type=Path, metavar="FILE", help="also write the results into a file (default: none)")
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="also draw them, into a file named .png or .svg (default: none)"
     )
@@ -117,7 +121,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.json and args.format not in (None, "json"):
         raise RequestError(f"--json is --format json and --format is {args.format}: give one of them.")
     ending = "" if args.output is None else args.output.suffix.lower().removeprefix(".")
-    args.format = "json" if args.json else args.format or (ending if ending in FORMATS else "md")
+    unsaid = table_format() if args.output is None else "md"
+    args.format = "json" if args.json else args.format or (ending if ending in FORMATS else unsaid)
     if args.output is not None and args.output == args.plot:
         raise RequestError(f"--output and --plot are both {args.plot}: name two files.")
     if args.output is not None and args.output.resolve() in [path.resolve() for path in args.compare or ()]:
@@ -143,11 +148,11 @@ def _prepare(args: argparse.Namespace) -> None:
     loading.set_thread_pools(None if None in threads else max(threads))
     args.model = args.model or "demo"
     if args.random is not None:
-        from tinygpt.weights.random_checkpoint import PREFIX, SHAPES
+        from tinygpt.weights.random_checkpoint import PREFIX, SHAPE_OF, SHAPES
 
-        if args.random not in SHAPES:
+        if args.random.lower() not in SHAPE_OF:
             raise RequestError(f"--random is {args.random!r} and must be one of {', '.join(SHAPES)}.")
-        args.model = f"{PREFIX}{args.random}"
+        args.model = f"{PREFIX}{SHAPE_OF[args.random.lower()]}"
     if args.plot is not None:
         from tinygpt.bench.plot import check
 
@@ -229,7 +234,9 @@ def _hand_over(
 
 
 def _write(args: argparse.Namespace, records: list[Record], markdown: str | None = None) -> None:
-    """`markdown` is the table of records that have their own, for --format md."""
-    write(markdown if args.format == "md" and markdown is not None else FORMATS[args.format](records), args.output)
+    """`markdown` is the table of records that have their own. With --output, stdout has the table too."""
+    tables = {} if markdown is None else {"md": markdown, "text": aligned(markdown)}
+    write(tables.get(args.format) or FORMATS[args.format](records), args.output)
     if args.output is not None:
+        put(tables.get(table_format()) or FORMATS[table_format()](records))
         say(f"the results are in {args.output}")

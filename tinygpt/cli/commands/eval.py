@@ -6,44 +6,56 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.bench.formats import records_table
+from tinygpt.bench.formats import aligned, records_table
 from tinygpt.cli import loading
-from tinygpt.cli.flags import dtypes, whole_number
+from tinygpt.cli.flags import dtypes, lowered, whole_number
 from tinygpt.cli.messages import put, say
 from tinygpt.cli.model_flags import CPU_FLAGS, add_group
+from tinygpt.cli.report import table_format
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.texts import read_rows, read_text
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
 
+USAGE = "tinygpt eval [flags] {ppl,lambada} FILE"
 SUMMARY = "measure a checkpoint's quality: perplexity, LAMBADA"
 # A column of the table -> how a record fills it.
 PPL_COLUMNS = {
     "dtype": "{dtype}",
     "stride": "{stride}",
     "tokens": "{num_tokens}",
-    "token perplexity": "{token_perplexity:.4f}",
+    "token perplexity": "{token_perplexity:4}",
     "change": "{change:+.3%}",
-    "word perplexity": "{word_perplexity:.4f}",
-    "byte perplexity": "{byte_perplexity:.5f}",
-    "bits per byte": "{bits_per_byte:.5f}",
+    "word perplexity": "{word_perplexity:4}",
+    "byte perplexity": "{byte_perplexity:4}",
+    "bits per byte": "{bits_per_byte:4}",
 }
 LAMBADA_COLUMNS = {
     "dtype": "{dtype}",
     "protocol": "{protocol}",
     "rows": "{num_rows}",
     "accuracy": "{accuracy:.2%}",
-    "perplexity": "{perplexity:.4f}",
+    "perplexity": "{perplexity:4}",
     "change": "{change:+.3%}",
 }
 COLUMNS = {"ppl": PPL_COLUMNS, "lambada": LAMBADA_COLUMNS}
+WORDS = ("dtype", "protocol")  # columns of words; the others are numbers
+FORMATS = ("text", "md", "jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", choices=COLUMNS, metavar="{ppl,lambada}", help="what to measure, see below")
+    parser.add_argument(
+        "task", type=lowered(*COLUMNS), choices=COLUMNS, metavar="{ppl,lambada}", help="what to measure, see below"
+    )
     parser.add_argument("file", metavar="FILE", type=Path, help='text in UTF-8; for lambada, lines of {"text": ...}')
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each row of the table (default: off)")
+    parser.add_argument(
+        "--format",
+        type=lowered(*FORMATS),
+        choices=FORMATS,
+        help="text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)",
+    )
+    parser.add_argument("--json", action="store_true", help="as --format jsonl (default: off)")
     ppl = parser.add_argument_group("ppl", "strided perplexity of a text")
     ppl.add_argument(
         "--stride",
@@ -69,11 +81,19 @@ def run(args: argparse.Namespace) -> None:
     loading.set_thread_pools(args.threads)
     found = [_evaluate(args, dtype, given) for dtype in args.dtype]
     records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
-    if args.json:
+    if args.json or args.format == "jsonl":
         for record in records:
             put(json.dumps(record, ensure_ascii=False))
     else:
-        put(records_table(records, COLUMNS[args.task]))
+        table = _table(args.task, records)
+        put(table if (args.format or table_format()) == "md" else aligned(table))
+
+
+def _table(task: str, records: list[dict[str, Any]]) -> str:
+    columns = dict(COLUMNS[task])
+    if len({record["dtype"] for record in records}) == 1:  # there is nothing that it could be changed from
+        del columns["change"]
+    return records_table(records, columns, [title for title in columns if title not in WORDS])
 
 
 def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> list[dict[str, Any]]:
@@ -123,5 +143,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     flag, task = ("stride", "ppl") if args.task == "lambada" else ("limit", "lambada")
     if getattr(args, flag) is not None:
         raise RequestError(f"--{flag} is for eval {task}: omit it, or run that.")
+    if args.json and args.format not in (None, "jsonl"):
+        raise RequestError(f"--json is --format jsonl and --format is {args.format}: give one of them.")
     if args.limit is not None and args.limit < 1:
         raise RequestError(f"--limit is {args.limit} and must be 1 or more.")
