@@ -210,7 +210,7 @@ class SamplingParams:
         if self.soft_prompt is not None and self.prompt_embeds is not None:
             raise RequestError(f"soft_prompt={self.soft_prompt!r} and prompt_embeds are both given: give one of them.")
         if self.stride is not None and self.overflow != "slide":
-            raise RequestError(f"stride={self.stride} is for overflow='slide', and overflow={self.overflow!r}.")
+            raise RequestError(f"stride={self.stride} is for overflow='slide': set that too, or leave stride out.")
         if len(guided := [name for name in GUIDED_FIELDS if getattr(self, name) is not None]) > 1:
             raise RequestError(f"{' and '.join(guided)} are given together: a text is guided by one of them.")
         if self.num_beams > 1:
@@ -319,7 +319,8 @@ def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]
 def _describe_unknown(unknown: list[str], names: list[str]) -> str:
     hints = {name: get_close_matches(name, names, n=1) for name in unknown}
     listed = [f"{name!r}" + (f" (did you mean {hint[0]!r}?)" if hint else "") for name, hint in hints.items()]
-    return f"unknown sampling field {', '.join(listed)}; the fields are {', '.join(names)}."
+    known = "" if all(hints.values()) else f"; the fields are {', '.join(names)}"
+    return f"unknown sampling field {', '.join(listed)}{known}."
 
 
 def _seed(value) -> int | None:
@@ -336,8 +337,8 @@ def _repetition_detection(value) -> RepetitionDetection | None:
 
 
 _COUNT = "a whole number from 0 (off) to 2**31 - 1"
-_IDS = "None or a list of token ids, each a whole number from 0 to 2**31 - 1"
-_LOGPROBS = "None, -1 (all), or a whole number from 0 to 2**31 - 1"
+_IDS = "a list of token ids, each a whole number from 0 to 2**31 - 1"
+_LOGPROBS = "a whole number from -1 (all) to 2**31 - 1, or None"
 _PENALTY = f"a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g} (0 is off)"
 _SHARE = ("a number above 0 and at most 1 (off)", lambda value: read.real(value, lambda number: 0 < number <= 1))
 _CUTOFF = ("a number from 0 (off) to below 1", lambda value: read.real(value, lambda number: 0 <= number < 1))
@@ -356,14 +357,14 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "top_k": ("-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(read.integer(value, -1), 0)),
     "top_p": _SHARE,
-    "seed": ("None, or -1 for the same, or a whole number from 0 to 2**64 - 1", _seed),
+    "seed": ("a whole number from -1 (one is drawn) to 2**64 - 1, or None", _seed),
     "n": (f"a whole number from 1 to {MAX_SAMPLES}", lambda value: read.integer(value, 1, MAX_SAMPLES)),
-    "stop": ("None, a text or a list of texts, none of them empty", read.texts),
-    "stop_token_ids": (_IDS, read.token_ids),
+    "stop": ("a text or a list of texts, none of them empty, or None", read.texts),
+    "stop_token_ids": (f"{_IDS}, or None", read.token_ids),
     "ignore_eos": ("True or False", read.boolean),
     "logprobs": (_LOGPROBS, read.integer_or_all),
     "logit_bias": (
-        f"None or a dict from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} (to forbid: suppress_tokens)",
+        f"a dict from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} (to forbid: suppress_tokens), or None",
         lambda value: read.biases(value, MAX_BIAS),
     ),
     "repetition_penalty": (
@@ -373,25 +374,25 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "frequency_penalty": (_PENALTY, read.between(-MAX_PENALTY, MAX_PENALTY)),
     "presence_penalty": (_PENALTY, read.between(-MAX_PENALTY, MAX_PENALTY)),
     "no_repeat_ngram_size": (_COUNT, lambda value: read.integer(value, 0)),
-    "bad_words": ("None, a text or a list of texts, each with more than white space", read.words),
-    "bad_words_ids": ("None or a list of lists of token ids, none of them empty", read.token_sequences),
+    "bad_words": ("a text or a list of texts, each with more than white space, or None", read.words),
+    "bad_words_ids": ("a list of lists of token ids, none of them empty, or None", read.token_sequences),
     "min_tokens": (_COUNT, lambda value: read.integer(value, 0)),
-    "allowed_token_ids": (f"{_IDS}, and not an empty one", read.some_token_ids),
-    "suppress_tokens": (_IDS, read.token_ids),
-    "logits_processors": ("None, a function or a list of functions", read.functions),
+    "allowed_token_ids": (f"{_IDS}, and not an empty one, or None", read.some_token_ids),
+    "suppress_tokens": (f"{_IDS}, or None", read.token_ids),
+    "logits_processors": ("a function or a list of functions, or None", read.functions),
     "top_p_rule": (
         "'hf', 'openai' or 'fastertransformer'",
         read.one_of("hf", "openai", "fastertransformer"),
     ),
     "top_p_decay": _SHARE,
     "top_p_min": ("a number above 0 and at most 1", _SHARE[1]),
-    "top_p_reset_ids": (f"a token id, {_IDS}, and not an empty one", read.one_or_more_token_ids),
+    "top_p_reset_ids": (f"a token id, or {_IDS}, and not an empty one, or None", read.one_or_more_token_ids),
     "min_p": ("a number from 0 (off) to 1", read.between(0, 1)),
     "typical_p": _SHARE,
     "epsilon_cutoff": _CUTOFF,
     "eta_cutoff": _CUTOFF,
     "best_of": (
-        f"None or a whole number from 1 to {MAX_SAMPLES}",
+        f"a whole number from 1 to {MAX_SAMPLES}, or None",
         lambda value: read.optional_integer(value, 1, MAX_SAMPLES),
     ),
     "num_beams": (f"a whole number from 1 to {MAX_BEAMS}", lambda value: read.integer(value, 1, MAX_BEAMS)),
@@ -410,26 +411,29 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     ),
     "prompt_lookup_num_tokens": (_COUNT, lambda value: read.integer(value, 0)),
     "max_matching_ngram_size": ("a whole number from 1 to 2**31 - 1", lambda value: read.integer(value, 1)),
-    "eos_token_id": (f"a token id, {_IDS}, and not an empty one (use ignore_eos)", read.one_or_more_token_ids),
+    "eos_token_id": (
+        f"a token id, or {_IDS}, and not an empty one (use ignore_eos), or None",
+        read.one_or_more_token_ids,
+    ),
     "include_stop_str_in_output": ("True or False", read.boolean),
-    "max_time": ("None or a finite number of seconds above 0", read.seconds),
+    "max_time": ("a finite number of seconds above 0, or None", read.seconds),
     "repetition_detection": (
-        "None, a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
-        "min_pattern_size, 1 to max_pattern_size",
+        "a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
+        "min_pattern_size, 1 to max_pattern_size; or None",
         _repetition_detection,
     ),
     "prompt_logprobs": (_LOGPROBS, read.integer_or_all),
     "logprobs_mode": ("'raw' or 'processed'", read.one_of("raw", "processed")),
-    "soft_prompt": ("None or the name of a soft prompt that the LLM was given", read.name),
-    "prompt_embeds": ("None or an array of finite numbers, (P, n_embd) with P 1 or more", read.embeddings),
+    "soft_prompt": ("the name of a soft prompt that the LLM was given, or None", read.name),
+    "prompt_embeds": ("an array of finite numbers, (P, n_embd) with P 1 or more, or None", read.embeddings),
     "overflow": (
         "'refuse', 'clamp', 'truncate' or 'slide'",
         read.one_of("refuse", "clamp", "truncate", "slide"),
     ),
-    "guided_choice": ("None or a list of texts, none of them empty", read.alternatives),
-    "guided_regex": ("None or a regular expression", read.pattern),
-    "guided_json": ("None or a JSON schema: a dict, or the same as JSON text", read.json_schema),
-    "guided_grammar": ("None or the text of a grammar", read.pattern),
-    "stride": ("None or a whole number from 1 to 2**31 - 1", lambda value: read.optional_integer(value, 1)),
+    "guided_choice": ("a list of texts, none of them empty, or None", read.alternatives),
+    "guided_regex": ("a regular expression, or None", read.pattern),
+    "guided_json": ("a JSON schema: a dict, or the same as JSON text, or None", read.json_schema),
+    "guided_grammar": ("the text of a grammar, or None", read.pattern),
+    "stride": ("a whole number from 1 to 2**31 - 1, or None", lambda value: read.optional_integer(value, 1)),
 }
 _DEFAULTS = SamplingParams()

@@ -138,6 +138,7 @@ def test_an_empty_file_gives_no_records(jobs, no_model):
     jobs.write([])
     assert jobs.run() == 0
     assert jobs.output.read_bytes() == b""
+    assert jobs.err == f"tinygpt: --input {jobs.input} holds no prompt, so there is nothing to do\n"
 
 
 # --- continued
@@ -169,6 +170,8 @@ def test_an_interrupted_run_is_continued(jobs, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(batch, "record_line", record_line)
         assert jobs.run("--max-num-seqs", "2") == 130
+    again = f"2 of 4 prompts answered, in {jobs.output}; give the same command again to go on behind them"
+    assert jobs.err.endswith(f"\ntinygpt: interrupted: {again}\n")
     assert list(jobs.records()) == written
     assert jobs.run("--max-num-seqs", "2") == 0
     assert "2 of 4 prompts skipped" in jobs.err
@@ -254,16 +257,17 @@ BAD = [
     ('{"prompt": "unfinished', "not JSON"),
     ('{"prompt": "a", "top_k": ' + "[" * 100_000, "not JSON"),
     ('["a"]', "a JSON object"),
+    ({"prompt": "a", "frobnicate": 5}, 'unknown field "frobnicate"; fields are named as the flags'),
     ({"id": "x"}, "one field prompt"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "one field prompt"),
     ({"prompt": 5}, "prompt is 5"),
-    ({"prompt": "a", "topk": 5}, "did you mean 'top_k'"),
+    ({"prompt": "a", "topk": 5}, 'unknown field "topk" (did you mean "top_k"?).'),
     ('{"prompt": "a", "prompt": "b"}', '"prompt" is there more than once'),
     ('{"prompt": "a", "logit_bias": {"1": 2, "1": 3}}', '"1" is there more than once'),
     ({"prompt": "a", "logit_bias": {"1" * 5000: 2}}, "logit_bias"),
-    ({"prompt": "a", "self": 5}, "unknown sampling field 'self'"),
-    ({"prompt": "a", "temperature": -1}, "temperature=-1"),
-    ('{"prompt": "a", "top_p": NaN}', "top_p=nan"),
+    ({"prompt": "a", "self": 5}, 'unknown field "self"'),
+    ({"prompt": "a", "temperature": -1}, '"temperature": -1 is not possible'),
+    ('{"prompt": "a", "top_p": NaN}', '"top_p": nan'),
     ({"prompt": "a", "id": 1.5}, "id is 1.5"),
     ({"prompt": "a", "id": True}, "id is true"),
     ({"prompt": "a", "id": "\ud800"}, "id is"),
@@ -284,10 +288,48 @@ def test_every_bad_line_is_listed_before_any_work(jobs, no_model):
     assert not jobs.output.exists()
 
 
+def test_what_is_wrong_with_json_is_said_without_another_line_number(jobs, no_model):
+    jobs.write([{"prompt": "a"}, '{"prompt": "a", "n" 2}'])
+    assert jobs.run() == 2
+    assert jobs.err.count("line 1") == 0
+    assert "  line 2: not JSON at character 21: Expecting ':' delimiter. A line is a JSON object" in jobs.err
+
+
+def test_no_line_lists_all_fields(jobs, no_model):
+    jobs.write([{"prompt": "a", "topk": 5}, {"prompt": "a", "frobnicate": 5}])
+    assert jobs.run() == 2
+    assert max(map(len, jobs.err.splitlines())) < 150
+    assert "logits_processors" not in jobs.err
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf_16_is_named(jobs, no_model, encoding):
+    jobs.input.write_bytes('{"prompt": "a"}\n'.encode(encoding))
+    assert jobs.run() == 2
+    assert f"--input {jobs.input} is UTF-16 text and must be UTF-8: convert it" in jobs.err
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_the_first_line(jobs):
+    jobs.input.write_bytes(b"\xef\xbb\xbf" + jobs.input.read_bytes())
+    assert jobs.run() == 0
+    assert set(jobs.records()) == set(IDS)
+
+
+def test_ctrl_c_without_a_file_says_how_a_run_can_be_continued(jobs, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "record_line", stop)
+    assert jobs.run(output=False) == 130
+    assert jobs.err.endswith(
+        "interrupted: 0 of 4 prompts answered, on stdout; a run with --output FILE can be continued\n"
+    )
+
+
 def test_a_line_that_is_not_utf8(jobs, no_model):
     jobs.input.write_bytes(b'{"prompt": "caf\xe9"}\n')
     assert jobs.run() == 2
-    assert "line 1: not JSON" in jobs.err
+    assert "line 1: not JSON, as it is not UTF-8 text: see its byte 15." in jobs.err
 
 
 def test_a_long_list_of_bad_lines_is_cut(jobs, no_model):
@@ -320,7 +362,7 @@ def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):
 
 def test_flags_are_checked_once_for_all(jobs, no_model):
     assert jobs.run("--top-k", "-2") == 2
-    assert jobs.err.startswith("tinygpt: error: top_k=-2")
+    assert jobs.err.startswith("tinygpt: error: --top-k -2")
 
 
 def test_output_must_not_be_the_input(jobs, no_model):
@@ -339,9 +381,8 @@ def test_the_output_folder_must_exist(jobs, no_model):
 
 def test_an_output_that_cannot_be_written_to(jobs, no_model):
     jobs.output = jobs.input.parent
-    assert jobs.run() == 1
-    assert jobs.err.startswith("tinygpt: error: ")
-    assert str(jobs.output) in jobs.err
+    assert jobs.run() == 2
+    assert f"--output {jobs.output} is a folder: name a file in it." in jobs.err
 
 
 def test_an_input_that_is_not_there(jobs, no_model):
@@ -405,7 +446,7 @@ def test_lines_take_every_field(jobs):
 def test_a_bias_for_what_is_no_token_id_is_refused(jobs, no_model):
     jobs.write([{"prompt": "The fox", "logit_bias": {"eleven": 1}}])
     assert jobs.run() == 2
-    assert "line 1: logit_bias=" in jobs.err
+    assert 'line 1: "logit_bias": ' in jobs.err
 
 
 def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):

@@ -21,6 +21,8 @@ def test_defaults_are_the_contract():
         **{name: default for name, default in own.items() if name not in NOT_FLAGS},
         "command": "generate",
         "prompt": PROMPT,
+        "prompt_text": None,
+        "file": None,
         "model": "demo",
         "dtype": "auto",
         "kv_cache_dtype": "auto",
@@ -54,12 +56,22 @@ def test_defaults_are_the_contract():
 
 
 def test_help_shows_the_default_of_every_flag(run):
-    result = run("--help")
+    result = run("--help-all")
     assert result.code == 0
     described = re.split(r"\n  (?=-|PROMPT)", result.out.split("positional arguments:")[1])
     flags = {text.split()[0]: " ".join(text.split()) for text in described[1:]}
-    assert len(flags) > 20
-    assert [flag for flag, text in flags.items() if "(default: " not in text] == ["-h,"]
+    assert len(flags) > 60
+    assert [flag for flag, text in flags.items() if "(default: " not in text] == ["-h,", "--help-all"]
+
+
+def test_help_shows_the_flags_of_every_day(run):
+    flag = re.compile(r"^  (?:-\w (?:\w+)?, )?(--[\w-]+)", re.MULTILINE)
+    shown, all_of_them = ({*flag.findall(run(tier).out)} for tier in ("--help", "--help-all"))
+    assert shown >= {"--prompt", "--max-tokens", "--temperature", "--model", "--dtype", "--input", "--output"}
+    assert 18 <= len(shown) <= 24
+    assert shown < all_of_them
+    (count,) = re.findall(r"--help-all shows (\d+) more flags", run("--help").out)
+    assert int(count) == len(all_of_them) - len(shown)
 
 
 FLAGS = {

@@ -149,7 +149,7 @@ def test_a_line_that_is_no_text(talk):
     ("flags", "says"),
     [
         (["--n", "2"], "n is 2 and a session goes on with one sample"),
-        (["--best-of", "2"], "best_of is 2"),
+        (["--best-of", "2"], "--best-of is 2"),
         (["--echo"], "--echo is not possible with --interactive"),
         (["--input", "x"], "--input is not possible with --interactive"),
         (["--max-tokens", "600"], "together 601"),

@@ -130,5 +130,5 @@ def test_kernels_that_cannot_be_kept_are_a_failure(monkeypatch, capsys):
 def test_an_impossible_dtype_is_a_sentence():
     result = run_process("warmup", "--dtype", "float16", text=True)
     assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("tinygpt: error: dtype is 'float16'")
+    assert len(result.stderr.splitlines()) == 2  # the usage is the first
+    assert "tinygpt warmup: error: --dtype is 'float16'" in result.stderr

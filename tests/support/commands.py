@@ -14,17 +14,23 @@ STATS = re.compile(
 )
 
 
-class Result:
-    """How a run in this process ended. `arguments` may be one string of words without spaces."""
+class Outcome:
+    """How a command line ended that was run in this process."""
 
-    def __init__(self, capsys, command: str, arguments: str | list[str]):
+    def __init__(self, capsys, words: list[str]):
         capsys.readouterr()
-        arguments = arguments.split() if isinstance(arguments, str) else arguments
         try:
-            self.code = cli.main([command, *arguments])
+            self.code = cli.main(words)
         except SystemExit as exit_:  # argparse
             self.code = exit_.code
         self.out, self.err = capsys.readouterr()
+
+
+class Result(Outcome):
+    """That of one command. `arguments` may be one string of words without spaces."""
+
+    def __init__(self, capsys, command: str, arguments: str | list[str]):
+        super().__init__(capsys, [command, *(arguments.split() if isinstance(arguments, str) else arguments)])
 
 
 def run_process(*arguments, **options) -> subprocess.CompletedProcess:

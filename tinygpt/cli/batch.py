@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tinygpt.cli import loading
 from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
-from tinygpt.cli.prompts_file import PromptRecord, read_prompts, refuse
+from tinygpt.cli.prompts_file import PromptRecord, in_json_words, read_prompts, refuse
 from tinygpt.cli.records import record_line
 from tinygpt.cli.statistics import rates
 from tinygpt.errors import RequestError
@@ -29,6 +29,8 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     if target is not None:
         check_output(target, source)
     prompts = read_prompts(source, params)
+    if not prompts:
+        say(f"--input {source} holds no prompt, so there is nothing to do")
     earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
     pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
     if len(pending) < len(prompts):
@@ -44,7 +46,7 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
         if pending:
             llm, load_seconds = loading.load_llm(args, check)
             before = llm.engine.throughput
-            _answer(llm, args.model, pending, encoded, len(prompts), write)
+            _answer(llm, args, pending, encoded, len(prompts), write)
             done = f"{counted(len(pending), 'prompt')}: {rates(llm.engine.throughput - before)}"
             say(f"{done}; load {load_seconds:.2f} s; seeds in their records")
 
@@ -58,14 +60,14 @@ def _encode(llm: "LLM", source: Path, pending: list[PromptRecord]) -> list["Prom
             encoded.append(llm.read_prompt(prompt, record.split_special_tokens))
             llm.generate_as_finished([encoded[-1]], record.params)  # checks when called, runs when iterated
         except RequestError as error:
-            problems[record.line] = str(error)
+            problems[record.line] = in_json_words(error)
     refuse(source, problems)
     return encoded
 
 
 def _answer(
     llm: "LLM",
-    model: str,
+    args: argparse.Namespace,
     pending: list[PromptRecord],
     encoded: list["Prompt"],
     total: int,
@@ -74,16 +76,27 @@ def _answer(
     """Generate, with a progress bar on a terminal."""
     from tqdm import tqdm
 
-    num_truncated = 0
+    num_truncated, num_answered = 0, total - len(pending)
     outputs = llm.generate_as_finished(encoded, [record.params for record in pending])
     # disable=None: no bar where stderr is no terminal.
-    with tqdm(total=total, initial=total - len(pending), unit=" prompts", disable=None) as bar:
-        for i, output in outputs:
-            write(record_line(pending[i].id, model, llm.dtype, output))
-            num_truncated += output.num_truncated_tokens > 0
-            bar.update()
+    with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
+        try:
+            for i, output in outputs:
+                write(record_line(pending[i].id, args.model, llm.dtype, output))
+                num_answered += 1
+                num_truncated += output.num_truncated_tokens > 0
+                bar.update()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_how_to_go_on(args.output, num_answered, total)) from None
     if num_truncated:
         say(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
+
+
+def _how_to_go_on(output: str | None, num_answered: int, total: int) -> str:
+    answered = f"{num_answered} of {counted(total, 'prompt')}"
+    if output is None:
+        return f"{answered} answered, on stdout; a run with --output FILE can be continued"
+    return f"{answered} answered, in {output}; give the same command again to go on behind them"
 
 
 @contextmanager

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from tinygpt.config import DTYPES
+from tinygpt.cli.messages import say
+from tinygpt.config import DTYPES, STORAGE_DTYPE
 
 
 def reader(read: Callable[[str], Any], allowed: str) -> Callable[[str], Any]:
@@ -19,15 +20,51 @@ def reader(read: Callable[[str], Any], allowed: str) -> Callable[[str], Any]:
     return parse
 
 
+def lowered(*allowed: str) -> Callable[[str], str]:
+    """A reader of one of these words, in capitals or not. Another stays as it is, and is refused later."""
+    return lambda text: text.strip().lower() if text.strip().lower() in allowed else text
+
+
+def _dtype(text: str) -> str:
+    """One of our names of a precision, for it or for what other programs call it."""
+    name = text.strip().lower()
+    if name in HALF:
+        raise argparse.ArgumentTypeError(
+            f"it is {text!r}, a precision that is not here: give bfloat16, which is as small, or one of {_LISTED}."
+        )
+    found = ALIASES.get(name, name)
+    if found not in (*ALL_DTYPES, STORAGE_DTYPE):
+        raise ValueError
+    if found in MEANINGS and found != name:
+        say(f"{text} is taken for {found}: {MEANINGS[found]}")
+    return found
+
+
 def _dtypes(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    if not {*names} <= {*ALL_DTYPES}:
+    names = tuple(map(_dtype, text.split(",")))
+    if STORAGE_DTYPE in names:
         raise ValueError
     return names
 
 
 ALL_DTYPES = ("auto", *DTYPES)
+_LISTED = ", ".join(ALL_DTYPES)
+HALF = ("float16", "fp16", "f16", "half")
+# What other programs call our precisions; `q8_0` and `q4_0` are llama.cpp's.
+ALIASES = {
+    **dict.fromkeys(("f32", "fp32", "float", "single"), "float32"),
+    **dict.fromkeys(("bf16", "bfp16"), "bfloat16"),
+    **dict.fromkeys(("q8_0", "q8", "i8", "8bit"), "int8"),
+    **dict.fromkeys(("q4_0", "q4_1", "q4", "i4", "4bit"), "int4"),
+    **dict.fromkeys(("fp8", "f8"), "float8"),
+}
+MEANINGS = {
+    "int8": "a byte a weight with a scale for each column, and activations in 8 bits too",
+    "int4": "half a byte a weight with a scale and an offset for each column and 32 channels, activations in 8 "
+    "bits, and embedding and head as int8",
+}
 whole_number = reader(int, "a whole number")
 number = reader(float, "a number")
 whole_numbers = reader(lambda text: tuple(map(int, text.split(","))), "a whole number, or several separated by commas")
-dtypes = reader(_dtypes, f"one of {', '.join(ALL_DTYPES)}, or several separated by commas")
+dtype = reader(_dtype, f"one of {_LISTED}")
+dtypes = reader(_dtypes, f"one of {_LISTED}, or several separated by commas")

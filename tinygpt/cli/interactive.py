@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
 from tinygpt.cli.messages import put, say
-from tinygpt.cli.sampling_flags import seed_note
+from tinygpt.cli.sampling_flags import FLAG_OF, seed_note
 from tinygpt.cli.statistics import rates
+from tinygpt.cli.wording import for_shell
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 
@@ -28,8 +29,8 @@ Ctrl-C ends the sample, and what was written stays
 FULL = "What has been written stays: use :rewind or :reset, or start with --overflow slide."
 
 
-def run_interactive(args: argparse.Namespace, params: SamplingParams) -> None:
-    """Answer lines until there are no more of them. A PROMPT is the first of them."""
+def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str | None) -> None:
+    """Answer lines until there are no more of them: `first`, if there is one, and those that are typed."""
 
     def check(llm: "LLM") -> None:
         _ = llm.tokenizer  # raise the error that says why there is none
@@ -38,8 +39,8 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams) -> None:
     llm, load_seconds = loading.load_llm(args, check)
     turns = Turns(llm, params)
     say(f"type a text, and :help for more; load {load_seconds:.2f} s{seed_note(params, '; ')}")
-    if args.prompt:
-        turns.write(" ".join(args.prompt))
+    if first:
+        turns.write(first)
     for line in _lines():
         if line.strip() == ":quit":
             break
@@ -71,7 +72,7 @@ class Turns:
             chunks = self._session.stream(params)
         except RequestError as error:
             self._session.rewind(start)
-            say(f"{error} {FULL if start else ''}".rstrip())
+            say(f"{for_shell(str(error), FLAG_OF)} {FULL if start else ''}".rstrip())
             return
         self._starts.append(start)
         self._num_turns += 1

@@ -1,19 +1,21 @@
 """`tinygpt`: find the subcommand, run it, turn what went wrong into a sentence and an exit code."""
 
-import argparse
 import io
 import os
 import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 
 import tinygpt
 from tinygpt.cli.commands import bench, convert, doctor, generate, info, parity, warmup
 from tinygpt.cli.commands import eval as evaluate
 from tinygpt.cli.compile_notice import compiling_shown
 from tinygpt.cli.messages import log_shown
+from tinygpt.cli.parser import Help, Parser, hyphenated
+from tinygpt.cli.suggestions import nearest_command, nearest_flag
+from tinygpt.cli.wording import Worded, for_shell
 from tinygpt.errors import RequestError, TinyGPTError
 
 COMMANDS = {
@@ -32,6 +34,10 @@ MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
 
+DESCRIPTION = "GPT-2 inference on NumPy and Numba."
+EXAMPLES = """tinygpt generate "Once upon a time"     a text, by the demo model
+tinygpt generate -m gpt2 "Hello" -n 50  50 tokens, by GPT-2 of the Hugging Face Hub
+tinygpt help generate                   what goes with a command"""
 EPILOG = """text goes to stdout and everything else to stderr
 exit codes: 0 done, 1 failed, 2 asked for something impossible (nothing has been done)"""
 
@@ -42,11 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     As argparse does, --help, --version and malformed flags raise SystemExit.
     """
     _prepare_streams()
+    words = hyphenated(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        return USAGE
+    if words[0] == "help":
+        words = words[1:2] if words[1:2] and words[1] not in COMMANDS else [*words[1:2], "--help"]
+    if words[0] not in {*COMMANDS, *parser.flags()}:
+        parser.error(_advice_for_no_command(words, parser.flags()))
+    args, unknown = parser.parse_known_args(words)
+    subparser = parser.subparsers.choices[args.command]
     if unknown:
-        subparser = parser.subparsers.choices[args.command]
-        subparser.error(_describe_unknown(unknown, subparser))
+        subparser.refuse_unknown(unknown)
     try:
         with log_shown(args.debug), compiling_shown():
             COMMANDS[args.command].run(args)
@@ -54,38 +68,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        return _report(error)
+        return _report(error, subparser.fields())
     finally:
         _give_up_streams()
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of every subcommand; builds without NumPy or Numba, so that --help answers at once."""
-    parser = argparse.ArgumentParser("tinygpt", description="GPT-2 inference on NumPy and Numba.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"tinygpt {tinygpt.__version__}")
-    parser.subparsers = subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser = Parser("tinygpt", usage="tinygpt COMMAND [flags]", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.add_argument("-V", "--version", action="version", version=f"tinygpt {tinygpt.__version__}")
+    parser.subparsers = subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", prog="tinygpt")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,
             description=command.SUMMARY,
             epilog=EPILOG,
-            usage=getattr(command, "USAGE", None),
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=getattr(command, "USAGE", f"tinygpt {name} [flags]"),
+            every_day=getattr(command, "EVERY_DAY", None),
         )
         command.add_arguments(subparser)
+        subparser.add_argument("--help-all", action=Help, help="show every flag and exit")
         subparser.add_argument(
             "--debug", action="store_true", help="show the log, and the traceback of an error (default: off)"
         )
     return parser
 
 
-def _describe_unknown(unknown: list[str], parser: argparse.ArgumentParser) -> str:
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    hints = {flag: get_close_matches(flag, flags, n=1) for flag in unknown}
-    listed = [flag + (f" (did you mean {hint[0]}?)" if hint else "") for flag, hint in hints.items()]
-    return f"unrecognized arguments: {', '.join(listed)}; --help lists the flags"
+def _advice_for_no_command(words: list[str], flags: list[str]) -> str:
+    """What to type where the first word is no command."""
+    first = words[0]
+    commands = f"the commands are {', '.join(COMMANDS)}"
+    if found := [word for word in words if word in COMMANDS]:  # `tinygpt --model demo generate Once`
+        others = [word for word in words if word != found[0]]
+        return f"the command comes first: tinygpt {shlex.join([found[0], *others])}"
+    if nearest := nearest_flag(first.lower(), flags):
+        return f"there is no flag {first!r} without a command: did you mean tinygpt {nearest}? ({commands})"
+    if first.startswith("-"):
+        return f"a command comes first, as in: tinygpt generate {shlex.join(words)}; {commands}"
+    if nearest := nearest_command(first, COMMANDS):
+        return f"there is no command {first!r}: did you mean tinygpt {nearest}? ({commands})"
+    return f"there is no command {first!r}: {commands}; to continue a text, type tinygpt generate {shlex.join(words)}"
 
 
 def _prepare_streams() -> None:
@@ -97,14 +120,14 @@ def _prepare_streams() -> None:
             stream.reconfigure(encoding="utf-8", errors=errors)
 
 
-def _report(error: BaseException) -> int:
-    """Say what went wrong in a sentence on stderr; the exit code that goes with it."""
+def _report(error: BaseException, flags: Mapping[str, str]) -> int:
+    """Say what went wrong in a sentence on stderr; the exit code that goes with it. `flags`: those of fields."""
     if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `| head`
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):
-        _complain("\ntinygpt: interrupted")
+        _complain(f"\ntinygpt: interrupted{': ' * bool(error.args)}{error}")
         return INTERRUPTED
-    _complain(f"tinygpt: error: {_printable(_sentence(error))}")
+    _complain(f"tinygpt: error: {_printable(_sentence(error, flags))}")
     return USAGE if isinstance(error, RequestError) else FAILED
 
 
@@ -123,7 +146,9 @@ def _complain(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, flags: Mapping[str, str]) -> str:
+    if isinstance(error, RequestError) and not isinstance(error, Worded):
+        return for_shell(str(error), flags)
     if isinstance(error, TinyGPTError):
         return str(error)
     if isinstance(error, MemoryError):

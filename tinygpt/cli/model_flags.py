@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.cli.flags import reader, whole_number
+from tinygpt.cli.flags import dtype, lowered, reader, whole_number
 from tinygpt.config import DTYPES
+from tinygpt.errors import RequestError
 
 CHECKPOINT = '"demo" (embedded), a local folder or a Hub id'
 DTYPE = (
@@ -21,22 +22,26 @@ def _named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-# An argument of LLM -> what add_argument takes for the flag of its name, or of the name that stands under "flag".
+# An argument of LLM -> what add_argument takes for the flag of its name, or of the name that stands under "flag"; and
+# "short", a flag of one letter. These mean what they do in llama.cpp.
 FLAGS: dict[str, dict[str, Any]] = {
-    "model": {"default": "demo", "help": f"{CHECKPOINT} (default: %(default)s)"},
-    "dtype": {"default": "auto", "help": f"{DTYPE} (default: %(default)s)"},
+    "model": {"short": "-m", "default": "demo", "help": f"{CHECKPOINT} (default: %(default)s)"},
+    "dtype": {"type": dtype, "default": "auto", "help": f"{DTYPE} (default: %(default)s)"},
     "kv_cache_dtype": {
+        "type": dtype,
         "default": "auto",
         "metavar": "DTYPE",
         "help": "precision of the KV cache: float32 or bfloat16; auto is float32 for float32 weights, and bfloat16 for "
         "all others (default: %(default)s)",
     },
     "threads": {
+        "short": "-t",
         "type": whole_number,
         "metavar": "N",
         "help": "threads that compute (default: one for each physical core)",
     },
     "device": {
+        "type": lowered("cpu", "cuda", "reference"),
         "default": "cpu",
         "help": '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow (default: %(default)s)',
     },
@@ -104,7 +109,26 @@ def add_group(
 def add_flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """One of FLAGS, with `changes`."""
     options = {"flag": f"--{name.replace('_', '-')}", **FLAGS[name], **changes}
-    parser.add_argument(options.pop("flag"), dest=name, **options)
+    flags = [options.pop(which) for which in ("short", "flag") if which in options]
+    parser.add_argument(*flags, dest=name, **options)
+
+
+def add_checkpoint(parser: argparse._ActionsContainer, about: str = f"{CHECKPOINT} (default: demo)") -> None:
+    """CHECKPOINT, and --model, which is the same: `checkpoint_of` says what was given."""
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=about)
+    add_flag(parser, "model", default=None, help="the same, as in all commands")
+
+
+def checkpoint_of(args: argparse.Namespace) -> str:
+    """The checkpoint that is asked for by either; the demo if it is by none. RequestError if it is by both."""
+    return one_of_both("CHECKPOINT", args.checkpoint, args.model) or "demo"
+
+
+def one_of_both(name: str, argument: str | None, model: str | None) -> str | None:
+    """What was given of the argument `name` and --model. RequestError if both were."""
+    if argument is not None and model is not None:
+        raise RequestError(f"{name} is {argument} and --model is {model}: give one of them.")
+    return argument if model is None else model
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class Earlier:
 
 
 def check_output(path: Path, input_path: Path) -> None:
-    """RequestError for a path that can be no output: its folder is not there, or it is the input."""
+    """RequestError for a path that can be no output: it is a folder, in none, or the input."""
+    if path.is_dir():
+        raise RequestError(f"--output {path} is a folder: name a file in it.")
     if not path.parent.is_dir():
         raise RequestError(f"the folder of --output {path} does not exist: create it first.")
     if path.exists() and input_path.exists() and path.samefile(input_path):

@@ -1,5 +1,6 @@
 """The file behind --input: one prompt a line, all of them checked before any work."""
 
+import codecs
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,12 +8,18 @@ from typing import Any
 
 from tinygpt.cli.messages import counted
 from tinygpt.cli.records import is_unicode
-from tinygpt.cli.sampling_flags import with_seed
+from tinygpt.cli.sampling_flags import DEFAULTS, with_seed
+from tinygpt.cli.suggestions import nearest_field
+from tinygpt.cli.text_input import STDIN, read_bytes
+from tinygpt.cli.wording import Worded, for_json
 from tinygpt.errors import RequestError
+from tinygpt.evaluation.texts import check_is_not_utf_16
 from tinygpt.request.prompts import PROMPT_FIELDS, checked_salt
 from tinygpt.sampling_params import SamplingParams
 
 MAX_LISTED = 20
+_EXPECTED = f"A line is a JSON object, such as {json.dumps({'prompt': 'Once upon a time'})}."
+_FIELDS = (*PROMPT_FIELDS, "id", "cache_salt", "split_special_tokens", *DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,10 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
 
     Raises RequestError that lists the lines which cannot be used, or says why the file cannot be read.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RequestError(f"--input {path} cannot be read ({error.strerror}): give a JSONL file.") from None
+    data = read_bytes("--input", path, "a JSONL file")
+    check_is_not_utf_16(f"--input {path}", data)
     records, problems = {}, {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -46,9 +51,14 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
                 raise RequestError(f"id {record.id!r} is already that of line {records[record.id].line}.")
             records[record.id] = record
         except RequestError as error:
-            problems[number] = str(error)
+            problems[number] = in_json_words(error)
     refuse(path, problems)
     return list(records.values())
+
+
+def in_json_words(error: RequestError) -> str:
+    """What is wrong with a line, as one who writes JSON would have it."""
+    return for_json(str(error), DEFAULTS)
 
 
 def refuse(path: Path, problems: dict[int, str]) -> None:
@@ -58,19 +68,14 @@ def refuse(path: Path, problems: dict[int, str]) -> None:
     listed = [f"  line {number}: {problem}" for number, problem in list(problems.items())[:MAX_LISTED]]
     if len(problems) > MAX_LISTED:
         listed.append(f"  and {len(problems) - MAX_LISTED} more")
-    headline = f"{counted(len(problems), 'line')} of {path} cannot be used, so nothing was generated:"
-    raise RequestError("\n".join([headline, *listed]))
+    source = "stdin" if str(path) == STDIN else path
+    headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
+    raise Worded("\n".join([headline, *listed]))
 
 
 def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
-    try:
-        fields = json.loads(line, object_pairs_hook=_fields_of)
-    except RequestError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"not JSON: {error}.") from None
-    if not isinstance(fields, dict):
-        raise RequestError(f"a JSON object is expected, such as {json.dumps({'prompt': 'Once upon a time'})}.")
+    fields = _read_object(line)
+    _check_names(fields)
     record_id = _checked_id(fields.pop("id", number))
     prompt, split_special_tokens = _pop_prompt(fields), _pop_switch(fields)
     cache_salt = checked_salt(fields.pop("cache_salt", None))
@@ -78,6 +83,35 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
         fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
     params = with_seed(replace(defaults, **fields))
     return PromptRecord(number, record_id, prompt, split_special_tokens, params, cache_salt)
+
+
+def _read_object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line, object_pairs_hook=_fields_of)
+    except RequestError:
+        raise
+    except json.JSONDecodeError as error:
+        raise RequestError(f"not JSON at character {error.colno}: {error.msg}. {_EXPECTED}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"not JSON, as it is not UTF-8 text: see its byte {error.start}.") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON that can be read: {error}.") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"not an object. {_EXPECTED}")
+    return fields
+
+
+def _check_names(fields: dict[str, Any]) -> None:
+    """RequestError for fields that do not exist, with those that may have been meant."""
+    unknown = [name for name in fields if name not in _FIELDS]
+    if not unknown:
+        return
+    hints = {name: nearest_field(name, _FIELDS) for name in unknown}
+    listed = [
+        json.dumps(name) + (f" (did you mean {json.dumps(hint)}?)" if hint else "") for name, hint in hints.items()
+    ]
+    rest = "" if all(hints.values()) else "; fields are named as the flags that `tinygpt generate --help-all` lists"
+    raise RequestError(f"unknown field {', '.join(listed)}{rest}.")
 
 
 def _fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

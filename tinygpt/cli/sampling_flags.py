@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from tinygpt.cli.flags import number, reader, whole_number
+from tinygpt.cli.flags import lowered, number, reader, whole_number
 from tinygpt.sampling_params import SamplingParams
 
 
@@ -23,7 +23,11 @@ def _read_repetition(text: str) -> dict[str, int]:
 _ids = reader(lambda text: [int(part) for part in text.split(",")], "token ids, such as 11,262")
 _bias = reader(_read_bias, "a token id and a number, such as 11=-2.5")
 _repetition = reader(_read_repetition, "two or three whole numbers, such as 4,10")
-_early_stopping = reader({"true": True, "false": False, "never": "never"}.__getitem__, "true, false or never")
+_early_stopping = reader(
+    lambda text: {"true": True, "false": False, "never": "never"}[text.lower()], "true, false or never"
+)
+# Flags of one letter, which mean what they do in llama.cpp.
+SHORT = {"max_tokens": "-n", "seed": "-s"}
 
 
 def _flag(help: str, type: Callable[[str], Any], metavar: str, default: Any = None, action: str = "store") -> dict:
@@ -86,7 +90,9 @@ FLAGS: dict[str, dict[str, dict]] = {
     },
     "more ways to leave tokens out, with --temperature above 0": {
         "top_p_rule": _flag(
-            "what happens to the token that reaches --top-p: hf, openai, fastertransformer", str, "RULE"
+            "what happens to the token that reaches --top-p: hf, openai, fastertransformer",
+            lowered("hf", "openai", "fastertransformer"),
+            "RULE",
         ),
         "top_p_decay": _flag("multiply --top-p by X after each token; 1 is off", number, "X"),
         "top_p_min": _flag("but not below P", number, "P"),
@@ -111,7 +117,7 @@ FLAGS: dict[str, dict[str, dict]] = {
         "overflow": _flag(
             "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: "
             "the oldest tokens are dropped, and the rest is read again)",
-            str,
+            lowered("refuse", "clamp", "truncate", "slide"),
             "HOW",
         ),
         "stride": _flag("tokens to drop at a time (default: half the positions)", whole_number, "N"),
@@ -121,10 +127,13 @@ FLAGS: dict[str, dict[str, dict]] = {
             "of each new token, and of the N most probable ones at its position; -1 is all", whole_number, "N"
         ),
         "prompt_logprobs": _flag("of each token of the prompt", whole_number, "N"),
-        "logprobs_mode": _flag("raw: the model's own; processed: those that tokens were drawn from", str, "MODE"),
+        "logprobs_mode": _flag(
+            "raw: the model's own; processed: those that tokens were drawn from", lowered("raw", "processed"), "MODE"
+        ),
     },
 }
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+FLAG_OF = {name: f"--{name.replace('_', '-')}" for flags in FLAGS.values() for name in flags}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +142,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for name, options in flags.items():
             default = options.get("default", DEFAULTS[name])
             group.add_argument(
-                f"--{name.replace('_', '-')}",
+                *([SHORT[name]] if name in SHORT else []),
+                FLAG_OF[name],
                 **{**options, "default": default, "help": _help(options["help"], default)},
             )
 

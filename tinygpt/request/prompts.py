@@ -162,22 +162,37 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
 
 
 def check_length(
-    num_prompt_tokens: int, max_tokens: int, max_model_len: int, n_positions: int, num_virtual: int = 0
+    num_prompt_tokens: int, params: SamplingParams, max_model_len: int, n_positions: int, num_virtual: int = 0
 ) -> None:
     """Refuse what cannot fit; RequestError with the numbers and the ways out.
 
     num_virtual: how many of the prompt's tokens are a soft prompt's.
     """
-    total, left = num_prompt_tokens + max_tokens, max_model_len - num_prompt_tokens
+    total = num_prompt_tokens + params.max_tokens
     if total <= max_model_len:
         return
-    shorter = f"shorten the prompt to at most {max_model_len - 1} tokens"
     virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
     raise RequestError(
-        f"the prompt has {num_prompt_tokens} tokens{virtual} and max_tokens is {max_tokens}, together {total}, but "
-        f"{describe_positions(max_model_len, n_positions)}: "
-        f"{f'ask for at most {left} new tokens, or shorten the prompt' if left > 0 else shorter}."
+        f"the prompt has {num_prompt_tokens} tokens{virtual} and max_tokens is {params.max_tokens}, together {total}, "
+        f"but {describe_positions(max_model_len, n_positions)}: "
+        f"{_ways_to_fit(num_prompt_tokens, params, max_model_len, num_virtual)}."
     )
+
+
+def _ways_to_fit(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, num_virtual: int) -> str:
+    """Each of them is enough by itself."""
+    left, room = max_model_len - num_prompt_tokens, max_model_len - params.max_tokens - num_virtual
+    ways = []
+    if room > 0:
+        others = " beside the soft prompt's" if num_virtual else ""
+        ways.append(f"shorten the prompt to at most {room} token{'s' * (room > 1)}{others}")
+    if left > 0:
+        ways.append(f"set max_tokens to at most {left}")
+    if params.overflow == "refuse" and room > 0 and params.prompt_logprobs is None:
+        ways.append("set overflow='truncate'")
+    elif params.overflow == "refuse" and left > 0:
+        ways.append("set overflow='clamp'")
+    return ", or ".join(ways) or f"shorten the prompt and max_tokens to at most {max_model_len} together"
 
 
 def describe_positions(max_model_len: int, n_positions: int) -> str:

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinygpt.cli.flags import dtype
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.messages import elapsed, say
-from tinygpt.cli.model_flags import CHECKPOINT, add_flag
+from tinygpt.cli.model_flags import CHECKPOINT, add_flag, one_of_both
 from tinygpt.config import DTYPES, STORAGE_DTYPE
 from tinygpt.errors import RequestError, TinyGPTError
 
@@ -20,16 +21,20 @@ if TYPE_CHECKING:
     from tinygpt.execution.model_source import ModelSource
     from tinygpt.weights.checkpoint import Checkpoint
 
+USAGE = "tinygpt convert [flags] SRC DST"
+FOLDER = "./converted"
 ALPHA = 0.5
 CALIBRATED = ("int8", "int4")
 SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help=CHECKPOINT)
-    parser.add_argument("target", metavar="DST", help="the folder to make, which --model then takes")
+    parser.add_argument("source", nargs="?", metavar="SRC", help=CHECKPOINT)
+    parser.add_argument("target", nargs="?", metavar="DST", help="the folder to make, which --model then takes")
+    add_flag(parser, "model", default=None, help="the same as SRC, as in all commands; DST is then the one argument")
     parser.add_argument(
         "--dtype",
+        type=dtype,
         choices=(*DTYPES, STORAGE_DTYPE),
         default="int8",
         help="precision of the weights (default: %(default)s)",
@@ -58,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write DST, whole or not at all. RequestError, before any work, where there is something already."""
+    _settle_source(args)
     target = Path(args.target).expanduser().absolute()
     _check_target(target)
     _check_calibration(args)
@@ -65,6 +71,18 @@ def run(args: argparse.Namespace) -> None:
     with _becoming(target) as folder:
         before, after = _convert(args, folder)
     say(f"{target}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB; use it as --model {target}")
+
+
+def _settle_source(args: argparse.Namespace) -> None:
+    """Have SRC and DST where they belong: with --model, the one argument is DST."""
+    if args.model is not None and args.target is None:
+        args.source, args.target = None, args.source
+    args.source = one_of_both("SRC", args.source, args.model)
+    if args.source is None or args.target is None:
+        raise RequestError(
+            f"{USAGE} takes two arguments, a checkpoint and the folder to make: give them, as in tinygpt convert "
+            f"{args.source or args.target or 'demo'} {FOLDER} --dtype int8."
+        )
 
 
 def _check_target(target: Path) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
-from tinygpt.cli.model_flags import add_flag
+from tinygpt.cli.model_flags import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.report import print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import logical_cores, thread_count
 
+USAGE = "tinygpt doctor [flags] [CHECKPOINT]"
 SUMMARY = "show what this machine offers and which kernels it uses: what a bug report should quote"
 REQUIRED = ("numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface-hub", "tqdm")
 OPTIONAL = ("tokenizers", "transformers", "torch", "numba-cuda")
@@ -24,6 +25,7 @@ FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser, "a checkpoint to report on too")
     add_flag(parser, "threads")
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
@@ -31,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     given = {name: os.environ.get(name) for name in loading.THREAD_POOLS}
     loading.set_thread_pools(args.threads)
-    report = examine(thread_count(args.threads), given)
+    model = one_of_both("CHECKPOINT", args.checkpoint, args.model)
+    of_checkpoint = {} if model is None else {"checkpoint": _checkpoint(model)}
+    report = examine(thread_count(args.threads), given) | of_checkpoint
     if args.json:
         print_json(report)
         return
@@ -60,6 +64,15 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "cache": _cache(),
         "gpu": _gpu(),
     }
+
+
+def _checkpoint(model: str) -> dict[str, Any]:
+    """Which one it is, and why it cannot be loaded."""
+    from tinygpt.cli.commands.info import describe
+    from tinygpt.weights.open import resolve
+
+    report = describe(resolve(model))
+    return {name: report[name] for name in ("path", "sha256", "converted_to", "refused")}
 
 
 def _versions() -> dict[str, str | None]:

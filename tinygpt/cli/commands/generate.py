@@ -1,7 +1,6 @@
 """`tinygpt generate`: text on stdout for one prompt, or records for a file of prompts."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading, model_flags
@@ -11,6 +10,7 @@ from tinygpt.cli.interactive import run_interactive
 from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
 from tinygpt.cli.statistics import rates
+from tinygpt.cli.text_input import STDIN, decoded, read_bytes, read_stdin
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.sampling_params import SamplingParams
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 USAGE = "tinygpt generate [flags] [PROMPT ...]"
 SUMMARY = "continue a prompt, or every prompt of a file"
+# What --help shows; --help-all shows the others too.
+EVERY_DAY = (
+    *("prompt", "prompt_text", "file", "input", "output", "json", "interactive", "echo"),
+    *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "repetition_penalty", "overflow"),
+    *("model", "dtype", "threads", "device"),
+)
+# Where a prompt may come from: the name that it is parsed as -> what it is called.
+SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "input": "--input"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt",
         nargs="*",
         metavar="PROMPT",
-        help="words, joined by a space (default: all of stdin is the prompt, as it is)",
+        help="words, joined by a space; - is stdin (default: all of stdin is the prompt, as it is)",
+    )
+    group = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.")
+    group.add_argument(
+        "-p", "--prompt", dest="prompt_text", metavar="TEXT", help="the same as PROMPT, in one word (default: none)"
+    )
+    group.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="all of a text file is the prompt, as it is; - is stdin (default: none)",
     )
     sampling.add_arguments(parser)
     group = parser.add_argument_group("input and output")
@@ -37,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         metavar="FILE",
         help="JSONL, one object a line: prompt (a text or token ids), any sampling field or split_special_tokens to "
-        "override, and id (the line's number where there is none) (default: none)",
+        "override, and id (the line's number where there is none); - is stdin (default: none)",
     )
     group.add_argument(
         "--output",
         metavar="FILE",
         help="JSONL, one record for each line of --input as soon as it is finished; ids already in it are skipped, so "
         "that the same command continues an interrupted run; records of another --model or --dtype are refused, and "
-        "other settings are not compared (default: stdout)",
+        "other settings are not compared (default: stdout, as -)",
     )
     group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
     group.add_argument(
@@ -61,6 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do what the flags ask for. RequestError, before any work, where that is impossible."""
+    if args.output == STDIN:
+        args.output = None
     _check_combination(args)
     soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
     params = sampling.params_of(args, soft_prompt=soft_prompt)
@@ -69,15 +89,18 @@ def run(args: argparse.Namespace) -> None:
     if args.input is not None:
         run_batch(args, params)
     elif args.interactive:
-        run_interactive(args, sampling.with_seed(params))
+        run_interactive(args, sampling.with_seed(params), _given_prompt(args))
     else:
-        prompt = " ".join(args.prompt) if args.prompt else _read_stdin()
+        prompt = _given_prompt(args)
+        if prompt is None:
+            prompt = decoded("stdin", read_stdin())
         _run_prompt(args, prompt, sampling.with_seed(params))
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    if args.input is not None and args.prompt:
-        raise RequestError("both a PROMPT and --input were given: give one of them.")
+    given = [called for name, called in SOURCES.items() if getattr(args, name) not in (None, [])]
+    if len(given) > 1:
+        raise RequestError(f"both {given[0]} and {given[1]} were given: give one of them.")
     if args.output is not None and args.input is None:
         raise RequestError("--output needs --input: for one prompt, redirect stdout.")
     if args.echo and (args.json or args.input is not None):
@@ -88,21 +111,22 @@ def _check_combination(args: argparse.Namespace) -> None:
             raise RequestError(f"--{name.replace('_', '-')} is for records: give --json, or --input.")
     if args.input is None and len(args.soft_prompt or ()) > 1:
         raise RequestError("several --soft-prompt are for the lines of --input to choose from: give one of them.")
+    if args.interactive and STDIN in (*args.prompt, args.file):
+        raise RequestError("--interactive reads its lines from stdin: give the first one as a PROMPT, or none.")
     not_interactive = [name for name in ("input", "json", "no_stream", "echo") if getattr(args, name)]
     if args.interactive and not_interactive:
         raise RequestError(f"--{not_interactive[0].replace('_', '-')} is not possible with --interactive.")
 
 
-def _read_stdin() -> str:
-    if sys.stdin is None:  # the descriptor was closed, as by `<&-`
-        raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
-    if sys.stdin.isatty():
-        say("reading the prompt from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
-    data = sys.stdin.buffer.read()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"stdin is not UTF-8 text: see its byte {error.start}, or convert it first.") from None
+def _given_prompt(args: argparse.Namespace) -> str | None:
+    """The text that the command line has or names; None where it does neither."""
+    if args.prompt_text is not None:
+        return args.prompt_text
+    if args.prompt == [STDIN] or args.file == STDIN:
+        return decoded("stdin", read_stdin())
+    if args.file is not None:
+        return decoded(f"--file {args.file}", read_bytes("--file", args.file, "a text file"))
+    return " ".join(args.prompt) if args.prompt else None
 
 
 def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> None:

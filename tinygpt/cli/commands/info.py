@@ -9,20 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.model_flags import CHECKPOINT
+from tinygpt.cli.model_flags import add_checkpoint, checkpoint_of
 from tinygpt.cli.report import print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from tinygpt.weights.containers.container import StoredTensor
 
+USAGE = "tinygpt info [flags] [CHECKPOINT]"
 SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what would be refused"
 # Bits of an element by its dtype's name, which safetensors writes short where a tensor cannot be a weight.
 BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the report. A checkpoint that would be refused is no failure; CheckpointError where none is found."""
     from tinygpt.weights.open import resolve
 
-    report = describe(resolve(args.checkpoint))
+    report = describe(resolve(checkpoint_of(args)))
     print_json(report) if args.json else _print_text(report)
 
 

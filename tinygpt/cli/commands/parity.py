@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.cli import loading
 from tinygpt.cli.flags import number, whole_number
 from tinygpt.cli.messages import elapsed, say
-from tinygpt.cli.model_flags import CHECKPOINT, add_flag
+from tinygpt.cli.model_flags import add_checkpoint, add_flag, checkpoint_of
 from tinygpt.cli.prompts_file import read_prompts, refuse
 from tinygpt.cli.report import print_fields, print_json, print_table
+from tinygpt.cli.results_file import check_writable
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import thread_count
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tinygpt.evaluation.parity import Difference, Parity
     from tinygpt.llm import LLM
 
+USAGE = "tinygpt parity [flags] [CHECKPOINT]"
 SUMMARY = "compare logits and greedy tokens with transformers, or with a stored golden file"
 # What a logit may differ by: two to four times what it does on the demo model, where the last three reach 0.07, 0.5
 # and 2.1. The standard deviation of a trained model's logits is a few units.
@@ -30,7 +32,7 @@ PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="CHECKPOINT", help=CHECKPOINT)
+    add_checkpoint(parser)
     about_dtype = f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
     add_flag(parser, "dtype", default="float32", help=about_dtype)
     add_flag(parser, "device")
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids)",
     )
     parser.add_argument(
+        "-n",
         "--max-tokens",
         type=whole_number,
         default=32,
@@ -69,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the comparison. TinyGPTError, and so exit code 1, where it is beyond the tolerance."""
+    args.model = checkpoint_of(args)
     _check_flags(args)
     loading.set_thread_pools(args.threads)
     from tinygpt.llm import LLM
@@ -94,8 +98,10 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError(f"--max-tokens is {args.max_tokens} and must be 0 or more.")
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
         raise RequestError(f"--tolerance is {args.tolerance} and must be a number from 0 up.")
-    if args.save_golden is not None and not Path(args.save_golden).absolute().parent.is_dir():
-        raise RequestError(f"the folder of --save-golden {args.save_golden} does not exist: create it first.")
+    if args.golden is not None and not Path(args.golden).is_file():
+        raise RequestError(f"there is no file --golden {args.golden}: give one that --save-golden has written.")
+    if args.save_golden is not None:
+        check_writable("--save-golden", Path(args.save_golden))
 
 
 def _goldens(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":

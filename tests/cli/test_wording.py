@@ -1,0 +1,49 @@
+"""The library's sentences, as the shell and JSON would have them."""
+
+import pytest
+
+from tinygpt import SamplingParams
+from tinygpt.cli.sampling_flags import DEFAULTS, FLAG_OF
+from tinygpt.cli.wording import for_json, for_shell
+from tinygpt.errors import RequestError
+
+
+def refusal(**fields) -> str:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**fields)
+    return str(error.value)
+
+
+def test_nobody_types_none():
+    """Nor Python's quotes, lists and capitals; each field that a flag sets is tried."""
+    for name in FLAG_OF:
+        library = refusal(**{name: object()})
+        assert library.startswith(f"{name}=")
+        sentence = for_shell(library, FLAG_OF)
+        assert sentence.startswith(f"{FLAG_OF[name]} ")
+        assert "None" not in sentence
+        assert "None" not in for_json(library, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("library", "shell", "json"),
+    [
+        ("top_k=-2 is not possible.", "--top-k -2 is not possible.", '"top_k": -2 is not possible.'),
+        ("set overflow='slide'.", "set --overflow slide.", 'set "overflow": "slide".'),
+        ("stop='' is not possible", "--stop '' is not possible", '"stop": "" is not possible'),
+        ("early_stopping=True, and so on", "--early-stopping true, and so on", '"early_stopping": true, and so on'),
+        ("n=2: set max_tokens to 3", "--n 2: set --max-tokens to 3", '"n": 2: set max_tokens to 3'),
+        ("stop_token_ids=[1, 2] is", "--stop-token-ids 1,2 is", '"stop_token_ids": [1, 2] is'),
+        ("seed is 5 and must be 6, or None.", "--seed is 5 and must be 6.", "seed is 5 and must be 6, or null."),
+        ("a seed, a stop, n or more", "a seed, a stop, n or more", "a seed, a stop, n or more"),
+        ("./max_tokens/x and 'top_k'", "./max_tokens/x and 'top_k'", "./max_tokens/x and 'top_k'"),
+        ("max_num_seqs is 5", "max_num_seqs is 5", "max_num_seqs is 5"),
+    ],
+)
+def test_a_sentence_in_three_languages(library, shell, json):
+    assert for_shell(library, FLAG_OF) == shell
+    assert for_json(library, DEFAULTS) == json
+
+
+def test_without_flags_nothing_changes():
+    assert for_shell("top_k=-2, or None", {}) == "top_k=-2, or None"

@@ -1,0 +1,159 @@
+"""argparse, with flags in either spelling, help in two tiers, and advice where it would only refuse."""
+
+import argparse
+import math
+import re
+import shlex
+from collections.abc import Collection, Sequence
+
+from tinygpt.cli.suggestions import is_meant, nearest_flag
+
+_NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
+_MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+): it is ")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one command, or of all.
+
+    every_day: the arguments that --help shows, by the names they have in the parsed namespace; --help-all shows all.
+    None: both show all.
+    """
+
+    def __init__(self, *arguments, every_day: Collection[str] | None = None, **options):
+        super().__init__(
+            *arguments,
+            **options,
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self._every_day = every_day
+        self._words: Sequence[str] = ()
+        self.add_argument("-h", "--help", action=Help, help="show this help and exit")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse does; of a command, whose flags and other arguments may stand in any order."""
+        if self._subparsers is None:
+            self._words = args
+            self._refuse_foreign(args)
+            args = self._flags_first(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str):
+        """End with `message`, put into words where argparse's say little."""
+        if found := _NO_VALUE.match(message):
+            message = f"{message}{self._dash_advice(found['flags'].split('/'))}"
+        super().error(_MALFORMED.sub(r"\g<flag> is ", message))
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> None:
+        """End with what is nearest in meaning, or else in spelling, to each flag that this command does not have."""
+        described = map(self._described, _with_values([word for word in unknown if word != "--"]))
+        self.error(f"unrecognized arguments: {', '.join(described)}; {self._where()}")
+
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
+
+    def fields(self) -> dict[str, str]:
+        """The names under which values are parsed -> their flags."""
+        return {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
+
+    def show_every_day(self) -> None:
+        """Leave the flags of rare days out of the help."""
+        shown = (*(self._every_day or ()), argparse.SUPPRESS)  # the dest of --help and its like
+        rare = [action for action in self._actions if self._every_day and action.dest not in shown]
+        for action in rare:
+            action.help = argparse.SUPPRESS
+        if rare:
+            self.epilog = f"--help-all shows {len(rare)} more flags\n{self.epilog or ''}"
+
+    def _flags_first(self, words: Sequence[str]) -> list[str]:
+        """The same command line in the order that argparse can read: it takes a PROMPT that is in one place."""
+        end = words.index("--") if "--" in words else len(words)
+        flags, others, num_wanted = [], [], 0.0
+        for word in words[:end]:
+            if _is_flag(word):
+                num_wanted = self._num_values(word)
+                flags.append(word)
+            elif num_wanted:
+                num_wanted -= 1
+                flags.append(word)
+            else:
+                others.append(word)
+        others += words[end + 1 :]
+        return [*flags, "--", *others] if others else flags
+
+    def _num_values(self, word: str) -> float:
+        """How many of the words behind a flag are its own."""
+        action = self._option_string_actions.get(word)  # none for an unknown one, nor for --flag=value
+        return 0 if action is None or action.nargs == 0 else 1 if action.nargs is None else math.inf
+
+    def _refuse_foreign(self, words: Sequence[str]) -> None:
+        """llama.cpp's `-ngl 99` is none of our flags, and would be read as `-n gl`."""
+        for i, word in enumerate(words):
+            if re.fullmatch(r"-[a-z]{2,}", word) and is_meant(word, self.flags()):
+                self.refuse_unknown([word, *(value for value in words[i + 1 : i + 2] if not _is_flag(value))])
+
+    def _described(self, words: list[str]) -> str:
+        flag, *values = words
+        if not flag.startswith("-"):
+            return f"{flag}{self._advice_for_a_word(flag)}"
+        nearest = nearest_flag(flag.partition("=")[0], self.flags())
+        if nearest is None:
+            return shlex.join(words)
+        if self._num_values(nearest):  # an unknown flag's value may have been taken for another argument
+            behind = self._words[self._words.index(flag) + 1 :][:1]
+            values = flag.split("=", 1)[1:] or values or [word for word in behind if not _is_flag(word)]
+            nearest = shlex.join([nearest, *values])
+        return f"{shlex.join(words)} (did you mean {nearest}?)"
+
+    def _advice_for_a_word(self, word: str) -> str:
+        takes_model = "--model" in self.flags() and not self._get_positional_actions()
+        return f" (did you mean --model {shlex.quote(word)}?)" if takes_model else ""
+
+    def _where(self) -> str:
+        return f"{'--help-all' if self._every_day else '--help'} lists the flags"
+
+    def _dash_advice(self, flags: list[str]) -> str:
+        """What to write where the value begins with a dash, so that argparse has taken it for a flag."""
+        for flag, word in zip(self._words, self._words[1:], strict=False):
+            if flag in flags and word.startswith("-") and word not in self.flags():
+                return f"; a value that begins with a dash is written {flags[-1]}={shlex.quote(word)}"
+        return ""
+
+
+def hyphenated(words: Sequence[str]) -> list[str]:
+    """Words of a command line with `--max_tokens` as `--max-tokens`; not behind `--`, where no word is a flag."""
+    end = words.index("--") if "--" in words else len(words)
+    return [_FLAG.sub(lambda flag: flag[0].replace("_", "-"), word) for word in words[:end]] + [*words[end:]]
+
+
+_FLAG = re.compile(r"^--[A-Za-z][\w-]*")
+
+
+def _is_flag(word: str) -> bool:
+    """As argparse has it: not "-", a negative number, or a text with a space that begins with a dash."""
+    return re.fullmatch(r"-(?!\d+$|\d*\.\d+$)[^ =]+(=.*)?", word, re.DOTALL) is not None
+
+
+def _with_values(unknown: Sequence[str]) -> list[list[str]]:
+    """A flag together with the words behind it, which argparse leaves over as well."""
+    found: list[list[str]] = []
+    for word in unknown:
+        if found and found[-1][0].startswith("-") and not word.startswith("-"):
+            found[-1].append(word)
+        else:
+            found.append([word])
+    return found
+
+
+class Help(argparse.Action):
+    """Print the help of the tier that is asked for, and exit."""
+
+    def __init__(self, option_strings: Sequence[str], help: str, dest: str = argparse.SUPPRESS):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: Parser, namespace, values, option_string=None):
+        if option_string != "--help-all":
+            parser.show_every_day()
+        parser.print_help()
+        parser.exit()

@@ -1,0 +1,137 @@
+"""What someone means who types the flags and commands of other programs."""
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+
+NEAR = 0.72  # of difflib's ratio, without dashes: max-token is near max-tokens, and prompt is not near soft-prompt
+
+# Our flag, with its value where that is part of the meaning -> how else it is called: by transformers, vLLM, llama.cpp,
+# nanoGPT and OpenAI's scripts.
+MEANT: dict[str, str] = {
+    "--max-tokens": "--n-predict --predict --max-length --max-new-tokens --max-len --length --num-tokens --tokens "
+    "--n-tokens --new-tokens -l -len --num-predict --max-output-tokens --max-completion-tokens --output-len",
+    "--min-tokens": "--min-length --min-new-tokens --min-len",
+    "--temperature": "--temp -temp --t",
+    "--temperature 0": "--greedy --no-sample --no-sampling --no-do-sample --argmax",
+    "--top-k": "--topk -k --k",
+    "--top-p": "--topp --nucleus --p --nucleus-p --top-percent",
+    "--typical-p": "--typical",
+    "--seed": "--random-seed --rng-seed --manual-seed --rng",
+    "--n": "--num-return-sequences --num-samples --nsamples --samples --n-samples --num-outputs --num-sequences",
+    "--num-beams": "--beams --beam-size --beam --beam-width --use-beam-search",
+    "--stop": "--stop-words --stop-sequence --stop-sequences --stop-string --stop-strings --reverse-prompt -r --until "
+    "--eos --end",
+    "--repetition-penalty": "--repeat-penalty --rep-pen --repeat-last-n",
+    "--no-repeat-ngram-size": "--ngram --no-repeat-ngram --ngram-size",
+    "--logit-bias": "--bias",
+    "--logprobs": "--log-probs --logprob --n-probs --top-logprobs --probs --output-scores",
+    "--prompt-lookup-num-tokens": "--lookup --ngram-lookup",
+    "--overflow": "--truncate --truncation --truncation-side --context-shift --truncate-prompt-tokens",
+    "--max-time": "--timeout --time-limit",
+    "--max-model-len": "--ctx-size -c --context-size --context-length --context --ctx --n-ctx --block-size "
+    "--max-position-embeddings --max-seq-len --max-sequence-length --window",
+    "--max-num-seqs": "--batch-size -b --batch --parallel -np --max-batch-size --concurrency",
+    "--batch-sizes": "--batch-size -b --batch --batches --bs",
+    "--prompt-lengths": "--n-prompt --input-len --prompt-length --prompt-tokens",
+    "--new-tokens": "--n-gen --max-tokens --output-len --n-predict --max-new-tokens",
+    "--repetitions": "-r --repeat --runs --reps --iterations --num-iters --trials",
+    "--model": "--checkpoint --model-path --model-name --model-id --model-name-or-path --ckpt --pretrained --path "
+    "--repo --repo-id --hf-repo -hf -hfr --weights --model-dir --tokenizer",
+    "--random": "--shape --config --model-size",
+    "--dtype": "--precision --quantization --quantize --quant --torch-dtype --type --weights-dtype --outtype "
+    "--compute-type",
+    "--dtype int8": "--load-in-8bit --int8 --8bit",
+    "--dtype int4": "--load-in-4bit --int4 --4bit",
+    "--dtype bfloat16": "--half --bf16 --fp16 --float16",
+    "--kv-cache-dtype": "--cache-type-k --cache-type-v -ctk -ctv --kv-dtype --cache-dtype",
+    "--threads": "--num-threads --n-threads --nthreads --cpu-threads --cpus --cores -j --threads-batch -tb "
+    "--intra-op-threads",
+    "--device cuda": "--gpu --cuda --n-gpu-layers -ngl --gpu-layers --gpus --use-gpu",
+    "--device cpu": "--cpu --no-cuda --no-gpu",
+    "--lora": "--adapter --peft --lora-path --enable-lora --lora-modules",
+    "--soft-prompt": "--prompt-tuning --p-tuning --prefix-tuning",
+    "--draft-model": "--draft --model-draft -md --speculative-model --assistant-model",
+    "--num-speculative-tokens": "--draft-max --draft-n --num-assistant-tokens",
+    "--prompt": "--text --instruction --question --start --init-text --prefix",
+    "--file": "--prompt-file --text-file --binary-file",
+    "--input": "--infile --in-file --input-file --prompts --prompts-file --dataset --jsonl --in",
+    "--output": "--out --outfile --out-file -o --output-file --save --write --out-dir --export",
+    "--json": "--output-json --as-json --format --output-format",
+    "--format": "--output-format --table --markdown --csv",
+    "--interactive": "--chat --conversation -cnv -i --repl --instruct",
+    "--echo": "--include-prompt --return-full-text --display-prompt",
+    "--no-stream": "--stream --no-streaming",
+    "--no-special-tokens": "--split-special-tokens --no-special --ignore-special-tokens --skip-special-tokens",
+    "--debug": "--verbose -v --log --trace --traceback",
+    "--help-all": "--help-more --full-help --usage",
+    "--calibrate": "--calibration --calibration-data --imatrix --calib",
+    "--smooth": "--alpha --smoothquant",
+    "--compare": "--diff --baseline",
+    "--plot": "--graph --chart --figure --picture",
+    "--limit": "--max-samples --num-rows --rows",
+    "--stride": "--ppl-stride --overlap",
+    "--tolerance": "--atol --tol --rtol",
+    "--golden": "--reference --expected",
+}
+# Our command, with a flag where that is part of the meaning -> how else it is called.
+COMMANDS_MEANT: dict[str, str] = {
+    "generate": "run complete completion completions sample text continue write infer inference cli prompt main",
+    "generate --interactive": "chat repl interactive shell session conversation",
+    "generate --input": "batch run-batch",
+    "convert": "quantize quantise pack export save",
+    "warmup": "compile build cache",
+    "bench": "benchmark llama-bench speed perf profile throughput latency",
+    "eval": "evaluate evaluation lm-eval lm_eval test-quality",
+    "eval ppl": "perplexity ppl",
+    "eval lambada": "lambada",
+    "info": "show inspect describe list ls config ps model download pull",
+    "doctor": "check diagnose system env collect-env collect_env status",
+    "parity": "compare verify test validate diff",
+    "--version": "version",
+    "--help": "commands usage man",
+}
+
+
+def nearest_flag(unknown: str, flags: Collection[str]) -> str | None:
+    """The one of `flags`, perhaps with a value, that is nearest to `unknown` in meaning, or else in spelling."""
+    return _nearest(unknown, flags, _meant_of(flags))
+
+
+def is_meant(unknown: str, flags: Collection[str]) -> bool:
+    """Whether `unknown` is another name for one of `flags`."""
+    return unknown in _meant_of(flags)
+
+
+def nearest_command(unknown: str, commands: Collection[str]) -> str | None:
+    """As `nearest_flag`, of commands."""
+    meant = {other: command for command, others in COMMANDS_MEANT.items() for other in others.split()}
+    return _nearest(unknown.strip().lower(), commands, meant)
+
+
+def nearest_field(unknown: str, fields: Collection[str]) -> str | None:
+    """As `nearest_flag`, of the names that fields of a record have."""
+    flags = {_flag(field): field for field in fields}
+    nearest = nearest_flag(_flag(unknown), flags)
+    return None if nearest is None else flags[nearest.split()[0]]
+
+
+def _meant_of(flags: Collection[str]) -> dict[str, str]:
+    """Another name -> the one of `flags` that it stands for."""
+    return {other: flag for flag, others in MEANT.items() if flag.split()[0] in flags for other in others.split()}
+
+
+def _flag(field: str) -> str:
+    return f"--{field.lower().replace('_', '-')}"
+
+
+def _nearest(unknown: str, names: Collection[str], meant: Mapping[str, str]) -> str | None:
+    """`meant`: another name -> the one of `names` that it stands for."""
+    if unknown in meant:
+        return meant[unknown]
+    word = unknown.lstrip("-")
+    longer = [name for name in names if name.lstrip("-").startswith(word)] if len(word) > 2 else []
+    if len(longer) == 1:
+        return longer[0]
+    known = {name.lstrip("-"): name for name in (*meant, *names) if len(name.lstrip("-")) > 2}
+    nearest = get_close_matches(word, known, n=1, cutoff=NEAR)
+    return meant.get(known[nearest[0]], known[nearest[0]]) if nearest else None

@@ -1,0 +1,57 @@
+"""Sentences of the library in the words of the shell, and of JSON: it names fields, which users of both know otherwise.
+
+A sentence names a field and its value as Python does, `top_k=-2`, or as "max_tokens is 600", and what else it may be
+ends in "or None".
+"""
+
+import re
+from collections.abc import Collection, Mapping
+
+from tinygpt.errors import RequestError
+
+
+class Worded(RequestError):
+    """One whose sentence is in the words of those who read it already."""
+
+
+_NONE = re.compile(r"[,;]? or None\b")
+_VALUE = r"(?:'[^']*'|\[[^\[\]()]*\]|[^\s,;:)]*[^\s,;:).])"
+
+
+def for_shell(sentence: str, flags: Mapping[str, str]) -> str:
+    """The sentence with flags; `flags` maps the names of fields to them. `top_k=-2` is `--top-k -2`."""
+    if not flags:
+        return sentence
+    assigned = re.compile(rf"(?<![\w./'\"-])({_any_of(flags)})=({_VALUE})")
+    sentence = assigned.sub(lambda found: f"{flags[found[1]]} {_typed(found[2])}", _NONE.sub("", sentence))
+    # A name in two words is a name wherever it stands; "seed" is one only where something is said of its value.
+    compound = re.compile(rf"(?<![\w./'\"-])({_any_of(n for n in flags if '_' in n)})(?![\w/'\"-]|\.\w)")
+    simple = re.compile(rf"(?<![\w./'\"-])({_any_of(n for n in flags if '_' not in n)})(?= is \S+ (?:and|in|of|is)\b)")
+    for pattern in (compound, simple):
+        sentence = pattern.sub(lambda found: flags[found[1]], sentence)
+    return sentence
+
+
+def for_json(sentence: str, names: Collection[str]) -> str:
+    """The sentence as one who writes JSON would have it; `names` are those of fields. `top_k=-2` is `"top_k": -2`."""
+    assigned = re.compile(rf"(?<![\w./'\"-])({_any_of(names)})=({_VALUE})")
+    sentence = assigned.sub(lambda found: f'"{found[1]}": {_as_json(found[2])}', sentence)
+    return sentence.replace(" None", " null").replace("True or False", "true or false").replace("a dict ", "an object ")
+
+
+def _any_of(names: Collection[str]) -> str:
+    return "|".join(sorted(map(re.escape, names), key=len, reverse=True)) or r"(?!)"
+
+
+def _typed(value: str) -> str:
+    """A value as one types it: without what Python puts around it."""
+    if value in ("True", "False"):
+        return value.lower()
+    if value.startswith("["):
+        return value[1:-1].replace(", ", ",")
+    return value[1:-1] if re.fullmatch(r"'[\w.]+'", value) else value
+
+
+def _as_json(value: str) -> str:
+    words = {"True": "true", "False": "false", "None": "null"}
+    return words.get(value, f'"{value[1:-1]}"' if value.startswith("'") else value)
