@@ -13,8 +13,9 @@ from tinygpt.bench import measure, plan
 from tinygpt.bench.presets import rerun
 from tinygpt.bench.sweep import run_case
 from tinygpt.cli import main as cli
+from tinygpt.cli import results_file
 from tinygpt.cli.results_file import check_writable
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, TinyGPTError
 
 
 @pytest.fixture
@@ -37,7 +38,10 @@ def test_the_command_prints_a_table(no_limits, capsys):
 def test_the_command_writes_records(no_limits, capsys, tmp_path):
     file = tmp_path / "records.json"
     assert cli.main([*QUICK.split(), "--json", "--dtype", "float32,int8", "--output", str(file)]) == 0
-    assert capsys.readouterr().out == ""
+    out, err = capsys.readouterr()
+    assert out.startswith("| model | dtype |")  # the table is shown as well
+    assert out.count("| random:tiny |") == 8
+    assert f"the results are in {file}" in err
     found = json.loads(file.read_text(encoding="utf-8"))
     assert [(r["dtype"], r["batch_size"], r["n_prompt"], r["n_gen"], r["n_depth"]) for r in found] == [
         (dtype, size, *counts) for dtype in ("float32", "int8") for size in (1, 2) for counts in ((4, 0, 0), (0, 3, 4))
@@ -49,6 +53,42 @@ def test_the_command_writes_records(no_limits, capsys, tmp_path):
     out = capsys.readouterr().out
     assert out.count("random:tiny, float32, threads 1, batch ") == 4
     assert out.count("+0.0%") >= 8
+
+
+def test_a_terminal_has_aligned_columns(no_limits, capsys, monkeypatch):
+    printed = []
+    for is_terminal, flags in ((False, []), (True, []), (True, ["--format", "md"]), (False, ["--format", "text"])):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+            assert cli.main([*QUICK.split(), *flags]) == 0
+        printed.append(capsys.readouterr().out.split()[0])
+    assert printed == ["|", "model", "|", "model"]
+
+
+def test_a_file_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    """Also behind a link, and where only the file may be written to."""
+    file, link = tmp_path / "a.json", tmp_path / "link.json"
+    file.write_text("old")
+    link.symlink_to(file)
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", fail)
+        with pytest.raises(TinyGPTError, match="could not be written"):
+            results_file.write("new", link)
+    assert file.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "link.json"]
+    results_file.write("new", link)
+    assert (file.read_text(), link.is_symlink()) == ("new\n", True)
+
+    def refuse(path, data):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tinygpt.weights.stored.whole_file.replace_whole", refuse)
+    results_file.write("newer", file)
+    assert file.read_text() == "newer\n"
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
@@ -63,6 +103,7 @@ def test_the_commands_other_formats(no_limits, capsys, form):
     [
         ("--prompt-lengths 500 --new-tokens 13", "take 513 positions and demo has 512"),
         ("--new-tokens 1", "must give 2 or more"),
+        ("--random 125m", "--random is '125m' and must be one of tiny, 124M"),
         ("--random 125M", "--random is '125M' and must be one of tiny, 124M, 355M, 774M, 1.5B."),
         ("--random random:124M", "--random is 'random:124M' and must be one of tiny, 124M"),
         ("--preset cpu-study --random x", "--random is 'x' and must be one of tiny, 124M"),
@@ -115,10 +156,10 @@ def test_what_is_impossible_is_refused_before_any_work(arguments, message, capsy
     ("arguments", "message"),
     [
         ("--preset no-such-study", "--preset: invalid choice: 'no-such-study'"),
-        ("--threads one", "--threads: it is 'one' and must be a whole number, or several separated by commas"),
+        ("--threads one", "--threads is 'one' and must be a whole number, or several separated by commas"),
         ("--random 124M --model demo", "--model"),
-        ("--dtype float32,", "--dtype: it is 'float32,' and must be one of auto, float32, bfloat16, int8, int4, or"),
-        ("--dtype float32,half", "--dtype: it is 'float32,half' and must be"),
+        ("--dtype float32,", "--dtype is 'float32,' and must be one of auto, float32, bfloat16, int8, int4, or"),
+        ("--dtype float32,half", "--dtype is 'half', a precision that is not here"),
     ],
 )
 def test_malformed_flags_end_with_the_usage(arguments, message, capsys):

@@ -182,6 +182,17 @@ def test_markdown_of_a_comparison():
     assert "--compare OLD NEW OLD NEW OLD NEW OLD NEW." in text
     assert "- only in the old file: demo, int8, threads 2, batch 1, pp512" in text
     assert "- the files are not from one machine: A CPU, Another CPU" in text
+    assert "- other machine: " in text
+    assert not any(f"- {word}" in text for word in ("faster", "beyond", "machine changed", "not in turns", "too few"))
+
+
+def test_a_comparison_in_turns_explains_its_own_words():
+    old, new = turns(10, 11, 10, 11), turns(12, 13, 12, 13, first=1)
+    text = to_markdown(compare(old, new))
+    assert "- faster, slower: in files measured in turns" in text
+    assert "other machine" not in text
+    assert "Two files of different times" not in text
+    assert "- too few: mere chance" in to_markdown(compare(old[:2], new[:2]))
 
 
 def test_records_of_a_comparison():
@@ -250,7 +261,7 @@ def test_the_command(tmp_path, capsys):
         (tmp_path / name).write_text(json.dumps([record(*samples)]))
     files = [str(tmp_path / name) for name in ("old", "new")]
     assert cli.main(["bench", "--compare", *files]) == 0
-    assert "| 3.0 | 8.0 | +166.7% |" in capsys.readouterr().out
+    assert "| 3.000 | 8.000 | +166.7% |" in capsys.readouterr().out
     assert cli.main(["bench", "--json", "--compare", *files]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["verdict"] == BEYOND

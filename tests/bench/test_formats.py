@@ -13,7 +13,7 @@ from support.bench_records import (
     generation_record,
     prompt_record,
 )
-from tinygpt.bench.formats import COLUMNS, FORMATS, to_markdown
+from tinygpt.bench.formats import COLUMNS, FORMATS, aligned, significant, table, to_markdown
 
 
 @pytest.fixture
@@ -46,10 +46,63 @@ def test_markdown_has_a_row_for_each_record(records):
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, rule, *rows)]
     assert {len(row) for row in cells} == {len(COLUMNS)}
     assert cells[0] == list(COLUMNS)
-    assert cells[2][:7] == ["tiny", "float32", "2", "4", "pp3", "6000000.0 (3000000.0 to 12000000.0)", "0.000"]
+    assert cells[2][:7] == ["tiny", "float32", "2", "4", "pp3", "6000000 (3000000 to 12000000)", "0.0001667"]
     assert cells[2][-1] == "5"
     assert cells[3][4] == "tg6 @ d3"
     assert cells[3][7] == cells[3][-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.012345, "0.01235"),
+        (1, "1.000"),
+        (12.345678, "12.35"),
+        (999.96, "1000.0"),
+        (1234.5, "1234"),
+        (123456.7, "123457"),
+        (-3.14159, "-3.142"),
+        (0, "0"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_four_significant_digits(number, text):
+    assert significant(number) == text
+
+
+def test_a_terminal_has_columns_without_bars():
+    rows = [["a", "1.5", ""], ["bcd", "22.5", "x y"], ["", "", ""]]
+    markdown = table(["name", "n", "last"], rows, ["n"])
+    assert aligned(f"# title\n\n{markdown}\n\n- note | with a bar").split("\n") == [
+        "# title",
+        "",
+        "name     n  last",
+        "a      1.5",
+        "bcd   22.5  x y",
+        "",
+        "",
+        "- note | with a bar",
+    ]
+
+
+def test_text_is_the_markdown_without_its_bars(records):
+    text, markdown = FORMATS["text"](records), to_markdown(records)
+    assert "|" not in text
+    assert text.split() == [word for word in markdown.split() if word.strip("|-:") or word == "-"]
+    ends = [line.index("ms/token") + len("ms/token") for line in text.splitlines()[:1]]
+    assert all(line[ends[0] - 1] != " " and line[ends[0]] == " " for line in text.splitlines()[:3])
+
+
+def test_only_what_occurs_is_explained(records):
+    reading, generating = to_markdown(records[:1]), to_markdown(records[1:])
+    assert "pp reads a prompt" in reading
+    assert "first token: from" in reading
+    assert "tg" not in reading.split("\n\n")[1]
+    assert "tg generates after" in generating
+    assert "KV cache" in generating
+    assert "pp" not in generating.split("\n\n")[1]
+    both = to_markdown(records)
+    assert all(words in both for words in ("pp reads", "tg generates", "first token: from", "KV cache"))
 
 
 def test_a_single_run_is_no_median(records):

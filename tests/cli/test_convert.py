@@ -476,3 +476,10 @@ def test_two_kinds_of_weights_in_one_folder_are_refused(tiny_int8, source):
     shutil.copy(source / "model.safetensors", tiny_int8)
     with pytest.raises(CheckpointError, match="holds both"):
         PackedCheckpoint.open(tiny_int8)
+
+
+@pytest.mark.parametrize("given", ["DST -m demo", "--model demo DST", "demo --threads 1 DST", "-t 1 demo DST"])
+def test_the_source_may_be_given_as_everywhere(tmp_path, given):
+    target = str(tmp_path / "int8")
+    assert cli.main(["convert", *given.replace("DST", target).split()]) == 0
+    assert cli.main(["info", "--model", target]) == 0

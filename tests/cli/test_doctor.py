@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from support import tiny_checkpoint
 from support.paths import ROOT
 from tinygpt.cli import main as cli
 from tinygpt.cli.commands import doctor
@@ -51,6 +52,18 @@ def test_kernels_follow_the_features(monkeypatch):
     assert doctor._kernels()["bfloat16"].startswith("AVX2, ")
     monkeypatch.setattr(jit, "has_feature", lambda name: False)
     assert "slow" in doctor._kernels()["int8"]
+
+
+def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", n_head=3)
+    for given in (["demo"], ["--model", "demo"], ["-m", str(folder)]):
+        assert cli.main(["doctor", "--json", *given]) == 0
+        found = json.loads(capsys.readouterr().out)["checkpoint"]
+        assert cli.main(["info", "--json", given[-1]]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert found == {name: told[name] for name in ("path", "sha256", "converted_to", "refused")}
+        assert bool(found["refused"]) == (given[0] == "-m")
 
 
 def test_the_cache(report):

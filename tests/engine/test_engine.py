@@ -463,7 +463,7 @@ def test_too_many_tokens_are_refused_with_the_three_numbers(llm):
 def test_max_model_len(tiny_folder):
     with LLM(str(tiny_folder), max_model_len=4) as llm:
         lowered = r"max_model_len is 4 \(the model has 6 positions, and it can be raised to that\)"
-        with pytest.raises(RequestError, match=f"{lowered}: ask for at most 2 new tokens"):
+        with pytest.raises(RequestError, match=f"{lowered}: .* to at most 1 token, or set max_tokens to at most 2, or"):
             llm.generate([1, 2], SamplingParams(max_tokens=3))
         with pytest.raises(RequestError, match=f"{lowered}: shorten the prompt to at most 3 tokens"):
             llm.generate([1] * 4, SamplingParams(max_tokens=1))

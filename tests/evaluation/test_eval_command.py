@@ -241,12 +241,30 @@ def test_ppl_prints_a_row_for_each_dtype(run, text_file):
     assert [row[0] for row in rows] == ["float32", "int8"]
     with LLM("demo", max_model_len=32) as llm:
         expected = perplexity(llm, text_file.read_text(encoding="utf-8"), 16)
-    assert rows[0][3] == f"{expected.token_perplexity:.4f}"
+    assert rows[0][3] == f"{expected.token_perplexity:.4g}"
     assert rows[0][3] != rows[1][3]
     assert float(rows[1][3]) == pytest.approx(expected.token_perplexity, rel=0.05)
     assert (head[4], rows[0][4]) == ("change", "+0.000%")
     change = float(rows[1][3]) / float(rows[0][3]) - 1
-    assert float(rows[1][4].rstrip("%")) == pytest.approx(100 * change, abs=1e-3)
+    assert float(rows[1][4].rstrip("%")) == pytest.approx(100 * change, abs=0.1)  # of four digits
+
+
+def test_one_dtype_has_not_changed(run, text_file, rows_file):
+    for task, file in (("ppl", text_file), ("lambada", rows_file)):
+        code, out, _ = run(task, file)
+        assert code == 0
+        assert "change" not in out
+        assert "change" in json.loads(run(task, file, "--json")[1].splitlines()[0])  # a field that programs may read
+
+
+def test_a_terminal_has_aligned_columns(run, text_file, monkeypatch):
+    tables = {"md": run("ppl", text_file)[1], "text": run("ppl", text_file, "--format", "TEXT")[1]}
+    assert tables["md"].startswith("| dtype |")
+    assert tables["text"].startswith("dtype ")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run("ppl", text_file)[1] == tables["text"]
+    assert run("ppl", text_file, "--format", "md")[1] == tables["md"]
+    assert run("ppl", text_file, "--format", "jsonl")[1] == run("ppl", text_file, "--json")[1]
 
 
 def test_json_holds_all_that_was_found(run, text_file):
@@ -284,7 +302,7 @@ def test_an_unknown_dtype_is_malformed(text_file, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["eval", "ppl", str(text_file), "--dtype", "float32,float8"])
     assert ended.value.code == 2
-    assert "--dtype: it is 'float32,float8' and must be one of auto, float32" in capsys.readouterr().err
+    assert "--dtype is 'float32,float8' and must be one of auto, float32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -297,6 +315,8 @@ def test_an_unknown_dtype_is_malformed(text_file, capsys):
         (["ppl", "MISSING"], "cannot be read"),
         (["ppl", "EMPTY"], "is empty"),
         (["ppl", "BYTES"], "is not UTF-8 (byte 1)"),
+        (["ppl", "UTF16"], "is UTF-16 text and must be UTF-8"),
+        (["ppl", "TEXT", "--json", "--format", "md"], "--json is --format jsonl and --format is md"),
         (["ppl", "TEXT", "--stride", "0"], "stride is 0"),
         (["ppl", "TEXT", "--stride", "9999"], "stride is 9999"),
     ],
@@ -305,7 +325,8 @@ def test_the_impossible_is_a_sentence(run, tmp_path, text_file, rows_file, argum
     (tmp_path / "empty").write_bytes(b" \n")
     (tmp_path / "bytes").write_bytes(b"a\xff")
     files = {"TEXT": text_file, "ROWS": rows_file, "MISSING": tmp_path / "missing"}
-    files |= {"EMPTY": tmp_path / "empty", "BYTES": tmp_path / "bytes"}
+    (tmp_path / "utf16").write_bytes("Once upon a time".encode("utf-16"))
+    files |= {"UTF16": tmp_path / "utf16", "EMPTY": tmp_path / "empty", "BYTES": tmp_path / "bytes"}
     code, out, err = run(*(files.get(argument, argument) for argument in arguments))
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1  # nothing before it

@@ -1,10 +1,11 @@
 """More tokens than positions: what is refused, cut, dropped, and what a window slides over."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tinygpt import LLM, SamplingParams
@@ -31,6 +32,49 @@ def busy(request):
 
 
 # --- refuse, clamp, truncate
+
+
+@given(
+    num_virtual=st.integers(0, 4),
+    num_own=st.integers(1, 14),
+    max_tokens=st.integers(1, 14),
+    overflow=st.sampled_from(["refuse", "clamp", "truncate"]),
+    prompt_logprobs=st.sampled_from([None, 0]),
+)
+def test_each_way_out_is_enough_by_itself(num_virtual, num_own, max_tokens, overflow, prompt_logprobs):
+    assume(overflow != "truncate" or prompt_logprobs is None)  # which want all of the prompt
+    params = SamplingParams(max_tokens=max_tokens, overflow=overflow, prompt_logprobs=prompt_logprobs)
+
+    def attempt(num_own: int, **changes) -> None:
+        fit([-1] * num_virtual + [5] * num_own, replace(params, **changes), 8, 8)
+
+    try:
+        attempt(num_own)
+    except RequestError as error:
+        sentence = str(error)
+    else:
+        return
+    ways = sentence.partition("the model has 8 positions: ")[2].rstrip(".").split(", or ")
+    for way in ways:
+        words = way.split()
+        if way.startswith("shorten the prompt to at most"):
+            assert 0 < int(words[6]) < num_own
+            attempt(int(words[6]))
+            with pytest.raises(RequestError):
+                attempt(int(words[6]) + 1, overflow="clamp" if overflow == "clamp" else "refuse")
+        elif way.startswith("set max_tokens to at most"):
+            attempt(num_own, max_tokens=int(words[5]))
+            with pytest.raises(RequestError):
+                attempt(num_own, max_tokens=int(words[5]) + 1, overflow="refuse")
+        elif way.startswith("set overflow="):
+            assert overflow == "refuse"
+            attempt(num_own, overflow=way.split("'")[1])
+        else:
+            assert ways == ["shorten the prompt and max_tokens to at most 8 together"]
+            with pytest.raises(RequestError):  # neither is enough by itself
+                attempt(1, overflow="refuse")
+            with pytest.raises(RequestError):
+                attempt(num_own, max_tokens=1, overflow="refuse")
 
 
 def test_refuse_is_the_default(llm):
@@ -102,7 +146,7 @@ def test_a_soft_prompt_stays(overflow):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stride": 4}, "stride=4 is for overflow='slide', and overflow='refuse'"),
+        ({"stride": 4}, "stride=4 is for overflow='slide': set that too"),
         ({"overflow": "slide", "stride": 0}, "stride=0 is not possible"),
         ({"overflow": "slide", "num_beams": 2}, "num_beams=2 is not possible with overflow='slide'"),
         ({"overflow": "ring"}, "overflow='ring' is not possible"),

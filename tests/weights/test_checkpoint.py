@@ -15,7 +15,7 @@ from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.architectures.gpt2 import canonical_name, is_ignored, is_transposed
 from tinygpt.weights.containers.mapped_file import MappedFile
-from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.open import DEMO, open_checkpoint
 
 if HAS_TRANSFORMERS:
     import torch
@@ -337,6 +337,11 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
     write_config(nested / "checkpoint-5")
     (nested / "tf_model.h5").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
+    many = tmp_path / "many"
+    for i in range(1, 41):
+        (many / f"c{i}").mkdir(parents=True)
+        if i <= 15:
+            write_config(many / f"c{i}")
     config_only = tmp_path / "config_only"
     config_only.mkdir()
     write_config(config_only)
@@ -350,6 +355,7 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
         tmp_path / ("long" * 100): "cannot be read|There is no folder",  # as pathlib has it
         tmp_path / "empty": "it is empty",
         nested: r"it holds checkpoint-5/, tf_model\.h5\. Its subfolders checkpoint-5 look like checkpoints",
+        many: r"of the 40 files and folders in it none is config\.json\. Its subfolders c1, c10, c11, 12 more look",
         config_only: r"holds no weights \(it holds config\.json\)",
         "": "must be 'demo'",
         3: "must be 'demo'",
@@ -357,6 +363,15 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
     }.items():
         with pytest.raises(CheckpointError, match=sentence):
             open_checkpoint(model)
+
+
+def test_the_demo_is_found_however_it_is_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "Demo", "DEMO", "demo ", " demo"):
+        assert open_checkpoint(name).path == DEMO
+    write_checkpoint(tmp_path / "Demo")
+    assert open_checkpoint("Demo").path.resolve() == tmp_path / "Demo"
+    assert open_checkpoint("demo").path == DEMO
 
 
 @pytest.mark.parametrize(

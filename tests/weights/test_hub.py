@@ -132,7 +132,9 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
         assert "asks for consent to its terms" in error("owner/tiny")
         assert "nor a Hub id such as" in error("white space")
         assert "owner/none on the Hub has no config.json" in error("owner/none")
-        assert "HF_HUB_OFFLINE forbids downloads" in error("owner/other", HF_HUB_OFFLINE="1")
+        offline = error("owner/other", HF_HUB_OFFLINE="1")
+        assert offline.startswith("'owner/other' is no local folder; on the Hub it is not looked for")
+        assert "HF_HUB_OFFLINE forbids downloads" in offline
     assert "cannot be reached" in error("owner/other")
 
 

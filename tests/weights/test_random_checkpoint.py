@@ -35,7 +35,7 @@ def test_shapes_have_as_many_parameters_as_gpt2(shape, count):
 
 def test_tensors_are_the_same_bits_in_any_order(checkpoint):
     there = {name: checkpoint.tensor(name) for name in checkpoint.stored}
-    again = open_checkpoint("random:tiny")
+    again = open_checkpoint("random:TINY")
     for name in reversed(again.stored):
         np.testing.assert_array_equal(again.tensor(name), there[name], err_msg=name)
 

@@ -171,17 +171,19 @@ def check_length(
     total = num_prompt_tokens + params.max_tokens
     if total <= max_model_len:
         return
+    size = f"{num_prompt_tokens} token{'s' * (num_prompt_tokens > 1)}"
     virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
     raise RequestError(
-        f"the prompt has {num_prompt_tokens} tokens{virtual} and max_tokens is {params.max_tokens}, together {total}, "
-        f"but {describe_positions(max_model_len, n_positions)}: "
+        f"the prompt has {size}{virtual} and max_tokens is {params.max_tokens}, together {total}, but "
+        f"{describe_positions(max_model_len, n_positions)}: "
         f"{_ways_to_fit(num_prompt_tokens, params, max_model_len, num_virtual)}."
     )
 
 
 def _ways_to_fit(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, num_virtual: int) -> str:
     """Each of them is enough by itself."""
-    left, room = max_model_len - num_prompt_tokens, max_model_len - params.max_tokens - num_virtual
+    left = max_model_len - num_prompt_tokens
+    room = max_model_len - (1 if params.overflow == "clamp" else params.max_tokens) - num_virtual
     ways = []
     if room > 0:
         others = " beside the soft prompt's" if num_virtual else ""
