@@ -319,8 +319,7 @@ def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]
 def _describe_unknown(unknown: list[str], names: list[str]) -> str:
     hints = {name: get_close_matches(name, names, n=1) for name in unknown}
     listed = [f"{name!r}" + (f" (did you mean {hint[0]!r}?)" if hint else "") for name, hint in hints.items()]
-    known = "" if all(hints.values()) else f"; the fields are {', '.join(names)}"
-    return f"unknown sampling field {', '.join(listed)}{known}."
+    return f"unknown sampling field {', '.join(listed)}; the fields are {', '.join(names)}."
 
 
 def _seed(value) -> int | None:

@@ -115,7 +115,7 @@ def test_truncate_leaves_a_token(llm):
         llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE - 1, overflow="truncate"))[0].num_truncated_tokens
         == 39
     )
-    with pytest.raises(RequestError, match="the prompt has 1 tokens and max_tokens is 24"):
+    with pytest.raises(RequestError, match="the prompt has 1 token and max_tokens is 24"):
         llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE, overflow="truncate"))
 
 
