@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> None:
     params = sampling.params_of(args, soft_prompt=soft_prompt)
     if params.guidance is not None:
         check_grammar(*params.guidance)
+    _note_backslashes(args)
     if args.input is not None:
         run_batch(args, params)
     elif args.interactive:
@@ -116,6 +117,14 @@ def _check_combination(args: argparse.Namespace) -> None:
     not_interactive = [name for name in ("input", "json", "no_stream", "echo") if getattr(args, name)]
     if args.interactive and not_interactive:
         raise RequestError(f"--{not_interactive[0].replace('_', '-')} is not possible with --interactive.")
+
+
+def _note_backslashes(args: argparse.Namespace) -> None:
+    """A typed \\n stays two characters, where llama.cpp makes an end of line of it."""
+    typed = {"PROMPT": args.prompt, "--prompt": [args.prompt_text or ""], "--stop": args.stop or ()}
+    for name, texts in typed.items():
+        if any("\\n" in text for text in texts):
+            say(f"{name} holds a backslash and an n, as they were typed: for an end of line, type $'\\n'")
 
 
 def _given_prompt(args: argparse.Namespace) -> str | None:
