@@ -1,6 +1,5 @@
 """The file behind --input: one prompt a line, all of them checked before any work."""
 
-import codecs
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
     data = read_bytes("--input", path, "a JSONL file")
     check_is_not_utf_16(f"--input {path}", data)
     records, problems = {}, {}
-    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+    for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         try:

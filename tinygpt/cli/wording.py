@@ -5,7 +5,7 @@ ends in "or None".
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 from tinygpt.errors import RequestError
 
@@ -15,6 +15,8 @@ class Worded(RequestError):
 
 
 _NONE = re.compile(r"[,;]? or None\b")
+_JSON = {"True": "true", "False": "false", "None": "null", "a dict": "an object"}
+_PYTHON = re.compile(r"\b(?:True|False|None|a dict)\b")
 _VALUE = r"(?:'[^']*'|\[[^\[\]()]*\]|[^\s,;:)]*[^\s,;:).])"
 
 
@@ -24,22 +26,24 @@ def for_shell(sentence: str, flags: Mapping[str, str]) -> str:
         return sentence
     assigned = re.compile(rf"(?<![\w./'\"-])({_any_of(flags)})=({_VALUE})")
     sentence = assigned.sub(lambda found: f"{flags[found[1]]} {_typed(found[2])}", _NONE.sub("", sentence))
-    # A name in two words is a name wherever it stands; "seed" is one only where something is said of its value.
+    # A name in two words is a name wherever it stands; "seed" is one only where a sentence begins with its value.
     compound = re.compile(rf"(?<![\w./'\"-])({_any_of(n for n in flags if '_' in n)})(?![\w/'\"-]|\.\w)")
-    simple = re.compile(rf"(?<![\w./'\"-])({_any_of(n for n in flags if '_' not in n)})(?= is \S+ (?:and|in|of|is)\b)")
+    simple = re.compile(
+        rf"(?:^|(?<=; )|(?<=and ))({_any_of(n for n in flags if '_' not in n)})(?= is \S+ (?:and|in)\b)"
+    )
     for pattern in (compound, simple):
         sentence = pattern.sub(lambda found: flags[found[1]], sentence)
     return sentence
 
 
-def for_json(sentence: str, names: Collection[str]) -> str:
+def for_json(sentence: str, names: Iterable[str]) -> str:
     """The sentence as one who writes JSON would have it; `names` are those of fields. `top_k=-2` is `"top_k": -2`."""
     assigned = re.compile(rf"(?<![\w./'\"-])({_any_of(names)})=({_VALUE})")
     sentence = assigned.sub(lambda found: f'"{found[1]}": {_as_json(found[2])}', sentence)
-    return sentence.replace(" None", " null").replace("True or False", "true or false").replace("a dict ", "an object ")
+    return _PYTHON.sub(lambda found: _JSON[found[0]], sentence)
 
 
-def _any_of(names: Collection[str]) -> str:
+def _any_of(names: Iterable[str]) -> str:
     return "|".join(sorted(map(re.escape, names), key=len, reverse=True)) or r"(?!)"
 
 
@@ -53,5 +57,4 @@ def _typed(value: str) -> str:
 
 
 def _as_json(value: str) -> str:
-    words = {"True": "true", "False": "false", "None": "null"}
-    return words.get(value, f'"{value[1:-1]}"' if value.startswith("'") else value)
+    return f'"{value[1:-1]}"' if value.startswith("'") else value
