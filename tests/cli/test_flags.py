@@ -121,6 +121,10 @@ FLAGS = {
         "prompt_lookup_num_tokens": 3,
         "max_matching_ngram_size": 1,
     },
+    "--guided-choice yes --guided-choice no": {"guided_choice": ["yes", "no"]},
+    "--guided-regex [a-z]+": {"guided_regex": "[a-z]+"},
+    '--guided-json {"type":"integer"}': {"guided_json": {"type": "integer"}},
+    "--guided-grammar start:/a+/": {"guided_grammar": "start:/a+/"},
     "--overflow slide --stride 9": {"overflow": "slide", "stride": 9},
     "--logprobs 2 --prompt-logprobs 1 --logprobs-mode processed": {
         "logprobs": 2,
