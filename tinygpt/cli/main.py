@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import tinygpt
-from tinygpt.cli.commands import bench, convert, doctor, generate, info, parity, warmup
+from tinygpt.cli.commands import bench, convert, doctor, generate, info, parity, serve, warmup
 from tinygpt.cli.commands import eval as evaluate
 from tinygpt.cli.compile_notice import compiling_shown
 from tinygpt.cli.messages import log_shown
@@ -20,6 +20,7 @@ from tinygpt.errors import RequestError, TinyGPTError
 
 COMMANDS = {
     "generate": generate,
+    "serve": serve,
     "convert": convert,
     "warmup": warmup,
     "bench": bench,

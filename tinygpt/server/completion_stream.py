@@ -1,0 +1,116 @@
+"""CompletionStream: a completion as events, one for each token."""
+
+import json
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+from tinygpt.errors import TinyGPTError
+from tinygpt.outputs import StreamChunk
+from tinygpt.server.completion_job import CompletionJob
+from tinygpt.server.completion_logprobs import TokenLogprobs
+from tinygpt.server.errors import error_body
+from tinygpt.server.generation import Generation, PromptChunk
+from tinygpt.server.protocol.completions import CompletionChoice, StreamOptions
+
+OBFUSCATED_SIZE = 64  # bytes: events are as long as multiples of it
+
+
+class CompletionStream:
+    """The events of one job, which may be read once."""
+
+    def __init__(self, job: CompletionJob, generation: Generation):
+        self._job, self._generation = job, generation
+        self._options = job.form.stream_options or StreamOptions()
+        self._arrays = [job.logprob_arrays() for _ in range(job.num_choices)]
+        self._has_begun = [False] * job.num_choices
+        self._echoes = [None if self._waits_for_echo else [] for _ in job.prompts]  # what the engine found of each
+        self._num_tokens = 0
+        # What is the same in every event is written once.
+        head, _, tail = _compact({**job.head, "choices": ["?"]}).partition('"?"')
+        self._head, self._tail = f"data: {head}", f"{tail}\n\n"
+        self._is_plain = not (job.form.echo or job.form.return_token_ids or job.form.logprobs is not None)
+        self._is_plain &= not (self._options.continuous_usage_stats or self._options.include_obfuscation)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Each piece holds an event for every token that has come meanwhile."""
+        waiting: list[PromptChunk] = []
+        try:
+            async for items in self._generation.chunks():
+                waiting += items
+                ready, waiting = self._sort(waiting)
+                events = "".join(self._event(*item) for item in ready)
+                if events:
+                    yield events.encode()
+            if self._options.include_usage:
+                yield self._dump({"choices": [], "usage": self._usage()}).encode()
+        except TinyGPTError as error:  # the status has long been sent
+            yield f"data: {_compact(error_body(500, str(error)))}\n\n".encode()
+
+    @property
+    def _waits_for_echo(self) -> bool:
+        return bool(self._job.form.echo) and self._job.form.logprobs is not None
+
+    def _sort(self, items: Iterable[PromptChunk]) -> tuple[list[PromptChunk], list[PromptChunk]]:
+        """Chunks that can be written, and those of samples that wait for what the first one finds of the prompt."""
+        ready, waiting = [], []
+        for item in items:
+            i, chunk = item
+            if chunk is None:
+                continue
+            if chunk.prompt_logprobs is not None:
+                self._echoes[i] = chunk.prompt_logprobs
+                ready += [early for early in waiting if early.prompt_index == i]
+                waiting = [other for other in waiting if other.prompt_index != i]
+            (waiting if self._echoes[i] is None else ready).append(item)
+        return ready, waiting
+
+    def _event(self, i: int, chunk: StreamChunk) -> str:
+        index = i * self._job.params.n + chunk.index
+        self._num_tokens += chunk.token_id is not None
+        if self._is_plain and chunk.finish_reason is None:
+            if not chunk.text:
+                return ""
+            choice = f'{{"index":{index},"text":{json.dumps(chunk.text)},"logprobs":null,"finish_reason":null}}'
+            return self._head + choice + self._tail
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        choice = self._choice(i, index, chunk, is_first)
+        reply: dict[str, Any] = {"choices": [choice.model_dump(exclude_unset=True)]}
+        if self._options.continuous_usage_stats:
+            reply["usage"] = self._usage()
+        return self._dump(reply)
+
+    def _choice(self, i: int, index: int, chunk: StreamChunk, is_first: bool) -> CompletionChoice:
+        is_echoed = is_first and self._job.form.echo
+        arrays = self._arrays[index]
+        ids = {}
+        if self._job.form.return_token_ids:
+            ids["token_ids"] = [] if chunk.token_id is None else [chunk.token_id]
+            if is_first:
+                ids["prompt_token_ids"] = self._job.prompts[i].token_ids
+        return CompletionChoice(
+            index=index,
+            text=(self._job.prompt_text(i) if is_echoed else "") + chunk.text,
+            logprobs=None if arrays is None else arrays.add(self._tokens(i, chunk, is_echoed)),
+            finish_reason=chunk.finish_reason,
+            **ids,
+        )
+
+    def _tokens(self, i: int, chunk: StreamChunk, is_echoed: bool) -> Iterator[TokenLogprobs]:
+        if is_echoed:
+            yield from self._job.echoed_tokens(i, self._echoes[i])
+        if chunk.logprobs is not None:
+            yield TokenLogprobs(chunk.token_id, chunk.logprobs)
+
+    def _usage(self) -> dict[str, Any]:
+        return self._job.usage(self._num_tokens).model_dump()
+
+    def _dump(self, reply: dict[str, Any]) -> str:
+        event = f"data: {_compact(self._job.head | reply)}\n\n"
+        if not self._options.include_obfuscation:
+            return event
+        padding = "x" * (-len(event + ',"obfuscation":""') % OBFUSCATED_SIZE)
+        return f'{event[:-3]},"obfuscation":"{padding}"}}\n\n'
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,20 @@
+"""ServerConfig: what the operator of a server decides, beside the model and its engine."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """served_model_names: what clients may call the model; the first is what replies say.
+    api_keys: one of them must come with each request; none: no key is asked for.
+    allowed_hosts: names that a request's Host header may have; None is any.
+    allowed_origins: web pages from elsewhere that may read replies.
+    max_body_bytes, max_logprobs: the largest of each that a request may have.
+    """
+
+    served_model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: frozenset[str] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 4 * 2**20
+    max_logprobs: int = 20

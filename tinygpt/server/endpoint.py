@@ -1,0 +1,91 @@
+"""Endpoint: one route: its body is read and checked, and all work for it ends when its client leaves."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tinygpt.errors import TinyGPTError
+from tinygpt.server.errors import ApiError, from_engine, from_validation
+
+BODY_SECONDS = 30.0  # that a body may take to arrive
+
+Form = TypeVar("Form", bound=BaseModel)
+
+
+class Endpoint(Generic[Form]):
+    """An ASGI app. `handle(request, form)` answers a body that is a valid `form`."""
+
+    def __init__(self, form: type[Form], handle: Callable[[Request, Form], Awaitable[Response]], max_body_bytes: int):
+        self._form, self._handle, self._max_body_bytes = form, handle, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        with suppress(ClientDisconnect):
+            body = await read_body(request, self._max_body_bytes)
+            try:
+                form = self._form.model_validate_json(body)
+            except ValidationError as error:
+                raise from_validation(error) from None
+            await while_connected(receive, self._answer(request, form, scope, receive, send))
+
+    async def _answer(self, request: Request, form: Form, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._handle(request, form)
+        except TinyGPTError as error:
+            raise from_engine(error) from None
+        await response(scope, receive, send)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The JSON that a request carries; ApiError if it is none, too much or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"Content-Type is {kind!r} and must be application/json.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    try:
+        return await asyncio.wait_for(_collect(request, limit), BODY_SECONDS)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise ApiError(
+            408, f"the body did not arrive within {BODY_SECONDS:g} s.", headers={"connection": "close"}
+        ) from None
+
+
+async def _collect(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise _too_large(limit)
+    return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the body is longer than the {limit} bytes that this server reads: send less at a time."
+    return ApiError(413, message, headers={"connection": "close"})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, and cancel it when the client leaves. Nothing but `receive` tells that: `send` never raises."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+    if not working.cancelled():
+        working.result()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

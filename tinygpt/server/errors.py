@@ -1,0 +1,74 @@
+"""Refusals in the shape that OpenAI's clients read, whatever has refused."""
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from tinygpt.errors import QueueFullError, TinyGPTError
+
+# What a client's retries should do: its library retries these statuses unless it is told that waiting will not help.
+RETRIED = {408, 409, 429, 500, 503}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class ApiError(Exception):
+    """A request is refused with this status. param: the field that is wrong; code: a word that programs can compare."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, str(self), self.param, self.code)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def from_engine(error: TinyGPTError) -> ApiError:
+    """What the engine refuses. Its sentences about a field begin with the field's name."""
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
+    field = re.match(r"([a-z_]+)(?==| is | holds )", str(error))
+    return ApiError(400, str(error), param=field[1] if field else None)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None)
+
+
+async def answer_api_error(request: Request, error: ApiError) -> JSONResponse:
+    retried = {} if error.status in RETRIED else {"x-should-retry": "false"}
+    return JSONResponse(error.body, error.status, headers={**retried, **error.headers})
+
+
+async def answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    return JSONResponse(error_body(error.status_code, error.detail), error.status_code, headers=error.headers)
+
+
+async def answer_bug(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse(error_body(500, "internal error: the server's log says more."), 500)

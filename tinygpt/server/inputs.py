@@ -1,0 +1,64 @@
+"""From a request's prompts to the engine's, and how much may follow them."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from tinygpt.request.prompts import Prompt
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.errors import ApiError
+from tinygpt.server.state import ServerState
+
+LONG_TEXT = 8192  # characters: to encode more keeps the loop waiting for milliseconds
+DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
+
+
+def prompt_list(given: Any) -> list[str | list[int]]:
+    """One text, one list of ids or a list of these, always as a list of prompts."""
+    if given is None or isinstance(given, str):
+        return [given or ""]
+    return [given] if isinstance(given[0], int) else given
+
+
+async def read_prompts(
+    state: ServerState,
+    given: Sequence[str | list[int]],
+    split_special_tokens: bool | None = None,
+    cache_salt: str | None = None,
+) -> list[Prompt]:
+    """Encoded and checked; long texts in another thread.
+
+    split_special_tokens: None is True: nobody here knows who has written a text.
+    """
+    is_split = True if split_special_tokens is None else split_special_tokens
+
+    def read() -> list[Prompt]:
+        return [state.llm.read_prompt(_salted(prompt, cache_salt), is_split) for prompt in given]
+
+    length = sum(len(prompt) for prompt in given if isinstance(prompt, str))
+    return read() if length <= LONG_TEXT else await asyncio.to_thread(read)
+
+
+def default_max_tokens(state: ServerState, prompts: Sequence[Prompt], most: int | None = DEFAULT_MAX_TOKENS) -> int:
+    """What fits behind the longest prompt, and no more than `most`; 1 where nothing does, to be refused."""
+    room = state.llm.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
+    return max(room if most is None else min(most, room), 1)
+
+
+def check_context(state: ServerState, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    """Refuse what does not fit, with the numbers; what `overflow` allows is left to the engine."""
+    if params.overflow != "refuse":
+        return
+    longest, limit = max(len(prompt.token_ids) for prompt in prompts), state.llm.max_model_len
+    if longest + params.max_tokens > limit:
+        raise ApiError(
+            400,
+            f"this model's context has {limit} tokens, and {longest + params.max_tokens} were asked for: {longest} in "
+            f"the prompt and {params.max_tokens} to generate. Shorten the prompt or lower max_tokens.",
+            param="prompt" if longest >= limit else "max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+def _salted(prompt: str | list[int], cache_salt: str | None) -> Any:
+    return prompt if cache_salt is None else {"prompt": prompt, "cache_salt": cache_salt}

@@ -1,0 +1,36 @@
+"""TokenNames: how a reply spells a token, as OpenAI's does."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from tinygpt.tokenizer.tokenizer import Tokenizer
+
+
+class TokenNames:
+    """A token's text, or its bytes where these are no text by themselves, so that no two tokens of GPT-2 share a name.
+
+    tokenizer: None for a checkpoint that has none: tokens are named by their ids, as `token_id:17`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self.name = lru_cache(maxsize=100_000)(self._name)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+    def _name(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return name_by_id(token_id)
+        token_bytes = self.bytes_of(token_id)
+        try:
+            return token_bytes.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+
+def name_by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+Namer = Callable[[int], str]
