@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.model_flags import llm_arguments
 from tinygpt.hardware.threads import thread_count
@@ -32,8 +32,10 @@ COMPILE_DRAW = "import sys; sys.path[:] = {}; from tinygpt.cli import loading; l
 PATIENCE = 60  # seconds for which it may keep this one waiting
 
 
-def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "tuple[LLM, float]":
+def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None], **more: Any) -> "tuple[LLM, float]":
     """Load the model that the flags choose, its kernels compiled; and in how many seconds, compiling left out.
+
+    more: arguments of LLM that are no model flags.
 
     `check` is called with the loaded model to raise what is impossible about the request, before the kernels of
     a step compile: the first run with a dtype does that, and it takes seconds.
@@ -46,7 +48,7 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None]) -> "tuple
 
     is_cpu = args.device == "cpu"
     with clock.watching(), _draw_compiled_meanwhile(args) if is_cpu else nullcontext():
-        llm = LLM(**llm_arguments(args))
+        llm = LLM(**llm_arguments(args), **more)
         check(llm)
         if is_cpu:
             _compile_kernels(llm, args.kv_cache_dtype)

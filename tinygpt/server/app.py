@@ -4,19 +4,35 @@ import time
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from tinygpt.llm import LLM
+from tinygpt.server.access import AccessLog
 from tinygpt.server.config import ServerConfig
 from tinygpt.server.errors import ApiError, answer_api_error, answer_bug, answer_http_error
-from tinygpt.server.routes import completions, health, models, page
+from tinygpt.server.routes import all_routes
+from tinygpt.server.security import HostCheck, KeyCheck
 from tinygpt.server.state import ServerState
 
 
 def create_app(llm: LLM, config: ServerConfig) -> Starlette:
     """An app for any ASGI server. The LLM is its owner's to close."""
     state = ServerState(llm, config, int(time.time()))
+    routes = all_routes(state)
+    paths = frozenset(route.path for route in routes)
+    middleware = [Middleware(AccessLog, state.metrics, paths)]
+    if config.allowed_hosts is not None:
+        middleware.append(Middleware(HostCheck, config.allowed_hosts))
+    if config.allowed_origins:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    if config.api_keys:
+        middleware.append(Middleware(KeyCheck, config.api_keys))
     app = Starlette(
-        routes=[*completions.routes(state), *models.routes(state), *health.routes(state), *page.routes()],
+        routes=routes,
+        middleware=middleware,
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error, Exception: answer_bug},
     )
     app.state.server = state

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tinygpt.server.chat.template import ChatTemplate
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -10,6 +12,7 @@ class ServerConfig:
     allowed_hosts: names that a request's Host header may have; None is any.
     allowed_origins: web pages from elsewhere that may read replies.
     max_body_bytes, max_logprobs: the largest of each that a request may have.
+    chat_template: how messages become a prompt; None: this model has no way for it.
     """
 
     served_model_names: tuple[str, ...]
@@ -18,3 +21,4 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
     max_logprobs: int = 20
+    chat_template: ChatTemplate | None = None

@@ -31,7 +31,7 @@ class Endpoint(Generic[Form]):
             try:
                 form = self._form.model_validate_json(body)
             except ValidationError as error:
-                raise from_validation(error) from None
+                raise from_validation(error, self._form) from None
             await while_connected(receive, self._answer(request, form, scope, receive, send))
 
     async def _answer(self, request: Request, form: Form, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Generation: all that one HTTP request has the engine generate: several prompts, each with its samples."""
+"""Generation: all that one HTTP request has the engine do: several prompts, each with its samples."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,24 +11,28 @@ from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.errors import ApiError
 from tinygpt.server.mailbox import Inbox, Mailbox
 
 
 class PromptChunk(NamedTuple):
-    """A chunk of one of several prompts; None where it has ended."""
+    """A chunk of one of several prompts; None where that prompt has ended."""
 
     prompt_index: int
     chunk: StreamChunk | None
 
 
 class Generation:
-    """Submitted at once and cancelled at once; `cancel` may be called at any time, and frees every slot by the next
-    step."""
+    """What is submitted together, and ends together. For the event loop alone.
+
+    `cancel` may come at any time, and frees every slot by the next step.
+    """
 
     def __init__(self, llm: LLM, mailbox: Mailbox):
         self._llm, self._mailbox = llm, mailbox
         self._inbox = Inbox()
         self._futures: list[Future[RequestOutput]] = []
+        self._reason: ApiError | None = None  # why the server has stopped it
 
     def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], is_streamed: bool = False) -> None:
         """Have all requests run, or none: raises what LLM.submit raises."""
@@ -44,9 +48,14 @@ class Generation:
             for i, future in enumerate(self._futures):
                 future.add_done_callback(lambda _, i=i: self._post(i, None))
 
-    async def outputs(self) -> list[RequestOutput]:
+    async def run(self, requests: Sequence[tuple[Prompt, SamplingParams]]) -> list[RequestOutput]:
+        """Submit them, and wait for what becomes of each. The first error of any of them ends all."""
+        self.submit(requests)
         try:
-            return await asyncio.gather(*map(asyncio.wrap_future, self._futures))
+            return await asyncio.gather(*map(asyncio.wrap_future, self._futures[-len(requests) :]))
+        except asyncio.CancelledError:
+            self._raise_reason()
+            raise
         finally:
             self.cancel()
 
@@ -58,6 +67,7 @@ class Generation:
                 items = await self._inbox.take()
                 num_running -= sum(item.chunk is None for item in items)
                 yield items
+            self._raise_reason()
             for future in self._futures:
                 future.result()  # or the error that ended it
         finally:
@@ -67,8 +77,26 @@ class Generation:
         for future in self._futures:
             future.cancel()
 
+    def stop(self, reason: ApiError) -> None:
+        """Cancel it, and have whoever waits for it be told why."""
+        self._reason = reason
+        self.cancel()
+
+    def finished(self) -> list[RequestOutput]:
+        """What has come to an end by itself so far."""
+        ended = (future for future in self._futures if future.done() and not future.cancelled())
+        return [future.result() for future in ended if future.exception() is None]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.finished()) == len(self._futures)
+
     def _post(self, prompt_index: int, chunk: StreamChunk | None) -> None:
         self._mailbox.post(self._inbox, PromptChunk(prompt_index, chunk))
+
+    def _raise_reason(self) -> None:
+        if self._reason is not None:
+            raise self._reason
 
     def _check_size(self, requests: Sequence[tuple[Prompt, SamplingParams]]) -> None:
         """What no queue will ever have room for must not be tried again."""

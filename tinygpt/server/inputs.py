@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from tinygpt.errors import TinyGPTError
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.errors import ApiError
@@ -25,8 +26,9 @@ async def read_prompts(
     given: Sequence[str | list[int]],
     split_special_tokens: bool | None = None,
     cache_salt: str | None = None,
+    field: str = "prompt",
 ) -> list[Prompt]:
-    """Encoded and checked; long texts in another thread.
+    """Encoded and checked; long texts in another thread. field: what the request calls them.
 
     split_special_tokens: None is True: nobody here knows who has written a text.
     """
@@ -36,7 +38,10 @@ async def read_prompts(
         return [state.llm.read_prompt(_salted(prompt, cache_salt), is_split) for prompt in given]
 
     length = sum(len(prompt) for prompt in given if isinstance(prompt, str))
-    return read() if length <= LONG_TEXT else await asyncio.to_thread(read)
+    try:
+        return read() if length <= LONG_TEXT else await asyncio.to_thread(read)
+    except TinyGPTError as error:
+        raise ApiError(400, str(error), field) from None
 
 
 def default_max_tokens(state: ServerState, prompts: Sequence[Prompt], most: int | None = DEFAULT_MAX_TOKENS) -> int:
@@ -45,16 +50,16 @@ def default_max_tokens(state: ServerState, prompts: Sequence[Prompt], most: int 
     return max(room if most is None else min(most, room), 1)
 
 
-def check_context(state: ServerState, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+def check_context(state: ServerState, prompts: Sequence[Prompt], params: SamplingParams, max_tokens: int) -> None:
     """Refuse what does not fit, with the numbers; what `overflow` allows is left to the engine."""
     if params.overflow != "refuse":
         return
     longest, limit = max(len(prompt.token_ids) for prompt in prompts), state.llm.max_model_len
-    if longest + params.max_tokens > limit:
+    if longest + max_tokens > limit:
         raise ApiError(
             400,
-            f"this model's context has {limit} tokens, and {longest + params.max_tokens} were asked for: {longest} in "
-            f"the prompt and {params.max_tokens} to generate. Shorten the prompt or lower max_tokens.",
+            f"this model's context has {limit} tokens, and {longest + max_tokens} were asked for: {longest} in the "
+            f"prompt and {max_tokens} to generate. Shorten the prompt or lower max_tokens.",
             param="prompt" if longest >= limit else "max_tokens",
             code="context_length_exceeded",
         )

@@ -1,13 +1,79 @@
-"""Serving an app from this process: uvicorn, until a signal ends it."""
+"""Serving an app from this process: uvicorn, until a signal ends it, and what is running has ended."""
 
+import asyncio
+import os
+import signal
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
+from tinygpt.server.connection import Connection
+from tinygpt.server.errors import ApiError
+from tinygpt.server.state import ServerState
 
-def serve(app: Starlette, listener: socket.socket) -> None:
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+KEEP_ALIVE_SECONDS = 30
+FLUSH_SECONDS = 2.0  # that clients have to read why their streams have ended
+
+
+def serve(app: Starlette, listener: socket.socket, drain_seconds: float, on_start: Callable[[], None]) -> None:
+    """Answer until SIGTERM or Ctrl-C, then take no new work, and return when what runs has ended.
+
+    drain_seconds: after which it is ended, each stream with an event that says so. A second signal ends the process at
+    once. on_start: called when the first request can come.
+    """
     config = uvicorn.Config(
-        app, http="h11", log_level="warning", access_log=False, timeout_keep_alive=30, lifespan="off"
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    Server(config, app.state.server, drain_seconds, on_start).run(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which would cut streams off without a word, and end by the signal that it got."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float, on_start: Callable[[], None]):
+        super().__init__(config)
+        self._state, self._drain_seconds, self._on_start = state, drain_seconds, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._on_start()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        is_main = threading.current_thread() is threading.main_thread()  # no other may have handlers
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS if is_main}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        self._state.drain()
+        self._loop.call_later(self._drain_seconds, self._state.stop_all, _shutting_down())
+        self._loop.call_later(self._drain_seconds + FLUSH_SECONDS, partial(setattr, self, "force_exit", True))
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server was shut down before this was finished: ask again.", code="shutting_down")

@@ -1,30 +1,37 @@
 """ServerState: what all requests share."""
 
 import asyncio
-from dataclasses import dataclass
+import math
 from functools import cached_property
+from weakref import WeakSet
+
+from starlette.requests import Request
 
 import tinygpt
 from tinygpt.errors import CheckpointError
 from tinygpt.llm import LLM
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.config import ServerConfig
 from tinygpt.server.errors import ApiError
 from tinygpt.server.generation import Generation
 from tinygpt.server.mailbox import Mailbox
+from tinygpt.server.metrics import Metrics
+from tinygpt.server.record import record_of
 from tinygpt.server.token_names import TokenNames
+from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
-@dataclass
 class ServerState:
     """is_draining: no new work is taken, and what runs may finish."""
 
-    llm: LLM
-    config: ServerConfig
-    started: int
-    is_draining: bool = False
-    _first_logprobs: dict[int, float] | None = None
+    def __init__(self, llm: LLM, config: ServerConfig, started: int):
+        self.llm, self.config, self.started = llm, config, started
+        self.metrics = Metrics(llm, self.model_name)
+        self.is_draining = False
+        self._generations: WeakSet[Generation] = WeakSet()
+        self._first_logprobs: dict[int, float] | None = None
 
     @property
     def model_name(self) -> str:
@@ -41,11 +48,34 @@ class ServerState:
         return Mailbox(asyncio.get_running_loop())
 
     @cached_property
-    def token_names(self) -> TokenNames:
+    def tokenizer(self) -> Tokenizer | None:
         try:
-            return TokenNames(self.llm.tokenizer)
+            return self.llm.tokenizer
         except CheckpointError:
-            return TokenNames(None)
+            return None
+
+    @cached_property
+    def token_names(self) -> TokenNames:
+        return TokenNames(self.tokenizer)
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self.config.chat_template
+
+    @property
+    def max_waiting(self) -> float:
+        """Requests of one kind that may wait."""
+        max_queue = self.llm.engine.engine_config.max_queue
+        return math.inf if max_queue is None else max_queue
+
+    def encode(self, text: str) -> list[int]:
+        """A text of a client's, apart from its prompt. Special tokens in it are plain text."""
+        return self.llm.tokenizer.encode(text, split_special_tokens=True)
+
+    def new_generation(self, request: Request) -> Generation:
+        generation = self._new_generation()
+        record_of(request).generations.append(generation)
+        return generation
 
     async def first_logprobs(self) -> dict[int, float] | None:
         """Log probabilities of all tokens behind BOS alone, the most probable first; None: there is no BOS.
@@ -55,16 +85,18 @@ class ServerState:
         """
         bos = self.llm.config.bos_token_id
         if self._first_logprobs is None and bos is not None:
-            generation = self.new_generation()
-            generation.submit([(Prompt(None, [bos, bos]), SamplingParams(max_tokens=1, prompt_logprobs=-1))])
-            [output] = await generation.outputs()
+            wanted = SamplingParams(max_tokens=1, prompt_logprobs=-1)
+            [output] = await self._new_generation().run([(Prompt(None, [bos, bos]), wanted)])
             self._first_logprobs = output.prompt_logprobs[1]
         return self._first_logprobs
 
-    def new_generation(self) -> Generation:
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down: try again later.", headers={"retry-after": "1"})
-        return Generation(self.llm, self.mailbox)
+    def drain(self) -> None:
+        self.is_draining = True
+
+    def stop_all(self, reason: ApiError) -> None:
+        """End what is still running, and have each client be told why."""
+        for generation in list(self._generations):
+            generation.stop(reason)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.served_model_names:
@@ -72,3 +104,23 @@ class ServerState:
             raise ApiError(
                 404, f"the model {name!r} does not exist: this server has {there}.", "model", "model_not_found"
             )
+
+    def check_num_logprobs(self, field: str, count: int | None) -> None:
+        if count is not None and count > self.config.max_logprobs:
+            raise ApiError(400, f"{field} is {count}, and this server gives at most {self.config.max_logprobs}.", field)
+
+    def check_added_tokens(self, add_special_tokens: bool | None) -> None:
+        """GPT-2's tokenizer adds no tokens to a text, so both answers mean the same; others' cannot be told not to."""
+        if add_special_tokens is False and self.tokenizer is not None and self.encode(""):
+            raise ApiError(
+                400,
+                "add_special_tokens is false, and this model's tokenizer puts tokens around each text: give token ids.",
+                "add_special_tokens",
+            )
+
+    def _new_generation(self) -> Generation:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down: try again later.", headers={"retry-after": "1"})
+        generation = Generation(self.llm, self.mailbox)
+        self._generations.add(generation)
+        return generation

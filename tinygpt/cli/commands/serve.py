@@ -1,38 +1,141 @@
 """`python -m tinygpt serve`: the engine over HTTP, for OpenAI's and vLLM's clients."""
 
 import argparse
+import os
+from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading, model_flags
-from tinygpt.cli.flags import whole_number
+from tinygpt.cli.flags import number, whole_number
 from tinygpt.cli.messages import say
 from tinygpt.errors import CheckpointError, RequestError
 
+if TYPE_CHECKING:
+    from tinygpt.llm import LLM
+    from tinygpt.server.config import ServerConfig
+
 SUMMARY = "answer OpenAI's and vLLM's clients over HTTP"
+KEY_VARIABLE = "TINYGPT_API_KEY"
+LOG_FORMATS = ("text", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_flags.add_group(parser, [name for name in model_flags.FLAGS if name != "split_special_tokens"])
+    # Who has written the texts that come, nobody here knows: special tokens in them are plain text.
     parser.set_defaults(split_special_tokens=True, temperature=1.0)
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="(default: %(default)s)")
-    group.add_argument("--port", type=whole_number, default=8000, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="(default: --model)")
+    group = model_flags.add_group(parser, [name for name in model_flags.FLAGS if name != "split_special_tokens"])
+    group.add_argument(
+        "--max-queue",
+        type=whole_number,
+        default=512,
+        metavar="N",
+        help="samples that may wait; more are refused with status 429 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cache-salt",
+        metavar="TEXT",
+        help="salt of prompts without their own: only those of one salt share what they begin with (default: none)",
+    )
+    _add_server_flags(parser.add_argument_group("server"))
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="(default: %(default)s, this machine)")
+    group.add_argument("--port", type=whole_number, default=8000, metavar="N", help="0 is any (default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"what clients must send; several may be given. Others see it in the list of processes, but not in the "
+        f"variable {KEY_VARIABLE}, which is taken where the flag is absent (default: none)",
+    )
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="what clients may call the model (default: --model)"
+    )
+    group.add_argument(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names that requests may be sent to; * is any (default: this machine's where --host is, any elsewhere)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="web pages from elsewhere that may read replies (default: none)",
+    )
+    group.add_argument(
+        "--max-logprobs",
+        type=whole_number,
+        default=20,
+        metavar="N",
+        help="log probabilities of a token that a request may ask for (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=number,
+        default=30.0,
+        metavar="S",
+        help="how long what runs may go on after SIGTERM or Ctrl-C (default: %(default)g)",
+    )
+    group.add_argument(
+        "--log-format", choices=LOG_FORMATS, default="text", help="of the log on stderr (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     try:
         from tinygpt.server.app import create_app
-        from tinygpt.server.config import ServerConfig
         from tinygpt.server.listen import listen, url_of
+        from tinygpt.server.logs import configure_logging
         from tinygpt.server.serve import serve
     except ImportError as error:
         raise RequestError(f'serve needs {error.name}, which comes with: pip install "tinygpt[serve]".') from None
-    listener = listen(args.host, args.port)
-    try:
-        llm = loading.load_llm(args, lambda llm: None)
-    except CheckpointError as error:
-        raise RequestError(str(error)) from error
-    with llm:
-        app = create_app(llm, ServerConfig(tuple(args.served_model_name or [args.model])))
-        say(f"serving {args.model} on {url_of(listener)}")
-        serve(app, listener)
+    _check(args)
+    with listen(args.host, args.port) as listener:
+        configure_logging(args.log_format)
+        url = url_of(listener)
+        try:
+            with _load(args) as llm:
+                app = create_app(llm, _server_config(args, llm))
+                serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
+        except CheckpointError as error:  # nothing has been served: exit code 2
+            raise RequestError(str(error)) from error
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 <= args.port < 2**16:
+        raise RequestError(f"--port is {args.port} and must be from 0 to {2**16 - 1}.")
+    if not 0 <= args.drain_seconds < float("inf"):
+        raise RequestError(f"--drain-seconds is {args.drain_seconds:g} and must be 0 or more.")
+    if args.max_logprobs < 0:
+        raise RequestError(f"--max-logprobs is {args.max_logprobs} and must be 0 or more.")
+    if not all(_keys(args)):
+        raise RequestError("an --api-key is empty: give each some characters, or leave the flag out.")
+
+
+def _load(args: argparse.Namespace) -> "LLM":
+    return loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
+
+
+def _server_config(args: argparse.Namespace, llm: "LLM") -> "ServerConfig":
+    from tinygpt.server.chat.template import ChatTemplate
+    from tinygpt.server.config import ServerConfig
+    from tinygpt.server.security import LOOPBACK
+
+    keys, is_local = _keys(args), args.host in LOOPBACK
+    hosts = frozenset(map(str.lower, args.allowed_hosts)) if args.allowed_hosts else LOOPBACK if is_local else {"*"}
+    if not is_local and not keys:
+        say(f"whoever reaches {args.host} may use this server: there is no --api-key")
+    return ServerConfig(
+        served_model_names=tuple(args.served_model_name or [args.model]),
+        api_keys=keys,
+        allowed_hosts=None if "*" in hosts else frozenset(hosts),
+        allowed_origins=tuple(args.allowed_origins),
+        max_logprobs=args.max_logprobs,
+        chat_template=ChatTemplate.from_folder(llm.checkpoint_path),
+    )
+
+
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    given = os.environ.get(KEY_VARIABLE)
+    return tuple(args.api_key or ([given] if given else []))

@@ -1,39 +1,33 @@
 """/v1/completions: OpenAI's fields, and vLLM's."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from tinygpt.server.protocol.common import StreamOptions, Usage
 from tinygpt.server.protocol.fields import (
     MAX_PROMPTS,
     BestOf,
     Count,
     ModelName,
     NumLogprobs,
-    Strict,
     Text,
     TokenIds,
 )
 from tinygpt.server.protocol.sampling import SamplingFields
 
 
-class StreamOptions(Strict):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-
-
 class CompletionRequest(SamplingFields):
-    """prompt: null or "" starts at the BOS token."""
+    """A prompt that is null or empty starts at the BOS token."""
 
-    model: ModelName
+    model: ModelName | None = None
     prompt: (
         str
         | TokenIds
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
         | None
-    ) = None
+    ) = Field(None, description=f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either")
     best_of: BestOf | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
@@ -43,15 +37,10 @@ class CompletionRequest(SamplingFields):
     suffix: str | None = None
     user: str | None = None
     split_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
     cache_salt: Text | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
 
 
 class Logprobs(BaseModel):
@@ -61,7 +50,15 @@ class Logprobs(BaseModel):
     text_offset: list[int]
 
 
+class TokenLogprob(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class CompletionChoice(BaseModel):
+    """The last three are there where they are asked for, and prompt_logprobs are vLLM's: id -> what it is."""
+
     index: int
     text: str
     logprobs: Logprobs | None = None
@@ -69,6 +66,7 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
 
 
 class Completion(BaseModel):

@@ -14,9 +14,9 @@ MAX_PROMPTS = 256  # of one request
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields, and values of another type: "3" is no number and 1 is not true."""
+    """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def whole(value: Any) -> Any:
@@ -33,7 +33,6 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole]
 Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 # Named, so that the schema has one place each that says what this server's model knows: openapi.py fills them in.
 TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=MAX_INT), _Whole])

@@ -10,7 +10,6 @@ from tinygpt.server.protocol.fields import (
     Bias,
     Count,
     CountOrAll,
-    Finite,
     NumLogprobs,
     Penalty,
     Positive,
@@ -37,7 +36,7 @@ class SamplingFields(Strict):
     """The fields of SamplingParams that can be sent, by their names there, which are OpenAI's and vLLM's."""
 
     n: Samples | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
     top_k: CountOrAll | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -49,27 +48,29 @@ class SamplingFields(Strict):
     top_p_min: Share | None = None
     top_p_reset_ids: TokenIds | None = None
     seed: Seed | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+        None, description=f"a text or a list of up to {MAX_STOP_STRINGS} texts, none of them empty"
+    )
     stop_token_ids: list[TokenId] | None = None
-    eos_token_id: TokenId | TokenIds | None = None
+    eos_token_id: TokenId | TokenIds | None = Field(None, description="a token id or a list of them")
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     include_stop_str_in_output: bool | None = None
-    max_time: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_time: Annotated[float, Field(gt=0)] | None = None
     repetition_detection: RepetitionDetectionFields | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     no_repeat_ngram_size: Count | None = None
     logit_bias: dict[str, Bias] | None = None
-    bad_words: Text | list[Text] | None = None
+    bad_words: Text | list[Text] | None = Field(None, description="a text or a list of texts, none of them empty")
     bad_words_ids: list[TokenIds] | None = None
     allowed_token_ids: TokenIds | None = None
     suppress_tokens: list[TokenId] | None = None
     use_beam_search: bool | None = None
     num_beams: Annotated[int, Field(ge=1, le=1000)] | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    early_stopping: bool | Literal["never"] | None = None
+    early_stopping: bool | Literal["never"] | None = Field(None, description='true, false or "never"')
     num_beam_groups: Annotated[int, Field(ge=1, le=1000)] | None = None
     diversity_penalty: Annotated[float, Field(ge=0, le=1e6)] | None = None
     prompt_lookup_num_tokens: Count | None = None
@@ -99,7 +100,7 @@ def _seed(seed: int | None) -> int | None:
     return None if seed in (None, -1) else seed % 2**64
 
 
-def _biases(given: Mapping[str, Finite], encode: Callable[[str], list[int]]) -> dict[int, float]:
+def _biases(given: Mapping[str, float], encode: Callable[[str], list[int]]) -> dict[int, float]:
     """A key is a token id in decimal, or else a text, all of whose tokens are meant."""
     found: dict[int, float] = {}
     for key, bias in given.items():

@@ -1,1 +1,19 @@
-"""The answers: a module for each group of paths, which reads a checked request, asks the engine and writes the reply."""
+"""The answers: a module for each group of paths, which checks, asks the engine and replies."""
+
+from starlette.routing import Route
+
+from tinygpt.server.routes import chat, completions, embeddings, health, models, openapi, page, tokens
+from tinygpt.server.state import ServerState
+
+
+def all_routes(state: ServerState) -> list[Route]:
+    return [
+        *page.routes(),
+        *completions.routes(state),
+        *chat.routes(state),
+        *embeddings.routes(state),
+        *models.routes(state),
+        *tokens.routes(state),
+        *health.routes(state),
+        *openapi.routes(state),
+    ]

@@ -2,33 +2,43 @@
 
 import secrets
 import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinygpt.outputs import RequestOutput
-from tinygpt.server.completion_job import CompletionJob
-from tinygpt.server.completion_reply import completion
-from tinygpt.server.completion_stream import CompletionStream
+from tinygpt.request.prompts import Prompt
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.completions.job import CompletionJob
+from tinygpt.server.completions.reply import completion
+from tinygpt.server.completions.scoring import scored, scoring_request
+from tinygpt.server.completions.stream import CompletionStream
+from tinygpt.server.completions.suffix import check_suffix, choose
 from tinygpt.server.endpoint import Endpoint
 from tinygpt.server.errors import ApiError
 from tinygpt.server.event_stream import EventStream
+from tinygpt.server.generation import Generation
 from tinygpt.server.inputs import check_context, default_max_tokens, prompt_list, read_prompts
 from tinygpt.server.protocol.completions import CompletionRequest
+from tinygpt.server.replies import json_reply
 from tinygpt.server.state import ServerState
 
 
 def routes(state: ServerState) -> list[Route]:
-    async def complete(request: Request, form: CompletionRequest) -> Response:
+    async def complete(request: Request, form: CompletionRequest) -> Response | EventStream:
         state.check_model(form.model)
-        generation = state.new_generation()
+        generation = state.new_generation(request)
         job = await _read(state, form)
-        if form.stream:
-            generation.submit([(prompt, job.params) for prompt in job.prompts], is_streamed=True)
-            return EventStream(CompletionStream(job, generation).events())
-        generation.submit([(prompt, job.params) for prompt in job.prompts])
-        return _json(job, await generation.outputs())
+        suffix = await _read_suffix(state, job)
+        if not form.stream:
+            return json_reply(completion(job, await _outputs(state, generation, job, suffix)))
+        if form.max_tokens == 0:
+            return EventStream(_whole(state, generation, job))
+        generation.submit([(prompt, job.params) for prompt in job.prompts], is_streamed=True)
+        return EventStream(CompletionStream(job, generation).events())
 
     endpoint = Endpoint(CompletionRequest, complete, state.config.max_body_bytes)
     return [Route("/v1/completions", endpoint, methods=["POST"])]
@@ -36,30 +46,63 @@ def routes(state: ServerState) -> list[Route]:
 
 async def _read(state: ServerState, form: CompletionRequest) -> CompletionJob:
     """Check all that can be checked before any work."""
+    state.check_num_logprobs("logprobs", form.logprobs)
+    state.check_num_logprobs("prompt_logprobs", form.prompt_logprobs)
+    state.check_added_tokens(form.add_special_tokens)
     prompts = await read_prompts(state, prompt_list(form.prompt), form.split_special_tokens, form.cache_salt)
-    with_echo = form.echo and form.logprobs is not None
-    params = form.sampling_params(
-        state.llm.tokenizer.encode,
-        max_tokens=default_max_tokens(state, prompts) if form.max_tokens is None else form.max_tokens,
-        logprobs=form.logprobs,
-        best_of=form.best_of or None,
-        prompt_logprobs=form.logprobs if with_echo else form.prompt_logprobs,
-    )
+    params = _params(state, form, prompts)
     if form.stream and (params.best_of or params.n) > params.n:
         raise ApiError(400, f"best_of is {params.best_of}, and a stream cannot choose among samples.", "best_of")
-    check_context(state, prompts, params)
+    check_context(state, prompts, params, params.max_tokens if form.max_tokens is None else form.max_tokens)
+    with_echo = form.echo and form.logprobs is not None and params.soft_prompt is None
     return CompletionJob(
         id=f"cmpl-{secrets.token_hex(16)}",
         created=int(time.time()),
-        model=form.model,
+        model=form.model or state.model_name,
         system_fingerprint=state.system_fingerprint,
         form=form,
         prompts=prompts,
         params=params,
         names=state.token_names,
-        first_logprobs=await state.first_logprobs() if with_echo and params.soft_prompt is None else None,
+        first_logprobs=await state.first_logprobs() if with_echo else None,
     )
 
 
-def _json(job: CompletionJob, outputs: list[RequestOutput]) -> Response:
-    return Response(completion(job, outputs).model_dump_json(exclude_unset=True), media_type="application/json")
+def _params(state: ServerState, form: CompletionRequest, prompts: list[Prompt]) -> SamplingParams:
+    wanted = [form.prompt_logprobs, form.logprobs if form.echo else None]
+    return form.sampling_params(
+        state.encode,
+        max_tokens=default_max_tokens(state, prompts) if form.max_tokens is None else max(form.max_tokens, 1),
+        best_of=form.best_of or None,
+        logprobs=form.logprobs,
+        prompt_logprobs=max((count for count in wanted if count is not None), default=None),
+    )
+
+
+async def _read_suffix(state: ServerState, job: CompletionJob) -> Prompt | None:
+    """The suffix; None where there is none, or where there are no candidates to try it on."""
+    if not job.form.suffix or (job.params.best_of or job.params.n) == job.params.n or job.params.temperature == 0:
+        return None
+    [suffix] = await read_prompts(state, [job.form.suffix], job.form.split_special_tokens, job.form.cache_salt, "suffix")
+    check_suffix(job.prompts, suffix, job.params, state.llm.max_model_len)
+    return suffix
+
+
+async def _outputs(
+    state: ServerState, generation: Generation, job: CompletionJob, suffix: Prompt | None = None
+) -> list[RequestOutput]:
+    if job.form.max_tokens == 0:
+        bos = state.llm.config.bos_token_id
+        found = await generation.run([scoring_request(prompt, job.params, bos) for prompt in job.prompts])
+        return [scored(prompt, job.params, output) for prompt, output in zip(job.prompts, found, strict=True)]
+    if suffix is None:
+        return await generation.run([(prompt, job.params) for prompt in job.prompts])
+    candidates = replace(job.params, n=job.params.best_of, best_of=None)
+    outputs = await generation.run([(prompt, candidates) for prompt in job.prompts])
+    return await choose(generation, outputs, suffix, job.params.n, state.encode)
+
+
+async def _whole(state: ServerState, generation: Generation, job: CompletionJob) -> AsyncIterator[bytes]:
+    reply = completion(job, await _outputs(state, generation, job))
+    for event in CompletionStream(job, generation).whole(reply):
+        yield event

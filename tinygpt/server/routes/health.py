@@ -1,7 +1,8 @@
-"""/health and /version."""
+"""/health, /metrics and /version."""
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import tinygpt
@@ -14,7 +15,10 @@ def routes(state: ServerState) -> list[Route]:
             return JSONResponse({"status": "draining"}, 503)
         return JSONResponse({"status": "ok"})
 
+    async def metrics(request: Request) -> Response:
+        return Response(state.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
     async def version(request: Request) -> JSONResponse:
         return JSONResponse({"version": tinygpt.__version__})
 
-    return [Route("/health", health), Route("/version", version)]
+    return [Route("/health", health), Route("/metrics", metrics), Route("/version", version)]

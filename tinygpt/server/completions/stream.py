@@ -4,13 +4,12 @@ import json
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
-from tinygpt.errors import TinyGPTError
 from tinygpt.outputs import StreamChunk
-from tinygpt.server.completion_job import CompletionJob
-from tinygpt.server.completion_logprobs import TokenLogprobs
-from tinygpt.server.errors import error_body
+from tinygpt.server.completions.job import CompletionJob
+from tinygpt.server.completions.logprobs import TokenLogprobs
 from tinygpt.server.generation import Generation, PromptChunk
-from tinygpt.server.protocol.completions import CompletionChoice, StreamOptions
+from tinygpt.server.protocol.common import StreamOptions
+from tinygpt.server.protocol.completions import Completion, CompletionChoice
 
 OBFUSCATED_SIZE = 64  # bytes: events are as long as multiples of it
 
@@ -23,7 +22,7 @@ class CompletionStream:
         self._options = job.form.stream_options or StreamOptions()
         self._arrays = [job.logprob_arrays() for _ in range(job.num_choices)]
         self._has_begun = [False] * job.num_choices
-        self._echoes = [None if self._waits_for_echo else [] for _ in job.prompts]  # what the engine found of each
+        self._echoes = [None if job.echoes_logprobs else [] for _ in job.prompts]  # what the engine found of each
         self._num_tokens = 0
         # What is the same in every event is written once.
         head, _, tail = _compact({**job.head, "choices": ["?"]}).partition('"?"')
@@ -34,35 +33,29 @@ class CompletionStream:
     async def events(self) -> AsyncIterator[bytes]:
         """Each piece holds an event for every token that has come meanwhile."""
         waiting: list[PromptChunk] = []
-        try:
-            async for items in self._generation.chunks():
-                waiting += items
-                ready, waiting = self._sort(waiting)
-                events = "".join(self._event(*item) for item in ready)
-                if events:
-                    yield events.encode()
-            if self._options.include_usage:
-                yield self._dump({"choices": [], "usage": self._usage()}).encode()
-        except TinyGPTError as error:  # the status has long been sent
-            yield f"data: {_compact(error_body(500, str(error)))}\n\n".encode()
+        async for items in self._generation.chunks():
+            ready, waiting = self._sort(waiting + items)
+            events = "".join(self._event(*item) for item in ready)
+            if events:
+                yield events.encode()
+        if self._options.include_usage:
+            yield self._dump({"choices": [], "usage": self._usage()}).encode()
 
-    @property
-    def _waits_for_echo(self) -> bool:
-        return bool(self._job.form.echo) and self._job.form.logprobs is not None
+    def whole(self, reply: Completion) -> Iterator[bytes]:
+        """The events of what has been made already, one for each choice."""
+        for choice in reply.choices:
+            yield self._dump({"choices": [choice.model_dump(exclude_unset=True)]}).encode()
+        if self._options.include_usage:
+            yield self._dump({"choices": [], "usage": reply.usage.model_dump()}).encode()
 
     def _sort(self, items: Iterable[PromptChunk]) -> tuple[list[PromptChunk], list[PromptChunk]]:
         """Chunks that can be written, and those of samples that wait for what the first one finds of the prompt."""
-        ready, waiting = [], []
-        for item in items:
-            i, chunk = item
-            if chunk is None:
-                continue
-            if chunk.prompt_logprobs is not None:
+        chunks = [item for item in items if item.chunk is not None]
+        for i, chunk in chunks:
+            if self._echoes[i] is None:
                 self._echoes[i] = chunk.prompt_logprobs
-                ready += [early for early in waiting if early.prompt_index == i]
-                waiting = [other for other in waiting if other.prompt_index != i]
-            (waiting if self._echoes[i] is None else ready).append(item)
-        return ready, waiting
+        ready = [item for item in chunks if self._echoes[item.prompt_index] is not None]
+        return ready, [item for item in chunks if self._echoes[item.prompt_index] is None]
 
     def _event(self, i: int, chunk: StreamChunk) -> str:
         index = i * self._job.params.n + chunk.index

@@ -6,8 +6,9 @@ from typing import Any
 
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.completion_logprobs import LogprobArrays, TokenLogprobs
-from tinygpt.server.protocol.completions import CompletionRequest, Usage
+from tinygpt.server.completions.logprobs import LogprobArrays, TokenLogprobs
+from tinygpt.server.protocol.common import Usage
+from tinygpt.server.protocol.completions import CompletionRequest
 from tinygpt.server.token_names import TokenNames, name_by_id
 
 
@@ -40,6 +41,10 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        return bool(self.form.echo) and self.form.logprobs is not None
+
     def prompt_text(self, i: int) -> str:
         """What `echo` puts in front of a choice of prompt i."""
         prompt = self.prompts[i]
@@ -61,12 +66,7 @@ class CompletionJob:
         return LogprobArrays(self.names, self.form.logprobs, name)
 
     def usage(self, num_completion_tokens: int) -> Usage:
-        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return Usage(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_completion_tokens,
-            total_tokens=num_prompt_tokens + num_completion_tokens,
-        )
+        return Usage.of(sum(len(prompt.token_ids) for prompt in self.prompts), num_completion_tokens)
 
 
 def sampled_tokens(token_ids: Iterable[int], found: Iterable[dict[int, float] | None]) -> Iterator[TokenLogprobs]:

@@ -1,0 +1,69 @@
+"""ChatTemplate: a checkpoint's own way to write a conversation as one text, in Jinja's sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.regular_file import read_regular_text
+from tinygpt.tokenizer.added_token_files import content_of
+from tinygpt.tokenizer.files import read_json
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+MAX_CHARACTERS = 1_000_000  # of a prompt
+
+
+class ChatTemplate:
+    """source: Jinja as transformers runs it. special_tokens: what templates call them -> how they are written.
+
+    Raises CheckpointError for a template that is none. The sandbox keeps it from all but its own text, though not from
+    taking time: it is a program of the checkpoint's author.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self.source, self._special_tokens = source, dict(special_tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, RecursionError) as error:
+            raise CheckpointError(f"The checkpoint's chat template cannot be read: {error}.") from None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ChatTemplate | None":
+        """The template that transformers would take; None where there is none. Raises CheckpointError."""
+        options = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).exists() else {}
+        source = _source(folder, options)
+        names = [name for name, value in options.items() if name.endswith("_token") and isinstance(value, (str, dict))]
+        return None if source is None else cls(source, {name: content_of(options[name]) for name in names})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The conversation as one text. RequestError if the template refuses it."""
+        try:
+            text = self._template.render(messages=messages, **{**self._special_tokens, **options})
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            raise RequestError(f"messages is not what this model's chat template takes: {error}.") from None
+        if len(text) > MAX_CHARACTERS:
+            raise RequestError(f"messages is too long: the prompt would have {len(text)} characters.")
+        return text
+
+
+def _source(folder: Path, options: Mapping[str, Any]) -> str | None:
+    if (folder / TEMPLATE_FILE).exists():
+        return read_regular_text(folder / TEMPLATE_FILE)
+    found = options.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,40 @@
+"""How the server's log is written: a line each, as text for people or as JSON for programs."""
+
+import json
+import logging
+import sys
+import time
+
+FORMATS = ("text", "json")
+
+
+def configure_logging(form: str) -> None:
+    """Write what tinygpt.server and uvicorn log to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    for name, level in (("tinygpt.server", logging.INFO), ("uvicorn", logging.WARNING)):
+        log = logging.getLogger(name)
+        log.handlers, log.level, log.propagate = [handler], level, False
+
+
+class TextLines(logging.Formatter):
+    """2026-01-31T12:00:00Z INFO request id=... status=200"""
+
+    converter = time.gmtime
+
+    def __init__(self):
+        super().__init__("{asctime} {levelname} {message}", "%Y-%m-%dT%H:%M:%SZ", style="{")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in fields.items() if v is not None)])
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"time": record.created, "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields | getattr(record, "fields", {}))

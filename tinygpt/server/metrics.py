@@ -1,0 +1,114 @@
+"""Metrics: what Prometheus reads at /metrics, under our names and under vLLM's, for the dashboards that know those."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+import tinygpt
+from tinygpt.llm import LLM
+from tinygpt.outputs import RequestOutput
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+OURS, VLLM = "tinygpt:", "vllm:"
+
+
+class Metrics:
+    """Of one app. Every series has the label model_name."""
+
+    def __init__(self, llm: LLM, model_name: str):
+        disable_created_metrics()
+        self._label = {"model_name": model_name}
+        self._registry = CollectorRegistry()
+        self._own = CollectorRegistry()  # what goes by two names
+        self._engine_gauges(llm)
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self._cached = self._counter("prefix_cache_hits", "Tokens of prompts that were in the KV cache")
+        self._looked_up = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for there")
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "From arrival to a slot", SECONDS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Between a request's tokens, on average", TOKEN_SECONDS
+        )
+        self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
+        self._length = self._histogram("request_generation_tokens", "Tokens generated for a prompt", TOKENS)
+        self._success = Counter(
+            f"{OURS}request_success", "Requests that ended", ["model_name", "finished_reason"], registry=self._own
+        )
+        self._registry.register(_TwoNames(self._own))
+        self._http = Counter(
+            f"{OURS}http_requests", "HTTP requests", ["model_name", "path", "status"], registry=self._registry
+        )
+        info = Gauge(f"{OURS}build_info", "What runs", ["model_name", "version", "dtype"], registry=self._registry)
+        info.labels(model_name, tinygpt.__version__, llm.dtype).set(1)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def count_http(self, path: str, status: int) -> None:
+        self._http.labels(path=path, status=str(status), **self._label).inc()
+
+    def count_abort(self) -> None:
+        self._success.labels(finished_reason="abort", **self._label).inc()
+
+    def observe(self, output: RequestOutput) -> None:
+        """One prompt whose samples have ended."""
+        times, num_tokens = output.metrics, sum(len(sample.token_ids) for sample in output.outputs)
+        self._prompt_tokens.inc(len(output.prompt_token_ids))
+        self._generation_tokens.inc(num_tokens)
+        self._looked_up.inc(len(output.prompt_token_ids))
+        self._cached.inc(output.num_cached_tokens)
+        self._prompt_length.observe(len(output.prompt_token_ids))
+        self._length.observe(num_tokens)
+        self._queue.observe(times.queue_time)
+        self._e2e.observe(times.finished - times.arrival)
+        if times.time_to_first_token is not None:
+            self._ttft.observe(times.time_to_first_token)
+        if times.time_per_output_token is not None:
+            self._tpot.observe(times.time_per_output_token)
+        for sample in output.outputs:
+            self._success.labels(finished_reason=sample.finish_reason, **self._label).inc()
+
+    def _engine_gauges(self, llm: LLM) -> None:
+        engine, num_slots = llm.engine, llm.engine.engine_config.max_num_seqs
+        gauges = {
+            "num_requests_running": ("Samples that run", lambda: len(engine.scheduler.running)),
+            "num_requests_waiting": ("Samples that wait for a slot", lambda: len(engine.scheduler.waiting)),
+            "kv_cache_usage_perc": ("Share of the slots in use", lambda: len(engine.scheduler.running) / num_slots),
+        }
+        for name, (help_, read) in gauges.items():
+            gauge = Gauge(f"{OURS}{name}", help_, ["model_name"], registry=self._own)
+            gauge.labels(**self._label).set_function(read)
+
+    def _counter(self, name: str, help_: str) -> Counter:
+        return Counter(f"{OURS}{name}", help_, ["model_name"], registry=self._own).labels(**self._label)
+
+    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"{OURS}{name}", help_, ["model_name"], buckets=buckets, registry=self._own)
+        return histogram.labels(**self._label)
+
+
+class _TwoNames(Collector):
+    """All metrics of a registry, and once more under the names that vLLM has for the same."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            other = Metric(_renamed(metric.name), metric.documentation, metric.type)
+            other.samples = [Sample(_renamed(sample.name), *sample[1:]) for sample in metric.samples]
+            yield other
+
+
+def _renamed(name: str) -> str:
+    return VLLM + name.removeprefix(OURS)

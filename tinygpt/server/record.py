@@ -1,0 +1,34 @@
+"""Record: what is known of one HTTP request when it ends: for its line in the log, and for the metrics."""
+
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from tinygpt.outputs import RequestOutput
+from tinygpt.server.generation import Generation
+
+
+@dataclass
+class Record:
+    """id: what client and log call the request. num_prompt_tokens: where nothing is generated."""
+
+    id: str
+    generations: list[Generation] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+
+    def outputs(self) -> list[RequestOutput]:
+        return [output for generation in self.generations for output in generation.finished()]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(generation.is_complete for generation in self.generations)
+
+
+def record_of(request: Request) -> Record:
+    return request.state.record
+
+
+def put_record(scope: Scope, record: Record) -> None:
+    """Where `record_of` finds it."""
+    scope["state"] = {**scope.get("state", {}), "record": record}
