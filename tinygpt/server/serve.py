@@ -28,6 +28,10 @@ def serve(app: Starlette, listener: socket.socket, drain_seconds: float, on_star
     drain_seconds: after which it is ended, each stream with an event that says so. A second signal ends the process at
     once. on_start: called when the first request can come.
     """
+    server_of(app, drain_seconds, on_start).run(sockets=[listener])
+
+
+def server_of(app: Starlette, drain_seconds: float, on_start: Callable[[], None]) -> "Server":
     config = uvicorn.Config(
         app,
         http=Connection,
@@ -38,7 +42,7 @@ def serve(app: Starlette, listener: socket.socket, drain_seconds: float, on_star
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
-    Server(config, app.state.server, drain_seconds, on_start).run(sockets=[listener])
+    return Server(config, app.state.server, drain_seconds, on_start)
 
 
 class Server(uvicorn.Server):

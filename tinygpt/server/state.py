@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from weakref import WeakSet
 
@@ -108,6 +109,12 @@ class ServerState:
     def check_num_logprobs(self, field: str, count: int | None) -> None:
         if count is not None and count > self.config.max_logprobs:
             raise ApiError(400, f"{field} is {count}, and this server gives at most {self.config.max_logprobs}.", field)
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        highest = self.llm.config.vocab_size - 1
+        if max(token_ids, default=0) > highest:
+            message = f"{field} holds {max(token_ids)}, which is outside the vocabulary of ids 0 to {highest}."
+            raise ApiError(400, message, field)
 
     def check_added_tokens(self, add_special_tokens: bool | None) -> None:
         """GPT-2's tokenizer adds no tokens to a text, so both answers mean the same; others' cannot be told not to."""

@@ -83,6 +83,10 @@ def _token_ids(state: ServerState, template: ChatTemplate, form: ChatRequest) ->
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     messages = [_plain(message, marks) for message in form.messages]
     options = {**(form.chat_template_kwargs or {}), "add_generation_prompt": form.add_generation_prompt}
+    if "messages" in options:
+        raise ApiError(
+            400, "chat_template_kwargs holds messages, which have a field of their own.", "chat_template_kwargs"
+        )
     return marks.encode(template.render(messages, **options), tokenizer.encode)
 
 

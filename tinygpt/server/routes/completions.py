@@ -83,7 +83,9 @@ async def _read_suffix(state: ServerState, job: CompletionJob) -> Prompt | None:
     """The suffix; None where there is none, or where there are no candidates to try it on."""
     if not job.form.suffix or (job.params.best_of or job.params.n) == job.params.n or job.params.temperature == 0:
         return None
-    [suffix] = await read_prompts(state, [job.form.suffix], job.form.split_special_tokens, job.form.cache_salt, "suffix")
+    [suffix] = await read_prompts(
+        state, [job.form.suffix], job.form.split_special_tokens, job.form.cache_salt, "suffix"
+    )
     check_suffix(job.prompts, suffix, job.params, state.llm.max_model_len)
     return suffix
 

@@ -1,0 +1,32 @@
+"""The demo behind a server, for all tests of a file."""
+
+import pytest
+
+from tinygpt import LLM
+
+MAX_NUM_SEQS, MAX_QUEUE = 4, 3
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_QUEUE, split_special_tokens=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(llm):
+    from support.serving import served
+
+    with served(llm) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request):
+    """After every test each slot is free and nobody waits."""
+    yield
+    if "llm" in request.fixturenames:
+        from support.serving import until
+
+        scheduler = request.getfixturevalue("llm").engine.scheduler
+        until(lambda: (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, MAX_NUM_SEQS))

@@ -1,0 +1,124 @@
+"""`python -m tinygpt serve`: what cannot be served is one sentence and exit code 2, before anything is loaded."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import socket
+import subprocess
+import sys
+
+import tinygpt.server.serve
+from support.commands import Result
+from support.paths import ROOT
+from support.tiny_checkpoint import write_checkpoint
+from tinygpt.cli import loading
+
+
+@pytest.fixture
+def run(capsys):
+    return lambda arguments: Result(capsys, "serve", arguments)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would have been served, and where."""
+    found = []
+
+    def serve(app, listener, drain_seconds, on_start):
+        on_start()
+        found.append((app.state.server, listener.getsockname(), drain_seconds))
+
+    monkeypatch.setattr(tinygpt.server.serve, "serve", serve)
+    return found
+
+
+def expect_sentence(result, *parts: str) -> None:
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith("tinygpt: error: ")
+    assert result.err.count("\n") == 1
+    assert all(part in result.err for part in parts)
+
+
+def test_a_taken_port(run, monkeypatch):
+    monkeypatch.setattr(loading, "load_llm", None)  # nothing is loaded
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        expect_sentence(run(f"--port {port}"), f"127.0.0.1:{port}", "in use", "--port")
+
+
+def test_an_address_of_nobody(run):
+    expect_sentence(run("--host 192.0.2.1"), "192.0.2.1:8000")
+    expect_sentence(run("--host no.such.host.invalid"), "no.such.host.invalid")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--port 70000",
+        "--port -1",
+        "--drain-seconds -1",
+        "--drain-seconds nan",
+        "--max-logprobs -1",
+        "--max-queue -1 --port 0",
+    ],
+)
+def test_impossible_numbers(run, arguments):
+    expect_sentence(run(arguments), arguments.split()[0].strip("-").split("-")[0])
+
+
+def test_a_checkpoint_that_is_damaged_or_not_there(run, tmp_path):
+    folder = write_checkpoint(tmp_path / "damaged")
+    (folder / "model.safetensors").write_bytes(b"\x08")
+    expect_sentence(run(f"--port 0 --model {folder}"), "model.safetensors")
+    expect_sentence(run(f"--port 0 --model {tmp_path / 'nowhere'}"), "nowhere")
+
+
+def test_an_extra_that_is_not_installed():
+    """As on a machine with the package alone: the name of what is missing, and the command that brings it."""
+    code = "import sys; sys.modules['uvicorn'] = None; from tinygpt.__main__ import main; sys.exit(main(['serve']))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == 'tinygpt: error: serve needs uvicorn, which comes with: pip install "tinygpt[serve]".\n'
+
+
+def test_one_line_says_where(run, started):
+    result = run("--port 0")
+    [(state, (host, port), drain_seconds)] = started
+    assert result.code == 0
+    assert result.err.splitlines()[-1] == f"tinygpt: serving demo on http://127.0.0.1:{port}"
+    assert (host, drain_seconds) == ("127.0.0.1", 30)
+    assert state.config.served_model_names == ("demo",)
+    assert state.config.allowed_hosts == {"localhost", "127.0.0.1", "::1"}
+    assert state.config.api_keys == ()
+
+
+def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
+    monkeypatch.setenv("TINYGPT_API_KEY", "from the environment")
+    result = run(
+        "--port 0 --served-model-name a b/c --max-model-len 64 --max-num-seqs 3 --max-queue 7 --drain-seconds 2 "
+        "--allowed-hosts Model.example --allowed-origins https://x --max-logprobs 4 --cache-salt s"
+    )
+    assert result.code == 0
+    [(state, _, drain_seconds)] = started
+    sizes = state.llm.engine.engine_config
+    assert (sizes.max_model_len, sizes.max_num_seqs, sizes.max_queue) == (64, 3, 7)
+    config = state.config
+    assert (config.served_model_names, config.api_keys) == (("a", "b/c"), ("from the environment",))
+    assert (config.allowed_hosts, config.allowed_origins, config.max_logprobs) == ({"model.example"}, ("https://x",), 4)
+    assert drain_seconds == 2
+    run("--port 0 --api-key one --api-key two")
+    assert started[-1][0].config.api_keys == ("one", "two")
+
+
+def test_who_opens_it_to_the_network_without_a_key_is_warned(run, started):
+    assert "--api-key" in run("--port 0 --host 0.0.0.0").err
+    assert started[-1][0].config.allowed_hosts is None
+    assert "--api-key" not in run("--port 0 --host 0.0.0.0 --api-key x").err
+    assert "--api-key" not in run("--port 0").err
+
+
+def test_an_empty_key_is_no_key(run):
+    result = run(["--port", "0", "--api-key", ""])
+    expect_sentence(result, "--api-key")

@@ -1,0 +1,276 @@
+"""/v1/completions beside the library: the same tokens, texts and log probabilities, whole and in streams."""
+
+import math
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+from tinygpt import SamplingParams
+
+PROMPT = "Once upon a time"
+SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7, "max_tokens": 12}
+# What a request may ask for, and the SamplingParams that this is.
+CASES = {
+    "greedy": {"temperature": 0, "max_tokens": 12},
+    "sampled": SAMPLED,
+    "samples": {**SAMPLED, "n": 3},
+    "greedy samples": {"temperature": 0, "n": 2, "max_tokens": 5},
+    "stop strings": {**SAMPLED, "stop": [" the", ","], "include_stop_str_in_output": True},
+    "stop tokens": {**SAMPLED, "stop_token_ids": [11, 262], "min_tokens": 3},
+    "penalties": {**SAMPLED, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
+    "words": {**SAMPLED, "bad_words": ["king"], "allowed_token_ids": list(range(200, 900)), "ignore_eos": True},
+    "filters": {**SAMPLED, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4},
+    "loops": {**SAMPLED, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "max_time": 100.0},
+}
+
+
+def chosen(sample) -> dict:
+    return {
+        "index": sample.index,
+        "text": sample.text,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+        "token_ids": sample.token_ids,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_reply_is_what_generate_gives(server, llm, name):
+    [output] = llm.generate(PROMPT, SamplingParams(**CASES[name]))
+    reply = server.complete(prompt=PROMPT, return_token_ids=True, **CASES[name])
+    assert reply.status == 200
+    fields = ("index", "text", "finish_reason", "stop_reason", "token_ids")
+    choices = [{name: choice[name] for name in fields} for choice in reply.json["choices"]]
+    assert choices == [chosen(sample) for sample in output.outputs]
+    assert all(choice["prompt_token_ids"] == output.prompt_token_ids for choice in reply.json["choices"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stream_is_the_reply_in_pieces(server, name):
+    asked = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True, **CASES[name]}
+    whole = server.complete(**asked).json
+    events = server.complete(**asked, stream=True, stream_options={"include_usage": True}).events
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [i for part in parts for i in part["token_ids"]] == choice["token_ids"]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        for field, values in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][field]] == values
+
+
+def test_a_plain_stream_has_an_event_for_each_text(server):
+    asked = {"prompt": PROMPT, **SAMPLED}
+    events = server.complete(**asked, stream=True).events
+    assert (
+        "".join(event["choices"][0]["text"] for event in events) == server.complete(**asked).json["choices"][0]["text"]
+    )
+    assert all(len(event["choices"]) == 1 and event["object"] == "text_completion" for event in events)
+    assert {event["id"] for event in events} == {events[0]["id"]}
+    assert {tuple(event["choices"][0]) for event in events[:-1]} == {("index", "text", "logprobs", "finish_reason")}
+
+
+def test_log_probabilities_are_the_engines(server, llm):
+    [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, logprobs=3, prompt_logprobs=3))
+    found = server.complete(prompt=PROMPT, logprobs=3, echo=True, **SAMPLED).json["choices"][0]["logprobs"]
+    [sample] = output.outputs
+    ids = output.prompt_token_ids + sample.token_ids
+    entries = [*output.prompt_logprobs[1:], *sample.logprobs]
+    assert found["token_logprobs"][1:] == [entry[i] for i, entry in zip(ids[1:], entries, strict=True)]
+    names = [[llm.tokenizer.decode([i]) for i in entry] for entry in entries]
+    assert [list(top) for top in found["top_logprobs"][1:]] == names
+    assert [list(top.values()) for top in found["top_logprobs"][1:]] == [list(entry.values()) for entry in entries]
+    # Nothing comes before the first token but BOS.
+    bos = llm.config.bos_token_id
+    assert (
+        found["token_logprobs"][0]
+        == llm.generate([[bos, ids[0]]], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs[1][ids[0]]
+    )
+
+
+def test_offsets_count_the_characters_of_the_text(server):
+    choice = server.complete(prompt="A café", echo=True, logprobs=0, **CASES["greedy"]).json["choices"][0]
+    found = choice["logprobs"]
+    for offset, name in zip(found["text_offset"], found["tokens"], strict=True):
+        assert name.startswith("bytes:") or choice["text"][offset:].startswith(name)
+
+
+def test_halves_of_a_character_have_names_of_their_own(server, llm):
+    ids = llm.tokenizer.encode("é")
+    halves = [i for i in range(llm.config.vocab_size) if "\ufffd" in llm.tokenizer.decode([i])]
+    assert len(halves) > 100
+    names = {server.state.token_names.name(i) for i in halves}
+    assert len(names) == len(halves)
+    assert all(name.startswith("bytes:\\x") for name in names)
+    found = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
+    assert found["tokens"] == [server.state.token_names.name(halves[0])]
+    assert ids
+
+
+def test_several_prompts_of_every_kind(server, llm):
+    texts, ids = ["Once", "The king"], [[46, 1364], [262]]
+    for prompts in (texts, ids):
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.7, seed=3, n=2, max_tokens=4))
+        choices = server.complete(prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4).json["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in choices] == [s.text for output in outputs for s in output.outputs]
+        events = server.complete(prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4, stream=True).events
+        texts_of = [""] * 4
+        for event in events:
+            texts_of[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert texts_of == [choice["text"] for choice in choices]
+
+
+def test_one_list_of_ids_is_one_prompt(server):
+    assert len(server.complete(prompt=[46, 1364], max_tokens=1).json["choices"]) == 1
+
+
+def test_no_prompt_begins_at_bos(server, llm):
+    [output] = llm.generate("", SamplingParams(max_tokens=4))
+    for prompt in (None, ""):
+        reply = server.complete(prompt=prompt, max_tokens=4, temperature=0, echo=True, logprobs=0).json
+        assert reply["choices"][0]["text"] == output.outputs[0].text
+        assert len(reply["choices"][0]["logprobs"]["tokens"]) == 4
+        assert reply["usage"]["prompt_tokens"] == 1
+
+
+def test_special_tokens_in_texts_are_text_unless_the_client_says_so(server, llm):
+    text = "The end.<|endoftext|>Once"
+    split, whole = (llm.read_prompt(text, is_split).token_ids for is_split in (True, False))
+    assert len(split) > len(whole)
+    for asked, ids in (({}, split), ({"split_special_tokens": False}, whole)):
+        choice = server.complete(prompt=text, max_tokens=1, return_token_ids=True, **asked).json["choices"][0]
+        assert choice["prompt_token_ids"] == ids
+
+
+@pytest.mark.parametrize("text", [PROMPT, "O"])
+def test_max_tokens_0_says_what_the_model_thinks_of_the_prompt(server, text):
+    more = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=1, temperature=0).json["choices"][0]
+    choice = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=0).json["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text, "length")
+    for field, values in choice["logprobs"].items():
+        assert values == more["logprobs"][field][: len(values)]
+    assert len(choice["logprobs"]["tokens"]) == len(more["logprobs"]["tokens"]) - 1
+    [event] = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=0, stream=True).events
+    assert event["choices"] == [choice]
+
+
+def test_max_tokens_0_takes_as_many_tokens_as_there_are_positions(server, llm):
+    ids = [262] * llm.max_model_len
+    found = server.complete(prompt=ids, echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
+    assert len(found["token_logprobs"]) == len(ids)
+    assert server.complete(prompt=ids, max_tokens=1).error["code"] == "context_length_exceeded"
+
+
+def test_by_default_16_tokens_or_what_fits(server, llm):
+    ids = [262] * (llm.max_model_len - 5)
+    assert server.complete(prompt="Once", ignore_eos=True).json["usage"]["completion_tokens"] == 16
+    assert server.complete(prompt=ids, ignore_eos=True).json["usage"]["completion_tokens"] == 5
+
+
+def test_beams(server, llm):
+    [output] = llm.generate(PROMPT, SamplingParams(num_beams=3, n=3, max_tokens=6))
+    for asked in ({"use_beam_search": True, "n": 3}, {"num_beams": 3, "n": 3, "temperature": 0}):
+        choices = server.complete(prompt=PROMPT, max_tokens=6, **asked).json["choices"]
+        assert [choice["text"] for choice in choices] == [sample.text for sample in output.outputs]
+
+
+def test_the_best_of_several(server, llm):
+    [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, n=2, best_of=4))
+    choices = server.complete(prompt=PROMPT, **SAMPLED, n=2, best_of=4).json["choices"]
+    assert [choice["text"] for choice in choices] == [sample.text for sample in output.outputs]
+    assert server.complete(prompt=PROMPT, best_of=0, max_tokens=1).status == 200  # as if it were not there
+
+
+def test_a_suffix_chooses_among_candidates(server, llm):
+    """By the log probability per token of text and suffix together, worked out here by LLM.score."""
+    suffix = " and then he died."
+    [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, n=4))
+    tail = llm.read_prompt(suffix).token_ids
+
+    def mean(sample) -> float:
+        [score] = llm.score(output.prompt_token_ids, [sample.token_ids + tail])
+        return score.mean_logprob
+
+    expected = max(output.outputs, key=mean).text
+    assert expected != output.outputs[0].text  # or the test would see nothing
+    reply = server.complete(prompt=PROMPT, **SAMPLED, best_of=4, suffix=suffix).json
+    assert [choice["text"] for choice in reply["choices"]] == [expected]
+    plain = server.complete(prompt=PROMPT, **SAMPLED).json["choices"][0]["text"]
+    assert server.complete(prompt=PROMPT, **SAMPLED, suffix=suffix).json["choices"][0]["text"] == plain
+
+
+def test_a_bias_is_for_an_id_or_for_all_tokens_of_a_text(server, llm):
+    [king] = llm.tokenizer.encode(" king")
+    for key in (str(king), " king"):
+        choice = server.complete(prompt=PROMPT, temperature=0, max_tokens=2, logit_bias={key: 100}).json["choices"][0]
+        assert choice["text"] == " king king"
+
+
+@pytest.mark.parametrize(("seed", "own"), [(-2, 2**64 - 2), (2**63, 2**63), (5.0, 5)])
+def test_seeds_of_64_bits_signed_or_not(server, llm, seed, own):
+    [output] = llm.generate(PROMPT, SamplingParams(temperature=1, seed=own, max_tokens=6))
+    assert server.complete(prompt=PROMPT, seed=seed, max_tokens=6).json["choices"][0]["text"] == output.outputs[0].text
+
+
+def test_prompt_logprobs_in_vllms_words(server, llm):
+    [output] = llm.generate(PROMPT, SamplingParams(prompt_logprobs=2, max_tokens=1))
+    found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).json["choices"][0]["prompt_logprobs"]
+    assert found[0] is None
+    for entry, expected in zip(found[1:], output.prompt_logprobs[1:], strict=True):
+        assert {int(i): told["logprob"] for i, told in entry.items()} == expected
+        assert [told["rank"] for told in entry.values()][:2] == [1, 2]
+        assert all(told["decoded_token"] == llm.tokenizer.decode([int(i)]) for i, told in entry.items())
+
+
+def test_tokens_by_their_ids(server):
+    choice = server.complete(prompt="Once", temperature=0, max_tokens=2, logprobs=1, return_tokens_as_token_ids=True)
+    ids = server.complete(prompt="Once", temperature=0, max_tokens=2, return_token_ids=True).json["choices"][0][
+        "token_ids"
+    ]
+    found = choice.json["choices"][0]["logprobs"]
+    assert found["tokens"] == [f"token_id:{i}" for i in ids] == [name for top in found["top_logprobs"] for name in top]
+
+
+def test_usage_with_every_event(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = server.complete(prompt="Once", max_tokens=4, temperature=0, stream=True, stream_options=options).events
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {2}
+
+
+def test_obfuscated_events_have_equal_lengths(server):
+    asked = {"prompt": "Once", "max_tokens": 8, "stream": True, "stream_options": {"include_obfuscation": True}}
+    events = server.complete(**asked).body.decode().split("\n\n")[:-2]
+    assert {len(event + "\n\n") % 64 for event in events} == {0}
+
+
+def test_every_number_is_finite(server):
+    reply = server.complete(prompt=PROMPT, echo=True, logprobs=5, **SAMPLED)
+    assert all(math.isfinite(value) for value in reply.json["choices"][0]["logprobs"]["token_logprobs"])
+
+
+def test_a_salt_keeps_prompts_apart(server, llm):
+    """What one salt has computed is not there for another."""
+    ids = list(range(300, 340))
+
+    def cached(**asked) -> float:
+        before = server.state.metrics.text()
+        server.complete(prompt=ids, max_tokens=1, **asked)
+        server.ended()
+        return _hits(server.state.metrics.text()) - _hits(before)
+
+    while not server._log.empty():
+        server.ended()
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="a") > 0
+    assert cached(cache_salt="b") == 0
+
+
+def _hits(text: bytes) -> float:
+    [line] = [line for line in text.decode().splitlines() if line.startswith("tinygpt:prefix_cache_hits_total")]
+    return float(line.rpartition(" ")[2])

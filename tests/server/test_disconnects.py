@@ -1,0 +1,99 @@
+"""A client that leaves gives its slot back within one step, whatever it was waiting for."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import signal
+import subprocess
+import sys
+
+from support.gate import Gate
+from support.serving import until
+from tinygpt import SamplingParams
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
+
+
+def expect_free_after_a_step(server, llm, gate) -> None:
+    """The server has noticed; the step that was about to be taken then is the last."""
+    ended = server.ended()
+    assert (ended["status"], ended["finish"]) == (499, "abort")
+    gate.allow(1)
+    until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+
+
+@pytest.fixture
+def gate(server, llm):
+    while not server._log.empty():
+        server.ended()
+    with llm.engine.wrapped(Gate) as gate:
+        yield gate
+
+
+@pytest.mark.parametrize("leave", ["close", "reset", "half_close"])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves(server, llm, gate, leave, is_streamed):
+    client = server.begin(**LONG, stream=is_streamed, n=2, seed=1)
+    gate.allow(3)
+    gate.wait_until_asked(4)
+    if is_streamed:
+        assert next(client.events())["choices"]
+    getattr(client, leave)()
+    expect_free_after_a_step(server, llm, gate)
+    client.close()
+
+
+def test_a_client_that_leaves_the_queue(server, llm, gate):
+    others = [llm.submit([i], SamplingParams(max_tokens=400, ignore_eos=True)) for i in range(4)]
+    gate.wait_until_asked(1)
+    client = server.begin(**LONG, stream=True)
+    until(lambda: len(llm.engine.scheduler.waiting) == 1)
+    client.close()
+    ended = server.ended()
+    assert (ended["status"], ended["finish"]) == (499, "abort")
+    gate.allow(1)
+    until(lambda: not llm.engine.scheduler.waiting)
+    assert len(llm.engine.scheduler.running) == 4
+    for future in others:
+        future.cancel()
+    gate.allow(1)
+
+
+def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
+    """No token has been made, and none is sent."""
+    client = server.begin(prompt=[262] * 400, max_tokens=10)
+    gate.wait_until_asked(1)
+    client.close()
+    expect_free_after_a_step(server, llm, gate)
+    assert gate.num_taken == 1
+
+
+def test_a_client_that_is_killed(server, llm, gate):
+    code = "import sys; sys.path[:0] = sys.argv[2:]; from support.http_client import RawRequest; " + (
+        f"request = RawRequest(int(sys.argv[1]), '/v1/completions', {LONG | {'stream': True}!r}); "
+        "print(next(request.events()), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(server.port), *sys.path]
+    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    gate.allow(2)
+    assert client.stdout.readline()
+    client.send_signal(signal.SIGKILL)
+    client.communicate()
+    expect_free_after_a_step(server, llm, gate)
+
+
+def test_others_go_on(server, llm, gate):
+    """A neighbour's text is the same, whoever leaves beside it."""
+    gate.allow(float("inf"))
+    asked = {"prompt": "The king", "seed": 5, "max_tokens": 30}
+    alone = server.complete(**asked).json["choices"]
+    client = server.begin(**LONG, stream=True)
+    next(client.events())
+    stays = server.begin(**asked, stream=True)
+    events = stays.events()
+    texts = [next(events)["choices"][0]["text"]]
+    client.reset()
+    texts += [event["choices"][0]["text"] for event in events]
+    stays.close()
+    assert "".join(texts) == alone[0]["text"]

@@ -1,0 +1,118 @@
+"""SIGTERM: no new work, what runs may finish, and what does not is told so; then exit status 0."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+from support.gate import Gate
+from support.http_client import RawRequest, ask
+from support.paths import ROOT
+from support.serving import served, until
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
+
+
+def test_what_runs_is_finished(llm):
+    with served(llm) as server, llm.engine.wrapped(Gate) as gate:
+        stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
+        gate.allow(2)
+        events = stream.events()
+        next(events)
+        server.terminate()
+        until(lambda: server.state.is_draining)
+        gate.allow(float("inf"))
+        finish = [event["choices"][0]["finish_reason"] for event in events]
+        assert finish[-1] == "length"
+        assert b"200 OK" in plain.socket.recv(100)
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+        stream.close()
+        plain.close()
+
+
+def test_new_connections_and_requests_are_refused(llm):
+    with served(llm) as server, llm.engine.wrapped(Gate) as gate:
+        waiting = socket.create_connection(("127.0.0.1", server.port), 60)  # has not asked yet
+        stream = server.begin(**LONG, stream=True)
+        gate.allow(2)
+        next(stream.events())
+        server.state.drain()
+        assert (server.ask("/health").status, server.ask("/health").json) == (503, {"status": "draining"})
+        reply = server.complete(prompt="a")
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        server.terminate()
+        until(lambda: not can_connect(server.port))
+        waiting.close()
+        stream.close()
+        gate.allow(float("inf"))
+
+
+def can_connect(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 60).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
+    with served(llm, drain_seconds=0.05) as server, llm.engine.wrapped(Gate) as gate:
+        stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
+        gate.allow(2)
+        events = stream.events()
+        next(events)
+        server.terminate()
+        *_, last = events
+        assert last["error"]["code"] == "shutting_down"
+        reply = plain.socket.recv(1000)
+        assert reply.startswith(b"HTTP/1.1 503")
+        gate.allow(1)
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+        stream.close()
+        plain.close()
+
+
+class Process:
+    """`python -m tinygpt serve` as a user starts it."""
+
+    def __init__(self, *arguments: str):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", *arguments]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+        self.lines = []
+        for line in self._process.stderr:
+            self.lines.append(line)
+            if found := re.search(r"serving demo on http://127\.0\.0\.1:(\d+)$", line):
+                self.port = int(found[1])
+                return
+        raise AssertionError("".join(self.lines))
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> int:
+        self.lines += self._process.communicate(timeout=60)[1].splitlines()
+        return self._process.returncode
+
+
+def test_sigterm_ends_the_process_with_status_0_and_a_second_one_at_once():
+    """One process that has nothing to do, and one that would go on for its 100 seconds."""
+    idle, busy = Process(), Process("--drain-seconds", "100", "--log-format", "json")
+    assert ask(idle.port, "/health").json == {"status": "ok"}
+    client = RawRequest(busy.port, "/v1/completions", {**LONG, "max_tokens": 500, "n": 100, "stream": True})
+    next(client.events())
+    idle.signal(signal.SIGTERM)
+    assert idle.end() == 0
+    busy.signal(signal.SIGTERM)
+    until(lambda: not can_connect(busy.port))
+    busy.signal(signal.SIGTERM)
+    assert busy.end() == 128 + signal.SIGTERM
+    client.close()

@@ -1,0 +1,130 @@
+"""What is told of each request: a line in the log, an id, and figures for Prometheus."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import json
+import logging
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from support.gate import Gate
+from support.serving import served
+from tinygpt.server.logs import JsonLines, TextLines
+
+ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def fresh(llm):
+    with served(llm) as server:
+        yield server
+
+
+def figures(server) -> dict[tuple[str, str], float]:
+    """(name, a label that is not the model's) -> value."""
+    families = text_string_to_metric_families(server.ask("/metrics").body.decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {
+        (sample.name, ",".join(v for k, v in sorted(sample.labels.items()) if k != "model_name")): sample.value
+        for sample in samples
+    }
+
+
+def test_a_line_for_each_request(fresh, llm):
+    num_prompt_tokens = len(llm.read_prompt(ASKED["prompt"]).token_ids)
+    for is_streamed in (False, True):
+        fresh.complete(**ASKED, n=2, stream=is_streamed)
+        line = fresh.ended()
+        assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+        assert (line["prompt_tokens"], line["completion_tokens"], line["finish"]) == (num_prompt_tokens, 10, "length")
+        assert 0 <= line["queue"] <= line["ttft"] <= line["seconds"]
+    fresh.complete(prompt="a", n=0)
+    line = fresh.ended()
+    assert line["status"] == 400
+    assert "prompt_tokens" not in line
+
+
+def test_an_id_comes_back_or_is_given(fresh):
+    assert fresh.ask("/health", x_request_id="my-id.7").headers["x-request-id"] == "my-id.7"
+    assert fresh.ended()["id"] == "my-id.7"
+    assert len(fresh.ask("/health").headers["x-request-id"]) == 32
+    assert len(fresh.ask("/health", x_request_id="a b\u00e9").headers["x-request-id"]) == 32
+    assert fresh.complete(foo=1).headers["x-request-id"]
+
+
+def test_a_strangers_path_cannot_steer_a_terminal(fresh):
+    fresh.ask("/%1b[2J%0anew")
+    assert fresh.ended()["path"] == r"/\x1b[2J\nnew"
+
+
+def test_metrics_count_what_was_done(fresh, llm):
+    num_prompt_tokens = len(llm.read_prompt(ASKED["prompt"]).token_ids)
+    fresh.complete(**ASKED, n=2)
+    fresh.complete(**ASKED, stream=True)
+    fresh.complete(foo=1)
+    fresh.ask("/v1/nowhere")
+    found = figures(fresh)
+    for prefix in ("tinygpt:", "vllm:"):
+        assert found[f"{prefix}prompt_tokens_total", ""] == 2 * num_prompt_tokens
+        assert found[f"{prefix}generation_tokens_total", ""] == 15
+        assert found[f"{prefix}request_success_total", "length"] == 3
+        for name in (
+            "time_to_first_token",
+            "e2e_request_latency",
+            "request_queue_time",
+            "request_time_per_output_token",
+        ):
+            assert found[f"{prefix}{name}_seconds_count", ""] == 2
+            assert found[f"{prefix}{name}_seconds_sum", ""] >= 0
+        assert found[f"{prefix}request_generation_tokens_sum", ""] == 15
+    assert found["tinygpt:http_requests_total", "/v1/completions,200"] == 2
+    assert found["tinygpt:http_requests_total", "/v1/completions,400"] == 1
+    assert found["tinygpt:http_requests_total", "other,404"] == 1
+
+
+def test_gauges_say_what_runs_and_waits(fresh, llm):
+    with llm.engine.wrapped(Gate) as gate:
+        client = fresh.begin(**ASKED | {"temperature": 1, "seed": 1}, n=6)
+        gate.wait_until_asked(1)
+        found = figures(fresh)
+        assert (found["vllm:num_requests_running", ""], found["vllm:num_requests_waiting", ""]) == (4, 2)
+        assert found["vllm:kv_cache_usage_perc", ""] == 1
+        client.close()
+        gate.allow(float("inf"))
+        while fresh.ended()["status"] != 499:
+            pass
+        assert figures(fresh)["vllm:request_success_total", "abort"] == 1
+
+
+def test_metrics_are_what_prometheus_reads(fresh):
+    reply = fresh.ask("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    families = list(text_string_to_metric_families(reply.body.decode()))
+    assert len({family.name for family in families}) == len(families)
+    assert all(family.documentation for family in families if family.name.startswith(("tinygpt:", "vllm:")))
+    assert not [family.name for family in families if "_created" in family.name]
+
+
+def record(**fields) -> logging.LogRecord:
+    made = logging.makeLogRecord({"msg": "request", "levelname": "INFO", "created": 0.5})
+    made.fields = fields
+    return made
+
+
+def test_lines_for_people_and_for_programs():
+    assert TextLines().format(record(id="x", status=200, ttft=None)) == (
+        "1970-01-01T00:00:00Z INFO request id=x status=200"
+    )
+    told = json.loads(JsonLines().format(record(id='a"b', ttft=None)))
+    assert told == {"time": 0.5, "level": "info", "message": "request", "id": 'a"b', "ttft": None}
+
+
+def test_a_bug_is_one_json_object():
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        made = record()
+        made.exc_info = (type(error), error, error.__traceback__)
+    assert "ZeroDivisionError" in json.loads(JsonLines().format(made))["exception"]

@@ -1,0 +1,167 @@
+"""OpenAI's own client takes the server for the real thing."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+openai = pytest.importorskip("openai", reason="openai, whose client is tried, is not installed")
+
+import asyncio
+import os
+import subprocess
+import sys
+
+from support.gate import Gate
+from support.serving import served, until
+from tinygpt import LLM, SamplingParams
+from tinygpt.server.chat.template import ChatTemplate
+
+ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 4}
+# A folder with openai-python's source, whose own tests then run: its tests/api_resources.
+CHECKOUT = os.environ.get("OPENAI_PYTHON")
+SERVED_BY_ITS_TESTS = ("gpt-3.5-turbo-instruct", "gpt-4o-mini", "gpt-6-astra")
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def expected(llm):
+    params = SamplingParams(max_tokens=8, temperature=0.8, seed=4)
+    return llm.generate(ASKED["prompt"], params)[0].outputs[0].text
+
+
+def with_async_client(server, main):
+    async def run():
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            return await main(client)
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_plain_and_streamed(client, expected):
+    completion = client.completions.create(**ASKED, logprobs=2)
+    assert completion.choices[0].text == expected
+    assert completion.usage.completion_tokens == 8
+    assert len(completion.choices[0].logprobs.tokens) == 8
+    with client.completions.create(**ASKED, stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
+def test_async_plain_and_streamed(server, expected):
+    async def main(client):
+        completion = await client.completions.create(**ASKED)
+        stream = await client.completions.create(**ASKED, stream=True)
+        return completion.choices[0].text, "".join([chunk.choices[0].text async for chunk in stream])
+
+    assert with_async_client(server, main) == (expected, expected)
+
+
+def test_many_at_once(llm):
+    with LLM("demo", max_num_seqs=4) as own, served(own) as server:
+        outputs = llm.generate([f"Chapter {i}" for i in range(16)], SamplingParams(max_tokens=5))
+
+        async def main(client):
+            asked = {"model": "demo", "max_tokens": 5, "temperature": 0}
+            replies = [client.completions.create(prompt=f"Chapter {i}", **asked) for i in range(16)]
+            return [reply.choices[0].text for reply in await asyncio.gather(*replies)]
+
+        assert with_async_client(server, main) == [output.outputs[0].text for output in outputs]
+
+
+def test_fields_that_are_ours_go_into_the_extra_body(client, llm):
+    [output] = llm.generate(ASKED["prompt"], SamplingParams(max_tokens=8, top_k=3, temperature=0.8, seed=4))
+    completion = client.completions.create(**ASKED, extra_body={"top_k": 3})
+    assert completion.choices[0].text == output.outputs[0].text
+
+
+def test_cancelling_frees_the_slot(server, llm):
+    while not server._log.empty():
+        server.ended()
+    with llm.engine.wrapped(Gate) as gate:
+
+        async def main(client):
+            asked = {**ASKED, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+            stream = await client.completions.create(**asked, stream=True)
+            gate.allow(3)
+            async for _ in stream:
+                break
+            await stream.close()
+            plain = asyncio.ensure_future(client.completions.create(**asked))
+            while len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting) < 1:
+                await asyncio.sleep(0.01)
+            plain.cancel()
+            await asyncio.wait([plain])
+
+        with_async_client(server, main)
+        assert server.ended()["status"] == 499
+        gate.allow(1)
+        until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+
+
+def test_errors_are_its_exceptions(server, client):
+    with pytest.raises(openai.BadRequestError, match="context") as caught:
+        client.completions.create(**ASKED | {"max_tokens": 5000})
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+    assert caught.value.request_id
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(**ASKED | {"model": "gpt-5"})
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hi"}])
+
+
+def test_errors_within_a_stream_are_its_exceptions(llm):
+    with served(llm, drain_seconds=0.05) as server, llm.engine.wrapped(Gate) as gate:
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            gate.allow(2)
+            stream = client.completions.create(**ASKED, stream=True)
+            next(stream)
+            server.terminate()
+            with pytest.raises(openai.APIError, match="shut down"):
+                list(stream)
+        gate.allow(1)
+
+
+def test_keys(llm):
+    with served(llm, api_keys=("right",)) as server:
+        for key, error in (("right", None), ("wrong", openai.AuthenticationError)):
+            with openai.OpenAI(base_url=server.url, api_key=key, max_retries=0) as client:
+                if error is None:
+                    assert client.completions.create(**ASKED).choices
+                else:
+                    with pytest.raises(error):
+                        client.completions.create(**ASKED)
+
+
+def test_models_and_embeddings(client, llm):
+    assert [model.id for model in client.models.list()] == ["demo", "other/name"]
+    assert client.models.retrieve("other/name").id == "other/name"
+    found = client.embeddings.create(model="demo", input=["a wolf"])  # asks for base64 and decodes it
+    assert found.data[0].embedding == llm.embed("a wolf")[0].tolist()
+
+
+def test_chat(llm):
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
+    [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=6))
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "Once upon a time"}], "max_completion_tokens": 6}
+    with served(llm, chat_template=template) as server, openai.OpenAI(base_url=server.url, api_key="none") as client:
+        chat = client.chat.completions.create(**asked, temperature=0)
+        assert chat.choices[0].message.content == output.outputs[0].text
+        with client.chat.completions.create(**asked, temperature=0, stream=True) as stream:
+            assert "".join(chunk.choices[0].delta.content for chunk in stream) == output.outputs[0].text
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="OPENAI_PYTHON names no folder with openai-python's source")
+def test_its_own_tests_pass():
+    """All of them, none skipped; they ask for models by these names."""
+    files = [f"tests/api_resources/test_{name}.py" for name in ("completions", "models")]
+    with LLM("demo") as llm, served(llm, served_model_names=SERVED_BY_ITS_TESTS) as server:
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files]
+        environment = {**os.environ, "TEST_API_BASE_URL": server.url, "PYTHONPATH": ""}
+        result = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+    last = result.stdout.strip().splitlines()[-1]
+    assert result.returncode == 0, result.stdout[-2000:]
+    assert " passed" in last
+    assert "skipped" not in last

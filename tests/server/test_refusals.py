@@ -1,0 +1,157 @@
+"""What is not possible is refused before any work, in OpenAI's shape, and names the field."""
+
+import http.client
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+from support.gate import Gate
+from support.serving import served, until
+from tinygpt import LLM, SamplingParams
+
+# A body, the field that the refusal names, and a part of its sentence.
+BODIES = {
+    "unknown field": (b'{"foo": 1}', "foo", "unrecognized request argument: foo"),
+    "unknown field inside": (b'{"stream_options": {"x": 1}}', "stream_options", "stream_options.x"),
+    "text for a number": (b'{"n": "3"}', "n", "integer"),
+    "true for a number": (b'{"n": true}', "n", "integer"),
+    "a broken number": (b'{"n": 1.5}', "n", "integer"),
+    "NaN": (b'{"temperature": NaN}', "temperature", "finite"),
+    "infinity": (b'{"top_p": Infinity}', "top_p", ""),
+    "too hot": (b'{"temperature": 1e9}', "temperature", "100"),
+    "a list of all kinds": (b'{"prompt": [1, "a"]}', "prompt", "a list of token ids"),
+    "an empty list": (b'{"prompt": []}', "prompt", "a text"),
+    "a number as prompt": (b'{"prompt": 5}', "prompt", "a text"),
+    "too many prompts": (b'{"prompt": [' + b",".join([b'"a"'] * 257) + b"]}", "prompt", "256"),
+    "an id outside": (b'{"prompt": [9999]}', "prompt", "0 to 8192"),
+    "a negative id": (b'{"prompt": [-1]}', "prompt", ""),
+    "an empty stop": (b'{"stop": ""}', "stop", "none of them empty"),
+    "an id to stop at outside": (b'{"stop_token_ids": [9999]}', "stop_token_ids", "0 to 8192"),
+    "a biased id outside": (b'{"logit_bias": {"9999": 1}}', "logit_bias", "0 to 8192"),
+    "a large bias": (b'{"logit_bias": {"5": 101}}', "logit_bias", "100"),
+    "best_of below n": (b'{"best_of": 1, "n": 2}', "best_of", "n=2"),
+    "best_of in a stream": (b'{"best_of": 2, "stream": true}', "best_of", "stream"),
+    "beams in a stream": (b'{"num_beams": 2, "stream": true}', "num_beams", "until it ends"),
+    "more beams than slots": (b'{"num_beams": 5}', "num_beams", "max_num_seqs"),
+    "many logprobs": (b'{"logprobs": 21}', "logprobs", "20"),
+    "many prompt_logprobs": (b'{"prompt_logprobs": 21}', "prompt_logprobs", "20"),
+    "an unknown soft prompt": (b'{"soft_prompt": "x"}', "soft_prompt", "x"),
+    "no JSON": (b"{", None, "JSON"),
+    "nothing": (b"", None, "JSON"),
+    "no object": (b'"a"', None, "object"),
+    "half a character": (b'{"prompt": "\\ud800"}', None, "JSON"),
+    "no UTF-8": (b'{"prompt": "\xff"}', None, "JSON"),
+    "deep brackets": (b"[" * 100_000, None, "JSON"),
+    "a number of 5000 digits": (b'{"seed": ' + b"1" * 5000 + b"}", None, "JSON"),
+    "a seed of 65 bits": (b'{"seed": 18446744073709551616}', "seed", ""),
+    "a suffix that does not fit": (
+        b'{"max_tokens": 500, "best_of": 2, "suffix": "a b c d e f g h i j k"}',
+        "suffix",
+        "512",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_bad_body_is_a_sentence(server, llm, name):
+    body, field, part = BODIES[name]
+    with llm.engine.wrapped(Gate) as gate:
+        reply = server.ask("/v1/completions", body)
+        assert gate.num_asked == 0
+    assert reply.status == 400
+    assert reply.error.keys() == {"message", "type", "param", "code"}
+    assert (reply.error["param"], reply.error["type"]) == (field, "invalid_request_error")
+    assert part in reply.error["message"]
+    assert reply.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1] * 600}, "prompt"),
+        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens"),
+        ({"max_tokens": 2**31 - 1}, "max_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_the_numbers(server, body, param):
+    error = server.complete(**body).error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert "512 tokens" in error["message"]
+
+
+def test_what_overflow_allows_is_served(server):
+    reply = server.complete(prompt=[262] * 600, max_tokens=2, overflow="truncate", ignore_eos=True)
+    assert reply.json["usage"]["completion_tokens"] == 2
+
+
+def test_a_model_that_is_not_there(server):
+    for reply in (server.complete(model="gpt-5"), server.ask("/v1/models/gpt-5")):
+        assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+        assert "demo, other/name" in reply.error["message"]
+
+
+def test_paths_and_methods_that_are_not_there(server):
+    assert server.ask("/v1/nowhere").status == 404
+    for path, allowed in (("/v1/completions", "POST"), ("/v1/models/x", "DELETE, GET, HEAD")):
+        reply = server.ask(path, method="PUT")
+        assert reply.status == 405
+        assert ", ".join(sorted(reply.headers["allow"].split(", "))) == allowed
+        assert reply.error["message"]
+
+
+def test_a_body_that_is_no_json(server):
+    reply = server.ask("/v1/completions", b"{}", content_type="text/plain")
+    assert (reply.status, reply.error["type"]) == (415, "invalid_request_error")
+
+
+def test_too_large_a_body_is_refused_before_it_is_read(server):
+    """Of the nine gigabytes that are announced none is sent, and one of a few parts is stopped on its way."""
+    announced = server.ask("/v1/completions", b"{", content_length="9000000000")
+    assert (announced.status, announced.headers["connection"]) == (413, "close")
+
+
+def test_too_large_a_body_in_parts(llm):
+    with served(llm, max_body_bytes=100) as server:
+        assert server.complete(prompt="a" * 50, max_tokens=1).status == 200
+        assert server.complete(prompt="a" * 101).status == 413
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", "/v1/completions", iter([b"[" * 60] * 2), {"content-type": "application/json"})
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+def test_a_full_queue_says_when_to_come_again():
+    with LLM("demo", max_num_seqs=1, max_queue=1) as llm, served(llm) as server, llm.engine.wrapped(Gate) as gate:
+        futures = [llm.submit([1], SamplingParams(max_tokens=1)) for _ in range(2)]
+        reply = server.complete(prompt="a")
+        assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        assert "x-should-retry" not in reply.headers
+        assert (reply.error["type"], reply.error["code"]) == ("rate_limit_error", "queue_full")
+        assert server.complete(prompt=["a", "b"]).status == 429
+        gate.allow(100)
+        assert [future.result(60).outputs[0].finish_reason for future in futures] == ["length", "length"]
+        until(lambda: not llm.engine.scheduler.running)
+        # What never fits must not be tried again.
+        assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status == 400
+
+
+def test_prompts_of_one_request_run_all_or_none():
+    """Where the second finds no room, the first does not stay behind."""
+    with LLM("demo", max_num_seqs=1, max_queue=1) as llm, served(llm) as server, llm.engine.wrapped(Gate) as gate:
+        future = llm.submit([1], SamplingParams(max_tokens=1))
+        assert server.complete(prompt=["a", "b"]).status == 429
+        assert server.complete(prompt=["a", "b"]).status == 429
+        gate.allow(1)
+        future.result(60)
+        until(lambda: not llm.engine.scheduler.running)
+        assert not llm.engine.scheduler.waiting
+
+
+def test_a_bug_is_an_internal_error_and_tells_nothing(llm, monkeypatch):
+    with served(llm) as server:
+        monkeypatch.setattr(llm, "submit", lambda *_: 1 / 0)
+        reply = server.complete(prompt="secret", max_tokens=1)
+        assert (reply.status, reply.error["type"]) == (500, "server_error")
+        assert b"ZeroDivision" not in reply.body
+        assert server.ended()["status"] == 500

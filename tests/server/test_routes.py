@@ -1,0 +1,117 @@
+"""The smaller routes: models, tokenizer, embeddings, version, and the description of all of them."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import base64
+
+import numpy as np
+
+import tinygpt
+
+
+def test_models_by_each_name(server, llm):
+    listed = server.ask("/v1/models").json
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == ["demo", "other/name"]
+    for card in listed["data"]:
+        assert server.ask(f"/v1/models/{card['id'].replace('/', '%2F')}").json == card
+        assert (card["object"], card["max_model_len"]) == ("model", llm.max_model_len)
+    for name in ("demo", "other/name"):
+        assert server.complete(model=name, max_tokens=1).json["model"] == name
+    assert server.complete(max_tokens=1).json["model"] == "demo"
+
+
+def test_nothing_is_deleted(server):
+    assert server.ask("/v1/models/demo", method="DELETE").status == 403
+    reply = server.ask("/v1/models/ft:no-such:model", method="DELETE")
+    assert (reply.status, reply.json) == (200, {"id": "ft:no-such:model", "object": "model", "deleted": False})
+    assert server.ask("/v1/models/demo").status == 200
+
+
+def test_texts_and_tokens(server, llm):
+    text = "Once upon<|endoftext|> a time"
+    reply = server.ask("/tokenize", {"prompt": text, "add_special_tokens": False, "return_token_strs": True}).json
+    ids = llm.tokenizer.encode(text, split_special_tokens=False)
+    assert llm.config.eos_token_ids[0] in ids
+    assert (reply["tokens"], reply["count"], reply["max_model_len"]) == (ids, len(ids), llm.max_model_len)
+    assert "".join(reply["token_strs"]) == text
+    assert server.ask("/detokenize", {"tokens": ids}).json == {"prompt": text}
+    split = server.ask("/tokenize", {"prompt": text, "split_special_tokens": True}).json["tokens"]
+    assert split == llm.tokenizer.encode(text, split_special_tokens=True)
+    assert server.ask("/tokenize", {"prompt": "a" * 10_000}).json["count"] > 100  # encoded in another thread
+    assert server.ask("/detokenize", {"tokens": [9999]}).error["param"] == "tokens"
+
+
+def test_harnesses_learn_the_end_of_text(server, llm):
+    info = server.ask("/tokenizer_info").json
+    assert info["eos_token"] == info["bos_token"] == "<|endoftext|>"
+    assert info["chat_template"] is None
+    assert server.ask("/tokenize", {"prompt": info["eos_token"]}).json["tokens"] == list(llm.config.eos_token_ids)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "sum"])
+@pytest.mark.parametrize("inputs", ["a wolf", ["a wolf", "kings"], [5, 6, 7], [[5], [6, 7]]], ids=str)
+def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
+    expected = llm.embed(inputs, pooling)  # (n, C)
+    plain = server.ask("/v1/embeddings", {"input": inputs, "pooling": pooling}).json
+    assert [row["index"] for row in plain["data"]] == list(range(len(expected)))
+    np.testing.assert_array_equal(np.array([row["embedding"] for row in plain["data"]], np.float32), expected)
+    coded = server.ask("/v1/embeddings", {"input": inputs, "pooling": pooling, "encoding_format": "base64"}).json
+    rows = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in coded["data"]]
+    np.testing.assert_array_equal(np.stack(rows), expected)
+    assert plain["usage"]["prompt_tokens"] == plain["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [9999]}, "input"),
+        ({"input": [262] * 513}, "input"),
+        ({"input": "a", "dimensions": 5}, "dimensions"),
+        ({"input": "a", "pooling": "max"}, "pooling"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ],
+)
+def test_embeddings_that_are_not_possible(server, body, param):
+    reply = server.ask("/v1/embeddings", body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_version(server):
+    assert server.ask("/version").json == {"version": tinygpt.__version__}
+
+
+def test_the_description_holds_the_limits_of_this_model(server, llm):
+    """A checker of requests is told to expect refusals, which would hide a bound that got lost."""
+    document = server.ask("/openapi.json").json
+    schemas = document["components"]["schemas"]
+    assert (schemas["TokenId"]["minimum"], schemas["TokenId"]["maximum"]) == (0, llm.config.vocab_size - 1)
+    assert schemas["ModelName"]["enum"] == ["demo", "other/name"]
+    assert schemas["NumLogprobs"]["maximum"] == 20
+    completion = schemas["CompletionRequest"]
+    assert completion["additionalProperties"] is False
+    fields = completion["properties"]
+    for name, low, high in (
+        ("n", 1, 128),
+        ("best_of", 0, 128),
+        ("presence_penalty", -2, 2),
+        ("frequency_penalty", -2, 2),
+    ):
+        [bounded] = [part for part in fields[name]["anyOf"] if part["type"] != "null"]
+        assert (bounded["minimum"], bounded["maximum"]) == (low, high)
+    assert fields["temperature"]["anyOf"][0]["minimum"] == 0
+    assert {"$ref": "#/components/schemas/TokenId"} in [
+        part["items"] for part in fields["prompt"]["anyOf"] if part.get("type") == "array"
+    ]
+
+
+def test_the_description_names_every_route(server):
+    document = server.ask("/openapi.json").json
+    served = {route.path.replace(":path", "") for route in server.app.routes} - {"/", "/openapi.json"}
+    assert set(document["paths"]) == served
+    assert document["openapi"] == "3.1.0"

@@ -1,0 +1,127 @@
+"""Who may ask: keys, hosts, origins; and what the page may do."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import base64
+import hashlib
+import json
+import re
+import secrets
+
+from support.serving import served
+from tinygpt.server.routes.page import content_security_policy
+from tinygpt.server.security import host_name
+
+KEYS = ("first-key", "schlüssel-🔑")
+NEEDS_KEY = ("/v1/models", "/v1/models/demo", "/tokenizer_info", "/v1/nowhere")
+OPEN = ("/", "/health", "/metrics", "/version", "/openapi.json")
+
+
+@pytest.fixture(scope="module")
+def locked(llm):
+    with served(llm, api_keys=KEYS, allowed_origins=("https://page.example",)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", NEEDS_KEY)
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic first-key", "first-key", "Bearer \xff"]
+)
+def test_without_a_key_nothing_is_told(locked, path, header):
+    reply = locked.ask(path, **({} if header is None else {"authorization": header}))
+    assert (reply.status, reply.error["code"], reply.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_what_monitors_and_browsers_ask_for_is_open(locked, path):
+    assert locked.ask(path).status == 200
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(locked, key):
+    header = f"bearer {key}".encode().decode("latin-1")  # as clients write UTF-8 into a header
+    assert locked.ask("/v1/models", authorization=header).status == 200
+
+
+def test_every_key_is_compared_in_constant_time(locked, monkeypatch):
+    """Also those behind the one that fits."""
+    compared, compare = [], secrets.compare_digest
+    monkeypatch.setattr(secrets, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
+    assert locked.ask("/v1/models", authorization="Bearer first-key").status == 200
+    assert compared == [key.encode() for key in KEYS]
+
+
+def test_a_server_without_keys_takes_any_header(server):
+    """Harnesses without a key send an empty one."""
+    for header in ("Bearer ", "Bearer x"):
+        assert server.ask("/v1/models", authorization=header).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.", "[::2]", ""]
+)
+def test_another_hosts_name_is_refused(server, host):
+    """As a web page that has given its name this machine's address would send it."""
+    for path in ("/v1/models", "/", "/metrics"):
+        reply = server.ask(path, host=host)
+        assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:1", "LOCALHOST", "[::1]:8000", "[::1]"])
+def test_this_machines_names_are_allowed(server, host):
+    assert server.ask("/v1/models", host=host).status == 200
+
+
+def test_any_host_where_none_is_named(llm):
+    with served(llm, allowed_hosts=None) as server:
+        assert server.ask("/v1/models", host="model.example").status == 200
+
+
+def test_host_names():
+    for host, name in (("a:1", "a"), ("[::1]:1", "::1"), ("[::1]", "::1"), ("A", "a"), ("", "")):
+        assert host_name(host) == name
+
+
+def test_other_pages_read_nothing_unless_they_are_named(server, locked):
+    assert "access-control-allow-origin" not in server.ask("/v1/models", origin="https://page.example").headers
+    headers = {"origin": "https://page.example", "access_control_request_method": "POST"}
+    asked_before = locked.ask(
+        "/v1/completions", method="OPTIONS", **headers, access_control_request_headers="authorization"
+    )
+    assert (asked_before.status, asked_before.headers["access-control-allow-origin"]) == (200, "https://page.example")
+    other = locked.ask("/v1/completions", method="OPTIONS", **(headers | {"origin": "https://evil.example"}))
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_page_may_run_what_stands_in_it_and_nothing_else(server):
+    reply = server.ask("/")
+    policy, html = reply.headers["content-security-policy"], reply.body.decode()
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        for text in re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL):
+            assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in policy
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?:https?:)?//", html)
+
+
+def test_hashes_are_of_each_part():
+    digest = base64.b64encode(hashlib.sha256(b"a()").digest()).decode()
+    policy = content_security_policy("<style>x</style><script>a()</script>")
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert "style-src 'none'" in content_security_policy("<script>a()</script>")
+
+
+def test_no_log_line_and_no_metric_holds_a_key_or_a_text(locked, caplog):
+    with caplog.at_level("DEBUG"):
+        key = {"authorization": "Bearer first-key"}
+        locked.ask("/v1/completions", {"prompt": "my secret", "max_tokens": 1}, **key)
+        locked.ask("/v1/completions", {"prompt": "my secret", "n": 0}, **key)
+        locked.ask("/v1/secret-path", **key)
+    logged = json.dumps([[record.getMessage(), getattr(record, "fields", None)] for record in caplog.records])
+    assert "first-key" not in logged
+    assert "my secret" not in logged
+    told = locked.ask("/metrics").body
+    assert b"first-key" not in told
+    assert b"secret" not in told

@@ -1,0 +1,87 @@
+"""Clients that neither ask nor read, nor send what they have announced: given up, and nobody waits for them."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import socket
+
+from support.http_client import head_of
+from support.serving import served
+from tinygpt.server import connection, endpoint, event_stream
+
+SOON = 0.05  # seconds that clients have in these tests
+
+
+@pytest.fixture
+def impatient(llm, monkeypatch):
+    monkeypatch.setattr(connection, "PATIENCE", SOON)
+    with served(llm) as server:
+        yield server
+
+
+def connect(server, data: bytes = b"") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), 60)
+    client.sendall(data)
+    return client
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: 127."], ids=["nothing", "half a head"])
+def test_a_client_that_asks_nothing(impatient, sent):
+    with connect(impatient, sent) as client:
+        assert client.recv(1) == b""
+
+
+def test_a_client_that_is_slow_to_ask_again(impatient):
+    with connect(impatient, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
+        reader = client.makefile("rb")
+        while reader.readline() != b"\r\n":
+            pass
+        reader.read(len(b'{"status":"ok"}'))
+        client.sendall(b"GET /health HTT")
+        assert reader.read(1) == b""
+
+
+def test_a_body_that_does_not_arrive(server, monkeypatch):
+    monkeypatch.setattr(endpoint, "BODY_SECONDS", SOON)
+    with connect(server, head_of("/v1/completions", 100) + b"{") as client:
+        assert client.makefile("rb").readline() == b"HTTP/1.1 408 Request Timeout\r\n"
+
+
+def test_a_client_that_does_not_read(impatient, llm):
+    """Its generation ends, and nothing of it stays: its row is free however long it keeps the connection."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    client.connect(("127.0.0.1", impatient.port))
+    # Log probabilities make long events: some megabytes, more than sockets hold for a reader.
+    body = (
+        b'{"prompt": "Once", "n": 4, "max_tokens": 500, "ignore_eos": true, "seed": 1, "logprobs": 20, "stream": true}'
+    )
+    client.sendall(head_of("/v1/completions", len(body)) + body)
+    ended = impatient.ended()
+    assert (ended["path"], ended["status"]) == ("/v1/completions", 499)
+    client.close()
+
+
+def test_steps_do_not_wait_for_a_reader(server):
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    client.connect(("127.0.0.1", server.port))
+    body = b'{"prompt": "Once", "max_tokens": 500, "ignore_eos": true, "seed": 1, "logprobs": 20, "stream": true}'
+    client.sendall(head_of("/v1/completions", len(body)) + body)
+    assert server.complete(prompt="The king", max_tokens=50, ignore_eos=True).json["usage"]["completion_tokens"] == 50
+    client.close()
+
+
+def test_a_stream_that_waits_is_kept_alive(server, llm, monkeypatch):
+    from support.gate import Gate
+
+    monkeypatch.setattr(event_stream, "PING_SECONDS", SOON)
+    with llm.engine.wrapped(Gate) as gate:
+        client = server.begin(prompt="Once", max_tokens=2, temperature=0, stream=True)
+        line = b""
+        while line != b": ping\n":
+            line = client._lines.readline()
+        gate.allow(100)
+        assert [event["choices"][0]["index"] for event in client.events()] == [0, 0]
+        client.close()

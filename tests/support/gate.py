@@ -1,0 +1,37 @@
+"""Gate: an engine that takes steps only as the test allows."""
+
+import threading
+from typing import Any
+
+SECONDS = 60
+
+
+class Gate:
+    """Stands in front of a runner: `with llm.engine.wrapped(Gate) as gate`."""
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+        self._changed = threading.Condition()
+        self._num_allowed = 0.0
+        self.num_asked = self.num_taken = 0  # steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Any) -> Any:
+        with self._changed:
+            self.num_asked += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.num_taken < self._num_allowed, SECONDS), "no step was allowed"
+            self.num_taken += 1
+        return self._runner.forward(batch)
+
+    def allow(self, count: float) -> None:
+        with self._changed:
+            self._num_allowed += count
+            self._changed.notify_all()
+
+    def wait_until_asked(self, count: int) -> None:
+        """Until the engine wants to take its `count`-th step, all before it being done."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_asked >= count, SECONDS)
