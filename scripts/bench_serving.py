@@ -2,6 +2,7 @@
 
     python scripts/bench_serving.py                       # the demo checkpoint
     python scripts/bench_serving.py --model FOLDER --dtype int8
+    python scripts/bench_serving.py --server              # the HTTP server under load, beside the library
 
 The mixed workload is 64 requests that arrive at once, prompts of 16 to 512 tokens, outputs of 8 to 128: all of them
 submitted to the engine, against static batches of 8 in the order of arrival, in two forms. A rectangular batch computes
@@ -10,6 +11,10 @@ All three run on this engine and take turns, and the table has medians of the ne
 
 The overhead is the part of a decode step at batch 32 that is spent outside the backend, in scheduling, in Python around
 sampling and in detokenising: all greedy, and with every control in use.
+
+--server starts `tinygpt serve` and sends it streamed requests: of clients that ask again as soon as they are answered
+(--clients), and of strangers who arrive by chance (--rates). LLM.generate takes its turn with the same prompts. The
+same is asked of the servers of others that --llama-cpp and --transformers name. Client and servers share this machine.
 """
 
 import argparse
@@ -25,8 +30,18 @@ from typing import Any
 
 from tqdm import tqdm
 
+# tinygpt lies beside scripts/, whether or not it is installed.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from serving.compare import Plan, compare, markdown, picture_of
+from serving.figures import ServiceLevel
+from serving.servers import llama_cpp, ours, transformers
+
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.formats import table
+from tinygpt.bench.plot import save
+from tinygpt.hardware.cpu import cpu_name
+from tinygpt.hardware.threads import thread_count
 
 STATIC_BATCH = 8
 BATCH = 32
@@ -162,6 +177,40 @@ def overhead(llm: TimedLLM, params: SamplingParams, repeats: int) -> float:
     return statistics.median(shares)
 
 
+def add_server_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--clients", type=int, nargs="*", default=[1, 8, 32], help="at once, in closed loops")
+    group.add_argument("--rates", type=float, nargs="*", default=[2.0, 8.0], help="requests a second, in open loops")
+    group.add_argument("--seconds", type=float, default=10.0, help="of an open loop")
+    group.add_argument("--prompt-words", type=int, default=32)
+    group.add_argument("--new-tokens", type=int, default=64)
+    group.add_argument("--each", type=int, default=2, help="requests of each client")
+    group.add_argument("--ttft", type=float, default=0.5, help="seconds to the first token that are good service")
+    group.add_argument("--tpot", type=float, default=0.05, help="and for each token after it")
+    group.add_argument("--llama-cpp", nargs=2, metavar=("PYTHON", "GGUF"), help="its environment, and the model")
+    group.add_argument("--transformers", nargs=2, metavar=("COMMAND", "FOLDER"), help="its command, and the model")
+    group.add_argument("--plot", type=Path, help="also draw tokens/s against clients, as .svg or .png")
+
+
+def measure_server(args: argparse.Namespace) -> None:
+    """Everything takes turns, and the table has the medians of the repeats."""
+    level = ServiceLevel(args.ttft, args.tpot)
+    sizes = args.prompt_words, args.new_tokens, args.each, args.seconds, args.repeats
+    plan = Plan(tuple(args.clients), tuple(args.rates), *sizes, level)
+    servers = [ours(args.model, args.dtype, args.threads)]
+    if args.llama_cpp:
+        servers.append(llama_cpp(args.llama_cpp[0], Path(args.llama_cpp[1]), thread_count(args.threads)))
+    if args.transformers:
+        servers.append(transformers(args.transformers[0], Path(args.transformers[1])))
+    with LLM(args.model, args.dtype, threads=args.threads) as llm:
+        rows = compare(servers, plan, llm)
+    print(f"{cpu_name()}, {thread_count(args.threads)} threads, {args.model} {args.dtype}\n")
+    print(markdown(rows))
+    if args.json:
+        args.json.write_text(json.dumps({"cpu": cpu_name(), "rows": rows}, indent=1))
+    if args.plot:
+        save(picture_of(rows, f"{cpu_name()}, {thread_count(args.threads)} threads"), args.plot)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -170,7 +219,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--server", action="store_true", help="measure the HTTP server instead")
+    add_server_arguments(parser.add_argument_group("with --server"))
     args = parser.parse_args()
+    if args.server:
+        measure_server(args)
+        return
     with TimedLLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
         rates = throughput(llm, args.requests, args.repeats)
         shares = {name: overhead(llm, p, args.repeats) for name, p in (("greedy", GREEDY), ("all", EVERY_CONTROL))}

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
+import logging
 import socket
 import subprocess
 import sys
@@ -17,7 +18,12 @@ from tinygpt.cli import loading
 
 @pytest.fixture
 def run(capsys):
-    return lambda arguments: Result(capsys, "serve", arguments)
+    """The command writes its log to this test's stderr, which is gone when others log."""
+    logs = [logging.getLogger(name) for name in ("tinygpt.server", "uvicorn")]
+    before = [(log.handlers, log.level, log.propagate) for log in logs]
+    yield lambda arguments: Result(capsys, "serve", arguments)
+    for log, kept in zip(logs, before, strict=True):
+        log.handlers, log.level, log.propagate = kept
 
 
 @pytest.fixture

@@ -3,12 +3,14 @@
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-openai = pytest.importorskip("openai", reason="openai, whose client is tried, is not installed")
+pytest.importorskip("openai", reason="openai, whose client is tried, is not installed")
 
 import asyncio
 import os
 import subprocess
 import sys
+
+import openai
 
 from support.gate import Gate
 from support.serving import served, until

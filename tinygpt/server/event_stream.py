@@ -36,25 +36,15 @@ class EventStream:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         pinging = asyncio.ensure_future(self._ping(send))
         try:
-            async for events in self._safe_events():
+            async for events in self._events:
                 self._num_sent += 1
                 await send({"type": "http.response.body", "body": events, "more_body": True})
+        except Exception as error:
+            await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
         finally:
             pinging.cancel()
             await self._events.aclose()
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
-
-    async def _safe_events(self) -> AsyncIterator[bytes]:
-        try:
-            async for events in self._events:
-                yield events
-        except ApiError as error:
-            yield _error_event(error.status, str(error), error.param, error.code)
-        except TinyGPTError as error:
-            yield _error_event(500, str(error))
-        except Exception:
-            log.exception("a stream ended with a bug")
-            yield _error_event(500, "internal error: the server's log says more.")
 
     async def _ping(self, send: Send) -> None:
         while True:
@@ -68,5 +58,10 @@ def event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
-def _error_event(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    return event(error_body(status, message, param, code))
+def _error_event(error: Exception) -> bytes:
+    if isinstance(error, ApiError):
+        return event(error.body)
+    if isinstance(error, TinyGPTError):
+        return event(error_body(500, str(error)))
+    log.error("a stream was ended by a bug", exc_info=error)
+    return event(error_body(500, "internal error: the server's log says more."))

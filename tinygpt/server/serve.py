@@ -40,6 +40,7 @@ def server_of(app: Starlette, drain_seconds: float, on_start: Callable[[], None]
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
     return Server(config, app.state.server, drain_seconds, on_start)

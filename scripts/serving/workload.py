@@ -1,0 +1,73 @@
+"""What is asked of a server, and when: requests that clients send one after another, or that arrive by chance."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult
+
+from .client import Exchange, exchange
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of words by chance, some one or two tokens each, continued greedily by `new_tokens`.
+
+    model: what the server calls its model. more: fields that it needs besides, as those that keep it from ending early.
+    """
+
+    model: str
+    prompt_words: int
+    new_tokens: int
+    more: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def prompts(self) -> Iterator[str]:
+        """Without end; the same for every server."""
+        generator = random.Random(self.seed)
+        while True:
+            yield " ".join(generator.choice(WORDS) for _ in range(self.prompt_words))
+
+    def bodies(self) -> Iterator[dict[str, Any]]:
+        fixed = {"model": self.model, "max_tokens": self.new_tokens, "temperature": 0, "stream": True, **self.more}
+        return ({"prompt": prompt, **fixed} for prompt in self.prompts())
+
+
+WORDS = ["time", "way", "day", "man", "thing", "woman", "life", "child", "world", "hand", "part", "place", "case", "week", "point", "house", "water", "room", "night"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a workload went."""
+
+    exchanges: list[Exchange]
+    seconds: float
+
+
+async def closed_loop(url: SplitResult, work: Workload, clients: int, count: int) -> Run:
+    """So many clients, each of which asks again when it has its answer, until `count` requests were sent."""
+    bodies, exchanges, left = work.bodies(), [], count
+
+    async def ask_again() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            exchanges.append(await exchange(url, "/v1/completions", next(bodies)))
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(ask_again() for _ in range(clients)))
+    return Run(exchanges, time.perf_counter() - begun)
+
+
+async def open_loop(url: SplitResult, work: Workload, rate: float, count: int) -> Run:
+    """Requests arrive at `rate` a second on average, whether or not others have been answered (Poisson)."""
+    bodies, generator, tasks = work.bodies(), random.Random(work.seed), []
+    begun = arrival = time.perf_counter()
+    for _ in range(count):
+        await asyncio.sleep(max(arrival - time.perf_counter(), 0))
+        tasks.append(asyncio.ensure_future(exchange(url, "/v1/completions", next(bodies))))
+        arrival += generator.expovariate(rate)
+    exchanges = await asyncio.gather(*tasks)
+    return Run(list(exchanges), time.perf_counter() - begun)
