@@ -22,6 +22,7 @@ class Exchange:
     status: int = 0
     token_times: list[float] = field(default_factory=list)  # of each event with a text
     text: str = ""
+    body: bytes = b""  # of a reply that is no stream
     error: str | None = None
 
     @property
@@ -81,19 +82,21 @@ def _read(pieces: list[tuple[float, bytes]], result: Exchange) -> None:
     connection, waiting = h11.Connection(h11.CLIENT), b""
     connection.send(h11.Request(method="POST", target="/", headers=[("host", "x"), ("content-length", "0")]))
     connection.send(h11.EndOfMessage())
-    body = b""
+    is_stream = False
     for arrived, piece in pieces:
         connection.receive_data(piece)
         while (event := connection.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
             if isinstance(event, h11.Response):
                 result.status = event.status_code
-            elif isinstance(event, h11.Data):
-                body += event.data if result.status != 200 else b""
+                is_stream = dict(event.headers).get(b"content-type", b"").startswith(b"text/event-stream")
+            elif isinstance(event, h11.Data) and is_stream:
                 waiting = _read_events(waiting + bytes(event.data), arrived, result)
+            elif isinstance(event, h11.Data):
+                result.body += bytes(event.data)
             elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
                 break
     if result.status != 200 and result.error is None:
-        result.error = body.decode(errors="replace")[:200]
+        result.error = result.body.decode(errors="replace")[:200]
 
 
 def _read_events(data: bytes, arrived: float, result: Exchange) -> bytes:

@@ -35,7 +35,7 @@ class Workload:
         return ({"prompt": prompt, **fixed} for prompt in self.prompts())
 
 
-WORDS = ["time", "way", "day", "man", "thing", "woman", "life", "child", "world", "hand", "part", "place", "case", "week", "point", "house", "water", "room", "night"]
+WORDS = ("time", "way", "day", "man", "thing", "woman", "life", "child", "world", "hand", "part", "place", "case")
 
 
 @dataclass(frozen=True)
