@@ -166,7 +166,8 @@ def main() -> int:
     ends = ", ".join(f"{number} {end}" for end, number in report.ends.most_common())
     fifth, end = report.memory[len(report.memory) // 5] / 2**20, report.memory[-1] / 2**20
     print(
-        f"{args.requests} requests in {time.perf_counter() - begun:.0f} s: {ends}; {fifth:.0f} MB, {end:.0f} MB at the end"
+        f"{args.requests} requests in {time.perf_counter() - begun:.0f} s: {ends}; {fifth:.0f} MB, "
+        f"{end:.0f} MB at the end"
     )
     for sentence in found:
         print(f"WRONG: {sentence}")

@@ -41,6 +41,15 @@ INTO_KERNELS = {
 LIBRARIES = {
     "tinygpt.kernels": {"numpy", "numba", "llvmlite"},
     "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub"},
+    "tinygpt.server": {
+        "jinja2",
+        "numpy",
+        "prometheus_client",
+        "pydantic",
+        "starlette",
+        "typing_extensions",
+        "uvicorn",
+    },
     "tinygpt": {"numpy", "tiktoken", "tokenizers", "tqdm", "lm_eval", "llguidance"},
 }
 # What single modules import besides: doctor asks LLVM for the CPU's name, parity is with transformers, matplotlib draws
@@ -272,7 +281,19 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
 
 TESTS = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("*.py"))}
 # What may be absent where tests run. A module of ours among them would skip its tests in silence once it has moved.
-OPTIONAL = {"torch", "transformers", "peft", "llguidance", "lm_eval", "matplotlib", "numba_cuda"}
+OPTIONAL = {
+    "torch",
+    "transformers",
+    "peft",
+    "llguidance",
+    "lm_eval",
+    "tenacity",
+    "matplotlib",
+    "numba_cuda",
+    "uvicorn",
+    "openai",
+    "h11",
+}
 
 
 @pytest.mark.parametrize("path", TESTS)

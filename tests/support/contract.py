@@ -27,7 +27,7 @@ from unittest import mock
 import tinygpt
 from tinygpt.__main__ import main
 
-COMMANDS = ("generate", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
+COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
 ROOT = Path(tinygpt.__file__).resolve().parent.parent
 HARNESS = ("", ".__main__", ".api", ".api.model", ".api.registry", ".models", ".models.utils", ".utils")
 # Objects of JSON whose keys are data: names of tensors and files, positions, what a device happens to tell.

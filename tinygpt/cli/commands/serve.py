@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 SUMMARY = "answer OpenAI's and vLLM's clients over HTTP"
 KEY_VARIABLE = "TINYGPT_API_KEY"
 LOG_FORMATS = ("text", "json")
+SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests whose field soft_prompt names it; several may be given (default: none)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Who has written the texts that come, nobody here knows: special tokens in them are plain text.
     parser.set_defaults(split_special_tokens=True, temperature=1.0)
-    group = model_flags.add_group(parser, [name for name in model_flags.FLAGS if name != "split_special_tokens"])
+    names = [name for name in model_flags.FLAGS if name != "split_special_tokens"]
+    group = model_flags.add_group(parser, names, soft_prompt={"help": SOFT_PROMPT})
     group.add_argument(
         "--max-queue",
         type=whole_number,
