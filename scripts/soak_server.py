@@ -95,7 +95,7 @@ async def ask(
     sent = {**(body if is_known else random_body(generator)), "stream": is_streamed}
     while (found := await exchange(url, "/v1/completions", sent)).status == 429:
         report.ends["queue full, asked again"] += 1
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)
     if found.status != 200 or found.error:
         return f"failed: {found.status} {found.error}"
     if is_known:

@@ -264,8 +264,7 @@ def test_a_salt_keeps_prompts_apart(server, llm):
         server.ended()
         return _hits(server.state.metrics.text()) - _hits(before)
 
-    while not server._log.empty():
-        server.ended()
+    server.forget()
     assert cached(cache_salt="a") == 0
     assert cached(cache_salt="a") > 0
     assert cached(cache_salt="b") == 0

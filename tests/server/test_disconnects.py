@@ -25,8 +25,7 @@ def expect_free_after_a_step(server, llm, gate) -> None:
 
 @pytest.fixture
 def gate(server, llm):
-    while not server._log.empty():
-        server.ended()
+    server.forget()
     with llm.engine.wrapped(Gate) as gate:
         yield gate
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import cached_property
 
 from support.gate import Gate
 from support.http_client import RawRequest, ask
@@ -87,19 +88,20 @@ class Process:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", *arguments]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
-        self.lines = []
-        for line in self._process.stderr:
-            self.lines.append(line)
-            if found := re.search(r"serving demo on http://127\.0\.0\.1:(\d+)$", line):
-                self.port = int(found[1])
-                return
-        raise AssertionError("".join(self.lines))
+
+    @cached_property
+    def port(self) -> int:
+        """Known once it serves."""
+        line = self._process.stderr.readline()
+        found = re.fullmatch(r"tinygpt: serving demo on http://127\.0\.0\.1:(\d+)\n", line)
+        assert found, line
+        return int(found[1])
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
     def end(self) -> int:
-        self.lines += self._process.communicate(timeout=60)[1].splitlines()
+        self._process.communicate(timeout=60)
         return self._process.returncode
 
 

@@ -80,8 +80,7 @@ def test_fields_that_are_ours_go_into_the_extra_body(client, llm):
 
 
 def test_cancelling_frees_the_slot(server, llm):
-    while not server._log.empty():
-        server.ended()
+    server.forget()
     with llm.engine.wrapped(Gate) as gate:
 
         async def main(client):

@@ -34,6 +34,10 @@ class Served(logging.Handler):
         self.thread = threading.Thread(target=self._run)
 
     @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
@@ -47,8 +51,17 @@ class Served(logging.Handler):
         """A completion whose client is the test's to lead."""
         return RawRequest(self.port, "/v1/completions", body)
 
-    def ended(self) -> dict[str, Any]:
-        return self._log.get(timeout=SECONDS)
+    def ended(self, path: str | None = None) -> dict[str, Any]:
+        """What is logged next, of a request to `path`. Servers of one process share a log."""
+        while True:
+            fields = self._log.get(timeout=SECONDS)
+            if path in (None, fields["path"]):
+                return fields
+
+    def forget(self) -> None:
+        """What was logged so far."""
+        while not self._log.empty():
+            self._log.get()
 
     def emit(self, record: logging.LogRecord) -> None:
         if hasattr(record, "fields"):

@@ -1,6 +1,7 @@
 """`python -m tinygpt serve`: the engine over HTTP, for OpenAI's and vLLM's clients."""
 
 import argparse
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "answer OpenAI's and vLLM's clients over HTTP"
 KEY_VARIABLE = "TINYGPT_API_KEY"
+GC_THRESHOLDS = 700, 10, 10  # Python's own; loading has raised them
 LOG_FORMATS = ("text", "json")
-SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests whose field soft_prompt names it; several may be given (default: none)"
+SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests that name it; several may be given (default: none)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +118,12 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> "LLM":
-    return loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
+    llm = loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
+    # What is there now stays, so it need not be looked at again; what requests leave behind is, at Python's own pace.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    return llm
 
 
 def _server_config(args: argparse.Namespace, llm: "LLM") -> "ServerConfig":
