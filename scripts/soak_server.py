@@ -105,7 +105,18 @@ async def ask(
     return "answered"
 
 
+async def fill(url: SplitResult) -> None:
+    """Have every slot of the KV cache used to its end: memory that is reserved counts only once it is written."""
+    with urllib.request.urlopen(f"{url.geturl()}/v1/models") as reply:
+        length = json.load(reply)["data"][0]["max_model_len"] - 1
+    for first in range(1, 3 * MAX_NUM_SEQS, MAX_NUM_SEQS):
+        prompts = [[first + i] * length for i in range(MAX_NUM_SEQS)]
+        found = await exchange(url, "/v1/completions", {"prompt": prompts, "max_tokens": 1})
+        assert found.status == 200, found.error
+
+
 async def soak(url: SplitResult, count: int, known: list[tuple[dict[str, Any], str]]) -> Report:
+    await fill(url)
     report, left = Report(), count
     with tqdm(total=count, disable=None) as bar:
 
