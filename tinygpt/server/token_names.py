@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import lru_cache
 
+from tinygpt.errors import RequestError
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
@@ -17,7 +18,12 @@ class TokenNames:
         self.name = lru_cache(maxsize=100_000)(self._name)
 
     def bytes_of(self, token_id: int) -> bytes:
-        return b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        if self._tokenizer is None:
+            return b""
+        try:
+            return self._tokenizer.token_bytes(token_id)
+        except RequestError:  # its tokens are no bytes, but whole characters
+            return self._tokenizer.decode([token_id]).encode()
 
     def _name(self, token_id: int) -> str:
         if self._tokenizer is None:

@@ -1,4 +1,4 @@
-"""`python -m tinygpt serve`: the engine over HTTP, for OpenAI's and vLLM's clients."""
+"""`tinygpt serve`: the engine over HTTP, for OpenAI's and vLLM's clients."""
 
 import argparse
 import gc
@@ -118,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> "LLM":
-    llm = loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
+    llm, _ = loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
     # What is there now stays, so it need not be looked at again; what requests leave behind is, at Python's own pace.
     gc.collect()
     gc.freeze()
