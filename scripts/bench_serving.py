@@ -42,6 +42,7 @@ from tinygpt.bench.formats import table
 from tinygpt.bench.plot import save
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
+from tinygpt.weights.open import open_checkpoint
 
 STATIC_BATCH = 8
 BATCH = 32
@@ -182,6 +183,7 @@ def add_server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rates", type=float, nargs="*", default=[2.0, 8.0], help="requests a second, in open loops")
     group.add_argument("--seconds", type=float, default=10.0, help="of an open loop")
     group.add_argument("--prompt-words", type=int, default=32)
+    group.add_argument("--token-ids", action="store_true", help="as prompts, for models without a tokenizer")
     group.add_argument("--new-tokens", type=int, default=64)
     group.add_argument("--each", type=int, default=2, help="requests of each client")
     group.add_argument("--ttft", type=float, default=0.5, help="seconds to the first token that are good service")
@@ -195,7 +197,8 @@ def measure_server(args: argparse.Namespace) -> None:
     """Everything takes turns, and the table has the medians of the repeats."""
     level = ServiceLevel(args.ttft, args.tpot)
     sizes = args.prompt_words, args.new_tokens, args.each, args.seconds, args.repeats
-    plan = Plan(tuple(args.clients), tuple(args.rates), *sizes, level)
+    vocab_size = open_checkpoint(args.model).config.vocab_size if args.token_ids else None
+    plan = Plan(tuple(args.clients), tuple(args.rates), *sizes, level, vocab_size)
     servers = [ours(args.model, args.dtype, args.threads)]
     if args.llama_cpp:
         servers.append(llama_cpp(args.llama_cpp[0], Path(args.llama_cpp[1]), thread_count(args.threads)))

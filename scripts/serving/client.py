@@ -110,7 +110,7 @@ def _read_events(data: bytes, arrived: float, result: Exchange) -> bytes:
             result.error = str(value["error"])[:200]
         for choice in value.get("choices", ()):
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
-            if text:
+            if text or choice.get("token_ids"):
                 result.token_times.append(arrived)
-                result.text += text
+                result.text += text or ""
     return rest

@@ -36,6 +36,7 @@ class Plan:
     seconds: float
     repeats: int
     level: ServiceLevel
+    vocab_size: int | None = None
 
 
 def compare(servers: list[Server], plan: Plan, llm: LLM | None) -> list[dict[str, Any]]:
@@ -52,7 +53,9 @@ def compare(servers: list[Server], plan: Plan, llm: LLM | None) -> list[dict[str
             for load, run in loads(plan):
                 for server in servers:
                     if server.name in addresses:
-                        work = Workload(server.model, plan.prompt_words, plan.new_tokens, server.more, repeat)
+                        work = Workload(
+                            server.model, plan.prompt_words, plan.new_tokens, server.more, repeat, plan.vocab_size
+                        )
                         found = figures(asyncio.run(run(addresses[server.name], work)), plan.level)
                         rows += [{"server": server.name, "load": load, **found}] if repeat else []
                 if llm is not None and load.endswith("clients"):
@@ -71,7 +74,7 @@ def loads(plan: Plan) -> Iterator[tuple[str, Callable[[SplitResult, Workload], A
 
 def generate(llm: LLM, plan: Plan, clients: int, seed: int) -> dict[str, Any]:
     """The same prompts in one call, without a server: `each` times as many as there are clients."""
-    work = Workload("", plan.prompt_words, plan.new_tokens, seed=seed)
+    work = Workload("", plan.prompt_words, plan.new_tokens, seed=seed, vocab_size=plan.vocab_size)
     prompts = list(itertools.islice(work.prompts(), clients * plan.each))
     params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
     begun, count = time.perf_counter(), 0

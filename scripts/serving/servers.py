@@ -30,7 +30,7 @@ class Server:
 def ours(model: str, dtype: str, threads: int | None) -> Server:
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "{port}", "--model", model, "--dtype", dtype]
     command += ["--served-model-name", "bench", *(["--threads", str(threads)] if threads else [])]
-    return Server("tinygpt serve", "bench", tuple(command), {"ignore_eos": True})
+    return Server("tinygpt serve", "bench", tuple(command), {"ignore_eos": True, "return_token_ids": True})
 
 
 def llama_cpp(python: str, gguf: Path, threads: int) -> Server:

@@ -23,10 +23,13 @@ class Workload:
     new_tokens: int
     more: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    vocab_size: int | None = None  # prompts are of token ids below it, as models without a tokenizer need them
 
-    def prompts(self) -> Iterator[str]:
+    def prompts(self) -> Iterator[str | list[int]]:
         """Without end; the same for every server."""
         generator = random.Random(self.seed)
+        while self.vocab_size is not None:
+            yield [generator.randrange(self.vocab_size) for _ in range(self.prompt_words)]
         while True:
             yield " ".join(generator.choice(WORDS) for _ in range(self.prompt_words))
 

@@ -29,7 +29,7 @@ def test_nothing_is_found(tmp_path, keys):
     settings = tmp_path / "schemathesis.toml"
     settings.write_text(SETTINGS)
     with (
-        LLM("demo", max_num_seqs=8, max_queue=64, split_special_tokens=True) as llm,
+        LLM("demo", max_num_seqs=8, max_queue=64, max_model_len=64, split_special_tokens=True) as llm,
         served(llm, api_keys=keys, chat_template=ChatTemplate(TEMPLATE, {})) as server,
     ):
         address = f"http://127.0.0.1:{server.port}/openapi.json"
