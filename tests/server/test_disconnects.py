@@ -45,7 +45,8 @@ def test_a_client_that_leaves(server, llm, gate, leave, is_streamed):
 
 def test_a_client_that_leaves_the_queue(server, llm, gate):
     others = [llm.submit([i], SamplingParams(max_tokens=400, ignore_eos=True)) for i in range(4)]
-    gate.wait_until_asked(1)
+    gate.allow(1)
+    gate.wait_until_asked(2)  # the first step may have come before the last of them
     client = server.begin(**LONG, stream=True)
     until(lambda: len(llm.engine.scheduler.waiting) == 1)
     client.close()
