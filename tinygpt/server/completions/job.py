@@ -63,7 +63,7 @@ class CompletionJob:
         if self.form.logprobs is None:
             return None
         name = name_by_id if self.form.return_tokens_as_token_ids else self.names.name
-        return LogprobArrays(self.names, self.form.logprobs, name)
+        return LogprobArrays(self.names, self.form.logprobs, name, with_ids=bool(self.form.return_token_ids))
 
     def usage(self, num_completion_tokens: int) -> Usage:
         return Usage.of(sum(len(prompt.token_ids) for prompt in self.prompts), num_completion_tokens)

@@ -48,6 +48,7 @@ class Logprobs(BaseModel):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+    top_token_ids: list[dict[str, int] | None] | None = None  # of top_logprobs' names, where ids are asked for
 
 
 class TokenLogprob(BaseModel):

@@ -30,7 +30,7 @@ def content_security_policy(html: str) -> str:
     """Scripts and styles by their hashes: what gets into the page in another way does not run."""
     return (
         f"default-src 'none'; script-src {_hashes('script', html)}; style-src {_hashes('style', html)}; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
