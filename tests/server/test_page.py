@@ -1,0 +1,427 @@
+"""The page at `/`, used as people use it, in a headless Chromium."""
+
+import math
+import re
+import shutil
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from playwright.sync_api import expect
+
+from support.gate import Gate
+from support.serving import served, until
+from tinygpt import SamplingParams
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+TEXT = "Once upon a time there was a king"
+SETTINGS = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1, "seed": 7}
+SECONDS = 20
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
+    expect.set_options(timeout=SECONDS * 1000)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """`visit(server, text, **settings)` opens the page and waits until the text has been read. After the test there
+    must have been no complaint in the console, and no request elsewhere."""
+    visitors = []
+
+    def visit(server, text=TEXT, is_ready=True, **options):
+        settings = SETTINGS | {name: options.pop(name) for name in [*options] if name in SETTINGS}
+        visitors.append(Visitor(browser, server, **options))
+        visitors[-1].open(text, settings, is_ready)
+        return visitors[-1]
+
+    yield visit
+    for visitor in visitors:
+        visitor.page.close()
+        assert visitor.complaints == []
+        assert {url.rpartition("#")[0] or url for url in visitor.elsewhere} == set()
+
+
+class Visitor:
+    """The page of a server, and what it has asked for. allowed: statuses that the browser's console may report."""
+
+    def __init__(self, browser, server, allowed=(), **options):
+        self.page, self.server = browser.new_page(**options), server
+        self.complaints, self.elsewhere, self.asked = [], [], []
+        self.field, self.tokens = self.page.locator("#text"), self.page.locator(".token")
+        self.made, self.options = self.page.locator(".token.made"), self.page.get_by_role("option")
+        self._allowed = allowed
+        self.page.on("console", self._note)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self._see)
+
+    def open(self, text, settings, is_ready=True):
+        fields = {"text": text, **settings}
+        link = "&".join(f"{name}={_quoted(value)}" for name, value in fields.items())
+        self.page.goto(f"http://127.0.0.1:{self.server.port}/#{link}")
+        if is_ready:
+            expect(self.page.locator("#go")).to_be_enabled()
+            self.wait()
+
+    def wait(self):
+        """Until nothing runs, and the text has been read to its end."""
+        expect(self.page.locator("body")).to_have_attribute("data-busy", "")
+
+    def type(self, text):
+        """As keys, which the page reads after a pause."""
+        with self.page.expect_response("**/v1/completions"):
+            self.field.press_sequentially(text)
+        self.wait()
+
+    def write(self):
+        """Have the text continued, to the end and the reading behind it."""
+        self.page.get_by_role("button", name="Continue").click()
+        expect(self.page.get_by_role("status")).to_contain_text("tokens: the model")
+        self.wait()
+
+    def click(self, i):
+        """On token i, where it stands."""
+        box = self.tokens.nth(i).bounding_box()
+        self.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+
+    def texts(self):
+        return self.tokens.all_text_contents()
+
+    def written(self):
+        """The bodies of the requests that were to write, not only to read."""
+        return [body for body in self.asked if body["max_tokens"] > 1]
+
+    def _note(self, message):
+        if message.type == "error" and not any(f"status of {status}" in message.text for status in self._allowed):
+            self.complaints.append(message.text)
+
+    def _see(self, request):
+        if not request.url.startswith((f"http://127.0.0.1:{self.server.port}/", "data:")):
+            self.elsewhere.append(request.url)
+        if request.method == "POST":
+            self.asked.append(request.post_data_json)
+
+
+def _quoted(value):
+    return "".join(f"%{byte:02X}" for byte in str(value).encode())
+
+
+def ids_of(llm, text):
+    return llm.tokenizer.encode(text, split_special_tokens=True)
+
+
+def running(server):
+    found = re.search(r"^tinygpt:num_requests_running\{.*\} (\S+)$", server.ask("/metrics").body.decode(), re.MULTILINE)
+    return float(found[1])
+
+
+def test_a_text_is_read_when_the_page_opens(server, llm, visit):
+    visitor = visit(server)
+    assert visitor.texts() == [llm.tokenizer.decode([i]) for i in ids_of(llm, TEXT)]
+    [output] = llm.generate([ids_of(llm, TEXT)], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    pairs = zip(ids_of(llm, TEXT), output.prompt_logprobs, strict=True)
+    expected = [min(12.5, -logprobs[i] / math.log(2)) for i, logprobs in pairs if logprobs]
+    found = visitor.tokens.evaluate_all("all => all.map(each => Number(each.style.getPropertyValue('--bits')))")
+    assert found[1:] == pytest.approx(expected, abs=0.006)
+
+
+def test_surprise_is_the_strength_of_a_colour(server, visit):
+    visitor = visit(server)
+    shown = visitor.tokens.evaluate_all(
+        "all => all.map(each => [Number(each.style.getPropertyValue('--bits')), getComputedStyle(each).backgroundImage])"
+    )
+    alphas = [float(re.search(r"/ ([\d.]+)\)", image)[1]) for _, image in sorted(shown)]
+    assert len(set(alphas)) >= 5
+    assert alphas == sorted(alphas)
+
+
+def test_the_text_comes_while_it_is_written(server, llm, visit):
+    visitor = visit(server, max_tokens=20)
+    with llm.engine.wrapped(Gate) as gate:
+        visitor.page.get_by_role("button", name="Continue").click()
+        gate.allow(4)
+        expect(visitor.made).to_have_count(4)
+        expect(visitor.page.get_by_role("button", name="Stop")).to_be_enabled()
+        assert visitor.field.input_value() == "".join(visitor.texts())
+        gate.allow(float("inf"))
+        expect(visitor.made).to_have_count(20)
+        visitor.wait()
+    expect(visitor.page.get_by_role("button", name="Stop")).to_be_disabled()
+
+
+def test_what_is_written_is_what_the_library_writes(server, llm, visit):
+    visitor = visit(server)
+    visitor.write()
+    [output] = llm.generate(TEXT, SamplingParams(**SETTINGS))
+    assert visitor.field.input_value() == TEXT + output.outputs[0].text
+    [asked] = visitor.written()
+    assert {name: asked[name] for name in SETTINGS} == SETTINGS
+
+
+def test_an_empty_seed_is_drawn_and_told(server, visit):
+    visitor = visit(server, seed="")
+    visitor.write()
+    [asked] = visitor.written()
+    assert visitor.page.locator("#seed").get_attribute("placeholder") == str(asked["seed"])
+
+
+def test_measurements_are_told(server, visit):
+    visitor = visit(server)
+    visitor.write()
+    told = visitor.page.locator("#stats").inner_text().split("\n")
+    stats = dict(zip(told[1::2], told[::2], strict=True)) if told[0][0].isdigit() else dict(zip(told[::2], told[1::2]))
+    assert stats["tokens"] == str(visitor.tokens.count())
+    assert {*stats} == {"tokens", "bits a token", "ms to the first", "tokens/s"}
+    assert visitor.page.locator("#trace > i").count() == visitor.tokens.count()
+
+
+def test_markup_stays_text(server, visit):
+    text = "The <b>dog</b> <script>throw 1</script> &amp; sat\n\n\tdown"
+    visitor = visit(server, text)
+    assert "".join(visitor.texts()) == text
+    assert visitor.page.locator("#marks b, #marks script").count() == 0
+
+
+def test_characters_of_several_tokens_are_whole(server, llm, visit):
+    text = "A wolf 🐺 näh"
+    visitor = visit(server, text)
+    assert "".join(visitor.texts()) == text
+    assert visitor.tokens.count() == len(ids_of(llm, text)) > 8
+    visitor.write()
+    assert visitor.written()[0]["prompt"] == ids_of(llm, text)
+
+
+def test_candidates_open_by_mouse_and_one_of_them_branches(server, llm, visit):
+    visitor = visit(server)
+    visitor.click(3)
+    [prefix, token] = [ids_of(llm, TEXT)[:3], ids_of(llm, TEXT)[3]]
+    [output] = llm.generate([prefix], SamplingParams(max_tokens=1, temperature=0, logprobs=10))
+    ranked = [*output.outputs[0].logprobs[0]][:10]
+    assert visitor.options.count() == 10 + (token not in ranked)
+    expect(visitor.page.locator("#list [aria-selected=true]")).to_have_count(1)
+    visitor.options.nth(1).click()
+    expect(visitor.page.get_by_role("status")).to_contain_text("tokens: the model")
+    [asked] = visitor.written()
+    assert asked["prompt"] == [*prefix, ranked[1]]
+    assert not asked["echo"]
+    expect(visitor.page.locator(".token.picked")).to_have_text(llm.tokenizer.decode([ranked[1]]))
+    assert visitor.field.input_value().startswith(llm.tokenizer.decode([*prefix, ranked[1]]))
+
+
+def test_candidates_open_by_key(server, llm, visit):
+    visitor = visit(server)
+    visitor.field.press("Home")
+    visitor.page.keyboard.press("Control+Space")
+    expect(visitor.options.and_(visitor.page.locator("[aria-selected=true]"))).to_be_focused()
+    visitor.page.keyboard.press("Home")
+    expect(visitor.options.first).to_be_focused()
+    visitor.page.keyboard.press("ArrowUp")
+    expect(visitor.options.last).to_be_focused()
+    visitor.page.keyboard.press("Escape")
+    expect(visitor.page.locator("#candidates")).to_be_hidden()
+    expect(visitor.field).to_be_focused()
+    assert visitor.written() == []
+
+
+def test_candidates_behind_the_text_write_it_on(server, llm, visit):
+    visitor = visit(server)
+    visitor.field.press("Control+End")
+    visitor.page.keyboard.press("Control+Space")
+    [output] = llm.generate(TEXT, SamplingParams(max_tokens=1, temperature=0, logprobs=10))
+    best = output.outputs[0].token_ids[0]
+    expect(visitor.options.first).to_be_focused()
+    name = visitor.options.first.get_attribute("aria-label")
+    assert name == f"{llm.tokenizer.decode([best]).strip()}, {visitor.options.first.locator('.share').inner_text()}"
+    visitor.page.keyboard.press("Enter")
+    expect(visitor.made).to_have_count(SETTINGS["max_tokens"])
+    assert visitor.written()[0]["prompt"] == [*ids_of(llm, TEXT), best]
+
+
+def test_candidates_that_are_numbers_keep_their_places(server, visit):
+    """An object of JavaScript puts names such as "1" before all others."""
+    visitor = visit(server, "1 2 3 4 5 6 7 8 9 10 11 12 13 chapter 1")
+    names = set()
+    for i in range(1, visitor.tokens.count()):
+        visitor.click(i)
+        expect(visitor.page.locator("#candidates")).to_be_visible()
+        shares = [float(share.strip("<% ")) for share in visitor.page.locator("#list .share").all_inner_texts()]
+        assert shares == sorted(shares, reverse=True)
+        names |= set(visitor.page.locator("#list .word").all_inner_texts())
+        visitor.page.keyboard.press("Escape")
+    assert any(name.isdecimal() for name in names)
+
+
+def test_a_text_that_the_model_begins_goes_on_from_there(server, llm, visit):
+    """BOS stands before it, whenever it is sent."""
+    visitor = visit(server, "", max_tokens=5)
+    visitor.write()
+    visitor.write()
+    second = visitor.written()[1]
+    [output] = llm.generate("", SamplingParams(**SETTINGS | {"max_tokens": 5}))
+    assert second["prompt"] == output.prompt_token_ids + output.outputs[0].token_ids
+
+
+def test_undo_and_redo(server, visit):
+    visitor = visit(server)
+    visitor.write()
+    written = visitor.field.input_value()
+    visitor.page.get_by_role("button", name="Undo").click()
+    expect(visitor.field).to_have_value(TEXT)
+    visitor.page.get_by_role("button", name="Redo").click()
+    expect(visitor.field).to_have_value(written)
+    expect(visitor.made).to_have_count(SETTINGS["max_tokens"])
+    visitor.field.press("Control+z")
+    expect(visitor.field).to_have_value(TEXT)
+    visitor.field.press("Control+Shift+z")
+    expect(visitor.field).to_have_value(written)
+
+
+def test_typing_is_read_and_can_be_undone(server, llm, visit):
+    visitor = visit(server)
+    visitor.write()
+    visitor.field.press("Control+End")
+    before = visitor.field.input_value()
+    visitor.type(" and 9 wolves")
+    assert "".join(visitor.texts()) == before + " and 9 wolves"
+    assert visitor.asked[-1]["prompt"] == before + " and 9 wolves"
+    assert visitor.made.count() == SETTINGS["max_tokens"]  # what was written is known as that
+    visitor.field.press("Control+z")
+    expect(visitor.field).to_have_value(before)
+
+
+def test_what_stands_before_an_edit_is_not_read_again(server, llm, visit):
+    visitor = visit(server)
+    for _ in " king":
+        visitor.field.press("Control+End")
+        visitor.field.press("Backspace")
+    visitor.wait()
+    num_asked = len(visitor.asked)
+    visitor.field.press("Control+Space")
+    expect(visitor.options.first).to_be_focused()  # the candidates are those of the token that stood there
+    assert visitor.texts() == [llm.tokenizer.decode([i]) for i in ids_of(llm, TEXT.removesuffix(" king"))]
+    assert len(visitor.asked) == num_asked
+
+
+@pytest.mark.parametrize("how", ["button", "key", "typing"])
+def test_stop_frees_what_the_server_holds(server, llm, visit, how):
+    visitor = visit(server, max_tokens=100)
+    with llm.engine.wrapped(Gate) as gate:
+        visitor.field.press("Control+Enter")
+        gate.allow(3)
+        expect(visitor.made).to_have_count(3)
+        assert running(server) == 1
+        if how == "button":
+            visitor.page.get_by_role("button", name="Stop").click()
+        elif how == "key":
+            visitor.page.keyboard.press("Escape")
+        else:
+            visitor.field.press("!")
+        gate.allow(float("inf"))
+        until(lambda: running(server) == 0)
+        visitor.wait()
+    assert visitor.made.count() == 3
+
+
+def test_a_refusal_is_told(server, visit):
+    visitor = visit(server, allowed=[400])
+    visitor.page.locator("#max_tokens").evaluate("input => { input.removeAttribute('max'); input.value = 5000 }")
+    visitor.page.get_by_role("button", name="Continue").click()
+    expect(visitor.page.get_by_role("alert")).to_contain_text("5000 to generate")
+    assert visitor.field.input_value() == TEXT
+
+
+def test_an_impossible_setting_is_not_sent(server, visit):
+    visitor = visit(server, temperature=-1)
+    visitor.page.get_by_role("button", name="Continue").click()
+    expect(visitor.page.locator("#temperature")).to_be_focused()
+    assert visitor.written() == []
+
+
+def test_a_link_holds_text_and_settings(server, visit):
+    text = "Émile & 'Zoë' said: \"100 %\"\n#1"
+    visitor = visit(server, text, temperature=0.25, seed=11)
+    visitor.write()
+    visitor.page.get_by_role("button", name="Copy link").click()
+    link, written = visitor.page.url, visitor.field.input_value()
+    other = visit(server)
+    other.page.goto(link)
+    other.page.reload()
+    expect(other.field).to_have_value(written)
+    assert other.page.locator("#temperature").input_value() == "0.25"
+    assert other.page.locator("#seed").input_value() == "11"
+
+
+def test_a_key_is_asked_for_and_kept_out_of_links(llm, visit):
+    with served(llm, api_keys=("a secret",)) as server:
+        visitor = visit(server, is_ready=False, allowed=[401])
+        expect(visitor.page.get_by_role("alert")).to_contain_text("API key is missing or wrong")
+        visitor.page.get_by_label("API key").fill("wrong")
+        visitor.page.get_by_role("button", name="Use this key").click()
+        expect(visitor.page.get_by_role("alert")).to_contain_text("API key is missing or wrong")
+        visitor.page.get_by_label("API key").fill("a secret")
+        visitor.page.keyboard.press("Enter")
+        expect(visitor.page.get_by_label("API key")).to_be_hidden()
+        visitor.write()
+        visitor.page.get_by_role("button", name="Copy link").click()
+        assert "secret" not in visitor.page.url
+        visitor.page.reload()
+        expect(visitor.page.locator("#go")).to_be_enabled()
+        visitor.wait()
+
+
+def test_a_server_that_has_gone_is_told(llm, visit):
+    with served(llm) as server:
+        visitor = visit(server)
+        visitor.complaints = Ignored()  # the browser's own
+    visitor.page.get_by_role("button", name="Continue").click()
+    expect(visitor.page.get_by_role("alert")).to_have_text("The server does not answer. Is it still running?")
+
+
+class Ignored(list):
+    def append(self, item):
+        pass
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_and_the_field_lies_over_its_marks(server, visit, scheme):
+    visitor = visit(server, TEXT * 6, color_scheme=scheme)
+    visitor.write()
+    for width in (360, 700, 1200):
+        visitor.page.set_viewport_size({"width": width, "height": 700})
+        heights = visitor.page.evaluate("""() => ['text', 'marks'].map(id => {
+            const style = document.getElementById(id).style;
+            style.alignSelf = 'start';
+            style.height = id === 'text' ? '0' : 'auto';
+            return document.getElementById(id).scrollHeight;
+        })""")
+        assert heights[0] == heights[1]
+        assert visitor.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    ink, desk = visitor.page.evaluate(
+        "['color', 'backgroundColor'].map(name => getComputedStyle(document.body)[name].match(/\\d+/)[0])"
+    )
+    assert (int(ink) < int(desk)) == (scheme == "light")
+
+
+def test_the_policy_allows_what_stands_in_the_page_alone(server, visit):
+    visitor = visit(server)
+    policy = server.ask("/").headers["content-security-policy"]
+    assert "unsafe" not in policy
+    assert "default-src 'none'" in policy
+    visitor.page.evaluate("""() => {
+        const script = document.createElement('script');
+        script.textContent = 'document.title = "broken into"';
+        document.body.append(script);
+    }""")
+    assert visitor.page.title() == "tinygpt"
+    assert any("Content Security Policy" in complaint for complaint in visitor.complaints)
+    visitor.complaints.clear()
