@@ -8,8 +8,14 @@ from importlib import import_module
 from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__", "warmup"]
-_HOMES = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "sampling_params", "warmup": "compile_ahead"}
+__all__ = ["LLM", "AsyncLLM", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "RemoteLLM": "remote.remote_llm",
+    "SamplingParams": "sampling_params",
+    "warmup": "compile_ahead",
+}
 
 # In a checkout, tinygpt.kernels and tinygpt.weights are the top-level folders beside this one.
 _root = Path(__file__).resolve().parent.parent

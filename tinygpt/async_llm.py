@@ -3,22 +3,25 @@
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # nothing that computes is imported for a model elsewhere
+    from tinygpt.llm import LLM
+    from tinygpt.remote.remote_llm import RemoteLLM
 
 
 class AsyncLLM:
     """The front door of an LLM for any number of tasks, in any event loop.
 
-    llm: an LLM that others may be using too; or none, and `arguments` are those of an LLM, which loads at once and is
-    closed with this. A task that is cancelled frees what its request holds, within a step.
+    llm: an LLM, or a RemoteLLM, that others may be using too; or none, and `arguments` are those of an LLM, which loads
+    at once and is closed with this. A task that is cancelled frees what its request holds, within a step.
     """
 
-    def __init__(self, llm: LLM | None = None, **arguments: Any):
-        self.llm = LLM(**arguments) if llm is None else llm
+    def __init__(self, llm: "LLM | RemoteLLM | None" = None, **arguments: Any):
+        self.llm = _load(arguments) if llm is None else llm
         self._is_owner = llm is None
 
     async def generate(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
@@ -51,3 +54,9 @@ class AsyncLLM:
 
     async def __aexit__(self, *exception) -> None:
         await self.close()
+
+
+def _load(arguments: dict[str, Any]) -> "LLM":
+    from tinygpt.llm import LLM
+
+    return LLM(**arguments)

@@ -15,6 +15,10 @@ class RequestError(TinyGPTError):
     """A prompt or a parameter cannot be served as asked."""
 
 
+class ServerError(TinyGPTError):
+    """A server cannot be reached, wants another key, or is none that can be used."""
+
+
 class QueueFullError(TinyGPTError):
     """As many samples as max_queue allows are waiting: submit again later."""
 

@@ -1,15 +1,15 @@
 """The page at `/`, used as people use it, in a headless Chromium."""
 
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+pytest.importorskip("playwright", reason="playwright, which drives a browser, is not installed")
+
 import math
 import re
 import shutil
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from playwright.sync_api import expect
+from playwright.sync_api import expect, sync_playwright
 
 from support.gate import Gate
 from support.serving import served, until
@@ -27,7 +27,7 @@ def browser():
     if path is None:
         pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
     expect.set_options(timeout=SECONDS * 1000)
-    with playwright.sync_playwright() as driver:
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
@@ -137,9 +137,8 @@ def test_a_text_is_read_when_the_page_opens(server, llm, visit):
 
 def test_surprise_is_the_strength_of_a_colour(server, visit):
     visitor = visit(server)
-    shown = visitor.tokens.evaluate_all(
-        "all => all.map(each => [Number(each.style.getPropertyValue('--bits')), getComputedStyle(each).backgroundImage])"
-    )
+    shown = visitor.tokens.evaluate_all("""all => all.map(each =>
+        [Number(each.style.getPropertyValue('--bits')), getComputedStyle(each).backgroundImage])""")
     alphas = [float(re.search(r"/ ([\d.]+)\)", image)[1]) for _, image in sorted(shown)]
     assert len(set(alphas)) >= 5
     assert alphas == sorted(alphas)
@@ -178,8 +177,8 @@ def test_an_empty_seed_is_drawn_and_told(server, visit):
 def test_measurements_are_told(server, visit):
     visitor = visit(server)
     visitor.write()
-    told = visitor.page.locator("#stats").inner_text().split("\n")
-    stats = dict(zip(told[1::2], told[::2], strict=True)) if told[0][0].isdigit() else dict(zip(told[::2], told[1::2]))
+    names, values = visitor.page.locator("#stats dt"), visitor.page.locator("#stats dd")
+    stats = dict(zip(names.all_inner_texts(), values.all_inner_texts(), strict=True))
     assert stats["tokens"] == str(visitor.tokens.count())
     assert {*stats} == {"tokens", "bits a token", "ms to the first", "tokens/s"}
     assert visitor.page.locator("#trace > i").count() == visitor.tokens.count()

@@ -148,6 +148,7 @@ def _names() -> Iterator[str]:
     for module, names in {
         "tinygpt.llm": "LLM",
         "tinygpt.async_llm": "AsyncLLM",
+        "tinygpt.remote.remote_llm": "RemoteLLM",
         "tinygpt.session": "Session",
         "tinygpt.sampling_params": "SamplingParams RepetitionDetection",
         "tinygpt.outputs": "RequestOutput CompletionOutput RequestMetrics StreamChunk ContinuationScore",
@@ -159,11 +160,14 @@ def _names() -> Iterator[str]:
 
 
 def _classes() -> Iterator[str]:
-    for cls in (tinygpt.LLM, tinygpt.AsyncLLM):  # an LLM makes the others
+    for cls in (tinygpt.LLM, tinygpt.AsyncLLM, tinygpt.RemoteLLM):  # an LLM makes the others
         yield f"{cls.__name__}{_signature(cls)}"
     with tinygpt.LLM("demo", device="reference") as llm:
         for instance in (llm, tinygpt.AsyncLLM(llm), llm.session(), llm.tokenizer):
             yield from _members(instance)
+    card = {"id": "demo", "max_model_len": 512}
+    with mock.patch("tinygpt.remote.remote_llm._card_of", return_value=card), tinygpt.RemoteLLM() as remote:
+        yield from _members(remote)
 
 
 def _members(instance: Any) -> Iterator[str]:

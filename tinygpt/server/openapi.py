@@ -11,6 +11,7 @@ from tinygpt.server.protocol.chat import ChatCompletion, ChatRequest
 from tinygpt.server.protocol.common import ErrorReply
 from tinygpt.server.protocol.completions import Completion, CompletionRequest
 from tinygpt.server.protocol.embeddings import EmbeddingRequest, Embeddings
+from tinygpt.server.protocol.generate import Generated, GenerateRequest
 from tinygpt.server.protocol.models import Deleted, Health, ModelCard, ModelList, Version
 from tinygpt.server.protocol.tokens import (
     DetokenizeReply,
@@ -75,6 +76,16 @@ OPERATIONS = (
         (*OF_BODY, 404, 429, 503),
         is_streamed=True,
         example={"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 8},
+    ),
+    Operation(
+        "post",
+        "/generate",
+        "Continue a prompt as LLM.submit does",
+        GenerateRequest,
+        Generated,
+        (*OF_BODY, 404, 429, 503),
+        is_streamed=True,
+        example={"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0},
     ),
     Operation(
         "post",

@@ -2,7 +2,7 @@
 
 from starlette.routing import Route
 
-from tinygpt.server.routes import chat, completions, embeddings, health, models, openapi, page, tokens
+from tinygpt.server.routes import chat, completions, embeddings, generate, health, models, openapi, page, tokens
 from tinygpt.server.state import ServerState
 
 
@@ -11,6 +11,7 @@ def all_routes(state: ServerState) -> list[Route]:
         *page.routes(),
         *completions.routes(state),
         *chat.routes(state),
+        *generate.routes(state),
         *embeddings.routes(state),
         *models.routes(state),
         *tokens.routes(state),

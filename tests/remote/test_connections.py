@@ -1,0 +1,257 @@
+"""RemoteLLM before servers that misbehave: what is tried again, what is not, and the one sentence that says why."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from support.paths import ROOT
+from tinygpt import RemoteLLM, SamplingParams
+from tinygpt.errors import QueueFullError, RequestError, ServerError
+from tinygpt.remote import connections
+
+CARD = {"data": [{"id": "demo", "owned_by": "tinygpt", "max_model_len": 512}]}
+OUTPUT = {
+    "prompt_token_ids": [1],
+    "outputs": [],
+    "metrics": {"scheduled": 0.1, "first_token": None, "finished": 0.2, "num_steps": 0},
+    "prompt_logprobs": None,
+    "prompt_cumulative_logprob": None,
+    "num_cached_tokens": 0,
+    "num_truncated_tokens": 0,
+}
+Answer = Callable[["Handler"], None]
+
+
+def reply(status: int, body: object, **headers: str) -> Answer:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    def answer(handler: "Handler") -> None:
+        handler.send_response(status)
+        for name, value in {"content_length": str(len(data)), **headers}.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    return answer
+
+
+def refusal(status: int, message: str, code: str | None = None, **headers: str) -> Answer:
+    return reply(status, {"error": {"message": message, "code": code}}, **headers)
+
+
+def hang_up(handler: "Handler") -> None:
+    handler.close_connection = True
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def reply_and_hang_up(handler: "Handler") -> None:
+    """Without saying so: as a server does with a connection that has been idle."""
+    reply(200, OUTPUT)(handler)
+    handler.wfile.flush()
+    hang_up(handler)
+
+
+def stay_silent(handler: "Handler") -> None:
+    handler.server.silence.wait(60)
+
+
+def begin_a_reply(handler: "Handler") -> None:
+    handler.send_response(200)
+    handler.send_header("content-length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'data: {"chunk": {"text": "a", "token_id": 1}}\n\n')
+    hang_up(handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        reply(200, self.server.card)(self)
+
+    def do_POST(self) -> None:
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self.server.answers[min(len(self.server.asked), len(self.server.answers)) - 1](self)
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """`serve(answer, ...)` gives (a RemoteLLM, what it has asked for): each POST gets the next answer, or the last."""
+    monkeypatch.setattr(connections, "FIRST_WAIT", 0.001)
+    servers, llms = [], []
+
+    def serve(*answers: Answer, card: object = CARD, **arguments: object) -> tuple[RemoteLLM, list]:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads, server.answers, server.asked, server.silence = True, answers, [], threading.Event()
+        server.card = card
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(server)
+        llm = RemoteLLM(f"http://127.0.0.1:{server.server_port}", **arguments)
+        llms.append(llm)
+        return llm, server.asked
+
+    yield serve
+    for llm in llms:
+        llm.close()
+    for server in servers:
+        server.silence.set()
+        server.shutdown()
+        server.server_close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_busy_server_is_asked_again(serve):
+    llm, asked = serve(refusal(429, "full", retry_after="0"), refusal(503, "draining"), reply(200, OUTPUT))
+    [output] = llm.generate("Once")
+    assert (output.prompt, output.prompt_token_ids) == ("Once", [1])
+    assert len(asked) == 3
+    assert asked[0] == asked[1] == asked[2]
+
+
+@pytest.mark.parametrize(("status", "kind"), [(429, QueueFullError), (503, ServerError)])
+def test_a_server_that_stays_busy_is_asked_so_often(serve, status, kind):
+    llm, asked = serve(refusal(status, "too much to do"), max_retries=2)
+    with pytest.raises(kind, match="too much to do"):
+        llm.generate("Once")
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (refusal(500, "internal error"), "refuses: internal error"),
+        (refusal(400, "top_k is wrong"), "^top_k is wrong$"),
+        (refusal(401, "no key", "invalid_api_key"), "wants an API key: set api_key, or the variable TINYGPT_API_KEY"),
+        (refusal(404, "Not Found"), "is no tinygpt server, or an older one"),
+        (reply(502, b"<html>Bad gateway</html>"), "is no tinygpt server: it answers with status 502"),
+        (reply(200, b"<html>Hello</html>"), "it does not speak JSON"),
+        (reply(200, {"choices": []}), "none that this version reads"),
+        (begin_a_reply, "does not answer"),
+        (stay_silent, "has said nothing for 0.2 s"),
+    ],
+)
+def test_nothing_else_is_sent_twice(serve, answer, sentence):
+    llm, asked = serve(answer, timeout=0.2)
+    with pytest.raises((RequestError, ServerError), match=sentence):
+        llm.generate("Once")
+    assert len(asked) == 1
+
+
+def test_a_kept_connection_that_is_hung_up_on_is_opened_once_more_and_no_more(serve):
+    llm, asked = serve(hang_up)  # the first connection is that of the constructor
+    with pytest.raises(ServerError, match="does not answer"):
+        llm.generate("Once")
+    assert len(asked) == 2
+
+
+def test_a_connection_is_kept_and_one_that_was_closed_meanwhile_is_opened_anew(serve, monkeypatch):
+    opened = []
+    connect = connections.http.client.HTTPConnection.connect
+    monkeypatch.setattr(
+        connections.http.client.HTTPConnection, "connect", lambda self: (opened.append(self), connect(self))
+    )
+    llm, asked = serve(reply(200, OUTPUT), reply_and_hang_up, reply(200, OUTPUT), max_retries=0)
+    for count in (1, 1, 2, 2):  # connections, after each request
+        llm.generate("Once")
+        assert len(opened) == count
+    assert len(asked) == 4
+
+
+def test_a_stream_that_breaks_off_says_so_after_what_had_come(serve):
+    llm, _ = serve(begin_a_reply)
+    chunks = llm.stream("Once")
+    assert next(chunks).text == "a"
+    with pytest.raises(ServerError, match=r"does not answer|too early"):
+        next(chunks)
+
+
+def test_an_error_within_a_stream_is_raised(serve):
+    llm, _ = serve(reply(200, b'data: {"error": {"message": "shut down"}}\n\ndata: [DONE]\n\n'))
+    with pytest.raises(ServerError, match="has ended the request: shut down"):
+        list(llm.stream("Once"))
+
+
+def test_a_server_that_is_not_there(monkeypatch):
+    port, tries = free_port(), []
+    monkeypatch.setattr(connections, "_seconds", lambda *told: tries.append(told) or 0)
+    with pytest.raises(ServerError, match=rf":{port} does not answer \(.*\): start it with `python -m tinygpt serve`"):
+        RemoteLLM(f"http://127.0.0.1:{port}")
+    assert tries == []  # at once
+
+
+def test_a_refused_connection_is_tried_again(monkeypatch):
+    tries = []
+    monkeypatch.setattr(connections, "_seconds", lambda *told: tries.append(told) or 0)
+    exchange = connections.Connections(f"http://127.0.0.1:{free_port()}", None, 5.0, 4).exchange()
+    with pytest.raises(ServerError, match="does not answer"):
+        exchange.send("POST", "/generate", {})
+    assert len(tries) == 4
+
+
+@pytest.mark.parametrize("card", [{"data": [{"id": "gpt2", "owned_by": "vllm"}]}, {"data": []}, [], {"detail": "no"}])
+def test_a_server_of_another_kind(serve, card):
+    with pytest.raises(ServerError, match="is no tinygpt server: for one of another kind, use OpenAI's client"):
+        serve(reply(200, OUTPUT), card=card)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://host?x=1"])
+def test_an_address_that_is_none(url):
+    with pytest.raises(RequestError, match=r"url is '.*' and must be a server's, such as http://127.0.0.1:8000"):
+        RemoteLLM(url)
+
+
+@pytest.mark.parametrize(
+    "argument", [{"max_connections": 0}, {"max_retries": -1}, {"timeout": 0}, {"api_key": "a\nb"}, {"cache_salt": ""}]
+)
+def test_impossible_arguments(argument):
+    with pytest.raises(RequestError, match=next(iter(argument))):
+        RemoteLLM(f"http://127.0.0.1:{free_port()}", **argument)
+
+
+def test_what_cannot_be_asked_is_refused_before_it_is_sent(serve):
+    llm, asked = serve(reply(200, OUTPUT))
+    for wrong in ([1.5], {"text": "Once"}, b"Once", None):
+        with pytest.raises(RequestError):
+            llm.generate(wrong)
+    with pytest.raises(RequestError, match="2 prompts were given with 1 SamplingParams"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(RequestError, match="on_chunk is 3"):
+        llm.submit("Once", on_chunk=3)
+    assert asked == []
+
+
+def test_a_closed_one_answers_nobody(serve):
+    llm, _ = serve(stay_silent)
+    future = llm.submit("Once")
+    llm.close()
+    for call in (future.result, lambda: llm.generate("Once"), lambda: llm.stream("Once"), lambda: llm.submit("Once")):
+        with pytest.raises(RequestError, match="has been closed"):
+            call()
+
+
+def test_an_error_in_on_chunk_ends_the_request(serve):
+    llm, _ = serve(reply(200, b'data: {"chunk": {"text": "a", "token_id": 1}}\n\n'))
+    with pytest.raises(ZeroDivisionError):
+        llm.submit("Once", on_chunk=lambda chunk: 1 / 0).result(20)
+
+
+def test_nothing_that_computes_is_imported():
+    code = (
+        "import sys, tinygpt; tinygpt.RemoteLLM, tinygpt.AsyncLLM, tinygpt.SamplingParams\n"
+        "print(*{'numpy', 'numba', 'tiktoken', 'safetensors', 'huggingface_hub'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

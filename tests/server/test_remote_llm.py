@@ -1,0 +1,230 @@
+"""RemoteLLM before the server: what the LLM behind it gives, to the bit, and nothing held once it is not wanted."""
+
+import asyncio
+import dataclasses
+import threading
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+from support.gate import Gate
+from support.serving import served, until
+from tinygpt import AsyncLLM, RemoteLLM, SamplingParams
+from tinygpt.errors import QueueFullError, RequestError, ServerError
+
+SAMPLED = {"max_tokens": 10, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7}
+CASES = {
+    "greedy": {"max_tokens": 10, "seed": 1},
+    "sampled": SAMPLED,
+    "logprobs": {**SAMPLED, "logprobs": 4, "prompt_logprobs": 3},
+    "processed": {**SAMPLED, "logprobs": 4, "logprobs_mode": "processed", "suppress_tokens": [11, 13]},
+    "samples": {**SAMPLED, "n": 3, "logprobs": 0},
+    "best of": {**SAMPLED, "n": 2, "best_of": 4},
+    "beams": {"max_tokens": 8, "seed": 1, "num_beams": 3, "n": 2, "length_penalty": 0.5},
+    "stop": {**SAMPLED, "stop": [" the", ","], "include_stop_str_in_output": True, "stop_token_ids": [13]},
+    "penalties": {**SAMPLED, "repetition_penalty": 1.3, "logit_bias": {11: -5, 262: 2.5}, "bad_words": "king"},
+    "filters": {**SAMPLED, "min_p": 0.01, "typical_p": 0.9, "top_p_decay": 0.9, "top_p_reset_ids": [13]},
+    "overflow": {**SAMPLED, "max_tokens": 600, "overflow": "clamp"},
+    "loops": {**SAMPLED, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "ignore_eos": True},
+}
+PROMPTS = ["Once upon a time", "", [46, 1364, 555], "näh 🐺", {"prompt": "Once", "cache_salt": "mine"}]
+
+
+@pytest.fixture
+def remote(server):
+    with RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0, split_special_tokens=True) as remote:
+        yield remote
+
+
+def told(output):
+    """All of an output but when it came, and what the KV cache had of it: that depends on who came before."""
+    return repr(dataclasses.replace(output, metrics=None, num_cached_tokens=0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_output_is_the_librarys(remote, llm, name):
+    params = SamplingParams(**CASES[name])
+    prompts = PROMPTS if name in ("sampled", "logprobs") else PROMPTS[:1]
+    assert [*map(told, remote.generate(prompts, params))] == [*map(told, llm.generate(prompts, params))]
+
+
+@pytest.mark.parametrize("name", ["greedy", "logprobs", "samples", "stop"])
+def test_a_stream_is_the_librarys(remote, llm, name):
+    params = SamplingParams(**CASES[name])
+    found = [*remote.stream("Once upon", params)]
+    expected = [*llm.stream("Once upon", params)]
+    assert sorted(map(repr, found)) == sorted(map(repr, expected))
+    assert [*map(repr, found)] == [*map(repr, expected)] or params.n > 1
+
+
+def test_a_callback_gets_the_chunks_and_the_future_the_output(remote, llm):
+    params, chunks = SamplingParams(**CASES["logprobs"]), []
+    output = remote.submit("Once upon", params, chunks.append).result(60)
+    assert [*map(repr, chunks)] == [*map(repr, llm.stream("Once upon", params))]
+    assert [told(output)] == [*map(told, llm.generate("Once upon", params))]
+
+
+def test_one_params_for_each_prompt(remote, llm):
+    params = [SamplingParams(max_tokens=count, seed=count, temperature=1.0) for count in (3, 5, 2)]
+    prompts = ["Once", "The wolf", "A king"]
+    assert [*map(told, remote.generate(prompts, params))] == [*map(told, llm.generate(prompts, params))]
+    found = dict(remote.generate_as_finished(prompts, params))
+    assert [told(found[i]) for i in range(3)] == [*map(told, llm.generate(prompts, params))]
+
+
+def test_a_seed_that_was_drawn_is_told(remote, llm):
+    [output] = remote.generate("Once", SamplingParams(max_tokens=5, temperature=1.0))
+    again = SamplingParams(max_tokens=5, temperature=1.0, seed=output.outputs[0].seed)
+    assert [told(output)] == [*map(told, llm.generate("Once", again))]
+
+
+def test_asyncio(remote, llm):
+    async def run():
+        async with AsyncLLM(remote) as front:
+            params = SamplingParams(**SAMPLED)
+            outputs = await asyncio.gather(*(front.generate(prompt, params) for prompt in PROMPTS))
+            return outputs, [chunk async for chunk in front.stream("Once upon", params)]
+
+    outputs, chunks = asyncio.run(run())
+    assert [*map(told, outputs)] == [*map(told, llm.generate(PROMPTS, SamplingParams(**SAMPLED)))]
+    assert chunks == [*llm.stream("Once upon", SamplingParams(**SAMPLED))]
+
+
+def test_times_are_those_of_the_request(remote):
+    [output] = remote.generate("Once", SamplingParams(max_tokens=5))
+    times = output.metrics
+    assert times.arrival <= times.scheduled <= times.first_token <= times.finished
+    assert times.num_steps == 5
+
+
+def test_what_the_server_has(remote, llm):
+    assert (remote.model, remote.max_model_len) == ("demo", llm.max_model_len)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("Once", {"max_tokens": 5000}),
+        ([999_999], {}),
+        ("Once", {"soft_prompt": "none"}),
+        ("Once", {"allowed_token_ids": [999_999]}),
+    ],
+)
+def test_a_refusal_is_the_librarys(remote, llm, prompt, asked):
+    params = SamplingParams(**asked)
+    with pytest.raises(RequestError) as expected:
+        llm.generate([prompt], params)
+    for call in (remote.generate, lambda *given: remote.stream(prompt, params)):
+        with pytest.raises(RequestError) as found:
+            call([prompt], params)
+        assert str(found.value) == str(expected.value)
+
+
+def test_more_than_a_server_allows_is_refused_by_it(remote):
+    with pytest.raises(RequestError, match="logprobs is 21, and this server gives at most 20"):
+        remote.generate("Once", SamplingParams(logprobs=21))
+
+
+@pytest.mark.parametrize("how", ["future", "queued", "iterator", "task", "error beside it", "close"])
+def test_what_is_not_wanted_any_more_is_freed(server, llm, how):
+    scheduler, params = llm.engine.scheduler, SamplingParams(max_tokens=100)
+    remote = RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0)
+    with llm.engine.wrapped(Gate) as gate:
+        if how == "future":
+            future = remote.submit("Once", params)
+            gate.wait_until_asked(1)
+            assert future.cancel()
+        elif how == "queued":
+            others = [llm.submit("Once", params) for _ in range(4)]
+            gate.wait_until_asked(1)
+            future = remote.submit("Once", params)
+            until(lambda: len(scheduler.waiting) == 1)
+            assert future.cancel()
+            gate.allow(1)
+            until(lambda: not scheduler.waiting)
+            assert len(scheduler.running) == 4
+            for other in others:
+                other.cancel()
+        elif how == "iterator":
+            gate.allow(2)
+            chunks = remote.stream("Once", params)
+            next(chunks)
+            chunks.close()
+        elif how == "task":
+            gate.allow(2)
+            asyncio.run(leave_after_one_chunk(remote, params))
+        elif how == "error beside it":
+            gate.allow(2)
+            with pytest.raises(RequestError, match="999999"):
+                remote.generate(["Once", [999_999]], params)
+        else:
+            future = remote.submit("Once", params)
+            gate.wait_until_asked(1)
+            closing = threading.Thread(target=remote.close)
+            closing.start()
+            with pytest.raises(RequestError, match="has been closed"):
+                future.result(60)
+            closing.join(60)
+        gate.allow(1)  # the step that may be under way
+        until(lambda: scheduler.running == [] and not scheduler.waiting)
+    remote.close()
+
+
+async def leave_after_one_chunk(remote, params):
+    chunks = AsyncLLM(remote).stream("Once", params)
+    async for _ in chunks:
+        break
+    await chunks.aclose()
+
+
+def test_a_full_queue_is_told(server, llm, remote):
+    with llm.engine.wrapped(Gate) as gate:
+        params = SamplingParams(max_tokens=2, seed=1)
+        others = [llm.submit("Once", params) for _ in range(4)]
+        gate.wait_until_asked(1)
+        futures = [remote.submit("Once", params) for _ in range(3)]
+        until(lambda: len(llm.engine.scheduler.waiting) == 3)
+        with pytest.raises(QueueFullError):
+            remote.generate("Once")
+        gate.allow(float("inf"))
+        assert len({told(future.result(60)) for future in others + futures}) == 1
+
+
+def test_a_full_queue_is_waited_for(server, llm):
+    """More prompts than slots and queue hold: all are answered, each once."""
+    with RemoteLLM(f"http://127.0.0.1:{server.port}", max_connections=7) as remote:
+        outputs = remote.generate([[token_id] for token_id in range(100, 130)], SamplingParams(max_tokens=2))
+    assert [output.prompt_token_ids for output in outputs] == [[token_id] for token_id in range(100, 130)]
+
+
+def test_keys(llm, monkeypatch):
+    monkeypatch.delenv("TINYGPT_API_KEY", raising=False)
+    with served(llm, api_keys=("a secret",)) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with pytest.raises(ServerError, match="wants an API key: set api_key, or the variable TINYGPT_API_KEY"):
+            RemoteLLM(url)
+        with pytest.raises(ServerError, match="wants another API key than the one given") as refused:
+            RemoteLLM(url, api_key="wrong")
+        assert "wrong" not in str(refused.value)
+        with RemoteLLM(url, api_key="a secret") as remote:
+            assert remote.generate("Once", SamplingParams(max_tokens=1))
+        monkeypatch.setenv("TINYGPT_API_KEY", "a secret")
+        with RemoteLLM(url) as remote:
+            assert remote.generate("Once", SamplingParams(max_tokens=1))
+
+
+def test_a_server_that_shuts_down_says_so(llm):
+    with served(llm, drain_seconds=0.0) as server:
+        remote = RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0)
+        with llm.engine.wrapped(Gate) as gate:
+            gate.allow(2)
+            chunks = remote.stream("Once", SamplingParams(max_tokens=50))
+            next(chunks)
+            server.terminate()
+            with pytest.raises(ServerError, match="the server was shut down before this was finished"):
+                list(chunks)
+            gate.allow(float("inf"))
+    with pytest.raises(ServerError, match="does not answer"):
+        remote.generate("Once")
+    remote.close()

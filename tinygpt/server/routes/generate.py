@@ -1,0 +1,56 @@
+"""/generate: LLM.submit over HTTP, whose output comes back whole. For RemoteLLM, which reads what is written here."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinygpt.remote.wire import PATH, chunk_to_json, output_to_json
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.endpoint import Endpoint
+from tinygpt.server.event_stream import EventStream
+from tinygpt.server.generation import Generation
+from tinygpt.server.inputs import read_prompts
+from tinygpt.server.protocol.generate import GenerateRequest
+from tinygpt.server.state import ServerState
+
+
+def routes(state: ServerState) -> list[Route]:
+    async def generate(request: Request, form: GenerateRequest) -> Response | EventStream:
+        state.check_model(form.model)
+        state.check_num_logprobs("logprobs", form.logprobs)
+        state.check_num_logprobs("prompt_logprobs", form.prompt_logprobs)
+        generation = state.new_generation(request)
+        prompts = await read_prompts(state, [form.prompt or ""], form.split_special_tokens, form.cache_salt)
+        requests = [(prompts[0], _params(state, form))]
+        if form.stream:
+            generation.submit(requests, is_streamed=True)
+            return EventStream(_events(generation))
+        [output] = await generation.run(requests)
+        return Response(_compact(output_to_json(output)), media_type="application/json")
+
+    return [Route(PATH, Endpoint(GenerateRequest, generate, state.config.max_body_bytes), methods=["POST"])]
+
+
+def _params(state: ServerState, form: GenerateRequest) -> SamplingParams:
+    named = {"max_tokens": form.max_tokens, "logprobs": form.logprobs, "best_of": form.best_of or None}
+    return form.sampling_params(state.encode, **named)
+
+
+async def _events(generation: Generation) -> AsyncIterator[bytes]:
+    async for items in generation.chunks():
+        events = (_event("chunk", chunk_to_json(chunk)) for _, chunk in items if chunk is not None)
+        yield "".join(events).encode()
+    [output] = generation.finished()
+    yield _event("output", output_to_json(output)).encode()
+
+
+def _event(name: str, value: dict[str, Any]) -> str:
+    return f"data: {_compact({name: value})}\n\n"
+
+
+def _compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
