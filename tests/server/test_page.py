@@ -188,6 +188,8 @@ def test_markup_stays_text(server, visit):
     text = "The <b>dog</b> <script>throw 1</script> &amp; sat\n\n\tdown"
     visitor = visit(server, text)
     assert "".join(visitor.texts()) == text
+    visitor.field.fill(text * 2)  # whose second half nobody has read yet
+    assert visitor.page.locator(".unread").inner_text().startswith("The <b>dog</b>")
     assert visitor.page.locator("#marks b, #marks script").count() == 0
 
 
@@ -337,6 +339,8 @@ def test_a_refusal_is_told(server, visit):
     visitor.page.get_by_role("button", name="Continue").click()
     expect(visitor.page.get_by_role("alert")).to_contain_text("5000 to generate")
     assert visitor.field.input_value() == TEXT
+    visitor.field.press("Backspace")
+    expect(visitor.page.get_by_role("alert")).to_be_empty()
 
 
 def test_an_impossible_setting_is_not_sent(server, visit):

@@ -1,0 +1,322 @@
+"""The templates under scripts/deploy, as far as they can be tried without Docker, Kubernetes or Triton: what they say
+of flags, ports, paths, files and metrics is so, and the Triton model runs before a stand-in for its server."""
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from support.paths import ROOT
+from tinygpt import LLM, SamplingParams
+from tinygpt.cli.main import build_parser
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+
+DEPLOY = ROOT / "scripts" / "deploy"
+COMPOSE, DEPLOYMENT, SERVICE, KSERVE, PROMETHEUS = (
+    document
+    for name in ("compose.yaml", "kubernetes.yaml", "kserve.yaml", "prometheus.yml")
+    for document in yaml.safe_load_all((DEPLOY / name).read_text())
+)
+DASHBOARD = json.loads((DEPLOY / "grafana" / "tinygpt.json").read_text())
+PODS = {"kubernetes": DEPLOYMENT["spec"]["template"]["spec"], "kserve": KSERVE["spec"]["predictor"]}
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """(instruction, what it is given)."""
+    text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(name, rest.strip()) for name, _, rest in (line.strip().partition(" ") for line in lines)]
+
+
+def served_with(*arguments: str):
+    """What `serve` makes of the image's entry point and these; argparse ends the test if it does not know one."""
+    entry = json.loads(dict(dockerfile())["ENTRYPOINT"])
+    assert entry[:4] == ["python", "-m", "tinygpt", "serve"]
+    return build_parser().parse_args([*entry[3:], *arguments])
+
+
+# --- the image
+
+
+def test_the_image_serves_as_another_user_and_keeps_what_is_made_once():
+    found = dict(dockerfile())
+    args = served_with(*json.loads(found["CMD"]))
+    assert (args.host, args.port) == ("0.0.0.0", int(found["EXPOSE"]))
+    assert int(found["USER"]) > 0
+    environment = dict(item.split("=") for item in shlex.split(found["ENV"]))
+    for name in ("HF_HOME", "NUMBA_CACHE_DIR"):
+        assert environment[name].startswith(found["VOLUME"] + "/")
+    assert f":{args.port}/health" in found["HEALTHCHECK"]
+
+
+def test_the_image_is_made_of_what_the_package_needs():
+    copied = [shlex.split(rest)[:-1] for name, rest in dockerfile() if name == "COPY"]
+    names = {name for group in copied for name in group}
+    assert all((ROOT / name).exists() for name in names)
+    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "tinygpt", "kernels", "weights"} == names
+    let_in = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"}
+    assert let_in == names
+
+
+# --- compose, Prometheus, Grafana
+
+
+def test_compose_starts_the_server_with_flags_that_it_has():
+    service = COMPOSE["services"]["tinygpt"]
+    args = served_with(*service["command"])
+    assert float(service["stop_grace_period"].removesuffix("s")) > args.drain_seconds
+    assert service["ports"] == [f"127.0.0.1:{args.port}:{args.port}"]
+    assert service["volumes"] == [f"cache:{dict(dockerfile())['VOLUME']}"]
+    assert service["read_only"]
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+
+
+def test_compose_mounts_files_that_are_there_and_volumes_that_it_makes():
+    for name, service in COMPOSE["services"].items():
+        for volume in service["volumes"]:
+            source = volume.split(":")[0]
+            assert (DEPLOY / source).is_file() if source.startswith("./") else source in COMPOSE["volumes"], name
+
+
+def test_no_password_has_a_default():
+    for service, name in (("tinygpt", "TINYGPT_API_KEY"), ("grafana", "GF_SECURITY_ADMIN_PASSWORD")):
+        assert re.fullmatch(r"\$\{[A-Z_]+:\?.+\}", COMPOSE["services"][service]["environment"][name])
+
+
+def test_prometheus_finds_the_server_and_grafana_finds_prometheus():
+    [job] = PROMETHEUS["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"tinygpt:{served_with().port}"]}]
+    assert job["metrics_path"] == "/metrics"
+    [source] = yaml.safe_load((DEPLOY / "grafana" / "datasources.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    used = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]}
+    assert used == {source["uid"]} == {variable["datasource"]["uid"] for variable in DASHBOARD["templating"]["list"]}
+    [provider] = yaml.safe_load((DEPLOY / "grafana" / "dashboards.yaml").read_text())["providers"]
+    mounts = [volume.split(":")[1] for volume in COMPOSE["services"]["grafana"]["volumes"]]
+    assert any(mount.startswith(provider["options"]["path"] + "/") for mount in mounts)
+
+
+def test_the_dashboard_shows_metrics_that_the_server_has():
+    pytest.importorskip("prometheus_client", reason="prometheus-client, of the extra `serve`, is not installed")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from tinygpt.server.metrics import Metrics
+
+    with LLM("demo", device="reference") as llm:
+        [output] = llm.generate("Once", SamplingParams(max_tokens=2))
+        metrics = Metrics(llm, "demo")
+        metrics.observe(output)
+        metrics.count_http("/v1/completions", 200)
+        families = [*text_string_to_metric_families(metrics.text().decode())]
+    known = {sample.name: {*sample.labels} for family in families for sample in family.samples}
+    [variable] = DASHBOARD["templating"]["list"]
+    expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    names = {
+        name for text in [*expressions, variable["query"]] for name in re.findall(r"tinygpt:\w+|process_\w+", text)
+    }
+    assert names <= known.keys()
+    assert {name for name in names if name.startswith("tinygpt:")} >= {
+        "tinygpt:num_requests_running",
+        "tinygpt:time_to_first_token_seconds_bucket",
+        "tinygpt:generation_tokens_total",
+    }
+    for expression in expressions:
+        labels = {*re.findall(r"sum by \((\w+)\)", expression)}
+        [name, *_] = re.findall(r"tinygpt:\w+|process_\w+", expression)
+        assert labels <= known[name], expression
+        assert expression.count("(") == expression.count(")")
+
+
+def test_the_dashboards_panels_lie_beside_one_another():
+    cells = [
+        (x, y)
+        for panel in DASHBOARD["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len({*cells})
+    assert max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+# --- Kubernetes
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_is_as_the_image_and_the_server_need_it(name):
+    pod, found = PODS[name], dict(dockerfile())
+    [container] = pod["containers"]
+    args = served_with(*container["args"])
+    assert pod["terminationGracePeriodSeconds"] > args.drain_seconds
+    assert container["resources"]["limits"]["cpu"] == str(args.threads)
+    assert pod["securityContext"]["runAsUser"] == int(found["USER"])
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert [port["containerPort"] for port in container["ports"]] == [args.port]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"cache": found["VOLUME"], "tmp": "/tmp"}
+    assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    [secret] = container["env"]
+    assert secret["name"] == "TINYGPT_API_KEY"
+    assert "secretKeyRef" in secret["valueFrom"]
+    for probe in (value for key, value in container.items() if key.endswith("Probe")):
+        assert probe["httpGet"]["path"] in ("/health", "/version")
+        assert probe["httpGet"]["port"] in ("http", args.port)
+
+
+def test_the_service_finds_its_pods():
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels == SERVICE["spec"]["selector"]
+    [port], [container] = SERVICE["spec"]["ports"], PODS["kubernetes"]["containers"]
+    assert port["targetPort"] == container["ports"][0]["name"]
+    annotations = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(container["ports"][0]["containerPort"])
+
+
+def test_kserve_knows_its_container_by_name():
+    assert PODS["kserve"]["containers"][0]["name"] == "kserve-container"
+    assert KSERVE["kind"] == "InferenceService"
+
+
+def test_probes_need_no_key():
+    pytest.importorskip("starlette", reason="starlette, of the extra `serve`, is not installed")
+    from tinygpt.server.security import OPEN_PATHS
+
+    assert {"/health", "/version", "/metrics"} <= OPEN_PATHS
+
+
+# --- Triton
+
+FINAL = 1
+
+
+class Sender:
+    """Of the replies to one request. `told` are dicts of outputs; an error is a text."""
+
+    def __init__(self):
+        self.told, self.num_final, self._is_cancelled = [], 0, False
+        self._changed = threading.Condition()
+
+    def is_cancelled(self):
+        return self._is_cancelled
+
+    def cancel(self):
+        self._is_cancelled = True
+
+    def send(self, response=None, flags=0):
+        with self._changed:
+            assert not self.num_final, "sent behind the end"
+            if response is not None:
+                self.told.append(response.error or {tensor.name: tensor.value[0] for tensor in response.tensors})
+            self.num_final += flags == FINAL
+            self._changed.notify_all()
+
+    def wait(self, count=None):
+        """Until so much has been told, or the end is."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: self.num_final == 1 if count is None else len(self.told) >= count, timeout=60
+            )
+
+
+class Request:
+    def __init__(self, **texts):
+        self.tensors, self.sender = (
+            {name: np.array([text.encode()], np.object_) for name, text in texts.items()},
+            Sender(),
+        )
+
+    def get_response_sender(self):
+        return self.sender
+
+
+def backend_utils():
+    """As much of Triton's own module as a decoupled model uses."""
+    module = ModuleType("triton_python_backend_utils")
+    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    module.Tensor = lambda name, value: SimpleNamespace(name=name, value=value)
+    module.TritonError = str
+    module.InferenceResponse = lambda output_tensors=(), error=None: SimpleNamespace(
+        tensors=output_tensors, error=error
+    )
+    module.get_input_tensor_by_name = lambda request, name: (
+        SimpleNamespace(as_numpy=lambda: request.tensors[name]) if name in request.tensors else None
+    )
+    return module
+
+
+@pytest.fixture(scope="module")
+def triton():
+    path = DEPLOY / "triton" / "tinygpt" / "1" / "model.py"
+    spec = importlib.util.spec_from_file_location("triton_model", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["triton_python_backend_utils"] = backend_utils()
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["triton_python_backend_utils"]
+    model = module.TritonPythonModel()
+    config = {"parameters": {"llm": {"string_value": '{"model": "demo", "max_num_seqs": 4}'}}}
+    model.initialize({"model_config": json.dumps(config)})
+    yield model
+    model.finalize()
+
+
+def test_a_triton_model_streams_what_the_library_writes(triton):
+    asked = [{"max_tokens": 6, "temperature": 0.9, "seed": seed, "n": 1 + seed} for seed in range(2)]
+    requests = [Request(text_input="Once upon", sampling_parameters=json.dumps(params)) for params in asked]
+    assert triton.execute(requests) is None
+    for request, params in zip(requests, asked, strict=True):
+        request.sender.wait()
+        [output] = triton._llm.generate("Once upon", SamplingParams(**params))
+        for sample in output.outputs:
+            told = [each for each in request.sender.told if each["index"] == sample.index]
+            assert b"".join(each["text_output"] for each in told).decode() == sample.text
+            assert [each["finish_reason"] for each in told] == [b""] * 5 + [b"length"]
+
+
+def test_a_triton_model_needs_no_parameters(triton):
+    request = Request(text_input="")
+    triton.execute([request])
+    request.sender.wait()
+    assert len(request.sender.told) >= 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [('{"top_k": -5}', "top_k=-5 is not possible"), ("{", "Expecting property name"), ("[1]", "mapping")],
+)
+def test_a_triton_model_tells_what_is_wrong(triton, parameters, sentence):
+    request = Request(text_input="Once", sampling_parameters=parameters)
+    triton.execute([request])
+    [error] = request.sender.told
+    assert sentence in error
+    assert request.sender.num_final == 1
+
+
+def test_a_triton_model_frees_what_was_cancelled(triton):
+    request = Request(text_input="Once", sampling_parameters='{"max_tokens": 400, "ignore_eos": true}')
+    triton.execute([request])
+    request.sender.wait(2)
+    request.sender.cancel()
+    request.sender.wait()
+    assert len(request.sender.told) < 400
+    assert request.sender.num_final == 1
+
+
+def test_tritons_own_reader_takes_the_config():
+    config_pb2 = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient[grpc] is not installed")
+    from google.protobuf import text_format
+
+    text = (DEPLOY / "triton" / "tinygpt" / "config.pbtxt").read_text()
+    config = text_format.Parse(text, config_pb2.ModelConfig())
+    assert config.model_transaction_policy.decoupled
+    assert [output.name for output in config.output] == ["text_output", "index", "finish_reason"]
+    LLM(device="reference", **json.loads(config.parameters["llm"].string_value)).close()
