@@ -293,6 +293,11 @@ OPTIONAL = {
     "uvicorn",
     "openai",
     "h11",
+    "playwright",
+    "yaml",
+    "prometheus_client",
+    "starlette",
+    "tritonclient.grpc.model_config_pb2",
 }
 
 
