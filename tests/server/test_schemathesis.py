@@ -14,7 +14,7 @@ from tinygpt.server.chat.template import ChatTemplate
 COMMAND = os.environ.get("SCHEMATHESIS")  # it has dependencies of its own, so an environment of its own
 SECONDS = os.environ.get("SCHEMATHESIS_SECONDS", "60")
 # What JSON Schema cannot say: prompt and max_tokens together, best_of and n, what the queue has room for.
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate")
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SETTINGS = "[output.sanitization]\nenabled = false\n" + "".join(
     f'[[operations]]\ninclude-path = "{path}"\n'
