@@ -236,6 +236,22 @@ def test_tokens_by_their_ids(server):
     assert found["tokens"] == [f"token_id:{i}" for i in ids] == [name for top in found["top_logprobs"] for name in top]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_candidates_have_ids_where_ids_are_asked_for(server, llm, is_streamed):
+    """By name: an object of JavaScript puts names that are numbers before all others."""
+    asked = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "logprobs": 6, "echo": True, "stream": is_streamed}
+    reply = server.complete(**asked, return_token_ids=True)
+    found = [
+        choice["logprobs"] for event in (reply.events if is_streamed else [reply.json]) for choice in event["choices"]
+    ]
+    tops = [pair for arrays in found for pair in zip(arrays["top_logprobs"], arrays["top_token_ids"], strict=True)]
+    assert len(tops) == len(llm.tokenizer.encode(PROMPT)) + 4
+    for names, ids in tops:
+        assert names.keys() == ids.keys()
+        assert [llm.tokenizer.decode([i]) for i in ids.values()] == [*ids]
+    assert "top_token_ids" not in server.complete(**asked).body.decode()
+
+
 def test_usage_with_every_event(server):
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = server.complete(prompt="Once", max_tokens=4, temperature=0, stream=True, stream_options=options).events
