@@ -371,10 +371,10 @@ def test_a_link_holds_text_and_settings(server, visit):
 def test_a_key_is_asked_for_and_kept_out_of_links(llm, visit):
     with served(llm, api_keys=("a secret",)) as server:
         visitor = visit(server, is_ready=False, allowed=[401])
-        expect(visitor.page.get_by_role("alert")).to_contain_text("API key is missing or wrong")
+        expect(visitor.page.get_by_role("alert")).to_have_text("This server wants an API key.")
         visitor.page.get_by_label("API key").fill("wrong")
         visitor.page.get_by_role("button", name="Use this key").click()
-        expect(visitor.page.get_by_role("alert")).to_contain_text("API key is missing or wrong")
+        expect(visitor.page.get_by_role("alert")).to_have_text("This server wants another API key.")
         visitor.page.get_by_label("API key").fill("a secret")
         visitor.page.keyboard.press("Enter")
         expect(visitor.page.get_by_label("API key")).to_be_hidden()
