@@ -18,6 +18,8 @@ class TritonPythonModel:
         arguments = json.loads(parameters["llm"]["string_value"]) if "llm" in parameters else {}
         # Nobody here knows who has written a text: special tokens in it are plain text.
         self._llm = LLM(**{"split_special_tokens": True, **arguments})
+        # Kernels compile now, not while the first client waits.
+        self._llm.generate([[0, 0]], SamplingParams(max_tokens=2, temperature=1.0))
 
     def execute(self, requests: list[Any]) -> None:
         """Returns at once: what comes of a request is sent by the engine's thread."""
