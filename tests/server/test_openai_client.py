@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-pytest.importorskip("openai", reason="openai, whose client is tried, is not installed")
+pytest.importorskip("openai", reason="openai, of the extra `parity`, is not installed")
 
 import asyncio
 import os
