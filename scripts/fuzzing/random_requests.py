@@ -180,6 +180,10 @@ FIELDS: dict[str, Draw] = {
         [*world.soft_prompts, "unknown"] if world.soft_prompts else ["unknown"]
     ),
     "prompt_embeds": _embeds,
+    "guided_choice": one_of(["the", "then"], [" of"], ["x", "the theme"], []),
+    "guided_regex": one_of("[a-z ]{1,9}", "(the ){2}", "th+e", "("),
+    "guided_json": one_of({"type": "integer"}, {"type": "object"}, {"enum": ["the", 1]}, '{"type": "bool'),
+    "guided_grammar": one_of('start: "the" | "of"', "start: /[a-z]+/", "start: nothing"),
 }
 BEAMS = ("num_beams", "num_beam_groups", "diversity_penalty", "early_stopping", "length_penalty")
 NOT_BEAMS = {"temperature", "best_of"}

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from support.recorded import needs_transformers
 from tinygpt.cli import compile_notice, loading
 from tinygpt.cli import main as cli
 from tinygpt.cli.compile_notice import compiling_shown
@@ -54,7 +55,13 @@ def test_what_compiles_is_said_wherever_it_does(run, monkeypatch, name):
     assert cold.out == warm.out
 
 
-@pytest.mark.parametrize("command", ["eval ppl {text} --max-model-len 16", "parity demo --input {prompts}"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval ppl {text} --max-model-len 16",
+        pytest.param("parity demo --input {prompts}", marks=needs_transformers),
+    ],
+)
 def test_what_compiles_in_any_command_is_said(monkeypatch, capsys, tmp_path, command):
     files = {"text": tmp_path / "text", "prompts": tmp_path / "prompts"}
     files["text"].write_text("Once upon a time there was a king.")

@@ -8,7 +8,7 @@ import pytest
 from scripts.quality.checkpoints import EXTREMES, OUTLIERS, write_outliers
 from scripts.quality.measure import measure
 from support.bits import assert_same_bits
-from support.golden_models import write_model
+from support.recorded import needs_transformers
 from tinygpt import LLM
 from tinygpt.cli import main as cli
 from tinygpt.errors import RequestError
@@ -125,10 +125,16 @@ ERRORS = {"bfloat16": 0.01, "int8": 0.04, "int4": 0.3}
 
 @pytest.fixture(scope="module")
 def shape_folders(tmp_path_factory) -> dict[str, Path]:
+    from support.factory import Recipe, make_case
+
     sizes = {"n_layer": 2, "vocab_size": 97, "n_positions": 90}
-    return {name: write_model(tmp_path_factory.mktemp("shape"), **{**sizes, **SHAPES[name]}) for name in SHAPES}
+    folders = {name: tmp_path_factory.mktemp("shape") for name in SHAPES}
+    for name, folder in folders.items():
+        make_case(Recipe(name, {**sizes, **SHAPES[name]}), folder)
+    return folders
 
 
+@needs_transformers
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_near_the_reference(shape, shape_folders):
     folder = str(shape_folders[shape])
