@@ -29,7 +29,7 @@ SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.9), (0.8, 40, 0.95), (2.0, 
 SETTINGS += [(1.0, 1, 0.5), (1.0, 0, 1e-9), (1e-6, 0, 0.9), (1e6, 0, 0.3), (1.0, 10**6, 1 - 1e-6)]
 
 
-@recorded
+@recorded(varies=True)
 def warped(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0, typical_p=1, epsilon_cutoff=0, eta_cutoff=0):
     """One row through the warpers that `generate` builds for these settings."""
     warpers = [TemperatureLogitsWarper(float(temperature))]

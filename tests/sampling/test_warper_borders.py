@@ -38,7 +38,7 @@ WARPERS = {
 }
 
 
-@recorded
+@recorded(varies=True)
 def kept_at(name, row, limits):
     """(len(limits), V): whether Hugging Face's warper of this name keeps each token."""
     import torch
@@ -52,14 +52,14 @@ def kept_by_huggingface(name, row, limits):
     return [np.flatnonzero(kept).tolist() for kept in kept_at(name, row, limits)]
 
 
-@recorded
+@recorded(varies=True)
 def torch_softmax(row):
     import torch
 
     return torch.from_numpy(row.copy()).softmax(-1).numpy()
 
 
-@recorded
+@recorded(varies=True)
 def torch_sums(row, order, is_sorted_first=False):
     """Of the probabilities in this order, which is that of the row or of its softmax."""
     import torch
@@ -68,7 +68,7 @@ def torch_sums(row, order, is_sorted_first=False):
     return (row[order].softmax(-1) if is_sorted_first else row.softmax(-1)[order]).cumsum(-1).numpy()
 
 
-@recorded
+@recorded(varies=True)
 def torch_distances(row):
     import torch
 

@@ -4,6 +4,7 @@ Without files, those of all tests that ask. What an older release of transformer
 before 4.57) stays as it was recorded, unless that release is the one installed.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -48,11 +49,12 @@ class Recorder:
 def main() -> int:
     import pytest
 
-    from support.recorded import HAS_TRANSFORMERS, MISSING
+    from support.recorded import HAS_TRANSFORMERS, IS_RECORDING, MISSING
 
     if not HAS_TRANSFORMERS:
         print(f"Recording {MISSING}.", file=sys.stderr)
         return 2
+    os.environ[IS_RECORDING] = "1"
     files = sys.argv[1:] or [str(ROOT / file) for file in ASKING]
     return pytest.main(["-q", "--slow", "-p", "no:cacheprovider", *files], [Recorder(not sys.argv[1:])])
 

@@ -20,7 +20,7 @@ def torch_bytes(value: Any, is_legacy: bool = False) -> bytes:
     import torch
 
     buffer = io.BytesIO()
-    torch.save(_with_tensors(value), buffer, _use_new_zipfile_serialization=not is_legacy)
+    torch.save(_with_tensors(value, {}), buffer, _use_new_zipfile_serialization=not is_legacy)
     return buffer.getvalue()
 
 
@@ -41,14 +41,17 @@ def own_bytes(value: Any, is_legacy: bool = False) -> bytes:
     return buffer.getvalue()
 
 
-def _with_tensors(value: Any) -> Any:
+def _with_tensors(value: Any, made: dict[int, Any]) -> Any:
+    """made: by the array's id, so that one array is one storage, however often it comes."""
     import torch
 
     if isinstance(value, dict):
-        return {name: _with_tensors(part) for name, part in value.items()}
+        return {name: _with_tensors(part, made) for name, part in value.items()}
     if isinstance(value, list):
-        return [_with_tensors(part) for part in value]
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return [_with_tensors(part, made) for part in value]
+    if isinstance(value, np.ndarray):
+        return made.setdefault(id(value), torch.from_numpy(value))
+    return value
 
 
 def _dump(value: Any, storages: dict[str, np.ndarray], is_legacy: bool) -> bytes:
