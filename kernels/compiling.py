@@ -78,7 +78,12 @@ class CompileClock:
         """How much of the time between two moments was waited; 0 if one of them never came."""
         if start is None or stop is None:
             return 0.0
-        return sum(max(min(stop, end) - max(start, begin), 0.0) for begin, end in self._spans)
+        waited = 0.0
+        for begin, end in reversed(self._spans):  # in the order of their ends: a warm step looks at one
+            if end <= start:
+                break
+            waited += max(min(stop, end) - max(start, begin), 0.0)
+        return waited
 
     def since(self, start: float) -> float:
         """Seconds from a moment until now, without those that were waited."""

@@ -93,6 +93,37 @@ def test_only_what_lies_between_the_moments_counts(now):
     assert clock.seconds(None, 30) == clock.seconds(0, None) == 0
 
 
+class CountingMoment(float):
+    """A moment that counts what it is compared with."""
+
+    num_compared = 0
+
+    def _counted(compare):
+        def call(self, other):
+            self.num_compared += 1
+            return compare(self, other)
+
+        return call
+
+    __lt__, __le__, __gt__, __ge__ = map(_counted, (float.__lt__, float.__le__, float.__gt__, float.__ge__))
+
+
+def test_a_step_looks_at_no_wait_that_is_long_over(now):
+    """Every step asks, for as long as the process lives."""
+    clock = CompileClock()
+    with clock.watching():
+        for _ in range(1000):
+            wait(now, 1)
+        warm = CountingMoment(now.seconds)
+        now.seconds += 2
+        assert clock.since(warm) == 2
+        late = CountingMoment(now.seconds)
+        wait(now, 1)
+        wait(now, 1)
+        assert clock.seconds(late, now.seconds) == 2
+    assert (warm.num_compared, late.num_compared) == (1, 5)
+
+
 def test_another_thread_is_not_watched(now):
     clock = CompileClock()
     with clock.watching():
