@@ -131,14 +131,14 @@ def continuous(llm: LLM, work: Workload) -> None:
 
 def ragged(llm: LLM, work: Workload) -> None:
     for prompts, params in batches(work):
-        llm.generate(prompts, params)
+        llm.generate(prompts, params, use_tqdm=False)
 
 
 def rectangular(llm: LLM, work: Workload) -> None:
     for prompts, params in batches(work):
         longest, new = max(map(len, prompts)), max(p.max_tokens for p in params)
         padded = [[i] * (longest - len(prompt)) + prompt for i, prompt in enumerate(prompts)]  # nothing to share
-        llm.generate(padded, SamplingParams(max_tokens=new, ignore_eos=True))
+        llm.generate(padded, SamplingParams(max_tokens=new, ignore_eos=True), use_tqdm=False)
 
 
 def batches(work: Workload) -> Iterator[tuple[list[list[int]], list[SamplingParams]]]:
@@ -173,7 +173,7 @@ def overhead(llm: TimedLLM, params: SamplingParams, repeats: int) -> float:
     for turn in range(1 + repeats):
         llm.seconds = 0.0
         with llm.engine.wrapped(TimedRunner) as runner:
-            llm.generate(prompts, params)
+            llm.generate(prompts, params, use_tqdm=False)
         shares += [1 - runner.seconds / llm.seconds] * (turn > 0)
     return statistics.median(shares)
 

@@ -58,7 +58,7 @@ def known_requests(model: str) -> list[tuple[dict[str, Any], str]]:
     ]
     with LLM(model) as llm:
         params = [SamplingParams(**{k: v for k, v in body.items() if k != "prompt"}) for body in asked]
-        outputs = llm.generate([body["prompt"] for body in asked], params)
+        outputs = llm.generate([body["prompt"] for body in asked], params, use_tqdm=False)
     return [(body, output.outputs[0].text) for body, output in zip(asked, outputs, strict=True)]
 
 

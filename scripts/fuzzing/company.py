@@ -158,7 +158,7 @@ def _by_sample(chunks: Iterable[StreamChunk]) -> list[StreamChunk]:
 
 
 def _generate(llm: LLM, request: Asked) -> Any:
-    return [_told(output) for output in llm.generate(request.prompt, _params(request))]
+    return [_told(output) for output in llm.generate(request.prompt, _params(request), use_tqdm=False)]
 
 
 def _stream(llm: LLM, request: Asked) -> Any:

@@ -52,7 +52,7 @@ def session(folder: Path) -> tuple[list[int], Any]:
     """The session's tokens, and what another request gets that begins as the undamaged one does."""
     llm = seeds.session_llm()
     # These take the places in the cache of what an earlier file may have left there.
-    llm.generate([[9], [10]], SamplingParams(max_tokens=1))
+    llm.generate([[9], [10]], SamplingParams(max_tokens=1), use_tqdm=False)
     with llm.load_session(folder / "session") as session:
         token_ids = session.token_ids
         session.generate(SamplingParams(max_tokens=1, overflow="slide"))

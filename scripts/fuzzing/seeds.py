@@ -181,7 +181,8 @@ def prompts() -> Files:
 
 def results() -> Files:
     llm = session_llm()
-    outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=3, logprobs=1, ignore_eos=True, seed=1))
+    params = SamplingParams(max_tokens=3, logprobs=1, ignore_eos=True, seed=1)
+    outputs = llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
     outputs = [
         replace(output, metrics=RequestMetrics(0.0, 0.1, 0.2, 0.3, 3), num_cached_tokens=0) for output in outputs
     ]

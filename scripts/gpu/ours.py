@@ -56,4 +56,5 @@ class Ours:
         return Evidence(logits, np.array(output.outputs[0].token_ids))
 
     def _generate(self, token_ids: list[list[int]], new: int) -> list:
-        return self.llm.generate(token_ids, SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True))
+        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+        return self.llm.generate(token_ids, params, use_tqdm=False)

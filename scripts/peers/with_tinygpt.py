@@ -35,4 +35,4 @@ class Engine:
 
     def _generate(self, ids: list[list[int]], new: int) -> list:
         self.llm.step_starts = []
-        return self.llm.generate(ids, SamplingParams(max_tokens=new, ignore_eos=True))
+        return self.llm.generate(ids, SamplingParams(max_tokens=new, ignore_eos=True), use_tqdm=False)

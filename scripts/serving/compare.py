@@ -79,7 +79,8 @@ def generate(llm: LLM, plan: Plan, clients: int, seed: int) -> dict[str, Any]:
     params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
     begun, count = time.perf_counter(), 0
     for start in range(0, len(prompts), clients):
-        count += sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts[start : start + clients], params))
+        outputs = llm.generate(prompts[start : start + clients], params, use_tqdm=False)
+        count += sum(len(output.outputs[0].token_ids) for output in outputs)
     seconds = time.perf_counter() - begun
     return {"requests": len(prompts), "failed": 0, "seconds": seconds, "tokens_per_second": count / seconds}
 

@@ -123,7 +123,8 @@ def resume(trainer: Trainer, path: Path, about: dict) -> None:
 def samples_of(folder: Path) -> list[str]:
     """What the checkpoint makes of each of PROMPTS, by the backend that has nothing to compile."""
     with LLM(str(folder), device="reference", max_num_seqs=len(PROMPTS)) as llm:
-        return [output.prompt + output.outputs[0].text for output in llm.generate(list(PROMPTS), SAMPLING)]
+        outputs = llm.generate(list(PROMPTS), SAMPLING, use_tqdm=False)
+        return [output.prompt + output.outputs[0].text for output in outputs]
 
 
 def training_of(arguments: argparse.Namespace, tokens: Tokens, trainer: Trainer) -> Training:

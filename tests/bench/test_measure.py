@@ -1,5 +1,6 @@
 """Where the time of a run went: passes over prompts, passes that decode, choosing of tokens."""
 
+import io
 import sys
 from types import SimpleNamespace
 
@@ -103,10 +104,23 @@ def test_counts_of_one_prompt(llm):
 def test_every_repetition_and_warmup_is_a_generate(llm, monkeypatch):
     calls = []
     generate = llm.generate
-    monkeypatch.setattr(llm, "generate", lambda *given: calls.append(given) or generate(*given))
+    monkeypatch.setattr(llm, "generate", lambda *given, **names: calls.append(given) or generate(*given, **names))
     params = SamplingParams(max_tokens=2, temperature=1.0, seed=1, ignore_eos=True)
     assert len(measure.measure(llm, [[1]], 2, repetitions=2, warmups=3, params=params).runs) == 2
     assert [given[1] for given in calls] == [params] * 5
+
+
+def test_no_bar_is_drawn_in_what_is_timed(llm, monkeypatch):
+    """As `generate` does on a terminal, for more than one prompt."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    llm.generate([[1], [2]], SamplingParams(max_tokens=2))
+    assert terminal.getvalue()
+    terminal.seek(0)
+    terminal.truncate()
+    measure.measure(llm, [[1], [2]], 2, repetitions=1, warmups=1)
+    assert terminal.getvalue() == ""
 
 
 def test_prompts_longer_than_a_step_are_read_in_several(llm):

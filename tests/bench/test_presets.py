@@ -1,7 +1,9 @@
 """The presets of bench: counts, tables and published figures, never how long anything took."""
 
 import gc
+import io
 import json
+import sys
 import weakref
 
 import pytest
@@ -251,6 +253,16 @@ def test_batch_inference_counts_as_the_study(report_of):
     speed_up = report.records[0]["samples_ns"][0] / report.records[1]["samples_ns"][0]
     assert eight["Throughput comparing to Baseline"] == f"{speed_up:.2g}x"
     assert [record["num_prompts"] for record in report.records] == [20, 20]
+
+
+def test_batch_inference_warms_up_without_a_bar(monkeypatch):
+    """A terminal shows that of the cases alone."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    run_preset("batch-inference", PresetOptions("demo", ("int8",), threads=2, repetitions=1, small=True))
+    assert "case" in terminal.getvalue()
+    assert " prompts" not in terminal.getvalue()
 
 
 def test_batch_inference_published_rows(report_of):

@@ -103,6 +103,14 @@ def test_with_a_golden_file_and_without_transformers(capsys, monkeypatch, folder
     assert "(pip install torch transformers), or give --golden" in say_no(capsys, folder)
 
 
+def test_a_terminal_shows_no_bar_of_the_greedy_runs(monkeypatch, folder, golden):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert cli.main(["parity", str(folder), "--golden", str(golden)]) == 0
+    assert " prompts" not in terminal.getvalue()
+
+
 def change(golden: Path, target: Path, **fields) -> Path:
     """The golden file with other fields in its third prompt, of 7 tokens."""
     goldens = load_goldens(golden)

@@ -177,7 +177,7 @@ def test_our_steps_are_timed_by_the_difference_of_two_lengths(monkeypatch):
     class LLM:
         config = ModelConfig()
 
-        def generate(self, prompts, params):
+        def generate(self, prompts, params, use_tqdm):
             nonlocal now
             lengths.append((len(prompts), len(prompts[0]), params.max_tokens))
             now += 10 + 3e-3 * params.max_tokens

@@ -60,7 +60,7 @@ def measure(
     if params is None:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     for _ in range(warmups):
-        llm.generate(prompts, params)
+        llm.generate(prompts, params, use_tqdm=False)
     forget_peak()
     runs = tuple(_run(llm, prompts, params) for _ in range(repetitions))
     return Measurement(runs, len(prompts), max(map(len, prompts), default=0), new_tokens, peak_memory())
@@ -71,7 +71,7 @@ def _run(llm: LLM, prompts: list[list[int]], params: Any) -> Run:
     wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts), clock=clock)
     with llm.engine.wrapped(wrap) as timed:
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         total = clock.since(start)
     stamps = [output.metrics.first_token for output in outputs if output.metrics.first_token is not None]
     first_tokens = [stamp - start - clock.seconds(start, stamp) for stamp in stamps]

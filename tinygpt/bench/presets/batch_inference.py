@@ -90,7 +90,7 @@ def _measure(rerun: Rerun, protocol: Protocol, dtype: str, batch_size: int) -> R
     longest = max(protocol.prompt_lengths) + protocol.new_tokens
     with rerun.opened(dtype, batch_size, longest) as llm:
         warmup = random_prompts(protocol.lengths, llm.config.vocab_size)[: protocol.num_warmup_queries]
-        llm.generate(warmup, SamplingParams(max_tokens=protocol.new_tokens))
+        llm.generate(warmup, SamplingParams(max_tokens=protocol.new_tokens), use_tqdm=False)
         sizes = batch_size, protocol.lengths, protocol.new_tokens, protocol.repetitions
         return rerun.measure(llm, *sizes, warmups=0)
 

@@ -175,7 +175,7 @@ def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
     made = [[] for _ in goldens]
     asked = [i for i, golden in enumerate(goldens) if golden.greedy_ids]
     params = [SamplingParams(max_tokens=len(goldens[i].greedy_ids), temperature=0.0, ignore_eos=True) for i in asked]
-    outputs = llm.generate([goldens[i].token_ids for i in asked], params) if asked else []
+    outputs = llm.generate([goldens[i].token_ids for i in asked], params, use_tqdm=False) if asked else []
     for i, output in zip(asked, outputs, strict=True):
         made[i] = output.outputs[0].token_ids
     return made
