@@ -78,6 +78,23 @@ def test_what_is_near_in_meaning_comes_first(typed, flags, nearest):
     assert suggestions.nearest_flag(typed, flags) == nearest
 
 
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [("generate -n 2 -- -ngl 99", ["-ngl", "99"]), ("generate Once -n 2 -- -temp", ["Once", "-temp"])],
+)
+def test_no_word_behind_two_dashes_is_a_foreign_flag(line, prompt):
+    assert parsed(line)["prompt"] == prompt
+
+
+def test_a_value_that_looks_like_a_foreign_flag_is_said_to_begin_with_a_dash(capsys):
+    with pytest.raises(SystemExit):
+        parsed("generate Once --stop -ngl")
+    error = capsys.readouterr().err
+    assert "--stop: expected" in error
+    assert "a value that begins with a dash is written --stop=-ngl" in error
+    assert "unrecognized" not in error
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_has_two_tiers(command, capsys):
     shown = {}

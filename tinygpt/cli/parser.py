@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
     def _flags_first(self, words: Sequence[str]) -> list[str]:
         """The same command line in the order that argparse can read: it takes a PROMPT that is in one place."""
-        end = words.index("--") if "--" in words else len(words)
+        end = _end_of_flags(words)
         flags, others, num_wanted = [], [], 0.0
         for word in words[:end]:
             if _is_flag(word):
@@ -89,8 +89,10 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse_foreign(self, words: Sequence[str]) -> None:
         """llama.cpp's `-ngl 99` is none of our flags, and would be read as `-n gl`."""
+        words = words[: _end_of_flags(words)]
         for i, word in enumerate(words):
-            if re.fullmatch(r"-[a-z]{2,}", word) and is_meant(word, self.flags()):
+            is_value = i > 0 and self._num_values(words[i - 1]) > 0  # argparse says how one is written with a dash
+            if not is_value and re.fullmatch(r"-[a-z]{2,}", word) and is_meant(word, self.flags()):
                 self.refuse_unknown([word, *(value for value in words[i + 1 : i + 2] if not _is_flag(value))])
 
     def _described(self, words: list[str]) -> str:
@@ -123,11 +125,16 @@ class Parser(argparse.ArgumentParser):
 
 def hyphenated(words: Sequence[str]) -> list[str]:
     """Words of a command line with `--max_tokens` as `--max-tokens`; not behind `--`, where no word is a flag."""
-    end = words.index("--") if "--" in words else len(words)
+    end = _end_of_flags(words)
     return [_FLAG.sub(lambda flag: flag[0].replace("_", "-"), word) for word in words[:end]] + [*words[end:]]
 
 
 _FLAG = re.compile(r"^--[A-Za-z][\w-]*")
+
+
+def _end_of_flags(words: Sequence[str]) -> int:
+    """Where `--` is: no word behind it is a flag."""
+    return words.index("--") if "--" in words else len(words)
 
 
 def _is_flag(word: str) -> bool:
