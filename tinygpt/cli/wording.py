@@ -4,6 +4,8 @@ A sentence names a field and its value as Python does, `top_k=-2`, or as "max_to
 ends in "or None".
 """
 
+import ast
+import json
 import re
 from collections.abc import Iterable, Mapping
 
@@ -17,7 +19,8 @@ class Worded(RequestError):
 _NONE = re.compile(r"[,;]? or None\b")
 _JSON = {"True": "true", "False": "false", "None": "null", "a dict": "an object"}
 _PYTHON = re.compile(r"\b(?:True|False|None|a dict)\b")
-_VALUE = r"(?:'[^']*'|\[[^\[\]()]*\]|[^\s,;:)]*[^\s,;:).])"
+_TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_VALUE = rf"(?:{_TEXT}|\[(?:{_TEXT}|[^\[\]()'\"])*\]|[^\s,;:)]*[^\s,;:).])"
 
 
 def for_shell(sentence: str, flags: Mapping[str, str]) -> str:
@@ -57,4 +60,10 @@ def _typed(value: str) -> str:
 
 
 def _as_json(value: str) -> str:
-    return f'"{value[1:-1]}"' if value.startswith("'") else value
+    """A text or a list as JSON writes it; as it is, where it is a number, or was cut short within an escape."""
+    if value[0] not in "'\"[" or "\\..." in value:
+        return value
+    try:
+        return json.dumps(ast.literal_eval(value), ensure_ascii=False)
+    except (SyntaxError, TypeError, ValueError):
+        return value
