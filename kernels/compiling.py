@@ -27,12 +27,23 @@ class Listener(Protocol):
     def end(self) -> None: ...
 
 
+class _Open(threading.local):
+    """The kernels that a thread compiles, each for the one before: who was told of their beginning."""
+
+    def __init__(self):
+        self.kernels: list[tuple[Listener, ...]] = []
+
+
 class Announcer:
-    """Tells the listeners of this process. Where nobody listens, the log says once what is going on."""
+    """Tells the listeners of this process. Where nobody listens, the log says once what is going on.
+
+    Of a kernel's end they hear who heard its beginning.
+    """
 
     def __init__(self):
         self._listeners: list[Listener] = []
         self._is_said = False
+        self._open = _Open()
 
     @contextmanager
     def told(self, listener: Listener) -> Iterator[None]:
@@ -48,12 +59,26 @@ class Announcer:
             self._is_said = True
             logger.warning(ANNOUNCEMENT)
         logger.debug("%s is compiled", name)
-        for listener in tuple(self._listeners):
+        self._open.kernels.append(told := tuple(self._listeners))
+        for listener in told:
             listener.begin(name)
 
     def end(self) -> None:
-        for listener in tuple(self._listeners):
-            listener.end()
+        """Of the kernel that this thread began last; nothing where none is under way."""
+        if self._open.kernels:
+            for listener in self._open.kernels.pop():
+                if listener in self._listeners:
+                    listener.end()
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """What begins in the block, and is broken off, ends with it."""
+        before = len(self._open.kernels)
+        try:
+            yield
+        finally:
+            while len(self._open.kernels) > before:
+                self.end()
 
 
 class CompileClock:
@@ -117,6 +142,17 @@ def waited_for(name: str) -> Iterator[None]:
     finally:
         end_wait()
         ANNOUNCER.end()
+
+
+@contextmanager
+def looked_for() -> Iterator[None]:
+    """In the block, this thread reads a kernel from the disk, or compiles it and says when it begins."""
+    begin_wait()
+    try:
+        with ANNOUNCER.ended():
+            yield
+    finally:
+        end_wait()
 
 
 def begin_wait() -> None:

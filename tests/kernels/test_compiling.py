@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tinygpt.kernels import compiling
-from tinygpt.kernels.compiling import ANNOUNCEMENT, Announcer, CompileClock, begin_wait, end_wait
+from tinygpt.kernels.compiling import ANNOUNCEMENT, ANNOUNCER, Announcer, CompileClock, begin_wait, end_wait, looked_for
 
 
 class Heard:
@@ -65,6 +65,42 @@ def test_a_listener_takes_the_place_of_the_log(caplog):
     announcer.begin("alone")
     assert [record.getMessage() for record in caplog.records] == [ANNOUNCEMENT]
     assert len(first.told) == 4
+
+
+def test_who_did_not_hear_the_beginning_does_not_hear_the_end():
+    announcer, first, late = Announcer(), Heard(), Heard()
+    with announcer.told(first):
+        announcer.begin("early")
+        with announcer.told(late):
+            announcer.end()
+            announcer.end()  # of nothing
+    assert (first.told, late.told) == (["early", None], [])
+
+
+def test_threads_end_their_own_kernels():
+    announcer, heard = Announcer(), Heard()
+    with announcer.told(heard):
+        announcer.begin("here")
+        thread = threading.Thread(target=announcer.end)
+        thread.start()
+        thread.join()
+        assert heard.told == ["here"]
+        announcer.end()
+    assert heard.told == ["here", None]
+
+
+def test_what_is_broken_off_ends_with_its_block(now):
+    clock, heard = CompileClock(), Heard()
+    with clock.watching(), ANNOUNCER.told(heard):
+        ANNOUNCER.begin("outer")
+        with suppress(ValueError), looked_for():
+            ANNOUNCER.begin("inner")
+            now.seconds += 3
+            raise ValueError
+        assert heard.told == ["outer", "inner", None]
+        assert clock.seconds(0, 30) == 3
+        ANNOUNCER.end()
+    assert heard.told[3:] == [None]
 
 
 def test_waits_are_counted_from_the_outermost(now):

@@ -31,20 +31,15 @@ class DiskCache:
         """The compiled kernel for arguments of these types, or None."""
         from numba.cuda.dispatcher import _Kernel
 
-        compiling.begin_wait()
         kernel = kernel_files().load_object(self._name(signature), lambda states: _Kernel._rebuild(**states))
         if kernel is None:
-            compiling.ANNOUNCER.begin(self._function.__name__)  # and it is compiled, until `save_overload`
-        else:
-            compiling.end_wait()
+            compiling.ANNOUNCER.begin(self._function.__name__)  # it is compiled until `looked_for` ends
         return kernel
 
     def save_overload(self, signature: Any, kernel: Any) -> None:
         from numba.cuda.serialize import dumps
 
-        compiling.ANNOUNCER.end()
         kernel_files().save_object(self._name(signature), lambda: dumps(kernel._reduce_states()))
-        compiling.end_wait()
 
     def flush(self) -> None:
         """There is nothing to forget: a file that is there is right."""
