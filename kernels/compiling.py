@@ -43,6 +43,7 @@ class Announcer:
     def __init__(self):
         self._listeners: list[Listener] = []
         self._is_said = False
+        self.num_kept = 0  # kernels that the next process will find
         self._open = _Open()
 
     @contextmanager
@@ -69,6 +70,10 @@ class Announcer:
             for listener in self._open.kernels.pop():
                 if listener in self._listeners:
                     listener.end()
+
+    def keep(self) -> None:
+        """A kernel has come to the disk."""
+        self.num_kept += 1
 
     @contextmanager
     def ended(self) -> Iterator[None]:
@@ -134,11 +139,12 @@ _thread = _Thread()
 
 @contextmanager
 def waited_for(name: str) -> Iterator[None]:
-    """In the block, this thread waits for a kernel that another process compiles."""
+    """In the block, this thread waits for a kernel that another process compiles, and keeps."""
     ANNOUNCER.begin(name)
     begin_wait()
     try:
         yield
+        ANNOUNCER.keep()
     finally:
         end_wait()
         ANNOUNCER.end()

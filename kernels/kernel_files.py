@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.kernels.cache_folder import HAS_OWNERS, CacheFolder, find_spare
+from tinygpt.kernels.compiling import ANNOUNCER
 
 MAGIC = b"tinygpt kernel 1\n"  # the format, which the folder's name stands for too
 DIGEST_SIZE = KEY_SIZE = 32
@@ -102,6 +103,11 @@ class KernelFiles:
         return None
 
     def save(self, name: str, body: bytes) -> None:
+        self._save(name, body)
+        if self.is_keeping:
+            ANNOUNCER.keep()
+
+    def _save(self, name: str, body: bytes) -> None:
         if not self._has_moved and self._key is not None:
             try:
                 self._write(name, self._header(name, body) + body)
@@ -110,7 +116,7 @@ class KernelFiles:
                 if HAS_OWNERS or name not in self.names():  # on Windows another process may be reading the same
                     self._move(error)
         if self._has_moved:
-            self._spare.save(name, body)
+            self._spare._save(name, body)
             self.is_keeping = self._spare.is_keeping
 
     def mark(self, name: str) -> None:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr 
 
 ONE_KERNEL = re.compile(
     r"tinygpt: compiling kernels for this machine, once \(up to 20 s\)\n.*"
-    r"tinygpt: 1 kernel compiled in [\d.]+ s, which no other figure contains; the next run has them\n",
+    r"tinygpt: 1 kernel compiled in [\d.]+ s, which no other figure contains\n",
     re.DOTALL,
 )
 
@@ -40,6 +40,26 @@ def compile_a_kernel() -> None:
 
 def compiling(function):
     return lambda *arguments: compile_a_kernel() or function(*arguments)
+
+
+def test_the_next_run_has_what_this_one_keeps(capsys, tmp_path):
+    """Of three kernels that compile all, or less, or none as no folder can be written to."""
+
+    def compiled(files: KernelFiles, num_saved: int) -> str:
+        with compiling_shown():
+            for number in range(3):
+                ANNOUNCER.begin("one")
+                ANNOUNCER.end()
+                if number < num_saved:
+                    files.save(f"{number}.kernel", b"code")
+        return capsys.readouterr().err.splitlines()[-1]
+
+    (tmp_path / "file").write_text("")
+    kept = "contains; the next run has them"
+    assert compiled(KernelFiles(tmp_path), 3).endswith(kept)
+    assert compiled(KernelFiles(tmp_path / "file", lambda is_made: tmp_path), 3).endswith(kept)  # a spare folder
+    for files, num_saved in ((KernelFiles(tmp_path), 2), (KernelFiles(None), 3), (KernelFiles(tmp_path / "file"), 3)):
+        assert compiled(files, num_saved).endswith("which no other figure contains")
 
 
 @pytest.mark.parametrize("name", ["load_params", "forward", "sample", "process_logits"])

@@ -16,7 +16,7 @@ TICK = 0.1  # seconds
 @contextmanager
 def compiling_shown() -> Iterator[None]:
     """Say in the block that kernels compile, and at its end how many did and how long that took."""
-    notice = CompileNotice()
+    notice, num_kept = CompileNotice(), ANNOUNCER.num_kept
     try:
         with ANNOUNCER.told(notice):
             yield
@@ -24,7 +24,8 @@ def compiling_shown() -> Iterator[None]:
         notice.close()
     if notice.num_kernels:
         kernels, seconds = counted(notice.num_kernels, "kernel"), notice.seconds
-        say(f"{kernels} compiled in {seconds:.1f} s, which no other figure contains; the next run has them")
+        outlook = "; the next run has them" if ANNOUNCER.num_kept - num_kept >= notice.num_kernels else ""
+        say(f"{kernels} compiled in {seconds:.1f} s, which no other figure contains{outlook}")
 
 
 class CompileNotice:
