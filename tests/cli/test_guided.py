@@ -51,4 +51,4 @@ def test_each_line_has_its_own_guidance(tmp_path, capsys):
 def test_lines_without_a_possible_grammar_are_listed(tmp_path, capsys):
     code, out, err = run_lines(tmp_path, capsys, {"prompt": "a"}, {"prompt": "a", "guided_regex": "("})
     assert (code, out) == (2, "")
-    assert "line 2: guided_regex='(' is not possible: unclosed group." in err
+    assert 'line 2: "guided_regex": "(" is not possible: unclosed group.' in err

@@ -50,7 +50,7 @@ def test_fields_are_kept_so_that_params_can_be_compared():
     ],
 )
 def test_impossible_values_are_refused_by_name(name, given):
-    with pytest.raises(RequestError, match=f"^{name}=.* is not possible: it must be None or "):
+    with pytest.raises(RequestError, match=f"^{name}=.* is not possible: it must be .*, or None\\.$"):
         SamplingParams(**{name: given})
 
 
@@ -84,5 +84,5 @@ def test_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys):
     for flags in (["--guided-regex", "("], ["--guided-json", '{"type": 3}'], ["--guided-grammar", "start: b"]):
         assert main(["generate", "a", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{flags[0][2:].replace('-', '_')}=" in line
+        assert line.startswith(f"tinygpt: error: {flags[0]} ")
         assert "is not possible" in line
