@@ -20,6 +20,14 @@ class Schema:
         return {"type": "object"}
 
 
+class NoSchema:
+    """As pydantic's classes do whose fields no schema can describe, with an error of pydantic's own."""
+
+    @staticmethod
+    def model_json_schema():
+        raise LookupError("no schema")
+
+
 def test_fields_are_kept_so_that_params_can_be_compared():
     assert SamplingParams(guided_choice=iter(["a", "é"])).guided_choice == ("a", "é")
     params = [SamplingParams(guided_json=given) for given in ({"type": "object"}, '{"type":"object"}', Schema)]
@@ -46,6 +54,7 @@ def test_fields_are_kept_so_that_params_can_be_compared():
         ("guided_json", {"const": float("nan")}),
         ("guided_json", {"const": {1, 2}}),
         ("guided_json", "[" * 100_000),
+        ("guided_json", NoSchema),
         ("guided_grammar", b"start"),
     ],
 )
