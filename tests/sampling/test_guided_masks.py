@@ -162,6 +162,20 @@ def test_special_tokens_come_where_a_grammar_names_them(guidance):
     assert allowed(guide) == {B}
 
 
+@pytest.mark.parametrize(
+    ("grammar", "ends"),
+    [
+        ('start: "a" <|endoftext|> "b"', set()),
+        ('start: "a" (<|endoftext|> "b")?', {EOS}),
+        ('start: "a" "b"?', {B, EOS}),
+    ],
+)
+def test_eos_within_a_grammar_is_no_end(guidance, grammar, ends):
+    guide = guide_of(guidance, guided_grammar=grammar)
+    guide.take(A)
+    assert allowed(guide) == ends
+
+
 def test_a_grammar_that_the_vocabulary_cannot_write_is_an_error():
     class WithoutB(SmallTokenizer):
         def token_bytes(self, token_id):
