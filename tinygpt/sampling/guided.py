@@ -52,6 +52,8 @@ class Guidance:
         llguidance = load_llguidance(field)
         grammar = _Grammar(llguidance, self._tokenizer(llguidance), grammar_of(field, value))
         refuse(field, value, grammar.first.get_error())
+        if grammar.can_only_end(len(self._tokens)):  # a text that has no token would never be seen to have ended
+            refuse(field, value, "it allows no text but the empty one")
         return grammar
 
     def _new_tokenizer(self, llguidance: Any) -> Any:
@@ -77,6 +79,14 @@ class _Grammar:
 
     def matcher(self) -> Any:
         return self.first.deep_copy()
+
+    def can_only_end(self, end_bit: int) -> bool:
+        """Whether no token may come, not even first."""
+        matcher = self.matcher()
+        if not matcher.is_accepting():
+            return False
+        packed = matcher.compute_bitmask()  # of an error too
+        return not matcher.is_error() and int.from_bytes(packed, "little") == 1 << end_bit
 
 
 class Guide:
