@@ -164,7 +164,10 @@ def json_schema(value) -> str | None:
     if value is None:
         return None
     if hasattr(value, "model_json_schema"):
-        value = value.model_json_schema()
+        try:
+            value = value.model_json_schema()
+        except Exception as error:  # pydantic's own, of a class whose fields no schema can describe
+            raise ValueError from error
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping):

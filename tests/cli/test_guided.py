@@ -48,7 +48,26 @@ def test_each_line_has_its_own_guidance(tmp_path, capsys):
     assert samples[3]["finish_reason"] == "length"
 
 
-def test_lines_without_a_possible_grammar_are_listed(tmp_path, capsys):
-    code, out, err = run_lines(tmp_path, capsys, {"prompt": "a"}, {"prompt": "a", "guided_regex": "("})
+def test_lines_without_a_possible_grammar_are_listed_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
+    lines = [
+        {"prompt": "a"},
+        {"prompt": "a", "guided_regex": "("},
+        {"prompt": "a", "top_k": -2},
+        {"prompt": "a", "guided_json": {"type": 3}},
+    ]
+    code, out, err = run_lines(tmp_path, capsys, *lines)
     assert (code, out) == (2, "")
-    assert "line 2: guided_regex='(' is not possible: unclosed group." in err
+    headline, *listed = err.splitlines()
+    assert "3 lines of" in headline
+    assert listed[0] == '  line 2: "guided_regex": "(" is not possible: unclosed group.'
+    assert listed[1].startswith('  line 3: "top_k": -2 is not possible')
+    assert listed[2].startswith('  line 4: "guided_json": ')
+
+
+def test_lines_of_one_grammar_have_it_checked_once(tmp_path, capsys, monkeypatch):
+    checked = []
+    monkeypatch.setattr("tinygpt.cli.prompts_file.check_grammar", lambda *guidance: checked.append(guidance))
+    line = {"prompt": "Once", "max_tokens": 1, "guided_choice": ["yes"]}
+    code, _, _ = run_lines(tmp_path, capsys, line, line, {"prompt": "Once", "max_tokens": 1})
+    assert (code, checked) == (0, [("guided_choice", ("yes",))])

@@ -17,7 +17,7 @@ PATIENCE = 60  # seconds after which a child is taken for hanging
 
 # Each test's program goes between these two. in_child(work): whether `work` returned True in a forked process.
 BEGINNING = f"""
-import os, random, signal, threading, time, traceback
+import json, os, random, signal, threading, time, traceback
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
@@ -170,3 +170,54 @@ def test_a_forgotten_llm_is_collected():
     del llm
     gc.collect()
     assert [reference() for reference in seen] == [None] * 3
+
+
+def test_forks_while_other_threads_compute_masks():
+    """What a compiled grammar keeps has locks of its own, in the package."""
+    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+    run("""
+guided = SamplingParams(max_tokens=30, guided_json={"type": "object"}, seed=1)
+guided_outputs = llm.generate("Once", guided)[0].outputs
+token_ids = llm.tokenizer.encode(json.dumps({"".join(chr(97 + (i * j) % 26) for j in range(9)): i for i in range(50)}))
+
+def compute():
+    while not is_over:
+        guide = llm._inputs.request("Once", guided).sequences[0].guide
+        for token_id in token_ids:
+            guide.take(token_id)
+            guide.mask()
+
+is_over, generator = False, random.Random(0)
+threads = [threading.Thread(target=compute, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(12):
+    time.sleep(0.05 * generator.random())
+    assert in_child(lambda: llm.generate("Once", guided)[0].outputs == guided_outputs)
+is_over = True
+for thread in threads:
+    thread.join()
+""")
+
+
+def test_a_fork_while_another_thread_makes_the_first_guide():
+    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+    run("""
+import tinygpt.engine.input_processor as module
+guided = SamplingParams(max_tokens=5, guided_choice=["abc"])
+make, has_begun, may_end = module.Guidance, threading.Event(), threading.Event()
+
+def slowly(*arguments):
+    if threading.current_thread() is thread:
+        has_begun.set()
+        may_end.wait()
+    return make(*arguments)
+
+module.Guidance = slowly
+thread = threading.Thread(target=llm.generate, args=("Once", guided), daemon=True)
+thread.start()
+has_begun.wait()
+assert in_child(lambda: llm.generate("Once", guided)[0].outputs[0].text == "abc")
+may_end.set()
+thread.join()
+""")

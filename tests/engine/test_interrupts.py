@@ -3,6 +3,7 @@
 import itertools
 import threading
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -39,6 +40,8 @@ REQUESTS = [
     ("Once upon a time", asked(stop=["the"], max_tokens=12, logits_processors=[as_they_are])),
     (PROMPT[:20], asked(num_beams=3, n=2)),
 ]
+if find_spec("llguidance") is not None:  # the extra `guided`
+    REQUESTS.append(([9, 8], asked(guided_regex="([A-Z][0-9] )+", temperature=1.0)))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,7 @@ PLACES = [
     (Scheduler, "_share"),
     (Scheduler, "remove"),
     (Scheduler, "schedule"),
+    (Sampler, "compute_masks"),
     (Sampler, "sample"),
     (Sequence, "advance"),
     (StepLock, "acquire_or_wait"),

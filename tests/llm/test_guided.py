@@ -309,3 +309,27 @@ assert os.waitpid(child, 0)[1] == 0
 """
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+
+
+def test_other_threads_go_on_when_the_main_one_has_ended():
+    """No thread begins any more then, so that masks are computed within the step."""
+    program = f"""
+import threading
+from tinygpt import LLM, SamplingParams
+llm = LLM("demo", threads=1)
+params = [SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, guided_regex="[a-z ]+")]
+write = lambda: [output.outputs[0].token_ids for output in llm.generate([{PROMPT!r}] * 2, params)]
+expected = write()
+again = LLM("demo", threads=1)  # which has begun no thread yet
+
+def write_later():
+    global llm
+    threading.main_thread().join()
+    for llm in (llm, again):
+        print(write() == expected, flush=True)
+
+threading.Thread(target=write_later).start()
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("True\nTrue\n", "")

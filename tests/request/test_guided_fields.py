@@ -20,6 +20,14 @@ class Schema:
         return {"type": "object"}
 
 
+class NoSchema:
+    """As pydantic's classes do whose fields no schema can describe, with an error of pydantic's own."""
+
+    @staticmethod
+    def model_json_schema():
+        raise LookupError("no schema")
+
+
 def test_fields_are_kept_so_that_params_can_be_compared():
     assert SamplingParams(guided_choice=iter(["a", "é"])).guided_choice == ("a", "é")
     params = [SamplingParams(guided_json=given) for given in ({"type": "object"}, '{"type":"object"}', Schema)]
@@ -46,11 +54,12 @@ def test_fields_are_kept_so_that_params_can_be_compared():
         ("guided_json", {"const": float("nan")}),
         ("guided_json", {"const": {1, 2}}),
         ("guided_json", "[" * 100_000),
+        ("guided_json", NoSchema),
         ("guided_grammar", b"start"),
     ],
 )
 def test_impossible_values_are_refused_by_name(name, given):
-    with pytest.raises(RequestError, match=f"^{name}=.* is not possible: it must be None or "):
+    with pytest.raises(RequestError, match=f"^{name}=.* is not possible: it must be .*, or None\\.$"):
         SamplingParams(**{name: given})
 
 
@@ -84,5 +93,5 @@ def test_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys):
     for flags in (["--guided-regex", "("], ["--guided-json", '{"type": 3}'], ["--guided-grammar", "start: b"]):
         assert main(["generate", "a", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"{flags[0][2:].replace('-', '_')}=" in line
+        assert line.startswith(f"tinygpt: error: {flags[0]} ")
         assert "is not possible" in line

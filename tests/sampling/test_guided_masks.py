@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tinygpt import SamplingParams
+from tinygpt.errors import RequestError
 from tinygpt.sampling.guided import Guidance
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
@@ -160,6 +161,34 @@ def test_special_tokens_come_where_a_grammar_names_them(guidance):
     assert allowed(guide) == {EOS}
     guide.take(EOS)
     assert allowed(guide) == {B}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "ends"),
+    [
+        ('start: "a" <|endoftext|> "b"', set()),
+        ('start: "a" (<|endoftext|> "b")?', {EOS}),
+        ('start: "a" "b"?', {B, EOS}),
+    ],
+)
+def test_eos_within_a_grammar_is_no_end(guidance, grammar, ends):
+    guide = guide_of(guidance, guided_grammar=grammar)
+    guide.take(A)
+    assert allowed(guide) == ends
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "(?:)"},
+        {"guided_regex": "(?:a{0}|(?:))"},
+        {"guided_grammar": 'start: ""'},
+        {"guided_grammar": 'start: x\nx: "" | /(?:)/'},
+    ],
+)
+def test_what_allows_the_empty_text_alone_is_refused(guidance, fields):
+    with pytest.raises(RequestError, match=r"is not possible: it allows no text but the empty one\.$"):
+        guidance.check(*SamplingParams(**fields).guidance)
 
 
 def test_a_grammar_that_the_vocabulary_cannot_write_is_an_error():

@@ -1,7 +1,9 @@
 """The file behind --input: one prompt a line, all of them checked before any work."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tinygpt.cli.text_input import STDIN, read_bytes
 from tinygpt.cli.wording import Worded, for_json
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.texts import check_is_not_utf_16
+from tinygpt.guided_grammar import check_grammar
 from tinygpt.request.prompts import PROMPT_FIELDS, checked_salt
 from tinygpt.sampling_params import SamplingParams
 
@@ -41,11 +44,12 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
     data = read_bytes("--input", path, "a JSONL file")
     check_is_not_utf_16(f"--input {path}", data)
     records, problems = {}, {}
+    check = lru_cache(check_grammar)  # many lines may have the same one
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            record = _read_line(number, line, defaults)
+            record = _read_line(number, line, defaults, check)
             if record.id in records:
                 raise RequestError(f"id {record.id!r} is already that of line {records[record.id].line}.")
             records[record.id] = record
@@ -72,7 +76,9 @@ def refuse(path: Path, problems: dict[int, str]) -> None:
     raise Worded("\n".join([headline, *listed]))
 
 
-def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
+def _read_line(
+    number: int, line: bytes, defaults: SamplingParams, check_guidance: Callable[[str, Any], None]
+) -> PromptRecord:
     fields = _read_object(line)
     _check_names(fields)
     record_id = _checked_id(fields.pop("id", number))
@@ -81,6 +87,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if isinstance(fields.get("logit_bias"), dict):  # JSON's keys are texts
         fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
     params = with_seed(replace(defaults, **fields))
+    if params.guidance is not None:
+        check_guidance(*params.guidance)
     return PromptRecord(number, record_id, prompt, split_special_tokens, params, cache_salt)
 
 

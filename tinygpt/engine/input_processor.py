@@ -4,10 +4,11 @@ import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from tinygpt.config import ModelConfig
+from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.beams import Beams, beam_rules
 from tinygpt.engine.scoring import read_continuations, scoring_request
 from tinygpt.engine_config import EngineConfig
@@ -46,6 +47,12 @@ class InputProcessor:
         self._config, self._engine_config, self.cache_salt = config, engine_config, cache_salt
         self._soft_prompts = SoftPrompts(soft_prompts, config)
         self._tokenizer, self._tokenizer_error = _load_tokenizer(folder, split_special_tokens)
+        self.begin_anew()
+        call_after_fork(self)
+
+    def begin_anew(self) -> None:
+        """Know no grammar: at first, and in a forked process, where another thread may have left one locked."""
+        self._guidance: Guidance | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +64,7 @@ class InputProcessor:
     def close(self) -> None:
         """Give the tokenizer's memory back."""
         self._tokenizer, self._tokenizer_error = None, "this LLM has been closed."
-        self.__dict__.pop("_guidance", None)
+        self._guidance = None
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
         """A text or token ids, encoded and checked; a Prompt as it is."""
@@ -103,7 +110,7 @@ class InputProcessor:
         if params.bad_words:
             params = resolve_bad_words(params, self.tokenizer.encode)
         if params.guidance is not None:
-            self._guidance.check(*params.guidance)
+            self._get_guidance().check(*params.guidance)
         if params.num_beams > self._engine_config.max_num_seqs:
             raise RequestError(
                 f"num_beams is {params.num_beams} and max_num_seqs is {self._engine_config.max_num_seqs}: the beams of "
@@ -146,17 +153,19 @@ class InputProcessor:
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
 
-    @cached_property
-    def _guidance(self) -> Guidance:
-        """Made for the first request that is guided."""
-        if self._tokenizer is None:
-            raise RequestError(f"guided texts need a tokenizer: {self._tokenizer_error}")
-        return Guidance(self._tokenizer, self._config.vocab_size)
+    def _get_guidance(self) -> Guidance:
+        """Made for the first request that is guided, without a lock, which a fork could leave locked."""
+        guidance = self._guidance
+        if guidance is None:
+            if self._tokenizer is None:
+                raise RequestError(f"guided texts need a tokenizer: {self._tokenizer_error}")
+            guidance = self._guidance = Guidance(self._tokenizer, self._config.vocab_size)
+        return guidance
 
     def _guide(self, params: SamplingParams) -> Guide | None:
         if params.guidance is None:
             return None
-        return self._guidance.guide(params, frozenset(self._eos_token_ids(params)))
+        return self._get_guidance().guide(params, frozenset(self._eos_token_ids(params)))
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

@@ -45,14 +45,15 @@ class Guidance:
         eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         vocab_size = len(self._tokens)
         end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < vocab_size)
-        plain_end_ids = end_ids.difference(self._special_ids)
-        spread = functools.partial(self._spread, end_ids=end_ids, plain_end_ids=plain_end_ids, vocab_size=vocab_size)
+        spread = functools.partial(self._spread, end_ids=end_ids, vocab_size=vocab_size)
         return Guide(self._grammar(*params.guidance), end_ids, spread)
 
     def _compile(self, field: str, value: Any) -> "_Grammar":
         llguidance = load_llguidance(field)
         grammar = _Grammar(llguidance, self._tokenizer(llguidance), grammar_of(field, value))
         refuse(field, value, grammar.first.get_error())
+        if grammar.can_only_end(len(self._tokens)):  # a text that has no token would never be seen to have ended
+            refuse(field, value, "it allows no text but the empty one")
         return grammar
 
     def _new_tokenizer(self, llguidance: Any) -> Any:
@@ -78,6 +79,14 @@ class _Grammar:
 
     def matcher(self) -> Any:
         return self.first.deep_copy()
+
+    def can_only_end(self, end_bit: int) -> bool:
+        """Whether no token may come, not even first."""
+        matcher = self.matcher()
+        if not matcher.is_accepting():
+            return False
+        packed = matcher.compute_bitmask()  # of an error too
+        return not matcher.is_error() and int.from_bytes(packed, "little") == 1 << end_bit
 
 
 class Guide:
@@ -155,16 +164,11 @@ def compute_masks(guides: Seq[Guide]) -> None:
         guide.mask()
 
 
-def _spread(packed: bytes, end_ids: frozenset[int], plain_end_ids: frozenset[int], vocab_size: int) -> Mask:
-    """Of a bit for each token, and one for the end.
-
-    plain_end_ids: those of end_ids that are text for the grammar, and may be none here.
-    """
+def _spread(packed: bytes, end_ids: frozenset[int], vocab_size: int) -> Mask:
+    """Of a bit for each token, and one for the end, which is what `end_ids` are here, whatever the grammar names."""
     each = np.take(_OF_BYTE, np.frombuffer(packed, np.uint8), axis=0).ravel()
     added, end = each[:vocab_size], each[vocab_size]  # (V,)
-    added[[*plain_end_ids]] = -np.inf
-    if end == 0:
-        added[[*end_ids]] = 0
+    added[[*end_ids]] = end
     added.flags.writeable = False  # others are given the same one
     return Mask(added, np.count_nonzero(added == 0))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ class Sampler:
         guides = [sequence.guide for sequence in sequences if sequence.guide is not None]
         if guides:
             self._beside = self._beside or ThreadPoolExecutor(1, "tinygpt-masks")
-            self._beside.submit(compute_masks, guides)
+            with suppress(RuntimeError):  # no thread begins any more once the main one has ended
+                self._beside.submit(compute_masks, guides)
 
     def close(self) -> None:
         """End that thread."""
