@@ -66,7 +66,7 @@ def counted(number: int, noun: str) -> str:
 def say_truncated(count: int) -> None:
     """Said even where it was asked for."""
     if count:
-        say(f"the first {counted(count, 'token')} of the prompt did not fit the positions and was not read")
+        say(f"the first {counted(count, 'token')} of the prompt had no room in the model's positions: left out")
 
 
 def put(text: str = "", end: str = "\n") -> None:

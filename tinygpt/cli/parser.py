@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Sequence
 
-from tinygpt.cli.suggestions import is_meant, nearest_flag
+from tinygpt.cli.suggestions import ALREADY, is_meant, nearest_flag
 
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
 _MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+): it is ")
@@ -99,6 +99,8 @@ class Parser(argparse.ArgumentParser):
         flag, *values = words
         if not flag.startswith("-"):
             return f"{flag}{self._advice_for_a_word(flag)}"
+        if flag.partition("=")[0].replace("_", "-") in ALREADY and "--no-stream" in self.flags():
+            return f"{shlex.join(words)} (that is how it is without a flag: leave it out)"
         nearest = nearest_flag(flag.partition("=")[0], self.flags())
         if nearest is None:
             return shlex.join(words)

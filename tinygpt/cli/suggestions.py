@@ -60,7 +60,11 @@ MEANT: dict[str, str] = {
     "--format": "--output-format --table --markdown --csv",
     "--interactive": "--chat --conversation -cnv -i --repl --instruct",
     "--echo": "--include-prompt --return-full-text --display-prompt",
-    "--no-stream": "--stream --no-streaming",
+    "--no-stream": "--no-streaming",
+    "--guided-json": "--json-schema --schema --response-format",
+    "--guided-grammar": "--grammar --gbnf",
+    "--guided-regex": "--regex --pattern",
+    "--guided-choice": "--choices --choice",
     "--no-special-tokens": "--split-special-tokens --no-special --ignore-special-tokens --skip-special-tokens",
     "--debug": "--verbose -v --log --trace --traceback",
     "--help-all": "--help-more --full-help --usage",
@@ -73,6 +77,8 @@ MEANT: dict[str, str] = {
     "--tolerance": "--atol --tol --rtol",
     "--golden": "--reference --expected",
 }
+# What others have a flag for, and `generate` does without one.
+ALREADY = frozenset(["--stream", "--streaming", "--do-sample", "--sample", "--no-display-prompt", "--no-echo"])
 # Our command, with a flag where that is part of the meaning -> how else it is called.
 COMMANDS_MEANT: dict[str, str] = {
     "generate": "run complete completion completions sample text continue write infer inference cli prompt main",
