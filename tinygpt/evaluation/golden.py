@@ -36,8 +36,8 @@ def compute_goldens(
         from transformers.utils import logging
     except ImportError as error:
         raise RequestError(
-            f'torch and transformers are needed ({error}): pip install "tinygpt[parity]", or give --golden, a file that '
-            "parity --save-golden has written where they are."
+            f'torch and transformers are needed ({error}): pip install "tinygpt[parity]", or give --golden, a file '
+            "that parity --save-golden has written where they are."
         ) from error
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
