@@ -42,7 +42,7 @@ def places(text: str) -> Iterator[Place]:
     blocks = list(BLOCK.finditer(text))
     for i, block in enumerate(blocks):
         language, body = block.groups()
-        if language == "python":
+        if language == "python" and "http://" not in body:  # a server's address: there is none
             after = blocks[i + 1] if i + 1 < len(blocks) else None
             is_shown = after is not None and not after[1] and not text[block.end() : after.start()].strip()
             place = after.span(2) if is_shown else (block.end(), block.end())

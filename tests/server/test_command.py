@@ -1,4 +1,4 @@
-"""`python -m tinygpt serve`: what cannot be served is one sentence and exit code 2, before anything is loaded."""
+"""`tinygpt serve`: what cannot be served is one sentence and exit code 2, before anything is loaded."""
 
 import pytest
 

@@ -82,7 +82,7 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
 
 
 class Process:
-    """`python -m tinygpt serve` as a user starts it."""
+    """`tinygpt serve` as a user starts it."""
 
     def __init__(self, *arguments: str):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -19,7 +19,7 @@ KEY_VARIABLE = "TINYGPT_API_KEY"
 
 
 class RemoteLLM:
-    """The face of an LLM, before a model that `python -m tinygpt serve` runs: `generate`, `stream` and `submit` give
+    """The face of an LLM, before a model that `tinygpt serve` runs: `generate`, `stream` and `submit` give
     what they give in an LLM, to the bit. For asyncio there is AsyncLLM(RemoteLLM(url)).
 
     url: the server's address.
