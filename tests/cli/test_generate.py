@@ -167,7 +167,7 @@ def test_what_is_cut_off_the_prompt_is_said(run, how):
     arguments = ["Once upon a time " * 30, "--max-model-len", "32", "--max-tokens", "8", "--overflow", "truncate", *how]
     result = run(arguments)
     assert result.code == 0
-    assert re.match(r"tinygpt: the first \d+ tokens of the prompt .* was not read\n", result.err)
+    assert re.match(r"tinygpt: the first \d+ tokens of the prompt had no room .*: left out\n", result.err)
     assert "not read" not in run([*arguments, "--overflow", "slide", "--max-model-len", "512"]).err
 
 
