@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from support.tiny_checkpoint import write_checkpoint
+from support.tiny_checkpoint import shapes_of, write_checkpoint
 
 # By name, fields of config.json over SMALL: each activation, each switch of attention, widths of all kinds.
 SMALL = {"n_embd": 36, "n_head": 3, "n_layer": 2, "vocab_size": 71, "n_positions": 40, "n_inner": None}
@@ -48,14 +48,8 @@ def golden_ids(count: int, seed: str = "ids", vocab_size: int = SMALL["vocab_siz
 
 
 def _tensors(seed: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
-    C, V, T = fields["n_embd"], fields["vocab_size"], fields["n_positions"]
-    F = fields["n_inner"] or 4 * C
-    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
-    for layer in range(fields["n_layer"]):
-        for name, shape in {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, F)}.items():
-            shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[1:]}
-        shapes |= {f"h.{layer}.mlp.c_proj.weight": (F, C), f"h.{layer}.mlp.c_proj.bias": (C,)}
-        shapes |= {f"h.{layer}.{norm}.{kind}": (C,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
+    C, V = fields["n_embd"], fields["vocab_size"]
+    shapes = shapes_of(C, fields["n_inner"] or 4 * C, fields["n_layer"], V, fields["n_positions"])
     if not fields.get("tie_word_embeddings", True):
         shapes["lm_head.weight"] = (V, C)
     tensors = {name: _tensor(seed, name, shape) for name, shape in shapes.items()}

@@ -18,27 +18,33 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LAYER = {
-    "ln_1.weight": (C,),
-    "ln_1.bias": (C,),
-    "attn.c_attn.weight": (C, 3 * C),
-    "attn.c_attn.bias": (3 * C,),
-    "attn.c_proj.weight": (C, C),
-    "attn.c_proj.bias": (C,),
-    "ln_2.weight": (C,),
-    "ln_2.bias": (C,),
-    "mlp.c_fc.weight": (C, F),
-    "mlp.c_fc.bias": (F,),
-    "mlp.c_proj.weight": (F, C),
-    "mlp.c_proj.bias": (C,),
-}
+
+
+def shapes_of(n_embd: int, inner_size: int, n_layer: int, vocab_size: int, n_positions: int) -> dict[str, tuple]:
+    """By name, the parameters but for the head, as they lie in a file: matrices of a Conv1D are (in, out)."""
+    C, F = n_embd, inner_size
+    layer = {
+        "ln_1.weight": (C,),
+        "ln_1.bias": (C,),
+        "attn.c_attn.weight": (C, 3 * C),
+        "attn.c_attn.bias": (3 * C,),
+        "attn.c_proj.weight": (C, C),
+        "attn.c_proj.bias": (C,),
+        "ln_2.weight": (C,),
+        "ln_2.bias": (C,),
+        "mlp.c_fc.weight": (C, F),
+        "mlp.c_fc.bias": (F,),
+        "mlp.c_proj.weight": (F, C),
+        "mlp.c_proj.bias": (C,),
+    }
+    shapes = {"wte.weight": (vocab_size, C), "wpe.weight": (n_positions, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
+    return shapes | {f"h.{i}.{name}": shape for i in range(n_layer) for name, shape in layer.items()}
 
 
 def random_tensors(prefix: str = "transformer.") -> dict[str, np.ndarray]:
-    """Every parameter but the head, as it lies in a file: matrices of a Conv1D are (in, out)."""
-    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
-    shapes |= {f"h.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in LAYER.items()}
+    """Every parameter but the head."""
     generator = np.random.default_rng(0)
+    shapes = shapes_of(C, F, LAYERS, V, T)
     return {prefix + name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
