@@ -88,9 +88,11 @@ def test_a_chunk_comes_back_to_the_bit(chunk):
 
 
 def test_times_are_told_by_the_clock_of_who_asked():
-    output = RequestOutput(None, [1], [], RequestMetrics(100.0, 101.0, None, 104.5, 0), None, None, 0, 0)
+    compiled = {"queue_compile_time": 0.25, "prefill_compile_time": 0.5, "decode_compile_time": 0.125}
+    metrics = RequestMetrics(100.0, 101.0, None, 104.5, 0, **compiled)
+    output = RequestOutput(None, [1], [], metrics, None, None, 0, 0)
     found = wire.output_from_json(sent(wire.output_to_json(output)), None, 7.0)
-    assert found.metrics == RequestMetrics(7.0, 8.0, None, 11.5, 0)
+    assert found.metrics == RequestMetrics(7.0, 8.0, None, 11.5, 0, **compiled)
 
 
 def test_params_say_what_is_not_usual_and_what_servers_may_see_otherwise():

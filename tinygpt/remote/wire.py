@@ -15,6 +15,7 @@ from tinygpt.sampling_params import SamplingParams
 PATH = "/generate"
 ALWAYS = ("max_tokens", "temperature")  # sent whatever they are: servers have other defaults
 SUMS = ("cumulative_logprob", "score")
+MOMENTS = ("scheduled", "first_token", "finished")  # of RequestMetrics; what it has besides is no time of day
 UNSENDABLE = ("logits_processors", "prompt_embeds")
 _DEFAULTS = SamplingParams()
 
@@ -42,13 +43,13 @@ def _is_set(name: str, value: Any) -> bool:
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:
     """Times are in seconds since the request's arrival: the two ends have different clocks."""
-    metrics = output.metrics
-    times = {name: getattr(metrics, name) for name in ("scheduled", "first_token", "finished")}
-    since = {name: None if time is None else time - metrics.arrival for name, time in times.items()}
+    metrics = dataclasses.asdict(output.metrics)
+    arrival = metrics.pop("arrival")
+    since = {name: None if metrics[name] is None else metrics[name] - arrival for name in MOMENTS}
     return {
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": [_sample_to_json(sample) for sample in output.outputs],
-        "metrics": {**since, "num_steps": metrics.num_steps},
+        "metrics": {**metrics, **since},
         "prompt_logprobs": _list_to_json(output.prompt_logprobs),
         "prompt_cumulative_logprob": _number_to_json(output.prompt_cumulative_logprob),
         "num_cached_tokens": output.num_cached_tokens,
@@ -58,13 +59,13 @@ def output_to_json(output: RequestOutput) -> dict[str, Any]:
 
 def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: float) -> RequestOutput:
     """prompt: the text as it was given. arrival: when that was, by this process's clock."""
-    times = found["metrics"]
-    since = {name: None if times[name] is None else arrival + times[name] for name in times if name != "num_steps"}
+    metrics = found["metrics"]
+    since = {name: None if metrics[name] is None else arrival + metrics[name] for name in MOMENTS}
     return RequestOutput(
         prompt=prompt,
         prompt_token_ids=found["prompt_token_ids"],
         outputs=[_sample_from_json(sample) for sample in found["outputs"]],
-        metrics=RequestMetrics(arrival, **since, num_steps=times["num_steps"]),
+        metrics=RequestMetrics(arrival, **{**metrics, **since}),
         prompt_logprobs=_list_from_json(found["prompt_logprobs"]),
         prompt_cumulative_logprob=_number_from_json(found["prompt_cumulative_logprob"]),
         num_cached_tokens=found["num_cached_tokens"],

@@ -37,12 +37,15 @@ class GeneratedSample(Strict):
 
 
 class GeneratedTimes(Strict):
-    """In seconds since the request's arrival."""
+    """A RequestMetrics, its moments in seconds since the request's arrival."""
 
     scheduled: float | None
     first_token: float | None
     finished: float
     num_steps: int
+    queue_compile_time: float
+    prefill_compile_time: float
+    decode_compile_time: float
 
 
 class Generated(Strict):
