@@ -55,7 +55,12 @@ class EventStream:
 
 
 def event(value: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+    return f"data: {compact(value)}\n\n".encode()
+
+
+def compact(value: Any) -> str:
+    """JSON without spaces. ValueError for NaN and infinities, for which it has no numbers."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def _error_event(error: Exception) -> bytes:

@@ -50,6 +50,12 @@ def default_max_tokens(state: ServerState, prompts: Sequence[Prompt], most: int 
     return max(room if most is None else min(most, room), 1)
 
 
+def check_stream(params: SamplingParams) -> None:
+    """Refuse what cannot be told before it has ended."""
+    if (params.best_of or params.n) > params.n:
+        raise ApiError(400, f"best_of is {params.best_of}, and a stream cannot choose among samples.", "best_of")
+
+
 def check_context(state: ServerState, prompts: Sequence[Prompt], params: SamplingParams, max_tokens: int) -> None:
     """Refuse what does not fit, with the numbers; what `overflow` allows is left to the engine."""
     if params.overflow != "refuse":

@@ -7,6 +7,7 @@ from typing import Any
 from tinygpt.outputs import StreamChunk
 from tinygpt.server.completions.job import CompletionJob
 from tinygpt.server.completions.logprobs import TokenLogprobs
+from tinygpt.server.event_stream import compact
 from tinygpt.server.generation import Generation, PromptChunk
 from tinygpt.server.protocol.common import StreamOptions
 from tinygpt.server.protocol.completions import Completion, CompletionChoice
@@ -25,7 +26,7 @@ class CompletionStream:
         self._echoes = [None if job.echoes_logprobs else [] for _ in job.prompts]  # what the engine found of each
         self._num_tokens = 0
         # What is the same in every event is written once.
-        head, _, tail = _compact({**job.head, "choices": ["?"]}).partition('"?"')
+        head, _, tail = compact({**job.head, "choices": ["?"]}).partition('"?"')
         self._head, self._tail = f"data: {head}", f"{tail}\n\n"
         self._is_plain = not (job.form.echo or job.form.return_token_ids or job.form.logprobs is not None)
         self._is_plain &= not (self._options.continuous_usage_stats or self._options.include_obfuscation)
@@ -98,12 +99,8 @@ class CompletionStream:
         return self._job.usage(self._num_tokens).model_dump()
 
     def _dump(self, reply: dict[str, Any]) -> str:
-        event = f"data: {_compact(self._job.head | reply)}\n\n"
+        event = f"data: {compact(self._job.head | reply)}\n\n"
         if not self._options.include_obfuscation:
             return event
         padding = "x" * (-len(event + ',"obfuscation":""') % OBFUSCATED_SIZE)
         return f'{event[:-3]},"obfuscation":"{padding}"}}\n\n'
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -15,7 +15,7 @@ from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.endpoint import Endpoint
 from tinygpt.server.errors import ApiError
 from tinygpt.server.event_stream import EventStream
-from tinygpt.server.inputs import check_context, default_max_tokens, read_prompts
+from tinygpt.server.inputs import check_context, check_stream, default_max_tokens, read_prompts
 from tinygpt.server.protocol.chat import ChatRequest, Message
 from tinygpt.server.replies import json_reply
 from tinygpt.server.state import ServerState
@@ -63,8 +63,8 @@ async def _read(state: ServerState, template: ChatTemplate, form: ChatRequest) -
         best_of=form.best_of or None,
         logprobs=(form.top_logprobs or 0) if form.logprobs else None,
     )
-    if form.stream and (params.best_of or params.n) > params.n:
-        raise ApiError(400, f"best_of is {params.best_of}, and a stream cannot choose among samples.", "best_of")
+    if form.stream:
+        check_stream(params)
     check_context(state, [prompt], params, params.max_tokens)
     return ChatJob(
         id=f"chatcmpl-{secrets.token_hex(16)}",

@@ -18,10 +18,9 @@ from tinygpt.server.completions.scoring import scored, scoring_request
 from tinygpt.server.completions.stream import CompletionStream
 from tinygpt.server.completions.suffix import check_suffix, choose
 from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.errors import ApiError
 from tinygpt.server.event_stream import EventStream
 from tinygpt.server.generation import Generation
-from tinygpt.server.inputs import check_context, default_max_tokens, prompt_list, read_prompts
+from tinygpt.server.inputs import check_context, check_stream, default_max_tokens, prompt_list, read_prompts
 from tinygpt.server.protocol.completions import CompletionRequest
 from tinygpt.server.replies import json_reply
 from tinygpt.server.state import ServerState
@@ -51,8 +50,8 @@ async def _read(state: ServerState, form: CompletionRequest) -> CompletionJob:
     state.check_added_tokens(form.add_special_tokens)
     prompts = await read_prompts(state, prompt_list(form.prompt), form.split_special_tokens, form.cache_salt)
     params = _params(state, form, prompts)
-    if form.stream and (params.best_of or params.n) > params.n:
-        raise ApiError(400, f"best_of is {params.best_of}, and a stream cannot choose among samples.", "best_of")
+    if form.stream:
+        check_stream(params)
     check_context(state, prompts, params, params.max_tokens if form.max_tokens is None else form.max_tokens)
     with_echo = form.echo and form.logprobs is not None and params.soft_prompt is None
     return CompletionJob(

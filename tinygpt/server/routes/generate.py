@@ -1,8 +1,6 @@
 """/generate: LLM.submit over HTTP, whose output comes back whole. For RemoteLLM, which reads what is written here."""
 
-import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +9,7 @@ from starlette.routing import Route
 from tinygpt.remote.wire import PATH, chunk_to_json, output_to_json
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.event_stream import EventStream
+from tinygpt.server.event_stream import EventStream, compact, event
 from tinygpt.server.generation import Generation
 from tinygpt.server.inputs import read_prompts
 from tinygpt.server.protocol.generate import GenerateRequest
@@ -30,7 +28,7 @@ def routes(state: ServerState) -> list[Route]:
             generation.submit(requests, is_streamed=True)
             return EventStream(_events(generation))
         [output] = await generation.run(requests)
-        return Response(_compact(output_to_json(output)), media_type="application/json")
+        return Response(compact(output_to_json(output)), media_type="application/json")
 
     return [Route(PATH, Endpoint(GenerateRequest, generate, state.config.max_body_bytes), methods=["POST"])]
 
@@ -42,15 +40,6 @@ def _params(state: ServerState, form: GenerateRequest) -> SamplingParams:
 
 async def _events(generation: Generation) -> AsyncIterator[bytes]:
     async for items in generation.chunks():
-        events = (_event("chunk", chunk_to_json(chunk)) for _, chunk in items if chunk is not None)
-        yield "".join(events).encode()
+        yield b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in items if chunk is not None)
     [output] = generation.finished()
-    yield _event("output", output_to_json(output)).encode()
-
-
-def _event(name: str, value: dict[str, Any]) -> str:
-    return f"data: {_compact({name: value})}\n\n"
-
-
-def _compact(value: dict[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    yield event({"output": output_to_json(output)})
