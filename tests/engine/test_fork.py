@@ -51,16 +51,19 @@ END = """
 assert is_right()
 print("done")
 """
+DONE = "done\n"
 
 
-def run(program: str) -> None:
+def run(program: str) -> str:
+    """What the program prints: DONE if nothing in it was wrong."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGINNING + program + END]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+    return result.stdout if result.returncode == 0 else f"{result.returncode}: {result.stdout}{result.stderr}"
 
 
 def test_forks_while_other_threads_take_steps():
-    run("""
+    assert (
+        run("""
 def work(i):
     while not is_over:
         if i % 3 == 0:
@@ -82,10 +85,13 @@ is_over = True
 for thread in threads:
     thread.join()
 """)
+        == DONE
+    )
 
 
 def test_forks_while_other_threads_have_the_locks():
-    run("""
+    assert (
+        run("""
 for holding in (llm.engine._step_lock.held, lambda: llm.engine._step_lock._changed, lambda: llm._service._changed,
                 lambda: llm.engine.runner._workspace.team._shared.changed):
     is_held, may_end = threading.Event(), threading.Event()
@@ -102,10 +108,13 @@ for holding in (llm.engine._step_lock.held, lambda: llm.engine._step_lock._chang
     may_end.set()
     thread.join()
 """)
+        == DONE
+    )
 
 
 def test_a_fork_waits_for_the_kernel_that_is_compiled():
-    run("""
+    assert (
+        run("""
 from numba.core.compiler_lock import global_compiler_lock
 from tinygpt.kernels.cpu.jit import jit
 
@@ -124,10 +133,13 @@ assert in_child(lambda: kernel(1) == 2)
 thread.join()
 assert kernel(1) == 2
 """)
+        == DONE
+    )
 
 
 def test_what_was_asked_before_a_fork_is_the_parents():
-    run("""
+    assert (
+        run("""
 chunks, stream, outputs = [], llm.stream("Once", short), llm.generate_as_finished(["Once"], short)
 text = [next(stream).text]
 with llm.engine._step_lock.held():
@@ -138,19 +150,25 @@ assert "".join(text + [chunk.text for chunk in stream]) == expected[0].text
 assert next(outputs)[1].outputs == future.result().outputs == cancelled.result().outputs == expected
 assert in_child(lambda: future.result().outputs == expected)
 """)
+        == DONE
+    )
 
 
 def test_a_fork_within_a_step():
-    run("""
+    assert (
+        run("""
 children = []
 few = SamplingParams(max_tokens=8, ignore_eos=True)
 llm.submit([1], few, on_chunk=lambda chunk: children.append(in_child(is_right))).result()
 assert children == [True] * 8
 """)
+        == DONE
+    )
 
 
 def test_a_closed_llm_stays_closed():
-    run("""
+    assert (
+        run("""
 other = LLM("demo")
 other.close()
 
@@ -162,6 +180,8 @@ def is_closed():
 
 assert in_child(is_closed)
 """)
+        == DONE
+    )
 
 
 def test_a_forgotten_llm_is_collected():
@@ -175,7 +195,8 @@ def test_a_forgotten_llm_is_collected():
 def test_forks_while_other_threads_compute_masks():
     """What a compiled grammar keeps has locks of its own, in the package."""
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
-    run("""
+    assert (
+        run("""
 guided = SamplingParams(max_tokens=30, guided_json={"type": "object"}, seed=1)
 guided_outputs = llm.generate("Once", guided)[0].outputs
 token_ids = llm.tokenizer.encode(json.dumps({"".join(chr(97 + (i * j) % 26) for j in range(9)): i for i in range(50)}))
@@ -198,11 +219,14 @@ is_over = True
 for thread in threads:
     thread.join()
 """)
+        == DONE
+    )
 
 
 def test_a_fork_while_another_thread_makes_the_first_guide():
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
-    run("""
+    assert (
+        run("""
 import tinygpt.engine.input_processor as module
 guided = SamplingParams(max_tokens=5, guided_choice=["abc"])
 make, has_begun, may_end = module.Guidance, threading.Event(), threading.Event()
@@ -221,3 +245,5 @@ assert in_child(lambda: llm.generate("Once", guided)[0].outputs[0].text == "abc"
 may_end.set()
 thread.join()
 """)
+        == DONE
+    )
