@@ -26,9 +26,9 @@ ACTIVATIONS = {
 class ModelConfig:
     """All that the arithmetic must know of a model beside its parameters.
 
-    Names and defaults are Hugging Face's for GPT-2; `n_inner=None` means 4 * n_embd. How config.json of an architecture
-    becomes a ModelConfig is said in weights/architectures. What sets another architecture apart from GPT-2, such as
-    where its layer norms stand, becomes a field here along with the kernels that read it.
+    Names and defaults are Hugging Face's for GPT-2; `n_inner=None` means 4 * n_embd. How what files say becomes a
+    ModelConfig is said in weights/families. What sets another architecture apart from GPT-2, such as where its layer
+    norms stand, becomes a field here along with the kernels that read it.
     """
 
     vocab_size: int = 50257

@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.checkpoint import Checkpoint, read_checkpoint
-from tinygpt.weights.containers import CONTAINERS, describe
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers import CONTAINERS, describe, find_weights
+from tinygpt.weights.matching import read_checkpoint
 from tinygpt.weights.random_checkpoint import is_random, open_random
 from tinygpt.weights.stored.packed import PACKED_FILE, PackedCheckpoint
 
@@ -15,37 +16,37 @@ DEMO = Path(__file__).resolve().parent / "demo"
 
 
 def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | PackedCheckpoint:
-    """Open "demo", a local folder, converted or not, a Hub id, or "random:SHAPE".
+    """Open "demo", a local folder or file, converted or not, a Hub id, or "random:SHAPE".
 
     Raises CheckpointError, with everything that is wrong, when it cannot be found, read or used.
     """
     if is_random(model):
         return open_random(model)
-    folder = resolve(model)
-    return PackedCheckpoint.open(folder) if (folder / PACKED_FILE).exists() else read_checkpoint(folder)
+    path = resolve(model)
+    return PackedCheckpoint.open(path) if (path / PACKED_FILE).exists() else read_checkpoint(path)
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """The folder of `model`: "demo" (the embedded checkpoint), a local folder, or a Hub id, which is downloaded.
+    """The path of `model`: "demo" (the embedded checkpoint), a local folder or file, or a Hub id, which is downloaded.
 
     Raises CheckpointError when it is none of them, such as a random checkpoint, or the folder is no checkpoint.
     """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
-        raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or a Hub id.")
+        raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or file, or a Hub id.")
     if _is_demo(model):
         return DEMO
     if is_random(model):
         raise CheckpointError(f"{model} is drawn in memory and has no files: give a checkpoint that has.")
     try:
-        folder = _local_folder(model)
-        if folder is None:
+        path = _local_path(model)
+        if path is None:
             from tinygpt.weights.hub import download
 
-            folder = download(str(model))
-        _check_is_checkpoint(folder)
+            path = download(str(model))
+        _check_is_checkpoint(path)
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
         raise CheckpointError(f"{model} cannot be read: {error}.") from error
-    return folder
+    return path
 
 
 def _is_demo(model: str | os.PathLike[str]) -> bool:
@@ -53,15 +54,13 @@ def _is_demo(model: str | os.PathLike[str]) -> bool:
     return model == "demo" or (str(model).strip().lower() == "demo" and not Path(model).is_dir())
 
 
-def _local_folder(model: str | os.PathLike[str]) -> Path | None:
-    """The folder that `model` names, or None where it can only be a Hub id."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_file():
-        raise CheckpointError(f"{model} is a file: give the folder that holds it and config.json.")
+def _local_path(model: str | os.PathLike[str]) -> Path | None:
+    """The folder or file that `model` names, or None where it can only be a Hub id."""
+    path = Path(model).expanduser()
+    if path.is_dir() or path.is_file():
+        return path
     if _is_meant_as_path(model):
-        raise CheckpointError(f"There is no folder {model}: check the path, or give a Hub id such as 'gpt2'.")
+        raise CheckpointError(f"There is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
     return None
 
 
@@ -72,7 +71,7 @@ def _is_meant_as_path(model: str | os.PathLike[str]) -> bool:
 
 
 def _check_is_checkpoint(folder: Path) -> None:
-    if (folder / "config.json").is_file():
+    if folder.is_file() or (folder / "config.json").is_file() or find_weights(folder):
         return
     weights = " or ".join(CONTAINERS)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))

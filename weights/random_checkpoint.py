@@ -8,8 +8,8 @@ import numpy as np
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.architectures import gpt2
-from tinygpt.weights.checkpoint import HEAD, Checkpoint
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.parameters import HEAD, parameter_shapes
 
 PREFIX = "random:"
 SHAPES = {
@@ -59,9 +59,9 @@ def open_random(model: str) -> Checkpoint:
 
 def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
     """One of any sizes; its name is for messages."""
-    shapes = gpt2.stored_shapes(config)
+    shapes = parameter_shapes(config)
     stored = {name: RandomTensor(name, shapes[name]) for name in shapes if name != HEAD}
-    return Checkpoint(Path(name), gpt2, config, stored, tied=True)
+    return Checkpoint(Path(name), "random weights", "GPT-2", config, stored, tied=True)
 
 
 def is_random(model: object) -> bool:

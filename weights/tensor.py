@@ -30,3 +30,17 @@ class Derived:
     def release(self) -> None:
         for source in self.sources:
             source.release()
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value throughout: what stands for a parameter that a model was trained without."""
+
+    shape: tuple[int, ...]
+    value: float
+
+    def float32(self) -> np.ndarray:
+        return np.full(self.shape, self.value, np.float32)
+
+    def release(self) -> None:
+        """Nothing is held."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from tinygpt.weights.architectures import gpt2
+from tinygpt.weights.families.hugging_face import canonical_name
 
 from . import binary_mutators
 from .seeds import base_tensors
@@ -94,7 +94,7 @@ def _is_same(one: Arrays, other: Arrays) -> bool:
 def check_checkpoint(folder: Path, loaded: Arrays, undamaged: Arrays) -> str | None:
     if _is_same(loaded, undamaged):
         return None
-    wanted = {gpt2.canonical_name(name): array for name, array in _weights(folder).items()}
+    wanted = {canonical_name(name): array for name, array in _weights(folder).items()}
     lost = [name for name in loaded if name not in wanted and name not in ("wte.weight", "lm_head.weight")]
     return f"{', '.join(lost)} cannot be in the file" if lost else _difference(loaded, wanted)
 

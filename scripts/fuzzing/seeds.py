@@ -21,9 +21,8 @@ from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import packed as packing
 from tinygpt.kernels.kernel_files import KernelFiles
 from tinygpt.outputs import RequestMetrics
-from tinygpt.weights.architectures import gpt2
-from tinygpt.weights.checkpoint import HEAD
 from tinygpt.weights.containers.torch_file import MAGIC_NUMBER, PROTOCOL_VERSION
+from tinygpt.weights.parameters import HEAD, parameter_shapes
 from tinygpt.weights.random_checkpoint import random_checkpoint
 from tinygpt.weights.stored.packed import PACKED_FILE, write_packed
 
@@ -214,7 +213,7 @@ def write_world(folder: Path) -> None:
     generator = np.random.default_rng(4)
     config = {**CONFIG, "vocab_size": 272, "n_positions": 64, "n_embd": 16, "n_inner": 24, "eos_token_id": 264}
     for place, layers in ((folder, 2), (folder / "draft", 1)):
-        shapes = gpt2.stored_shapes(ModelConfig(**{**model_fields(config), "n_layer": layers}))
+        shapes = parameter_shapes(ModelConfig(**{**model_fields(config), "n_layer": layers}))
         # Far from even, so that one token is much more probable than another.
         arrays = {name: generator.standard_normal(shape, np.float32) * 0.4 for name, shape in shapes.items()}
         place.mkdir(exist_ok=True)

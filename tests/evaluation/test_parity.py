@@ -18,7 +18,7 @@ from support.paths import DEMO
 from support.recipes import RECIPES, recipe
 from tinygpt import LLM, SamplingParams
 from tinygpt.config import ACTIVATIONS
-from tinygpt.weights.architectures.config_fields import BOOLEANS
+from tinygpt.weights.families.config_fields import BOOLEANS
 
 DEVICES = ("cpu", "reference")
 

@@ -1,4 +1,4 @@
-"""Adding an architecture or a container takes a module and a line in a table, as weights/README.md says."""
+"""Adding a family or a container takes a module and a line in a table, as weights/README.md says."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +8,13 @@ import pytest
 
 from support.tiny_checkpoint import LAYERS, C, T, random_tensors, write_checkpoint, write_config
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.architectures import ARCHITECTURES, gpt2
-from tinygpt.weights.containers import CONTAINERS
+from tinygpt.weights import containers, families
 from tinygpt.weights.containers.container import Container
+from tinygpt.weights.families.family import Family, Placed, Rule
+from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.transforms import Transform, transposed
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.tensor import Derived
+from tinygpt.weights.parameters import is_transposed, parameter_shapes
 
 TENSORS = random_tensors(prefix="")
 SKIPPED = 2  # rows of wpe that belong to no position, as OPT has them
@@ -20,61 +22,59 @@ SKIPPED = 2  # rows of wpe that belong to no position, as OPT has them
 
 def split_names(name):
     """Of q, k and v apart, for a name of c_attn."""
-    return [name.replace("c_attn", part) for part in ("q_proj", "k_proj", "v_proj")]
+    return tuple(name.replace("c_attn", part) for part in ("q_proj", "k_proj", "v_proj"))
 
 
-def is_joined(name):
-    return ".c_attn." in name
+def rule_of(name):
+    if name == "wpe.weight":
+        return Rule((name,), Transform(lambda shape, n: (shape[0] + SKIPPED, shape[1]), lambda array: array[SKIPPED:]))
+    if ".c_attn." not in name:
+        return Rule((name,), transposed() if is_transposed(name) else Transform(lambda shape, n: shape))
+    joined = transposed(axis=1) if name.endswith(".weight") else Transform(lambda shape, n: (shape[0] // n,), axis=0)
+    return Rule(split_names(name), joined)
 
 
-class Split:
-    """GPT-2 with queries, keys and values in matrices of their own, (out, in) all of them, and positions from 2 on."""
+# GPT-2 with queries, keys and values in matrices of their own, (out, in) all of them, and positions from 2 on.
+SPLIT = Family(
+    name="Split",
+    described_by="config.json",
+    detect=lambda source: (source.config_json or {}).get("model_type") == "split",
+    config=lambda source: model_config(
+        {**source.config_json, "model_type": "gpt2", "n_embd": source.config_json["width"]}
+    ),
+    rules=lambda source, config: {name: rule_of(name) for name in parameter_shapes(config)},
+    place=lambda source: [Placed(name, name, tensor) for name, tensor in source.container.tensors.items()],
+)
 
-    NAME = "Split"
-    canonical_name, is_ignored = staticmethod(gpt2.canonical_name), staticmethod(gpt2.is_ignored)
 
-    def model_config(self, fields, generation):
-        return gpt2.model_config({**fields, "n_embd": fields["width"]}, generation)
-
-    def is_transposed(self, name):
-        return False
-
-    def stored_shapes(self, config):
-        shapes = {}
-        for name, shape in gpt2.stored_shapes(config).items():
-            shape = shape[::-1] if gpt2.is_transposed(name) else shape
-            names = split_names(name) if is_joined(name) else [name]
-            shapes |= dict.fromkeys(names, (shape[0] // len(names), *shape[1:]))
-        return shapes | {"wpe.weight": (config.n_positions + SKIPPED, config.n_embd)}
-
-    def parameter(self, name, stored):
-        if is_joined(name):
-            return Derived(lambda *parts: np.concatenate(parts), tuple(stored[part] for part in split_names(name)))
-        return Derived(lambda array: array[SKIPPED:], (stored[name],)) if name == "wpe.weight" else stored[name]
+@pytest.fixture
+def split(monkeypatch):
+    monkeypatch.setattr(families, "FAMILIES", (SPLIT, *families.FAMILIES))
 
 
 def split_tensors():
     tensors = {}
     for name, array in TENSORS.items():
-        array = np.ascontiguousarray(array.T) if gpt2.is_transposed(name) else array
-        tensors |= dict(zip(split_names(name), np.split(array, 3), strict=True)) if is_joined(name) else {name: array}
+        array = np.ascontiguousarray(array.T) if is_transposed(name) else array
+        names = split_names(name) if ".c_attn." in name else [name]
+        tensors |= dict(zip(names, np.split(array, len(names)), strict=True))
     return tensors | {"wpe.weight": np.concatenate([np.zeros((SKIPPED, C), np.float32), TENSORS["wpe.weight"]])}
 
 
-def test_an_architecture_with_tensors_that_are_joined_and_cut(tmp_path, monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "split", Split())
-    fields = {"model_type": "split", "width": C}
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, split_tensors(), **fields))
+@pytest.mark.usefixtures("split")
+def test_a_family_with_tensors_that_are_joined_and_cut(tmp_path):
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, split_tensors(), model_type="split", width=C))
     plain = open_checkpoint(write_checkpoint(tmp_path / "plain"))
     assert (checkpoint.config, checkpoint.tied) == (plain.config, True)
+    assert (checkpoint.family, plain.family) == ("Split", "GPT-2")
     for name in [*TENSORS, "lm_head.weight"]:
         np.testing.assert_array_equal(checkpoint.tensor(name), plain.tensor(name), err_msg=name)
         checkpoint.release(name)
         np.testing.assert_array_equal(checkpoint.tensor(name), plain.tensor(name), err_msg=name)
 
 
-def test_what_does_not_fit_it_is_named_as_the_files_have_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(ARCHITECTURES, "split", Split())
+@pytest.mark.usefixtures("split")
+def test_what_does_not_fit_it_is_named_as_the_files_have_it(tmp_path):
     tensors = split_tensors() | {"wpe.weight": TENSORS["wpe.weight"]}
     del tensors["h.1.attn.k_proj.bias"]
     with pytest.raises(CheckpointError) as error:
@@ -105,21 +105,26 @@ class ScaledTensor:
         pass
 
 
-def read_npz(path):
+def read_scaled(path):
     with np.load(path) as arrays:
-        return Container({name: ScaledTensor(path, arrays[name], 0.5) for name in arrays.files})
+        return Container("scaled", {name: ScaledTensor(path, arrays[name], 0.5) for name in arrays.files})
 
 
-def test_a_container_whose_tensors_are_no_arrays_of_floats(tmp_path, monkeypatch):
-    monkeypatch.setitem(CONTAINERS, "weights.npz", read_npz)
+@pytest.mark.parametrize("file", ["weights.bin", "any name"])
+def test_a_container_whose_tensors_are_no_arrays_of_floats(tmp_path, monkeypatch, file):
+    """A file is found by its name in a folder, or is named, and is known by what it holds."""
+    is_npz = (lambda peek: b".npy" in peek.head, read_scaled)
+    monkeypatch.setattr(containers, "FORMATS", (is_npz, *containers.FORMATS))
     write_config(tmp_path)
     values = {name: np.rint(array * 10).astype(np.int8) for name, array in TENSORS.items()}
-    np.savez(tmp_path / "weights.npz", **values)
-    checkpoint = open_checkpoint(tmp_path)
+    with open(tmp_path / file, "wb") as out:
+        np.savez(out, **values)
+    checkpoint = open_checkpoint(tmp_path / file if file == "any name" else tmp_path)
+    assert checkpoint.container == "scaled"
     assert len(checkpoint.stored) == 4 + 12 * LAYERS
     for name, array in values.items():
-        expected = np.float32(0.5) * (array.T if gpt2.is_transposed(name) else array)
+        expected = np.float32(0.5) * (array.T if is_transposed(name) else array)
         np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
-    (tmp_path / "weights.npz").unlink()
-    with pytest.raises(CheckpointError, match=r"weights\.npz, weights\.npz\.index\.json"):
-        open_checkpoint(tmp_path)
+    (tmp_path / file).unlink()
+    with pytest.raises(CheckpointError, match=r"holds no weights|no folder or file"):
+        open_checkpoint(tmp_path / file if file == "any name" else tmp_path)

@@ -13,9 +13,10 @@ from support.recorded import HAS_TRANSFORMERS, MISSING, needs_transformers
 from support.tiny_checkpoint import CONFIG, C, V, random_tensors, write_checkpoint, write_config, write_json
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.architectures.gpt2 import canonical_name, is_ignored, is_transposed
 from tinygpt.weights.containers.mapped_file import MappedFile
+from tinygpt.weights.families.hugging_face import canonical_name, is_ignored
 from tinygpt.weights.open import DEMO, open_checkpoint
+from tinygpt.weights.parameters import is_transposed
 
 if HAS_TRANSFORMERS:
     import torch
@@ -331,7 +332,6 @@ def test_an_index_without_a_weight_map(tmp_path, index):
 
 
 def test_model_names_that_are_no_checkpoint(tmp_path):
-    weights = write_checkpoint(tmp_path / "good") / "model.safetensors"
     nested = tmp_path / "nested"
     (nested / "checkpoint-5").mkdir(parents=True)
     write_config(nested / "checkpoint-5")
@@ -346,7 +346,6 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
     config_only.mkdir()
     write_config(config_only)
     for model, sentence in {
-        weights: "is a file: give the folder",
         tmp_path / "absent": "There is no folder",
         "./absent": "There is no folder",
         "/absent/for/sure": "There is no folder",
@@ -390,10 +389,13 @@ def test_the_demo_is_found_however_it_is_typed(tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_damaged_json(tmp_path, name, data, sentence):
-    write_config(tmp_path)
+    write_checkpoint(tmp_path)
+    if name.endswith(".index.json"):
+        (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_bytes(data)
     if b"1e3" in data and name != "config.json":
-        sentence = "no weights" if name == "generation_config.json" else "weight_map"
+        sentence = "eos_token_id is 5.5" if name == "generation_config.json" else "weight_map"
+        (tmp_path / "generation_config.json").write_bytes(b'{"eos_token_id": 5.5}')
     with pytest.raises(CheckpointError, match=sentence):
         open_checkpoint(tmp_path)
 

@@ -8,7 +8,8 @@ from support.recorded import needs_transformers
 from support.tiny_checkpoint import CONFIG
 from tinygpt.config import ACTIVATIONS, ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.architectures import ARCHITECTURES, architecture_of
+from tinygpt.weights.families.hugging_face import MODEL_TYPES
+from tinygpt.weights.families.hugging_face import model_config as read_config
 
 ACCEPTED = [
     {},
@@ -33,10 +34,6 @@ COMPARED = (  # noqa: SIM905
     "vocab_size n_positions n_embd n_layer n_head n_inner activation_function layer_norm_epsilon scale_attn_weights "
     "scale_attn_by_inverse_layer_idx reorder_and_upcast_attn tie_word_embeddings bos_token_id"
 ).split()
-
-
-def read_config(fields, generation=None):
-    return architecture_of(fields).model_config(fields, generation)
 
 
 def as_tuple(token_ids):
@@ -170,7 +167,7 @@ def test_an_alias_is_refused_by_the_name_it_stands_for():
 
 
 def test_an_architecture_that_is_not_implemented_is_told_those_that_are():
-    for name in ARCHITECTURES:
+    for name in MODEL_TYPES:
         with pytest.raises(CheckpointError, match=f"model_type is 'gpt_neo' and must be .*'{name}'"):
             read_config({"model_type": "gpt_neo", "n_embd": "what this field means there is not known"})
 

@@ -8,9 +8,9 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.bench.work import num_parameters
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.weights.architectures.gpt2 import stored_shapes
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint, resolve
+from tinygpt.weights.parameters import parameter_shapes
 from tinygpt.weights.random_checkpoint import SHAPES
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -29,7 +29,7 @@ def checkpoint() -> Checkpoint:
 def test_shapes_have_as_many_parameters_as_gpt2(shape, count):
     config = SHAPES[shape]
     assert num_parameters(config) == count
-    shapes = stored_shapes(config)
+    shapes = parameter_shapes(config)
     assert sum(np.prod(shapes[name], dtype=int) for name in open_checkpoint(f"random:{shape}").stored) == count
 
 

@@ -19,6 +19,7 @@ from tinygpt.execution.backend import load_backend
 from tinygpt.execution.batch import Batch
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.torch_file import read_torch
+from tinygpt.weights.families.hugging_face import canonical_name
 
 NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most: runs of so many tokens, each from another place of the text
 READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
@@ -86,7 +87,7 @@ def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibra
     """The file that SmoothQuant's generate_act_scales.py writes: for each linear layer the largest size of each channel
     that goes into it. CheckpointError if it is not of this checkpoint."""
     tensors = read_torch(path).tensors
-    names = {checkpoint.architecture.canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
+    names = {canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}
     sizes = {name: tensors[names[name]].float32() for name in wanted if name in names}
     missing = [name for name, part in wanted.items() if name not in sizes and part in READ_BY[:2]]

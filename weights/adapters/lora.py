@@ -14,14 +14,15 @@ import numpy as np
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import AdapterFiles, listed, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
-from tinygpt.weights.architectures import Architecture
-from tinygpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint
+from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.container import StoredTensor
+from tinygpt.weights.families.hugging_face import canonical_name, is_ignored
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.tensor import Derived, Tensor
 
 PREFIX = "base_model.model."  # what PEFT wraps the model in
-EMBEDDINGS = (EMBEDDING, "wpe.weight")
+EMBEDDINGS = (EMBEDDING, POSITIONS)
 TIED = (EMBEDDING, HEAD)
 
 
@@ -74,8 +75,8 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
         tied = replaced.get(EMBEDDING) == replaced.get(HEAD) and not contents.factors.keys() & set(TIED)
     stored |= replaced
     for name, (a, b) in contents.factors.items():
-        scale, is_transposed = lora.scale(contents.modules[name]), checkpoint.architecture.is_transposed(name)
-        stored[name] = AdaptedTensor(stored[name], a, b, scale, is_transposed)
+        scale = lora.scale(contents.modules[name])
+        stored[name] = AdaptedTensor(stored[name], a, b, scale, is_transposed(name))
     return replace(checkpoint, stored=stored, tied=tied, ignored=checkpoint.ignored + contents.ignored)
 
 
@@ -98,16 +99,15 @@ class _Contents:
 def _sort(files: AdapterFiles, lora: LoraConfig, checkpoint: Checkpoint) -> _Contents:
     """Total, as for a checkpoint: every tensor is used or ignored by name, and every one that is asked for is there."""
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
-    architecture = checkpoint.architecture
-    shapes = architecture.stored_shapes(checkpoint.config)
-    modules = _modules(architecture, stored, shapes)
+    shapes = parameter_shapes(checkpoint.config)
+    modules = _modules(stored, shapes)
     factors = {  # PEFT adapts linear layers and embeddings alone: what has two dimensions
-        name: _factors(name, modules[name], shape[::-1] if architecture.is_transposed(name) else shape, lora)
+        name: _factors(name, modules[name], shape[::-1] if is_transposed(name) else shape, lora)
         for name, shape in shapes.items()
         if len(shape) == 2 and lora.is_target(modules[name])
     }
     wanted = {file_name: shape for pair in factors.values() for file_name, shape in pair.items()}
-    parameters, ignored, unexpected = _parameters(architecture, stored.keys() - wanted.keys(), shapes)
+    parameters, ignored, unexpected = _parameters(stored.keys() - wanted.keys(), shapes)
     saved = frozenset(name for name in shapes if lora.is_saved(modules[name]))
     required = saved | _trained_biases(shapes, modules, factors, lora.bias)
     missing = [name for name in wanted if name not in stored] + sorted(required - parameters.keys())
@@ -132,9 +132,9 @@ def _sort(files: AdapterFiles, lora: LoraConfig, checkpoint: Checkpoint) -> _Con
     )
 
 
-def _modules(architecture: Architecture, stored: Iterable[str], shapes: Iterable[str]) -> dict[str, str]:
+def _modules(stored: Iterable[str], shapes: Iterable[str]) -> dict[str, str]:
     # GPT2LMHeadModel has its layers in `transformer`; a GPT2Model, which has no head, has them at the top.
-    root = max((name.removesuffix(architecture.canonical_name(name)) for name in stored), key=len, default="")
+    root = max((name.removesuffix(canonical_name(name)) for name in stored), key=len, default="")
     paths = {name: name.rpartition(".")[0] for name in shapes}
     return {name: path if path == "lm_head" else root + path for name, path in paths.items()}
 
@@ -151,17 +151,15 @@ def _oriented(name: str, a: StoredTensor, b: StoredTensor) -> tuple[Tensor, Tens
     return (Derived(np.transpose, (a,)), Derived(np.transpose, (b,))) if name in EMBEDDINGS else (a, b)
 
 
-def _parameters(
-    architecture: Architecture, names: Iterable[str], shapes: Iterable[str]
-) -> tuple[dict[str, str], list[str], list[str]]:
+def _parameters(names: Iterable[str], shapes: Iterable[str]) -> tuple[dict[str, str], list[str], list[str]]:
     """The names in the file of parameters by canonical name, of what is ignored, and of what is unexpected."""
     file_names, ignored, unexpected = {}, [], []
     for name in sorted(names):
         # ".base_layer." is the adapted layer itself, beside its factors.
-        canonical = architecture.canonical_name(name.replace(".base_layer.", "."))
+        canonical = canonical_name(name.replace(".base_layer.", "."))
         if canonical in shapes and canonical not in file_names:
             file_names[canonical] = name
-        elif architecture.is_ignored(canonical):
+        elif is_ignored(canonical):
             ignored.append(name)
         else:
             unexpected.append(name)

@@ -1,7 +1,7 @@
-"""One module for each file format, and the table by which a folder's format is found.
+"""One module for each file format, and the tables by which the format of a file or a folder is found.
 
 Belongs here: which tensors a file holds and how their elements are decoded. A container knows nothing of any model.
-May import the errors, `regular_file`, and weights' JSON reader, field checks and tensors.
+May import the errors, `regular_file`, and weights' JSON reader, field checks, messages and tensors.
 """
 
 from collections.abc import Callable
@@ -9,35 +9,69 @@ from pathlib import Path
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
-from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.peek import Peek
+from tinygpt.weights.containers.safetensors_file import is_safetensors, read_safetensors
 from tinygpt.weights.containers.shards import INDEX, read_shards
-from tinygpt.weights.containers.torch_file import read_torch
+from tinygpt.weights.containers.torch_file import is_torch, read_torch
+from tinygpt.weights.messages import listed
 
-# The file of each format, and its reader, in the order in which transformers looks for them. In shards, the weights
-# lie in files of any names, and an index `FILE.index.json` says which tensor is in which.
-CONTAINERS: dict[str, Callable[[Path], Container]] = {
+Reader = Callable[[Path], Container]
+# Hugging Face's file of each format, and its reader, in the order in which transformers looks for them. In shards, the
+# weights lie in files of any names, and an index `FILE.index.json` says which tensor is in which.
+CONTAINERS: dict[str, Reader] = {
     "model.safetensors": read_safetensors,
     "pytorch_model.bin": read_torch,
 }
+# Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
+FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
+    (is_torch, read_torch),
+    (is_safetensors, read_safetensors),
+)
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+NAMED = 12  # of what a folder holds, in a message
 
 
-def read_weights(folder: Path) -> Container:
-    """The weights in a folder, whole or in shards.
+def read_weights(path: Path) -> Container:
+    """The weights in a file, or in a folder, whole or in shards.
 
     Raises CheckpointError when there are none, a file is damaged, or an index is not true of its shards.
     """
+    if path.is_file():
+        return _reader_of(path)(path)
+    found = find_weights(path)
+    if found is None:
+        wanted = ", ".join(f"{name}, {name}{INDEX}" for name in CONTAINERS)
+        raise CheckpointError(f"{path} holds no weights ({describe(path)}): put one of {wanted} there.")
+    file, read = found
+    return read(file)
+
+
+def find_weights(folder: Path) -> tuple[Path, Reader] | None:
+    """The file that a folder's weights are read from, and its reader. CheckpointError where several could be meant."""
     for name, read in CONTAINERS.items():
         if (folder / name).exists():
-            return read(folder / name)
+            return folder / name, read
         if (folder / (name + INDEX)).exists():
-            return read_shards(folder / (name + INDEX), read)
-    wanted = ", ".join(f"{name}, {name}{INDEX}" for name in CONTAINERS)
-    raise CheckpointError(f"{folder} holds no weights ({describe(folder)}): put one of {wanted} there.")
+            return folder / (name + INDEX), lambda index, read=read: read_shards(index, read)
+    files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
+    if len(files) > 1:
+        names = listed([file.name for file in files], NAMED)
+        raise CheckpointError(f"{folder} holds several files that may be weights: {names}. Name the one to load.")
+    return (files[0], _reader_of(files[0])) if files else None
 
 
 def describe(folder: Path) -> str:
     """What a folder holds, in a few words."""
     names = sorted(path.name + "/" * path.is_dir() for path in folder.glob("*"))
-    if not names:
-        return "it is empty"
-    return "it holds " + ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    return f"it holds {listed(names, NAMED)}" if names else "it is empty"
+
+
+def _reader_of(file: Path) -> Reader:
+    """The reader of a file's format. CheckpointError where that is none that is known."""
+    peek = Peek.into(file)
+    for is_format, read in FORMATS:
+        if is_format(peek):
+            return read
+    raise CheckpointError(
+        f"{file} is in no format of weights that is implemented (it begins with {peek.head[:8]!r}): give another file."
+    )

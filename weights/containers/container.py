@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tinygpt.weights.tensor import Tensor
 
@@ -29,7 +29,11 @@ class StoredTensor(Tensor, Protocol):
 
 @dataclass(frozen=True)
 class Container:
-    """What a file holds, or several files that belong together; `metadata` is what the file says of itself."""
+    """What a file holds, or several files that belong together.
 
+    `format` is the format's name in messages; `metadata` is what the file says of itself.
+    """
+
+    format: str
     tensors: Mapping[str, StoredTensor]
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)

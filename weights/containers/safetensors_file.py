@@ -22,8 +22,14 @@ from tinygpt.weights.containers.mapped_file import (
     MappedTensor,
     contiguous_strides,
 )
+from tinygpt.weights.containers.peek import Peek
 
+MAX_HEADER = 100_000_000  # bytes, as the library has it
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+
+
+def is_safetensors(peek: Peek) -> bool:
+    return peek.head[8:9] == b"{" and struct.unpack("<Q", peek.head[:8])[0] <= MAX_HEADER
 
 
 def read_safetensors(path: Path) -> Container:
@@ -38,7 +44,8 @@ def read_safetensors(path: Path) -> Container:
     header = json.loads(file.data[8:start])
     metadata = header.pop("__metadata__", None) or {}
     tensors = {name: _tensor(file, start, entry) for name, entry in header.items()}
-    return Container(with_scales(path, tensors) if metadata.get("format") == FLOAT8 else tensors, metadata)
+    tensors = with_scales(path, tensors) if metadata.get("format") == FLOAT8 else tensors
+    return Container("safetensors", tensors, metadata)
 
 
 def _check(path: Path, opened: BinaryIO) -> None:

@@ -26,7 +26,8 @@ def read_shards(index: Path, read: Callable[[Path], Container]) -> Container:
         names_in[shard].append(name)
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
-        found = read(index.parent / shard).tensors
+        container = read(index.parent / shard)
+        found = container.tensors
         lost = [name for name in names_in[shard] if name not in found]
         twice = [name for name in found if name in tensors]
         if lost or twice:
@@ -36,7 +37,7 @@ def read_shards(index: Path, read: Callable[[Path], Container]) -> Container:
                 f"{index} does not describe its shards: {shard} {' and '.join(what)}. Download them all again."
             )
         tensors |= found
-    return Container(tensors)
+    return Container(f"{container.format} in {len(shards)} shards", tensors)
 
 
 def shard_of_each_tensor(index: Path) -> dict[str, str]:

@@ -19,10 +19,12 @@ import numpy as np
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, element_extent
+from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.pickle_reader import PickleReader, Storage, StridedView
 from tinygpt.weights.containers.read_ahead import ReadAhead
 from tinygpt.weights.containers.zip_entries import read_entries
 
+ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # how files of either form begin
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 MAX_NAMED = 8  # names in a message
@@ -50,17 +52,20 @@ class VerifiedTensor(MappedTensor):
         return MappedTensor.float32(self)
 
 
+def is_torch(peek: Peek) -> bool:
+    """Every legacy file begins with the pickle of MAGIC_NUMBER, which may be in another of protocol 2's spellings."""
+    return peek.head.startswith((ZIP, PICKLE))
+
+
 def read_torch(path: Path) -> Container:
     """The tensors of a state dict. Raises CheckpointError when the file is damaged or hostile."""
     file = MappedFile(path)
-    if file.data[:4] == b"PK\x03\x04":
-        structure, storages = _read_zip(file)
-    else:
-        structure, storages = _read_legacy(file)
+    is_zip = file.data[:4] == ZIP
+    structure, storages = _read_zip(file) if is_zip else _read_legacy(file)
     _check_state_dict(file, structure)
     tensors = {name: _tensor(file, name, view, storages) for name, view in structure.items()}
     _check_total(file, structure)
-    return Container(tensors)
+    return Container("torch zip" if is_zip else "torch legacy", tensors)
 
 
 def _check_total(file: MappedFile, structure: dict[str, StridedView]) -> None:
@@ -124,7 +129,7 @@ def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, StoredBytes]]:
     """The structure, and where each storage lies. The form has no checksums."""
     file.data.seek(0)
     reader = PickleReader(file.data, file.path)
-    if file.data[:2] != b"\x80\x02" or reader.read() != MAGIC_NUMBER or reader.read() != PROTOCOL_VERSION:
+    if file.data[:2] != PICKLE or reader.read() != MAGIC_NUMBER or reader.read() != PROTOCOL_VERSION:
         raise CheckpointError(
             f"{file.path} does not begin as torch.save's files do: download it again, or convert it to safetensors."
         )

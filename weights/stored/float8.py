@@ -1,7 +1,7 @@
 """Checkpoints converted to float8: a safetensors file of half bfloat16's size, which is read as any other.
 
-model.safetensors holds the checkpoint's tensors by their canonical names, as its architecture lays them out: matrices
-as float8 with a scale for each output channel, or for each token of an embedding, everything else as float32.
+model.safetensors holds the parameters in Hugging Face's layout: matrices as float8 with a scale for each output
+channel, or for each token of an embedding, everything else as float32.
 """
 
 import json
@@ -13,22 +13,20 @@ import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.float8 import FORMAT, IN_FILES, SCALE, encode
+from tinygpt.weights.parameters import HEAD, POSITIONS, is_transposed
 
 FILE = "model.safetensors"
-EMBEDDINGS = ("wte.weight", "lm_head.weight")
-POSITIONS = "wpe.weight"  # small, and added to the residual stream as it is
 
 
 def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
     """Write the folder's FILE."""
     arrays: dict[str, np.ndarray] = {}
     for name, tensor in checkpoint.stored.items():
-        if name == "lm_head.weight" and checkpoint.tied:
+        if name == HEAD and checkpoint.tied:
             continue
         array = tensor.float32()
-        if array.ndim == 2 and name != POSITIONS:
-            outputs_last = name not in EMBEDDINGS and checkpoint.architecture.is_transposed(name)
-            array, arrays[name + SCALE] = encode(array, axis=0 if outputs_last else 1)
+        if array.ndim == 2 and name != POSITIONS:  # which is small, and added to the residual stream as it is
+            array, arrays[name + SCALE] = encode(array, axis=0 if is_transposed(name) else 1)
         arrays[name] = array
         tensor.release()
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned

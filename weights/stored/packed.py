@@ -22,10 +22,10 @@ import numpy as np
 
 from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.containers import CONTAINERS
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.families.hugging_face import read_config
 
 PACKED_FILE = "model.tinygpt.safetensors"
 FORMAT, VERSION = "tinygpt packed weights", "3"
@@ -60,7 +60,7 @@ class PackedCheckpoint:
         for name in CONTAINERS:
             if (path / name).exists():
                 raise CheckpointError(f"{path} holds both {PACKED_FILE} and {name}: move one to another folder.")
-        _, config = read_config(path)
+        config = read_config(path)
         try:
             packed = read_safetensors(file)
         except CheckpointError as error:

@@ -14,7 +14,8 @@ from tinygpt.cli.report import print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from tinygpt.weights.containers.container import StoredTensor
+    from tinygpt.weights.containers.container import Container, StoredTensor
+    from tinygpt.weights.families.family import Source
 
 USAGE = "tinygpt info [flags] [CHECKPOINT]"
 SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what would be refused"
@@ -36,33 +37,43 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The report on the folder `path`. Each part is read by itself: what is wrong with one hides no other.
+    """The report on the checkpoint `path`. Each part is read by itself: what is wrong with one hides no other.
 
-    `refused` lists why the checkpoint cannot be loaded; `config`, `tied` and `ignored` are None where that keeps them
+    `refused` lists why the checkpoint cannot be loaded; fields such as `config` are None where that keeps them
     from being known. Sizes are in bytes, as the tensors lie in the files.
     """
-    from tinygpt.weights.checkpoint import match, read_config
+    from tinygpt.weights.containers.container import Container
+    from tinygpt.weights.families import family_of
+    from tinygpt.weights.families.family import Source
+    from tinygpt.weights.matching import match
     from tinygpt.weights.stored.packed import PACKED_FILE
 
     refused: list[str] = []
-    architecture, config = _attempt(refused, read_config, path) or (None, None)
+    unread: list[str] = []
     is_packed = (path / PACKED_FILE).exists()
-    stored = _attempt(refused, _stored_packed if is_packed else _stored, path)
-    tied = ignored = dtype = None
-    if config and stored and is_packed:
+    container = _attempt(unread, _container, path / PACKED_FILE if is_packed else path)
+    source = Source(path, container or Container("unreadable weights", {}))
+    family = _attempt(refused, family_of, source)
+    config = _attempt(refused, family.config, source) if family else None
+    refused += unread
+    tied = dtype = checkpoint = None
+    if config and container and is_packed:
         dtype, tied = _attempt(refused, _check_packed, path) or (None, None)
-    elif config and stored:
-        checkpoint = _attempt(refused, match, path, architecture, config, stored)
-        tied, ignored = (checkpoint.tied, list(checkpoint.ignored)) if checkpoint else (None, None)
-    files = _files(path, stored or {})
+    elif config and container:
+        checkpoint = _attempt(refused, match, source, family, config)
+        tied = checkpoint.tied if checkpoint else None
+    files = _files(source)
     return {
         "path": str(path),
+        "container": container.format if container else None,
+        "family": family.name if family else None,
         "config": asdict(config) if config else None,
         "tied": tied,
         "converted_to": dtype,
-        "tensors": {name: _tensor(tensor) for name, tensor in (stored or {}).items()},
-        "ignored": ignored,
-        "tokenizer": _tokenizer(path),
+        "tensors": {name: _tensor(tensor) for name, tensor in source.container.tensors.items()},
+        "ignored": list(checkpoint.ignored) if checkpoint else None,
+        "quirks": list(checkpoint.quirks) if checkpoint else None,
+        "tokenizer": _tokenizer(source.folder),
         "files": files,
         "sha256": _hash_of_all(files),
         "refused": refused,
@@ -78,17 +89,10 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
         return None
 
 
-def _stored(path: Path) -> "dict[str, StoredTensor]":
+def _container(path: Path) -> "Container":
     from tinygpt.weights.containers import read_weights
 
-    return read_weights(path).tensors
-
-
-def _stored_packed(path: Path) -> "dict[str, StoredTensor]":
-    from tinygpt.weights.containers.safetensors_file import read_safetensors
-    from tinygpt.weights.stored.packed import PACKED_FILE
-
-    return read_safetensors(path / PACKED_FILE).tensors
+    return read_weights(path)
 
 
 def _check_packed(path: Path) -> tuple[str, bool]:
@@ -117,18 +121,20 @@ def _tokenizer(path: Path) -> dict[str, Any]:
     return {"vocab_size": tokenizer.vocab_size, "special_ids": sorted(tokenizer.special_ids), "error": None}
 
 
-def _files(path: Path, stored: "dict[str, StoredTensor]") -> dict[str, dict[str, Any]]:
+def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
     from tinygpt.weights.containers import CONTAINERS
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
 
+    folder, container = source.folder, source.container
     # Where they cannot be read, their hashes say whether they are what was to be downloaded.
-    weights = {tensor.path.name for tensor in stored.values()} or set(CONTAINERS)
-    names = [*CONFIG_FILES, *sorted(weights), *TOKENIZER_FILES]
+    unread = [source.path] if source.path.is_file() else [folder / name for name in CONTAINERS]
+    weights = sorted({tensor.path for tensor in container.tensors.values()}) or unread
+    paths = [*(folder / name for name in CONFIG_FILES), *weights, *(folder / name for name in TOKENIZER_FILES)]
     return {
-        name: {"size": (path / name).stat().st_size, "sha256": _hash_of_file(path / name)}
-        for name in names
-        if (path / name).is_file()
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _hash_of_file(path)}
+        for path in paths
+        if path.is_file()
     }
 
 
@@ -168,6 +174,8 @@ def _summary(report: dict[str, Any]) -> dict[str, Any]:
     tensors = report["tensors"].values()
     is_known = report["tied"] is not None
     return {
+        "container": report["container"],
+        "family": report["family"],
         "tensors": len(tensors),
         "elements": f"{sum(math.prod(tensor['shape']) for tensor in tensors):,}",
         "size": size_text(sum(tensor["size"] for tensor in tensors)),
@@ -175,6 +183,7 @@ def _summary(report: dict[str, Any]) -> dict[str, Any]:
         "converted_to": report["converted_to"],
         "head": ("tied to wte" if report["tied"] else "its own") if is_known else "unknown",
         "ignored": report["ignored"],
+        "quirks": report["quirks"],
     }
 
 

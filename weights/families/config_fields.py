@@ -1,7 +1,7 @@
-"""ModelConfig from the fields of config.json, for every architecture."""
+"""ModelConfig from what a file says, by the names of Hugging Face's config.json, for every family."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinygpt.config import ACTIVATIONS, ModelConfig
@@ -21,7 +21,7 @@ BOOLEANS = (
 )
 
 
-def checked_config(values: dict[str, Any], generation: dict[str, Any] | None, checks: Checks) -> ModelConfig:
+def checked_config(values: dict[str, Any], generation: Mapping[str, Any] | None, checks: Checks) -> ModelConfig:
     """ModelConfig from `values`, which go by its names, and from generation_config.json, where there is one.
 
     As in transformers, the ids that end a text come from generation_config.json alone where that exists, even if it

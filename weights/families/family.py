@@ -1,0 +1,83 @@
+"""What a family of checkpoints is: names in files, what they stand for, and where its configuration is found."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.weights.containers.container import Container, StoredTensor
+from tinygpt.weights.families.transforms import AS_IS, Transform
+from tinygpt.weights.json_file import read_json_object
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a model is made of: a container, and the JSON files beside it. `path` is what the user named."""
+
+    path: Path
+    container: Container
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the folder, or None where there is none. CheckpointError for one that is damaged."""
+        return read_json_object(self.folder / name) if (self.folder / name).exists() else None
+
+    @cached_property
+    def config_json(self) -> dict[str, Any] | None:
+        """Hugging Face's file. A container of another kind may have one beside it, for what its file does not say."""
+        return self.json("config.json")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor by its name in the family's tables, without wrappers; `file_name` is the one that the file gives it.
+
+    part: of a tensor that lies in several files, which one it is.
+    """
+
+    name: str
+    file_name: str
+    tensor: StoredTensor
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The tensors, by their names in a family's files, that a parameter is made of, and how.
+
+    default: what a parameter consists of that files may leave out, such as 0 for a bias; None: they may not.
+    """
+
+    sources: tuple[str, ...]
+    transform: Transform = AS_IS
+    default: float | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One way in which files name and lay out a model.
+
+    name: of the model in messages, and `described_by` where its configuration stands.
+    detect: whether a source is of this family, by names and what the container says of itself.
+    config: the model's configuration. One CheckpointError names every field that is impossible or not implemented.
+    rules: for every parameter, by name, what it is made of.
+    place: every tensor by its name in the rules, whatever wrappers the model was saved in.
+    is_ignored: whether a tensor, by that name, is known and of no use here.
+    parts: into how many parts tensors are divided whose transform has an axis.
+    quirks: what loading evens out, for the reader of a report.
+    """
+
+    name: str
+    described_by: str
+    detect: Callable[[Source], bool]
+    config: Callable[[Source], ModelConfig]
+    rules: Callable[[Source, ModelConfig], Mapping[str, Rule]]
+    place: Callable[[Source], Iterable[Placed]]
+    is_ignored: Callable[[str], bool] = lambda name: False
+    parts: Callable[[Source], int] = lambda source: 1
+    quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()

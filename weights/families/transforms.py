@@ -1,0 +1,55 @@
+"""How what files hold becomes a parameter: a small closed set, which the tables of families are made of.
+
+A parameter may lie in several parts: matrices of its own for queries, keys and values, or a part for each GPU that the
+model was trained on. Each part is brought into the parameter's order first, and then they are joined.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinygpt.weights.tensor import Derived, Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """`of_part` of every part, joined along `axis`, then `of_whole`. An axis of None is for one part alone.
+
+    stored_shape: the shape that each of n parts has in the files, from the parameter's shape and n.
+    """
+
+    stored_shape: Callable[[Shape, int], Shape]
+    of_part: Callable[[np.ndarray], np.ndarray] | None = None
+    axis: int | None = None
+    of_whole: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def of(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """The parameter; where nothing is to be done, the very tensor in the file."""
+        if len(parts) == 1 and self.of_part is None and self.of_whole is None:
+            return parts[0]
+        return Derived(self._apply, parts)
+
+    def _apply(self, *arrays: np.ndarray) -> np.ndarray:
+        parts = [self.of_part(array) for array in arrays] if self.of_part else arrays
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, self.axis)
+        return self.of_whole(whole) if self.of_whole else whole
+
+
+def _shared(shape: Shape, axis: int | None, n: int) -> Shape:
+    """The shape of one of n equal parts along an axis."""
+    return shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+
+
+def as_is(axis: int | None = None) -> Transform:
+    return Transform(lambda shape, n: _shared(shape, axis, n), axis=axis)
+
+
+AS_IS = as_is()
+
+
+def transposed(axis: int | None = None) -> Transform:
+    """Of matrices that are (out, in), as torch's Linear has them; `axis` is the parameter's."""
+    return Transform(lambda shape, n: _shared(shape, axis, n)[::-1], np.transpose, axis)

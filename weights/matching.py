@@ -1,0 +1,161 @@
+"""From what files hold to the parameters of a model, by the rules of its family: total, or one error that lists all."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers import read_weights
+from tinygpt.weights.containers.mapped_file import STORED_AS
+from tinygpt.weights.families import family_of
+from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.messages import listed
+from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
+from tinygpt.weights.tensor import Constant, Tensor
+
+MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a folder or a file. CheckpointError, with all that is wrong, when it cannot be read or used."""
+    source = Source(path, read_weights(path))
+    family = family_of(source)
+    return match(source, family, family.config(source))
+
+
+def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
+    """The checkpoint that a source holds. Total: each tensor is used, or ignored by name, and none is absent.
+
+    Raises one CheckpointError that lists everything missing, unexpected, misshapen or of a dtype that cannot be
+    used. Ties are transformers' own: a tied checkpoint may keep the matrix under either name, and a head that is
+    there and differs from the embedding is used whatever `tie_word_embeddings` says.
+    """
+    placed = list(family.place(source))
+    found = _Found(family, placed, family.parts(source))
+    rules = family.rules(source, config)
+    head, embedding = rules[HEAD].sources, rules[EMBEDDING].sources
+    if config.tie_word_embeddings and not found.has(head):
+        rules = {name: rule for name, rule in rules.items() if name != HEAD}
+    elif config.tie_word_embeddings and not found.has(embedding):
+        rules = rules | {EMBEDDING: rules[HEAD]}
+    problems = found.problems(rules, parameter_shapes(config), family.described_by)
+    if any(problems.values()):
+        raise CheckpointError(_explain(source.path, family, problems))
+    shapes = parameter_shapes(config)
+    stored = {name: found.parameter(rule, shapes[name]) for name, rule in rules.items()}
+    return Checkpoint(
+        source.path,
+        source.container.format,
+        family.name,
+        config,
+        stored,
+        config.tie_word_embeddings and _head_is_embedding(stored),
+        tuple(one.file_name for one in placed if family.is_ignored(one.name)),
+        (*found.quirks(rules), *family.quirks(source, config)),
+        tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
+    )
+
+
+class _Found:
+    """The tensors that are not ignored, by their names in the family's rules and the parts they lie in."""
+
+    def __init__(self, family: Family, placed: list[Placed], parts: int):
+        self.parts = parts
+        self.twice: list[Placed] = []
+        self.tensors: dict[str, dict[int, Placed]] = {}
+        for one in placed:
+            if family.is_ignored(one.name):
+                continue
+            if self.tensors.setdefault(one.name, {}).setdefault(one.part, one) is not one:
+                self.twice.append(one)
+
+    def has(self, names: tuple[str, ...]) -> bool:
+        return all(name in self.tensors for name in names)
+
+    def parameter(self, rule: Rule, shape: tuple[int, ...]) -> Tensor:
+        if self._is_left_out(rule):
+            return Constant(shape, rule.default)
+        parts = self._parts_of(rule)
+        return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
+
+    def problems(
+        self, rules: Mapping[str, Rule], shapes: Mapping[str, tuple[int, ...]], described_by: str
+    ) -> dict[str, list[tuple[str, str]]]:
+        """Names and remarks, by the kind of what is wrong."""
+        missing, misshapen, not_floating = [], [], []
+        for parameter, rule in rules.items():
+            if self._is_left_out(rule):
+                continue
+            count = len(rule.sources) * len(self._parts_of(rule))
+            wanted = rule.transform.stored_shape(shapes[parameter], count)
+            for name in rule.sources:
+                there = self.tensors.get(name, {})
+                for part in self._parts_of(rule):
+                    if part not in there:
+                        missing.append((name, f" (part {part})" if there else ""))
+                        continue
+                    tensor = there[part].tensor
+                    if tensor.shape != wanted:
+                        misshapen.append((name, f" is {tensor.shape} and {described_by} asks for {wanted}"))
+                    if not tensor.is_floating:
+                        remark = f" is {tensor.dtype} and only {', '.join(STORED_AS)} are implemented"
+                        not_floating.append((name, remark))
+        known = {name for rule in rules.values() for name in rule.sources}
+        unknown = [one for name, parts in self.tensors.items() if name not in known for one in parts.values()]
+        unexpected = [(one.file_name, "") for one in unknown]
+        unexpected += [(one.file_name, f" (a second {one.name})") for one in self.twice]
+        return {
+            "missing": missing,
+            "unexpected": unexpected,
+            "misshapen": misshapen,
+            "not floating-point": not_floating,
+        }
+
+    def quirks(self, rules: Mapping[str, Rule]) -> list[str]:
+        left_out = [name for name, rule in rules.items() if self._is_left_out(rule)]
+        return [f"made up: {listed(left_out, 3)}, which the files leave out"] if left_out else []
+
+    def _is_left_out(self, rule: Rule) -> bool:
+        return rule.default is not None and not any(name in self.tensors for name in rule.sources)
+
+    def _parts_of(self, rule: Rule) -> range:
+        """Those that hold something of a parameter; all hold the same of one that is not divided."""
+        return range(self.parts if rule.transform.axis is not None else 1)
+
+
+def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
+    head, embedding = stored.get(HEAD), stored[EMBEDDING]
+    if head is None or head == embedding:  # the same bytes of the same file
+        return True
+    equal = np.array_equal(head.float32(), embedding.float32())
+    head.release()
+    embedding.release()
+    return equal
+
+
+def _explain(path: Path, family: Family, problems: dict[str, list[tuple[str, str]]]) -> str:
+    lines = [f"  {kind}: {'; '.join(_grouped(found))}" for kind, found in problems.items() if found]
+    return "\n".join(
+        [
+            f"{path} does not hold the {family.name} that its {family.described_by} describes.",
+            *lines,
+            f"Download {family.described_by} and the weights again, from one place; if they belong together, the model "
+            f"is not a plain {family.name} and cannot be loaded.",
+        ]
+    )
+
+
+def _grouped(found: list[tuple[str, str]]) -> list[str]:
+    """One text for what many layers share, because a wrong config.json misshapes hundreds of tensors at once."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, remark in found:
+        groups.setdefault((re.sub(r"\b(h|layers|blk)\.\d+\.", "", name), remark), []).append(name)
+    texts = [
+        (", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]} ({len(names)} layers)") + remark
+        for (_, remark), names in groups.items()
+    ]
+    return texts[:MAX_GROUPS] + [f"and {len(texts) - MAX_GROUPS} more"] * (len(texts) > MAX_GROUPS)
