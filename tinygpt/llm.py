@@ -91,9 +91,9 @@ class LLM:
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora)
         engine_config = sizes.for_model(source.config.n_positions, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
-        self.checkpoint_path = folder = source.checkpoint.path
+        self.checkpoint_path = source.checkpoint.path
         self._inputs = InputProcessor(
-            source.config, engine_config, folder, soft_prompts, split_special_tokens, cache_salt
+            source.config, engine_config, source.checkpoint, soft_prompts, split_special_tokens, cache_salt
         )
         draft_source = None
         if draft_model is not None:

@@ -1,8 +1,9 @@
 """Checkpoint: a model's configuration and its parameters, wherever they come from."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,8 @@ class Checkpoint:
     `path` is what it was opened from, a folder or a file; `container` and `family` say in which format and by whose
     names. `stored` are its parameters in the form of `parameters.py`, `tied` says that the head is the token embedding.
     `ignored` are the names in the files that are knowingly not used, `quirks` what was evened out, `files` all that
-    tensors lie in.
+    tensors lie in. `read_tokenizer` gives the tokenizer that came with the weights, in the form of a tokenizer.json, or
+    None where its files lie in `folder`; it may raise CheckpointError.
     """
 
     path: Path
@@ -31,6 +33,12 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()
     quirks: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
+    read_tokenizer: Callable[[], dict[str, Any] | None] = lambda: None
+
+    @property
+    def folder(self) -> Path:
+        """Where files that belong to the weights lie beside them."""
+        return self.path if self.path.is_dir() else self.path.parent
 
     @property
     def auto_dtype(self) -> str:

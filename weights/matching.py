@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         tuple(one.file_name for one in placed if family.is_ignored(one.name)),
         (*found.quirks(rules), *family.quirks(source, config)),
         tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
+        partial(family.tokenizer, source),
     )
 
 
@@ -143,8 +145,8 @@ def _explain(path: Path, family: Family, problems: dict[str, list[tuple[str, str
         [
             f"{path} does not hold the {family.name} that its {family.described_by} describes.",
             *lines,
-            f"Download {family.described_by} and the weights again, from one place; if they belong together, the model "
-            f"is not a plain {family.name} and cannot be loaded.",
+            "Download the checkpoint again, all of it from one place; if its parts belong together, the model is not a "
+            f"plain {family.name} and cannot be loaded.",
         ]
     )
 

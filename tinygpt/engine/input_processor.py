@@ -13,6 +13,7 @@ from tinygpt.engine.beams import Beams, beam_rules
 from tinygpt.engine.scoring import read_continuations, scoring_request
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.outputs import StreamChunk
 from tinygpt.request.prompts import Prompt, prompt_list, read_ids, read_prompt, unsalted
 from tinygpt.request.request import Request
@@ -24,6 +25,8 @@ from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
 from tinygpt.tokenizer.text_stream import TextStream
 from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.stored.packed import PackedCheckpoint
 
 OnChunk = Callable[[StreamChunk], None]
 
@@ -31,22 +34,22 @@ OnChunk = Callable[[StreamChunk], None]
 class InputProcessor:
     """Makes the requests of one model. Raises RequestError for whatever cannot be served as asked.
 
-    engine_config: as its `for_model` gives it. folder: of the tokenizer's files. soft_prompts: their sources, by name.
-    split_special_tokens: as LLM has it. cache_salt: that of prompts without their own.
+    engine_config: as its `for_model` gives it. checkpoint: which has the tokenizer. soft_prompts: their sources, by
+    name. split_special_tokens: as LLM has it. cache_salt: that of prompts without their own.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         engine_config: EngineConfig,
-        folder: Any,
+        checkpoint: Checkpoint | PackedCheckpoint,
         soft_prompts: Mapping | None,
         split_special_tokens: bool,
         cache_salt: Hashable = None,
     ):
         self._config, self._engine_config, self.cache_salt = config, engine_config, cache_salt
         self._soft_prompts = SoftPrompts(soft_prompts, config)
-        self._tokenizer, self._tokenizer_error = _load_tokenizer(folder, split_special_tokens)
+        self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint, split_special_tokens)
         self.begin_anew()
         call_after_fork(self)
 
@@ -192,9 +195,11 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
     return give
 
 
-def _load_tokenizer(folder: Any, split_special_tokens: bool) -> tuple[Tokenizer | None, str]:
+def _load_tokenizer(
+    checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool
+) -> tuple[Tokenizer | None, str]:
     """The tokenizer, or the reason why there is none: token ids work without one."""
     try:
-        return Tokenizer.from_folder(folder, split_special_tokens), ""
+        return load_tokenizer(checkpoint, split_special_tokens), ""
     except CheckpointError as error:
         return None, str(error)  # the error itself would keep the frames it went through, and all weights in them

@@ -8,6 +8,7 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend, name_of
+from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.mapped_file import MappedFile
@@ -60,6 +61,15 @@ class ModelSource:
         packed, config = self.backend.PACKED, self.checkpoint.config
         layout = packed.layout_of(config, self.dtype, self.checkpoint.tied)
         return packed.params_of(self.checkpoint.arrays(layout, packed.PACKING), config, self.dtype)
+
+
+def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:
+    """The tokenizer that came with the weights, or that of the files beside them. CheckpointError if there is none."""
+    spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
+    if spec is not None:
+        return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
+    folder = checkpoint.path if isinstance(checkpoint, PackedCheckpoint) else checkpoint.folder
+    return Tokenizer.from_folder(folder, split_special_tokens)
 
 
 def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:

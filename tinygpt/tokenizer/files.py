@@ -68,7 +68,14 @@ def _no_tokenizer(folder: Path) -> str:
 
 
 def _from_tokenizer_json(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    spec = read_json(path)
+    return checked_spec(read_json(path), path, options)
+
+
+def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The content of a tokenizer.json, its merges as pairs and every added token listed; `path` is where it stood.
+
+    options: those of tokenizer_config.json. Raises CheckpointError.
+    """
     model = spec.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(f"{path} has no tokenizer model; download it again.")

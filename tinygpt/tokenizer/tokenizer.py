@@ -1,13 +1,14 @@
 """The tokenizer of a checkpoint: text to token ids and back, equal to Hugging Face's `tokenizers`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
+from tinygpt.tokenizer.characters import CharacterTokenizer, is_characters
 from tinygpt.tokenizer.detokenizer import Detokenizer
-from tinygpt.tokenizer.files import read_tokenizer
+from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizers_library import LibraryTokenizer
 
 
@@ -58,9 +59,18 @@ class Tokenizer:
         `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises CheckpointError where
         there is no tokenizer, or none that can be used.
         """
+        return cls._made_of(lambda: read_tokenizer(Path(path)), path, split_special_tokens)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
+        """A tokenizer that stood in the file `path`, in the form of a tokenizer.json; otherwise as `from_folder`."""
+        return cls._made_of(lambda: checked_spec(spec, Path(path), {}), path, split_special_tokens)
+
+    @classmethod
+    def _made_of(cls, read: Callable[[], dict[str, Any]], path: str | Path, split_special_tokens: bool) -> "Tokenizer":
         check_switch(split_special_tokens)
         try:
-            return cls(_load(Path(path)), split_special_tokens)
+            return cls(_load(read()), split_special_tokens)
         except TinyGPTError:
             raise
         except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -123,8 +133,9 @@ class Tokenizer:
         return self._model.detokenizer()
 
 
-def _load(folder: Path) -> TokenizerModel:
-    spec = read_tokenizer(folder)
+def _load(spec: dict[str, Any]) -> TokenizerModel:
+    if is_characters(spec):
+        return CharacterTokenizer(spec)
     try:
         return ByteLevelBPE(spec)
     except UnlikeGPT2 as reason:

@@ -12,7 +12,7 @@ from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.safetensors_file import is_safetensors, read_safetensors
 from tinygpt.weights.containers.shards import INDEX, read_shards
-from tinygpt.weights.containers.torch_file import is_torch, read_torch
+from tinygpt.weights.containers.torch_file import is_torch, read_torch, read_training_checkpoint
 from tinygpt.weights.messages import listed
 
 Reader = Callable[[Path], Container]
@@ -24,7 +24,7 @@ CONTAINERS: dict[str, Reader] = {
 }
 # Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
-    (is_torch, read_torch),
+    (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
 )
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")

@@ -1,16 +1,19 @@
-"""The pickle inside a pytorch_model.bin, read without executing it.
+"""The pickle inside a file that torch.save wrote, read without executing it.
 
 A pickle is a program for a small stack machine, and Python's own machine calls whatever function the program
-names. This one knows only the instructions and the names that a saved state dict consists of, calls nothing, and
-refuses everything else by name. `pickletools` of the standard library splits the program into instructions.
+names. This one knows only the instructions and the names that a saved state dict consists of, and calls nothing.
+Everything else it refuses by name; or, in a training checkpoint, which holds much beside the weights, it puts a `Stub`
+in its place. `pickletools` of the standard library splits the program into instructions.
 """
 
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from tinygpt.errors import CheckpointError
+from tinygpt.regular_file import open_regular
 from tinygpt.weights.containers.mapped_file import MAX_DIMENSIONS, MAX_SIZE
 
 
@@ -40,6 +43,29 @@ class Name:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """What a function or class would have made, had it been called: its name, and what was set on it by name."""
+
+    name: str
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The items of a dict, or what was set on an object such as argparse's Namespace, by names that are texts."""
+    fields = value.state if isinstance(value, Stub) else value
+    return {name: field for name, field in fields.items() if isinstance(name, str)} if isinstance(fields, dict) else {}
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """The one object in a file that holds nothing but a pickle. CheckpointError if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return PickleReader(file, path).read()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
 ORDERED_DICT = Name("collections.OrderedDict")
 REBUILD_TENSOR = Name("torch._utils._rebuild_tensor_v2")
 REBUILD_PARAMETER = Name("torch._utils._rebuild_parameter")
@@ -57,15 +83,21 @@ STORAGE_DTYPES = {
 }
 # A state dict takes some fifty instructions a tensor; far more than any GPT-2 needs is an attack on memory.
 MAX_INSTRUCTIONS = 1_000_000
-ADMITTED = {ORDERED_DICT, REBUILD_TENSOR, REBUILD_PARAMETER, *STORAGE_DTYPES}
+CALLABLE = {ORDERED_DICT, REBUILD_TENSOR, REBUILD_PARAMETER}
+ADMITTED = {*CALLABLE, *STORAGE_DTYPES}
 
 
 class PickleReader:
-    """Reads the pickles that follow one another in `file`; `path` is named in errors."""
+    """Reads the pickles that follow one another in `file`; `path` is named in errors.
 
-    def __init__(self, file: BinaryIO, path: object):
+    has_stubs: whether what no state dict needs becomes a Stub, and is not refused. `storages` are all that were named.
+    """
+
+    def __init__(self, file: BinaryIO, path: object, has_stubs: bool = False):
         self.file = file
         self.path = path
+        self.has_stubs = has_stubs
+        self.storages: dict[str, Storage] = {}
 
     def read(self) -> Any:
         """The next object: dicts, lists, tuples, text, numbers and StridedViews.
@@ -125,23 +157,36 @@ class PickleReader:
         self.memo[index] = self.stack[-1]
 
     def _extend_list(self, items: list[Any]) -> None:
-        _expect(self.stack[-1], list)
-        self.stack[-1].extend(items)
+        if not self._is_stub(self.stack[-1]):
+            _expect(self.stack[-1], list)
+            self.stack[-1].extend(items)
 
     def _update_dict(self, items: list[Any]) -> None:
+        if self._is_stub(self.stack[-1]):
+            return
         _expect(self.stack[-1], dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
+            if self.has_stubs and type(key) not in (str, int):
+                continue  # of an optimizer's state, or a random generator's
             _expect(key, str, int)  # hashing a deep tuple can take for ever
             self.stack[-1][key] = value
 
     def _build(self, argument: None) -> None:
-        """Drop the attributes of a state dict (`_metadata`: versions of modules)."""
-        self._pop(1)
-        _expect(self.stack[-1], dict)
+        """Keep the attributes of a Stub, and drop those of a state dict (`_metadata`: versions of modules)."""
+        (state,) = self._pop(1)
+        if self._is_stub(self.stack[-1]):
+            if isinstance(state, dict):
+                self._spend(len(state))
+                self.stack[-1].state.update(fields_of(state))
+        else:
+            _expect(self.stack[-1], dict)
+
+    def _is_stub(self, value: Any) -> bool:
+        return self.has_stubs and type(value) is Stub
 
     def _global(self, module_and_name: str) -> None:
         name = Name(module_and_name.replace(" ", "."))
-        if name not in ADMITTED:
+        if name not in ADMITTED and not self.has_stubs:
             self._refuse(repr(name.name))
         self.stack.append(name)
 
@@ -154,15 +199,29 @@ class PickleReader:
             raise ValueError("a storage in a form that is not known")
         tag, kind, key, _device, size = record
         _expect(kind, Name)
-        if tag != "storage" or kind not in STORAGE_DTYPES:
+        if tag != "storage" or (kind not in STORAGE_DTYPES and not self.has_stubs):
             raise ValueError("a storage in a form that is not known")
         _expect(key, str)
         _expect_sizes([size])
-        self.stack.append(Storage(key, STORAGE_DTYPES[kind], size))
+        storage = Storage(key, STORAGE_DTYPES.get(kind, kind.name), size)
+        if self.storages.setdefault(key, storage) != storage:
+            raise ValueError("one storage of two dtypes or sizes")
+        self.stack.append(storage)
+
+    def _new_object(self, argument: None) -> None:
+        function, _arguments = self._pop(2)
+        if not (self.has_stubs and type(function) is Name):
+            self._refuse("the pickle instruction NEWOBJ")
+        self.stack.append(Stub(function.name))
 
     def _reduce(self, argument: None) -> None:
         function, arguments = self._pop(2)
-        _expect(function, Name)
+        if not self._is_stub(function):
+            _expect(function, Name)
+        is_of_stub = type(arguments) is tuple and self._is_stub(next(iter(arguments), None))
+        if self._is_stub(function) or (self.has_stubs and (is_of_stub or function not in CALLABLE)):
+            self.stack.append(Stub(function.name))
+            return
         _expect(arguments, tuple)
         if function == ORDERED_DICT:
             self._ordered_dict(*arguments)
@@ -176,15 +235,19 @@ class PickleReader:
     def _ordered_dict(self, pairs: Any = ()) -> None:
         """Python 2 wrote the items as [[key, value], ...]."""
         _expect(pairs, list, tuple)
-        self.unused -= len(pairs)
-        if self.unused < 0:  # an honest file pushes a list's elements once for each time that they are gone through
-            raise ValueError("one list that is given to many dictionaries")
+        self._spend(len(pairs))
         self.stack.append({})
         for pair in pairs:
             _expect(pair, list, tuple)
             if len(pair) != 2:
                 raise ValueError(f"a key and value that are {len(pair)} things")
             self._update_dict(pair)
+
+    def _spend(self, count: int) -> None:
+        """Go through `count` elements: an honest file pushes them once for each time that they are gone through."""
+        self.unused -= count
+        if self.unused < 0:
+            raise ValueError("one list that is given to many dictionaries")
 
 
 def _strided_view(storage, offset, shape, strides, _requires_grad, _hooks, _metadata=None) -> StridedView:
@@ -213,8 +276,9 @@ def _expect_sizes(values: list[Any]) -> None:
         raise ValueError("a size, stride or offset that is no whole number from 0 to 2^48")
 
 
-# The instructions of protocol 2, which is what torch.save writes.
+# The instructions of protocol 2, which is what torch.save writes, and those of protocol 4 for plain dicts.
 LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING"}
+LITERALS |= {"SHORT_BINUNICODE"}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 CONTAINERS: dict[str, Callable] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 
@@ -222,8 +286,10 @@ CONTAINERS: dict[str, Callable] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPT
 # Each takes the reader and the instruction's argument, None for those that have none.
 INSTRUCTIONS: dict[str, Callable[[PickleReader, Any], None]] = {
     "PROTO": lambda reader, _: None,
+    "FRAME": lambda reader, _: None,
     "STOP": lambda reader, _: None,
     "MARK": lambda reader, _: reader.marks.append(len(reader.stack)),
+    "MEMOIZE": lambda reader, _: reader._put(len(reader.memo)),
     "BINPUT": PickleReader._put,
     "LONG_BINPUT": PickleReader._put,
     "BINGET": lambda reader, index: reader.stack.append(reader.memo[index]),
@@ -239,5 +305,6 @@ INSTRUCTIONS: dict[str, Callable[[PickleReader, Any], None]] = {
     "BUILD": PickleReader._build,
     "GLOBAL": PickleReader._global,
     "BINPERSID": PickleReader._persistent_id,
+    "NEWOBJ": PickleReader._new_object,
     "REDUCE": PickleReader._reduce,
 }

@@ -1,4 +1,4 @@
-"""pytorch_model.bin: a state dict as `torch.save` wrote it, without torch and without executing its pickle.
+"""What `torch.save` wrote, without torch and without executing its pickle: a state dict, or one with much beside it.
 
 Two forms exist. Since torch 1.6 the file is an uncompressed zip archive of `data.pkl` (the structure of the state
 dict) and one `data/<key>` per storage. Before, it was five pickles end to end (a magic number, the version of the
@@ -8,9 +8,10 @@ the elements.
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, element_extent
 from tinygpt.weights.containers.peek import Peek
-from tinygpt.weights.containers.pickle_reader import PickleReader, Storage, StridedView
+from tinygpt.weights.containers.pickle_reader import STORAGE_DTYPES, PickleReader, Storage, StridedView, fields_of
 from tinygpt.weights.containers.read_ahead import ReadAhead
 from tinygpt.weights.containers.zip_entries import read_entries
+from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import listed
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # how files of either form begin
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
-MAX_NAMED = 8  # names in a message
+MAX_DEPTH, MAX_VISITS = 8, 1_000_000  # of dictionaries in dictionaries
 # Tensors may share a storage, as the layers of some models do. All of them together must not be larger than a file of
 # so many such layers: memory stays in proportion to the file.
 MAX_SHARING = 100
@@ -58,14 +61,53 @@ def is_torch(peek: Peek) -> bool:
 
 
 def read_torch(path: Path) -> Container:
-    """The tensors of a state dict. Raises CheckpointError when the file is damaged or hostile."""
+    """The tensors of a state dict alone. Raises CheckpointError when the file is damaged, hostile or holds more."""
+    file, format, structure, storages = _open(path, has_stubs=False)
+    _check_state_dict(file, structure)
+    return _container(file, format, structure, {}, storages)
+
+
+def read_training_checkpoint(path: Path) -> Container:
+    """The tensors of nested dictionaries, their keys joined by dots; the metadata is what stands at the top.
+
+    Objects of other kinds are Stubs there. Raises CheckpointError when the file is damaged.
+    """
+    file, format, structure, storages = _open(path, has_stubs=True)
+    if not isinstance(structure, dict):
+        raise CheckpointError(f"{path} holds a {type(structure).__name__} and must hold a state dict.")
+    tensors: dict[str, StridedView] = {}
+    for name, view in _flat(structure, (), count()):
+        if name in tensors:
+            raise CheckpointError(f"{path} holds two tensors {shown(name)}: save it again.")
+        tensors[name] = view
+    return _container(file, format, tensors, fields_of(structure), storages)
+
+
+def _open(path: Path, has_stubs: bool) -> tuple[MappedFile, str, Any, dict[str, StoredBytes]]:
+    """The file, the name of its form, the structure in it, and where each storage lies."""
     file = MappedFile(path)
     is_zip = file.data[:4] == ZIP
-    structure, storages = _read_zip(file) if is_zip else _read_legacy(file)
-    _check_state_dict(file, structure)
-    tensors = {name: _tensor(file, name, view, storages) for name, view in structure.items()}
-    _check_total(file, structure)
-    return Container("torch zip" if is_zip else "torch legacy", tensors)
+    return file, "torch zip" if is_zip else "torch legacy", *(_read_zip if is_zip else _read_legacy)(file, has_stubs)
+
+
+def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iterator[tuple[str, StridedView]]:
+    """The tensors in nested dictionaries. What a pickle builds may contain itself: depth and number are bounded."""
+    for key, value in structure.items():
+        if next(visits) > MAX_VISITS:
+            raise CheckpointError("A torch file holds dictionaries in dictionaries without end: it is hostile.")
+        name = (*path, str(key))
+        if isinstance(value, StridedView):
+            yield ".".join(name), value
+        elif isinstance(value, dict) and len(name) < MAX_DEPTH:
+            yield from _flat(value, name, visits)
+
+
+def _container(
+    file: MappedFile, format: str, views: dict[str, StridedView], metadata: dict, storages: dict[str, StoredBytes]
+) -> Container:
+    tensors = {name: _tensor(file, name, view, storages) for name, view in views.items()}
+    _check_total(file, views)
+    return Container(format, tensors, metadata)
 
 
 def _check_total(file: MappedFile, structure: dict[str, StridedView]) -> None:
@@ -88,7 +130,7 @@ def _check_state_dict(file: MappedFile, structure: Any) -> None:
     if others:
         raise CheckpointError(
             f"{file.path} must hold a state dict (tensors by name) and holds something else under: "
-            f"{', '.join(others[:MAX_NAMED])}. Save the model's state dict alone, or call save_pretrained."
+            f"{listed(others)}. Save the model's state dict alone, or call save_pretrained."
         )
 
 
@@ -109,10 +151,13 @@ def _tensor(file: MappedFile, name: str, view: StridedView, storages: dict[str, 
 
 
 def _itemsize(storage: Storage) -> int:
+    """1 for a dtype that cannot be read."""
+    if storage.dtype not in STORAGE_DTYPES.values():
+        return 1
     return 2 if storage.dtype == "bfloat16" else np.dtype(storage.dtype).itemsize
 
 
-def _read_zip(file: MappedFile) -> tuple[Any, dict[str, StoredBytes]]:
+def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, StoredBytes]]:
     """The structure, and where each storage lies."""
     entries = read_entries(file)
     if "data.pkl" not in entries:
@@ -122,13 +167,13 @@ def _read_zip(file: MappedFile) -> tuple[Any, dict[str, StoredBytes]]:
     lying = {name.removeprefix("data/"): entry for name, entry in entries.items() if name.startswith("data/")}
     ahead = ReadAhead(lying.values())
     storages = {key: StoredBytes(entry.data, partial(ahead.verify, entry)) for key, entry in lying.items()}
-    return PickleReader(io.BytesIO(entries["data.pkl"].read()), file.path).read(), storages
+    return PickleReader(io.BytesIO(entries["data.pkl"].read()), file.path, has_stubs).read(), storages
 
 
-def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, StoredBytes]]:
+def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, StoredBytes]]:
     """The structure, and where each storage lies. The form has no checksums."""
     file.data.seek(0)
-    reader = PickleReader(file.data, file.path)
+    reader = PickleReader(file.data, file.path, has_stubs)
     if file.data[:2] != PICKLE or reader.read() != MAGIC_NUMBER or reader.read() != PROTOCOL_VERSION:
         raise CheckpointError(
             f"{file.path} does not begin as torch.save's files do: download it again, or convert it to safetensors."
@@ -137,12 +182,14 @@ def _read_legacy(file: MappedFile) -> tuple[Any, dict[str, StoredBytes]]:
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise CheckpointError(f"{file.path} was saved on a big-endian machine: convert it to safetensors.")
     structure, keys = reader.read(), reader.read()
-    return structure, _legacy_storages(file, structure, keys)
+    return structure, _legacy_storages(file, reader.storages, keys)
 
 
-def _legacy_storages(file: MappedFile, structure: Any, keys: Any) -> dict[str, StoredBytes]:
-    _check_state_dict(file, structure)
-    itemsizes = {view.storage.key: _itemsize(view.storage) for view in structure.values()}
+def _legacy_storages(file: MappedFile, named: dict[str, Storage], keys: Any) -> dict[str, StoredBytes]:
+    itemsizes = {key: _itemsize(storage) for key, storage in named.items()}
+    unknown = sorted({storage.dtype for storage in named.values()} - set(STORAGE_DTYPES.values()))
+    if unknown:  # how long they are is not known, nor where the next ones begin
+        raise CheckpointError(f"{file.path} holds {listed(unknown)}, which are not implemented: save it without them.")
     if not isinstance(keys, list) or any(type(key) is not str or key not in itemsizes for key in keys):
         raise CheckpointError(f"{file.path} lists storages that no tensor uses: download it again.")
     storages, position = {}, file.data.tell()

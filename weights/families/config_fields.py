@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tinygpt.config import ACTIVATIONS, ModelConfig
@@ -21,7 +22,12 @@ BOOLEANS = (
 )
 
 
-def checked_config(values: dict[str, Any], generation: Mapping[str, Any] | None, checks: Checks) -> ModelConfig:
+def checked_config(
+    values: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    checks: Checks = MappingProxyType({}),
+    described_by: str = "config.json or generation_config.json",
+) -> ModelConfig:
     """ModelConfig from `values`, which go by its names, and from generation_config.json, where there is one.
 
     As in transformers, the ids that end a text come from generation_config.json alone where that exists, even if it
@@ -35,14 +41,13 @@ def checked_config(values: dict[str, Any], generation: Mapping[str, Any] | None,
         "bos_token_id": starting.get("bos_token_id", ModelConfig.bos_token_id),
         "eos_token_id": ending.get("eos_token_id", ModelConfig.eos_token_ids[0]),
     }
-    problems = wrong_fields(values, checks | CHECKS)
+    problems = wrong_fields(values, {**checks, **CHECKS})
     n_embd, n_head = (values.get(name, getattr(ModelConfig, name)) for name in ("n_embd", "n_head"))
     if is_whole(n_embd) and is_whole(n_head) and n_head > 0 and n_embd % n_head:
         problems.append(f"n_embd {n_embd} cannot be divided into {n_head} heads (n_head)")
     if problems:
         raise CheckpointError(
-            f"config.json or generation_config.json cannot be used: {'; '.join(problems)}. "
-            "Correct the file, or take another checkpoint."
+            f"{described_by} cannot be used: {'; '.join(problems)}. Correct it, or take another checkpoint."
         )
     fields = {name: values[name] for name in ModelConfig.__dataclass_fields__ if name in values}
     return ModelConfig(**fields, eos_token_ids=_as_tuple(values["eos_token_id"]))

@@ -70,6 +70,8 @@ class Family:
     is_ignored: whether a tensor, by that name, is known and of no use here.
     parts: into how many parts tensors are divided whose transform has an axis.
     quirks: what loading evens out, for the reader of a report.
+    tokenizer: the tokenizer that comes with the weights, in the form of a tokenizer.json, or None where its files lie
+        beside them. CheckpointError if it cannot be used.
     """
 
     name: str
@@ -81,3 +83,4 @@ class Family:
     is_ignored: Callable[[str], bool] = lambda name: False
     parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
+    tokenizer: Callable[[Source], dict[str, Any] | None] = lambda source: None

@@ -52,9 +52,13 @@ def canonical_name(name: str) -> str:
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
 
 
+def is_causal_mask(canonical_name: str) -> bool:
+    return bool(_CAUSAL_MASK.fullmatch(canonical_name))
+
+
 def is_ignored(canonical_name: str) -> bool:
     """Whether the tensor is known and of no use here: a causal mask, or the head of another task."""
-    return bool(_CAUSAL_MASK.fullmatch(canonical_name)) or canonical_name.startswith(_OTHER_HEADS)
+    return is_causal_mask(canonical_name) or canonical_name.startswith(_OTHER_HEADS)
 
 
 def refusal(source: Source) -> str:

@@ -17,8 +17,8 @@ from tinygpt.bench.presets.rerun import Rerun, Result, progress
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, perplexity
 from tinygpt.evaluation.texts import read_text
+from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.llm import LLM
-from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.open import open_checkpoint
 
 SOURCE = "jdvin/whistle-stop"
@@ -122,7 +122,7 @@ def _has_tokenizer(llm: LLM) -> bool:
 
 def _check_tokenizer(model: str) -> None:
     try:
-        Tokenizer.from_folder(open_checkpoint(model).path)
+        load_tokenizer(open_checkpoint(model))
     except CheckpointError:
         raise RequestError(
             f"--text needs a tokenizer and {model} has none that can be used: omit it, or give a model with one."

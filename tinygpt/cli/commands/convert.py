@@ -158,10 +158,9 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     with elapsed(f"writing {args.target}"), _written(args.target):
         after = write().stat().st_size
         for name in (*CONFIG_FILES, *TOKENIZER_FILES):
-            if (checkpoint.path / name).is_file():
-                shutil.copyfile(checkpoint.path / name, folder / name)
-    files = {tensor.path for tensor in checkpoint.stored.values()}
-    return sum(file.stat().st_size for file in files), after
+            if (checkpoint.folder / name).is_file():
+                shutil.copyfile(checkpoint.folder / name, folder / name)
+    return sum(file.stat().st_size for file in checkpoint.files), after
 
 
 def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, Any], dict[str, object]]:
@@ -189,7 +188,7 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
     """What --calibrate or --act-scales ask for."""
     from tinygpt.evaluation.calibration import calibrate, read_act_scales
     from tinygpt.evaluation.texts import read_text
-    from tinygpt.tokenizer.tokenizer import Tokenizer
+    from tinygpt.execution.model_source import load_tokenizer
 
     share = ALPHA if args.smooth is None else args.smooth
     if args.act_scales is not None:
@@ -197,6 +196,6 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
     if args.calibrate is None:
         return None
     text = read_text("--calibrate", args.calibrate)
-    token_ids = Tokenizer.from_folder(checkpoint.path).encode(text)
+    token_ids = load_tokenizer(checkpoint).encode(text)
     with elapsed(f"calibrating on {args.calibrate}"):
         return calibrate(checkpoint, text, token_ids, args.dtype, share)

@@ -14,6 +14,7 @@ from tinygpt.cli.report import print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from tinygpt.weights.checkpoint import Checkpoint
     from tinygpt.weights.containers.container import Container, StoredTensor
     from tinygpt.weights.families.family import Source
 
@@ -73,7 +74,7 @@ def describe(path: Path) -> dict[str, Any]:
         "tensors": {name: _tensor(tensor) for name, tensor in source.container.tensors.items()},
         "ignored": list(checkpoint.ignored) if checkpoint else None,
         "quirks": list(checkpoint.quirks) if checkpoint else None,
-        "tokenizer": _tokenizer(source.folder),
+        "tokenizer": _tokenizer(source, checkpoint),
         "files": files,
         "sha256": _hash_of_all(files),
         "refused": refused,
@@ -110,12 +111,13 @@ def _tensor(tensor: "StoredTensor") -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": list(tensor.shape), "size": size, "file": tensor.path.name}
 
 
-def _tokenizer(path: Path) -> dict[str, Any]:
+def _tokenizer(source: "Source", checkpoint: "Checkpoint | None") -> dict[str, Any]:
     """Without a tokenizer a checkpoint still takes token ids, so that its error stands here."""
+    from tinygpt.execution.model_source import load_tokenizer
     from tinygpt.tokenizer.tokenizer import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_folder(path)
+        tokenizer = load_tokenizer(checkpoint) if checkpoint else Tokenizer.from_folder(source.folder)
     except CheckpointError as error:
         return {"vocab_size": None, "special_ids": None, "error": str(error)}
     return {"vocab_size": tokenizer.vocab_size, "special_ids": sorted(tokenizer.special_ids), "error": None}

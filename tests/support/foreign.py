@@ -1,0 +1,75 @@
+"""The tiny checkpoint as other programs would have written it: a writer for each family and container.
+
+Each is given the parameters in Hugging Face's names and layout, writes them into a folder, and returns what to open.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
+from support.torch_writer import Call, Global, torch_legacy, torch_zip
+
+Arrays = Mapping[str, np.ndarray]
+MATRICES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+MODEL_ARGS = {
+    "n_layer": CONFIG["n_layer"],
+    "n_head": CONFIG["n_head"],
+    "n_embd": CONFIG["n_embd"],
+    "block_size": CONFIG["n_positions"],
+    "vocab_size": CONFIG["vocab_size"],
+    "dropout": 0.0,
+}
+
+
+def linear(arrays: Arrays) -> dict[str, np.ndarray]:
+    """Matrices of layers as torch's Linear has them, (out, in)."""
+    return {name: np.ascontiguousarray(a.T) if name.endswith(MATRICES) else a for name, a in arrays.items()}
+
+
+def hugging_face(folder: Path, arrays: Arrays) -> Path:
+    return write_checkpoint(folder, {f"transformer.{name}": array for name, array in arrays.items()})
+
+
+def nanogpt_state(arrays: Arrays, prefix: str = "", **arguments: object) -> dict:
+    """A training checkpoint: the optimizer's state lies beside the model, and random generators' objects."""
+    model = {f"{prefix}transformer.{name}": array for name, array in linear(arrays).items()}
+    model[f"{prefix}lm_head.weight"] = model[f"{prefix}transformer.wte.weight"]
+    model[f"{prefix}transformer.h.0.attn.bias"] = np.ones((1, 1, 6, 6), np.float32)
+    return {
+        "model": model,
+        "optimizer": {"state": {0: {"step": np.float32(3).reshape(()), "exp_avg": arrays["wte.weight"] + 1}}},
+        "model_args": {**MODEL_ARGS, "bias": True, **arguments},
+        "iter_num": 5,
+        "best_val_loss": np.float32(1.5).reshape(()),
+        "config": {"dataset": "shakespeare_char", "dtype": "float16", "rng": Call("numpy.random __RandomState_ctor")},
+        "device": Global("torch float16"),
+    }
+
+
+def nanogpt(folder: Path, arrays: Arrays, save: Callable = torch_zip, name: str = "ckpt.pt") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(save(nanogpt_state(arrays)))
+    return folder / name
+
+
+def nanogpt_legacy(folder: Path, arrays: Arrays) -> Path:
+    return nanogpt(folder, arrays, torch_legacy).parent
+
+
+def mingpt(folder: Path, arrays: Arrays) -> Path:
+    folder.mkdir(exist_ok=True)
+    state = {f"transformer.{name}": array for name, array in linear(arrays).items()}
+    state |= {"lm_head.weight": arrays["wte.weight"].copy(), "transformer.h.1.attn.bias": np.ones((1, 1, 6, 6), "f4")}
+    (folder / "model.pt").write_bytes(torch_zip(state))
+    write_json(folder / "config.json", {"system": {"seed": 1}, "model": {"model_type": None, "n_head": 2}})
+    return folder
+
+
+WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
+    "hugging_face": hugging_face,
+    "nanogpt": nanogpt,
+    "nanogpt_legacy": nanogpt_legacy,
+    "mingpt": mingpt,
+}

@@ -1,0 +1,151 @@
+"""One model, as each program would have written it: the same parameters, to the bit, and what each leaves unsaid."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from support.foreign import WRITERS, nanogpt_state
+from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
+from support.torch_writer import torch_zip
+from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.execution.model_source import load_tokenizer
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import HEAD, is_transposed
+
+TENSORS = random_tensors(prefix="")
+SIZES = ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
+
+
+def assert_same_bits(checkpoint, expected):
+    assert len(expected) == 4 + 12 * LAYERS
+    for name, array in expected.items():
+        found = checkpoint.tensor(name)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, array.T if is_transposed(name) else array, err_msg=name)
+    np.testing.assert_array_equal(checkpoint.tensor(HEAD), expected["wte.weight"])
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_one_model_is_the_same_bits_in_every_form(tmp_path, form):
+    checkpoint = open_checkpoint(WRITERS[form](tmp_path / "there", TENSORS))
+    assert_same_bits(checkpoint, TENSORS)
+    assert [getattr(checkpoint.config, name) for name in SIZES] == [CONFIG[name] for name in SIZES]
+    assert checkpoint.config.inner_size == CONFIG["n_inner"]
+    for name in TENSORS:
+        checkpoint.release(name)
+    assert_same_bits(checkpoint, TENSORS)
+
+
+# nanoGPT and minGPT
+
+
+def open_nanogpt(folder, arrays=TENSORS, save=torch_zip, **arguments):
+    (folder / "ckpt.pt").write_bytes(save(nanogpt_state(arrays, **arguments)))
+    return open_checkpoint(folder / "ckpt.pt")
+
+
+def test_nanogpt_says_what_it_ignores_and_assumes(tmp_path):
+    checkpoint = open_nanogpt(tmp_path)
+    assert (checkpoint.family, checkpoint.container, checkpoint.tied) == ("nanoGPT", "torch zip", True)
+    assert sorted(checkpoint.ignored) == [
+        "best_val_loss",
+        "model.transformer.h.0.attn.bias",
+        "optimizer.state.0.exp_avg",
+        "optimizer.state.0.step",
+    ]
+    assert checkpoint.quirks == ("activation_function is gelu, which the checkpoint does not say",)
+    assert (checkpoint.config.activation, checkpoint.config.bos_token_id) == ("gelu", None)
+
+
+def test_a_config_json_says_which_activation_an_old_nanogpt_had(tmp_path):
+    write_json(tmp_path / "config.json", {"activation_function": "gelu_new", "n_layer": 99})
+    checkpoint = open_nanogpt(tmp_path)
+    assert (checkpoint.config.activation, checkpoint.config.n_layer) == ("gelu_tanh", LAYERS)
+
+
+def test_a_compiled_nanogpt_is_the_same_bits(tmp_path):
+    assert_same_bits(open_nanogpt(tmp_path, prefix="_orig_mod."), TENSORS)
+
+
+def test_a_nanogpt_without_biases_has_zeros_for_them(tmp_path):
+    arrays = {name: array for name, array in TENSORS.items() if not name.endswith(".bias")}
+    checkpoint = open_nanogpt(tmp_path, arrays, bias=False)
+    biases = {name: np.zeros_like(array) for name, array in TENSORS.items() if name.endswith(".bias")}
+    assert_same_bits(checkpoint, arrays | biases)
+    assert "which the files leave out" in checkpoint.quirks[0]
+
+
+def test_a_nanogpt_that_lacks_one_bias_is_refused(tmp_path):
+    arrays = {name: array for name, array in TENSORS.items() if name != "h.1.ln_2.bias"}
+    with pytest.raises(CheckpointError, match=r"missing: h\.1\.ln_2\.bias"):
+        open_nanogpt(tmp_path, arrays)
+
+
+def test_a_padded_vocabulary_keeps_its_rows(tmp_path):
+    arrays = TENSORS | {"wte.weight": np.zeros((50304, 8), np.float32)}
+    checkpoint = open_nanogpt(tmp_path, arrays, vocab_size=50304)
+    assert checkpoint.tensor(HEAD).shape == (50304, 8)
+    assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids) == (50256, (50256,))
+
+
+def test_arguments_and_tensors_that_disagree_are_refused_with_both(tmp_path):
+    with pytest.raises(CheckpointError, match=r"wpe\.weight is \(6, 8\) and model_args asks for \(7, 8\)"):
+        open_nanogpt(tmp_path, block_size=7)
+
+
+@pytest.mark.parametrize("arguments", [{"n_head": 3}, {"n_head": "2"}, {"n_layer": 10**9}, {"n_head": None}])
+def test_arguments_that_are_impossible_are_named(tmp_path, arguments):
+    with pytest.raises(CheckpointError, match=f"model_args cannot be used: .*{next(iter(arguments))}"):
+        open_nanogpt(tmp_path, **arguments)
+
+
+def write_meta(path, text="\n !?abcDé"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    meta = {"vocab_size": len(text), "itos": dict(enumerate(text)), "stoi": {c: i for i, c in enumerate(text)}}
+    path.write_bytes(pickle.dumps(meta))
+
+
+@pytest.mark.parametrize("place", ["out/meta.pkl", "data/shakespeare_char/meta.pkl"])
+def test_the_tokenizer_of_a_model_of_characters(tmp_path, place):
+    (tmp_path / "out").mkdir()
+    write_meta(tmp_path / place)
+    tokenizer = load_tokenizer(open_nanogpt(tmp_path / "out"))
+    assert tokenizer.encode("cab é!") == [6, 4, 5, 1, 8, 2]
+    assert tokenizer.decode([6, 4, 5, 1, 8, 2, 99]) == "cab é!"
+    assert tokenizer.vocab_size == 9
+    with pytest.raises(RequestError, match="no token for 'x', 'z'"):
+        tokenizer.encode("azbx")
+
+
+@pytest.mark.parametrize("value", [{"stoi": {"ab": 1}}, {"stoi": {"a": "1"}}, {"stoi": {}}, {}, [1]])
+def test_a_meta_pkl_of_another_kind_is_no_tokenizer(tmp_path, value):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(value))
+    with pytest.raises(CheckpointError, match=r"meta\.pkl"):
+        load_tokenizer(open_nanogpt(tmp_path))
+
+
+def test_a_data_set_in_another_place_is_not_looked_for(tmp_path):
+    write_meta(tmp_path / "elsewhere" / "meta.pkl")
+    (tmp_path / "a" / "out").mkdir(parents=True)
+    state = nanogpt_state(TENSORS)
+    state["config"]["dataset"] = "../../elsewhere"
+    (tmp_path / "a" / "out" / "ckpt.pt").write_bytes(torch_zip(state))
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer(open_checkpoint(tmp_path / "a" / "out"))
+
+
+def test_mingpt_by_its_layout(tmp_path):
+    checkpoint = open_checkpoint(WRITERS["mingpt"](tmp_path / "out", TENSORS))
+    assert (checkpoint.family, checkpoint.tied, checkpoint.config.activation) == ("minGPT", False, "gelu_tanh")
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"), [({"model_type": "gpt-nano"}, 3), ({"model_type": "gpt-x"}, None), ({}, None)]
+)
+def test_mingpt_whose_heads_its_config_json_tells_by_a_name(tmp_path, model, heads):
+    folder = WRITERS["mingpt"](tmp_path / "out", TENSORS)
+    write_json(folder / "config.json", {"model": model})
+    sentence = "cannot be divided into 3 heads" if heads else r"does not say how many heads .*config\.json"
+    with pytest.raises(CheckpointError, match=sentence):
+        open_checkpoint(folder)

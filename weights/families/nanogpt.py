@@ -1,0 +1,150 @@
+"""nanoGPT and minGPT: GPT-2 in torch's Linear layers, whose matrices are (out, in).
+
+nanoGPT saves a training checkpoint, `model` beside `model_args` and the optimizer's state (karpathy/nanoGPT, train.py).
+minGPT saves the state dict alone, its head untied (karpathy/minGPT).
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers.pickle_reader import fields_of, read_plain_pickle
+from tinygpt.weights.families.characters import character_tokenizer
+from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
+from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.hugging_face import canonical_name, is_causal_mask
+from tinygpt.weights.families.transforms import AS_IS, transposed
+from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
+
+_ARGUMENTS = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}}
+_LAYER = r"h\.(\d{1,9})\."
+_PLAIN_NAME = re.compile(r"\w[\w.-]*")
+# minGPT's config.json may name one of its own sizes in place of them: how many heads each has.
+_MINGPT_HEADS = {"gpt2": 12, "openai-gpt": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25, "gopher-44m": 16}
+_MINGPT_HEADS |= {"gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3}
+
+
+def _is_nanogpt(source: Source) -> bool:
+    return bool(fields_of(source.container.metadata.get("model_args"))) and any(
+        name.startswith("model.") for name in source.container.tensors
+    )
+
+
+def _is_mingpt(source: Source) -> bool:
+    """By the layout: Hugging Face has the same names, and (in, out)."""
+    for name, tensor in source.container.tensors.items():
+        if canonical_name(name) == "h.0.attn.c_attn.weight" and "model_type" not in (source.config_json or {}):
+            return len(tensor.shape) == 2 and tensor.shape[0] == 3 * tensor.shape[1]
+    return False
+
+
+def _place(source: Source) -> Iterable[Placed]:
+    for name, tensor in source.container.tensors.items():
+        yield Placed(canonical_name(name), name, tensor)
+
+
+def _place_model(source: Source) -> Iterable[Placed]:
+    """What stands under `model` alone is the model."""
+    for name, tensor in source.container.tensors.items():
+        yield Placed(canonical_name(name) if name.startswith("model.") else f"beside the model: {name}", name, tensor)
+
+
+def _is_beside(name: str) -> bool:
+    return is_causal_mask(name) or name.startswith("beside the model: ")
+
+
+def _nanogpt_config(source: Source) -> ModelConfig:
+    """GELU by its definition, as in nanoGPT since May 2023; before, it was gelu_new, which config.json may say."""
+    arguments = fields_of(source.container.metadata.get("model_args"))
+    values = {ours: arguments[theirs] for theirs, ours in _ARGUMENTS.items() if theirs in arguments}
+    inner = Shapes(source, {one.name: one.tensor.shape for one in _place_model(source)}).size("h.0.mlp.c_fc.weight", 0)
+    said = {"n_inner": inner, "activation_function": "gelu", **values, **from_config_json(source)}
+    return checked_config({**ends_of(values.get("vocab_size")), **said}, described_by="model_args")
+
+
+def _mingpt_config(source: Source) -> ModelConfig:
+    placed = {one.name: one.tensor.shape for one in _place(source)}
+    shapes = Shapes(source, placed)
+    V = shapes.size("wte.weight", 0)
+    values = {
+        **ends_of(V),
+        "vocab_size": V,
+        "n_embd": shapes.size("wte.weight", 1),
+        "n_positions": shapes.size("wpe.weight", 0),
+        "n_inner": shapes.size("h.0.mlp.c_fc.weight", 0),
+        "n_layer": shapes.layers(_LAYER),
+        "n_head": _mingpt_heads(source),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": HEAD not in placed,
+        **from_config_json(source),
+    }
+    need_heads(source, values)
+    return checked_config(values, described_by="the checkpoint")
+
+
+def _mingpt_heads(source: Source) -> Any:
+    model = fields_of((source.config_json or {}).get("model"))
+    heads, model_type = model.get("n_head"), model.get("model_type")
+    return heads if heads is not None or not isinstance(model_type, str) else _MINGPT_HEADS.get(model_type)
+
+
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    """Trained without biases, a model has none anywhere, nor have its layer norms."""
+    has_bias = any(name.endswith("attn.c_attn.bias") for name in source.container.tensors)
+    return {
+        name: Rule(
+            (name,),
+            transposed() if is_transposed(name) else AS_IS,
+            default=0.0 if name.endswith(".bias") and not has_bias else None,
+        )
+        for name in parameter_shapes(config)
+    }
+
+
+def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    return [f"activation_function is {config.activation_function}, which the checkpoint does not say"]
+
+
+def _tokenizer(source: Source) -> dict[str, Any] | None:
+    """Of a model of characters: meta.pkl of its data set, beside the checkpoint or where nanoGPT has it."""
+    data_set = fields_of(source.container.metadata.get("config")).get("dataset")
+    places = [source.folder / "meta.pkl"]
+    if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
+        places.append(source.folder.absolute().parent / "data" / data_set / "meta.pkl")
+    found = next((place for place in places if place.is_file()), None)
+    return None if found is None else character_tokenizer(_characters(found), str(found))
+
+
+def _characters(path: Path) -> dict[str, int]:
+    characters = fields_of(fields_of(read_plain_pickle(path)).get("stoi"))
+    if not characters:
+        raise CheckpointError(f"{path} has no characters in its 'stoi': copy it from the data set again.")
+    return characters
+
+
+NANOGPT = Family(
+    name="nanoGPT",
+    described_by="model_args",
+    detect=_is_nanogpt,
+    config=_nanogpt_config,
+    rules=_rules,
+    place=_place_model,
+    is_ignored=_is_beside,
+    quirks=_quirks,
+    tokenizer=_tokenizer,
+)
+MINGPT = Family(
+    name="minGPT",
+    described_by="embeddings",
+    detect=_is_mingpt,
+    config=_mingpt_config,
+    rules=_rules,
+    place=_place,
+    is_ignored=is_causal_mask,
+    quirks=_quirks,
+    tokenizer=_tokenizer,
+)
