@@ -282,6 +282,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
 TESTS = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("*.py"))}
 # What may be absent where tests run. A module of ours among them would skip its tests in silence once it has moved.
 OPTIONAL = {
+    "gguf",
+    "onnx",
     "torch",
     "transformers",
     "peft",

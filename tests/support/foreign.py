@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from support import gguf_writer
 from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
 from support.torch_writer import Call, Global, torch_legacy, torch_zip
 
@@ -67,9 +68,45 @@ def mingpt(folder: Path, arrays: Arrays) -> Path:
     return folder
 
 
+GGUF_MODULES = {
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+}
+GGUF_TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
+GGUF_KEYS = {
+    "general.architecture": (8, "gpt2"),
+    "gpt2.block_count": (4, CONFIG["n_layer"]),
+    "gpt2.context_length": (4, CONFIG["n_positions"]),
+    "gpt2.embedding_length": (4, CONFIG["n_embd"]),
+    "gpt2.feed_forward_length": (4, CONFIG["n_inner"]),
+    "gpt2.attention.head_count": (4, CONFIG["n_head"]),
+    "gpt2.attention.layer_norm_epsilon": (6, 1e-5),
+}
+
+
+def gguf_name(name: str) -> str:
+    module, kind = name.rsplit(".", 1)
+    if module in GGUF_TOP:
+        return f"{GGUF_TOP[module]}.{kind}"
+    _, layer, rest = module.split(".", 2)
+    return f"blk.{layer}.{GGUF_MODULES[rest]}.{kind}"
+
+
+def gguf(folder: Path, arrays: Arrays, **keys: tuple) -> Path:
+    folder.mkdir(exist_ok=True)
+    tensors = {gguf_name(name): gguf_writer.plain(array) for name, array in linear(arrays).items()}
+    (folder / "model.gguf").write_bytes(gguf_writer.gguf_bytes(GGUF_KEYS | keys, tensors))
+    return folder
+
+
 WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "hugging_face": hugging_face,
     "nanogpt": nanogpt,
     "nanogpt_legacy": nanogpt_legacy,
     "mingpt": mingpt,
+    "gguf": gguf,
 }

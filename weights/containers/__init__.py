@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
+from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.safetensors_file import is_safetensors, read_safetensors
 from tinygpt.weights.containers.shards import INDEX, read_shards
@@ -24,10 +25,11 @@ CONTAINERS: dict[str, Reader] = {
 }
 # Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
+    (is_gguf, read_gguf),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
 )
-PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+PATTERNS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message
 
 

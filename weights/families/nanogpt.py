@@ -62,7 +62,7 @@ def _nanogpt_config(source: Source) -> ModelConfig:
     arguments = fields_of(source.container.metadata.get("model_args"))
     values = {ours: arguments[theirs] for theirs, ours in _ARGUMENTS.items() if theirs in arguments}
     inner = Shapes(source, {one.name: one.tensor.shape for one in _place_model(source)}).size("h.0.mlp.c_fc.weight", 0)
-    said = {"n_inner": inner, "activation_function": "gelu", **values, **from_config_json(source)}
+    said = {"n_inner": inner, "activation_function": "gelu", **from_config_json(source), **values}
     return checked_config({**ends_of(values.get("vocab_size")), **said}, described_by="model_args")
 
 
@@ -72,15 +72,15 @@ def _mingpt_config(source: Source) -> ModelConfig:
     V = shapes.size("wte.weight", 0)
     values = {
         **ends_of(V),
+        "n_head": _mingpt_heads(source),
+        "activation_function": "gelu_new",
+        **from_config_json(source),
         "vocab_size": V,
         "n_embd": shapes.size("wte.weight", 1),
         "n_positions": shapes.size("wpe.weight", 0),
         "n_inner": shapes.size("h.0.mlp.c_fc.weight", 0),
         "n_layer": shapes.layers(_LAYER),
-        "n_head": _mingpt_heads(source),
-        "activation_function": "gelu_new",
         "tie_word_embeddings": HEAD not in placed,
-        **from_config_json(source),
     }
     need_heads(source, values)
     return checked_config(values, described_by="the checkpoint")

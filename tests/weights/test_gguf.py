@@ -1,0 +1,231 @@
+"""GGUF: block formats beside the gguf package's, tokenizers, and files that are damaged."""
+
+import numpy as np
+import pytest
+
+from support.foreign import GGUF_KEYS, gguf, gguf_name, linear
+from support.gguf_writer import gguf_bytes, plain
+from support.tiny_checkpoint import random_tensors
+from tinygpt.errors import CheckpointError
+from tinygpt.execution.model_source import load_tokenizer
+from tinygpt.weights.containers.ggml_blocks import BLOCKS
+from tinygpt.weights.containers.gguf_file import AT_ONCE, read_gguf
+from tinygpt.weights.open import open_checkpoint
+
+TENSORS = random_tensors(prefix="")
+
+
+def random_blocks(name, count):
+    """Any bytes, but for scales that are finite and not tiny."""
+    generator, format = np.random.default_rng(1), BLOCKS[name]
+    blocks = generator.integers(0, 256, (count, format.bytes), np.uint8)
+    scales = generator.uniform(0.1, 2, (count, 2)).astype(np.float16).view(np.uint8)
+    places = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0], "Q5_0": [0]}.get(name, [0, 2])
+    for i, place in enumerate(places):
+        blocks[:, place : place + 2] = scales[:, 2 * i : 2 * i + 2]
+    return blocks
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_decoded_as_ggml_does(name):
+    gguf = pytest.importorskip("gguf")
+    blocks = random_blocks(name, 37)
+    theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+    ours = BLOCKS[name].decode(blocks)
+    assert ours.dtype == np.float32
+    np.testing.assert_array_equal(ours, theirs)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(BLOCKS[name].id)] == (ours.shape[1], BLOCKS[name].bytes)
+
+
+@pytest.mark.parametrize("name", [name for name, format in BLOCKS.items() if format.encode])
+def test_blocks_are_encoded_as_ggml_does(name):
+    gguf = pytest.importorskip("gguf")
+    values = np.random.default_rng(2).standard_normal((99, 32), np.float32)
+    values[3] = 0
+    values[4, 5] = -values[4].max() * 4
+    ours = BLOCKS[name].encode(values)
+    np.testing.assert_array_equal(ours, gguf.quants.quantize(values, gguf.GGMLQuantizationType[name]))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_tensor_of_blocks_is_read_in_rows(tmp_path, name):
+    format = BLOCKS[name]
+    blocks = random_blocks(name, 2 * AT_ONCE + 6)
+    shape = (len(blocks) // 2, 2 * format.values)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes({}, {"a": (shape, format.id, blocks.tobytes()), "b": plain(np.ones(3, np.float32))}))
+    tensors = read_gguf(path).tensors
+    found = tensors["a"].float32()
+    assert (found.shape, tensors["a"].dtype) == (shape, name)
+    np.testing.assert_array_equal(found, format.decode(blocks).reshape(shape))
+    tensors["a"].release()
+    np.testing.assert_array_equal(tensors["b"].float32(), np.ones(3))
+
+
+def test_a_model_in_halves_is_rounded_as_it_was_stored(tmp_path):
+    halves = {name: array.astype(np.float16) for name, array in TENSORS.items()}
+    checkpoint = open_checkpoint(gguf(tmp_path, halves))
+    np.testing.assert_array_equal(checkpoint.tensor("wte.weight"), halves["wte.weight"].astype(np.float32))
+
+
+def test_the_file_says_what_it_is(tmp_path):
+    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS, **{"gpt2.attention.layer_norm_epsilon": (6, 0.5)}))
+    assert (checkpoint.container, checkpoint.family) == ("GGUF", "GPT-2 of GGUF")
+    assert checkpoint.config.layer_norm_epsilon == 0.5
+    assert checkpoint.tied
+
+
+def test_a_head_of_its_own(tmp_path):
+    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS | {"lm_head.weight": TENSORS["wte.weight"] + 1}))
+    assert not checkpoint.tied
+    np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), TENSORS["wte.weight"] + 1)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match="'bloom' and must hold 'gpt2'"):
+        open_checkpoint(gguf(tmp_path, TENSORS, **{"general.architecture": (8, "bloom")}))
+
+
+def test_a_type_that_is_not_implemented_is_named(tmp_path):
+    tensors = {gguf_name(name): plain(array) for name, array in linear(TENSORS).items()}
+    tensors["blk.1.ffn_up.weight"] = ((20, 8), 19, b"\0" * 99)
+    (tmp_path / "x.gguf").write_bytes(gguf_bytes(GGUF_KEYS, tensors))
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is ggml type 19 and only"):
+        open_checkpoint(tmp_path / "x.gguf")
+
+
+TOKENIZER = {
+    "tokenizer.ggml.model": (8, "gpt2"),
+    "tokenizer.ggml.pre": (8, "gpt-2"),
+    "tokenizer.ggml.tokens": (9, (8, ["a", "b", "c", "ab", "<end>", "Ġ", "abc", "<user>", "[PAD8]", "d", "e"])),
+    "tokenizer.ggml.token_type": (9, (5, [1, 1, 1, 1, 3, 1, 1, 4, 5, 1, 1])),
+    "tokenizer.ggml.merges": (9, (8, ["a b", "ab c"])),
+    "tokenizer.ggml.bos_token_id": (4, 4),
+    "tokenizer.ggml.eos_token_id": (4, 4),
+}
+
+
+def test_its_tokenizer(tmp_path):
+    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS, **TOKENIZER))
+    tokenizer = load_tokenizer(checkpoint)
+    assert tokenizer.encode("abcab <end>a<user>") == [6, 3, 5, 4, 0, 7]
+    assert tokenizer.decode([6, 3, 5, 4, 8, 7]) == "abcab <end><user>"
+    assert tokenizer.special_ids == {4}
+    assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids) == (4, (4,))
+
+
+def test_a_tokenizer_that_begins_texts(tmp_path):
+    keys = TOKENIZER | {"tokenizer.ggml.add_bos_token": (7, True)}
+    assert load_tokenizer(open_checkpoint(gguf(tmp_path, TENSORS, **keys))).encode("ab") == [4, 3]
+
+
+DAMAGED_TOKENIZERS = {
+    "tokens": (9, (5, [1, 2])),
+    "merges": (9, (5, [1, 2])),
+    "token_type": (9, (5, [1, 2])),
+    "bos_token_id": (4, 400),
+    "model": (8, "llama"),
+    "pre": (8, "llama-bpe"),
+}
+
+
+@pytest.mark.parametrize("key", DAMAGED_TOKENIZERS)
+def test_a_tokenizer_that_cannot_be_used_leaves_the_model(tmp_path, key):
+    keys = TOKENIZER | {f"tokenizer.ggml.{key}": DAMAGED_TOKENIZERS[key]}
+    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS, **keys))
+    with pytest.raises(CheckpointError, match="give token ids"):
+        load_tokenizer(checkpoint)
+
+
+ONE = {"a": plain(np.arange(64, dtype=np.float32))}
+WHOLE = gguf_bytes({"general.name": (8, "x")}, ONE)
+
+
+def patched(place, data):
+    return WHOLE[:place] + data + WHOLE[place + len(data) :]
+
+
+TWO_KEYS, LIST = gguf_bytes({"a": (4, 1), "b": (4, 2)}, ONE), gguf_bytes({"a": (9, (4, [1]))}, ONE)
+REFUSED = {
+    "version 1": (gguf_bytes({}, ONE, version=1), "of version 1"),
+    "big-endian": (patched(4, b"\0\0\0\3"), "big-endian"),
+    "split": (gguf_bytes({"split.count": (4, 3)}, ONE), "one of 3 parts"),
+    "cut": (WHOLE[:-1], "reaches to byte"),
+    "header cut": (WHOLE[:40], "damaged GGUF file"),
+    "magic alone": (b"GGUF", "damaged GGUF file"),
+    "2^60 tensors": (patched(8, (2**60).to_bytes(8, "little")), "entries where"),
+    "2^60 keys": (patched(16, (2**60).to_bytes(8, "little")), "entries where"),
+    "a name of 2^63 bytes": (patched(24, (2**63).to_bytes(8, "little")), "entries where"),
+    "a name that is not UTF-8": (patched(32, b"\xff"), "damaged GGUF file"),
+    "one key twice": (
+        gguf_bytes({"a": (4, 1), "b": (4, 2)}, ONE).replace(b"\1\0\0\0\0\0\0\0b", b"\1\0\0\0\0\0\0\0a"),
+        "two",
+    ),
+    "a value of type 99": (gguf_bytes({"a": (4, 1)}, ONE).replace(b"a\4\0", b"a\x63\0"), "a value of type 99"),
+    "an array of arrays": (
+        LIST.replace(b"a\x09\0\0\0\4", b"a\x09\0\0\0\x09"),
+        "an array of type 9",
+    ),
+    "an array of 2^60": (
+        gguf_bytes({"a": (9, (4, [1]))}, ONE).replace(
+            b"\1\0\0\0\0\0\0\0\1\0\0\0", (2**60).to_bytes(8, "little") + b"\1\0\0\0"
+        ),
+        "entries where",
+    ),
+    "an alignment of 3": (gguf_bytes({"general.alignment": (4, 3)}, ONE), "an alignment of 3"),
+    "an alignment of text": (gguf_bytes({"general.alignment": (8, "32")}, ONE), "an alignment of '32'"),
+    "9 dimensions": (gguf_bytes({}, {"a": ((1,) * 9, 0, b"1234")}), "9 dimensions"),
+    "a size of 2^60": (gguf_bytes({}, {"a": ((2**60,), 0, b"1234")}), "impossible shape"),
+    "sizes whose product is 2^64": (gguf_bytes({}, {"a": ((2**32, 2**32), 0, b"1234")}), "reaches to byte"),
+    "half a block": (gguf_bytes({}, {"a": ((3, 48), 8, b"1" * 200)}), "no whole blocks of 32"),
+    "blocks beyond the end": (gguf_bytes({}, {"a": ((4, 64), 8, b"1" * 200)}), "reaches to byte"),
+    "two over one another": (
+        gguf_bytes({}, {"a": ONE["a"], "b": ((64,), 0, b"")}).replace(b"\0\1\0\0\0\0\0\0" + b"\0" * 8, b"\0" * 16),
+        "laid over one another|reaches",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_that_is_damaged_or_not_implemented(tmp_path, case):
+    data, sentence = REFUSED[case]
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=sentence) as error:
+        read_gguf(path)
+    assert str(path) in str(error.value)
+
+
+def test_the_undamaged_file_of_these_tests_is_read(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(WHOLE)
+    container = read_gguf(path)
+    assert container.metadata == {"general.name": "x"}
+    np.testing.assert_array_equal(container.tensors["a"].float32(), np.arange(64))
+
+
+def test_a_file_of_another_alignment_and_of_version_2(tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes({"general.alignment": (4, 256)}, ONE | {"b": plain(np.ones(5, np.float32))}, 2, 256))
+    np.testing.assert_array_equal(read_gguf(path).tensors["b"].float32(), np.ones(5))
+
+
+def test_what_the_gguf_package_writes(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gpt2")
+    values = np.random.default_rng(3).standard_normal((6, 64), np.float32)
+    writer.add_block_count(7)
+    writer.add_token_list(["a", "é"])
+    kinds = gguf.GGMLQuantizationType
+    for kind in (kinds.F32, kinds.F16, kinds.BF16, kinds.Q8_0, kinds.Q4_0, kinds.Q4_1, kinds.Q5_0, kinds.Q5_1):
+        writer.add_tensor(kind.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    container = read_gguf(tmp_path / "x.gguf")
+    assert container.metadata["gpt2.block_count"] == 7
+    assert container.metadata["tokenizer.ggml.tokens"] == ["a", "é"]
+    for name, tensor in container.tensors.items():
+        theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kinds[name]), kinds[name])
+        np.testing.assert_array_equal(tensor.float32(), theirs, err_msg=name)

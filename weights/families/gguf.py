@@ -1,0 +1,157 @@
+"""GPT-2 as llama.cpp names it in GGUF files, with its tokenizer (llama.cpp, gguf-py's constants.py)."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
+from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.transforms import AS_IS, transposed
+from tinygpt.weights.field_checks import shown
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
+
+ARCHITECTURE = "general.architecture"
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # what kind a token is
+TOP = {EMBEDDING: "token_embd.weight", POSITIONS: "position_embd.weight", HEAD: "output.weight"}
+TOP |= {"ln_f.weight": "output_norm.weight", "ln_f.bias": "output_norm.bias"}
+# Of a layer's modules.
+MODULES = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_KEYS = {
+    "n_layer": "gpt2.block_count",
+    "n_positions": "gpt2.context_length",
+    "n_embd": "gpt2.embedding_length",
+    "n_inner": "gpt2.feed_forward_length",
+    "n_head": "gpt2.attention.head_count",
+    "layer_norm_epsilon": "gpt2.attention.layer_norm_epsilon",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def gguf_name(parameter: str) -> str:
+    """What GGUF files call a parameter: h.3.attn.c_attn.weight is blk.3.attn_qkv.weight."""
+    if parameter in TOP:
+        return TOP[parameter]
+    layer, module, kind = re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", parameter).groups()
+    return f"blk.{layer}.{MODULES[module]}.{kind}"
+
+
+def _config(source: Source) -> ModelConfig:
+    metadata = source.container.metadata
+    if metadata[ARCHITECTURE] != "gpt2":
+        raise CheckpointError(
+            f"{source.path} holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2', because no "
+            "other one is implemented in GGUF. Take another checkpoint."
+        )
+    shapes = Shapes(source, {name: tensor.shape for name, tensor in source.container.tensors.items()})
+    V = shapes.size(TOP[EMBEDDING], 0)
+    said = {name: metadata[key] for name, key in _KEYS.items() if key in metadata}
+    return checked_config(
+        {**ends_of(V), "vocab_size": V, **from_config_json(source), **said}, described_by="its header"
+    )
+
+
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    transforms = {True: transposed(), False: AS_IS}
+    return {name: Rule((gguf_name(name),), transforms[is_transposed(name)]) for name in parameter_shapes(config)}
+
+
+def _place(source: Source) -> Iterable[Placed]:
+    return (Placed(name, name, tensor) for name, tensor in source.container.tensors.items())
+
+
+def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    blocks = sorted({t.dtype for t in source.container.tensors.values() if t.dtype.startswith("Q")})
+    return [f"{', '.join(blocks)} expanded to float32, and not kept as they are"] if blocks else []
+
+
+def _tokenizer(source: Source) -> dict[str, Any] | None:
+    """None where the file has no tokenizer."""
+    about = {
+        name.removeprefix("tokenizer.ggml."): value
+        for name, value in source.container.metadata.items()
+        if name.startswith("tokenizer.ggml.")
+    }
+    if "tokens" not in about or about.get("model") in ("none", "no_vocab"):
+        return None
+    if not _is_tokenizer(about):
+        raise CheckpointError(f"{source.path} has a damaged tokenizer: download it again, or give token ids.")
+    if about.get("model") != "gpt2" or about.get("pre", "gpt-2") not in ("gpt-2", "default"):
+        raise CheckpointError(
+            f"{source.path} has a tokenizer of the kind {shown(about.get('model'))}, {shown(about.get('pre'))}, which "
+            "is not implemented: give token ids."
+        )
+    return tokenizer_spec(about)
+
+
+def _is_tokenizer(about: Mapping[str, Any]) -> bool:
+    """Whether the keys have the types and lengths of a tokenizer's."""
+    tokens, begin = about["tokens"], about.get("bos_token_id", 0)
+    lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
+    return (
+        all(isinstance(values, list) and all(type(value) is kind for value in values) for values, kind in lists)
+        and len(about.get("token_type", tokens)) == len(tokens)
+        and type(begin) is int
+        and 0 <= begin < len(tokens)
+    )
+
+
+def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a tokenizer.json, from the keys behind "tokenizer.ggml."."""
+    tokens = about["tokens"]
+    kinds = about.get("token_type") or [NORMAL] * len(tokens)
+    used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
+    begin = about.get("bos_token_id") if about.get("add_bos_token") else None
+    return {
+        "version": "1.0",
+        "model": {"type": "BPE", "vocab": _ids(used), "merges": about.get("merges") or []},
+        "added_tokens": [
+            {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
+            for i, token, kind in used
+            if kind in (CONTROL, USER_DEFINED)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": dict(_BYTE_LEVEL),
+        "post_processor": None if begin is None else _beginning_with(tokens[begin], begin),
+        "decoder": dict(_BYTE_LEVEL),
+    }
+
+
+def _ids(used: Iterable[tuple[int, str, int]]) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for i, token, _ in used:
+        if ids.setdefault(token, i) != i:
+            raise CheckpointError(f"The tokenizer of the checkpoint has two tokens {shown(token)}: give token ids.")
+    return ids
+
+
+def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }
+
+
+FAMILY = Family(
+    name="GPT-2 of GGUF",
+    described_by="its header",
+    detect=lambda source: isinstance(source.container.metadata.get(ARCHITECTURE), str),
+    config=_config,
+    rules=_rules,
+    place=_place,
+    quirks=_quirks,
+    tokenizer=_tokenizer,
+)
