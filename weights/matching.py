@@ -38,11 +38,11 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
     placed = list(family.place(source))
     found = _Found(family, placed, family.parts(source))
     rules = family.rules(source, config)
-    head, embedding = rules[HEAD].sources, rules[EMBEDDING].sources
-    if config.tie_word_embeddings and not found.has(head):
-        rules = {name: rule for name, rule in rules.items() if name != HEAD}
-    elif config.tie_word_embeddings and not found.has(embedding):
-        rules = rules | {EMBEDDING: rules[HEAD]}
+    if config.tie_word_embeddings and HEAD in rules:
+        if not found.has(rules[HEAD].sources):
+            rules = {name: rule for name, rule in rules.items() if name != HEAD}
+        elif not found.has(rules[EMBEDDING].sources):
+            rules = rules | {EMBEDDING: rules[HEAD]}
     problems = found.problems(rules, parameter_shapes(config), family.described_by)
     if any(problems.values()):
         raise CheckpointError(_explain(source.path, family, problems))

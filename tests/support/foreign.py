@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from support import gguf_writer
+from support.tf_writer import write_bundle
 from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
 from support.torch_writer import Call, Global, torch_legacy, torch_zip
 
@@ -103,10 +104,37 @@ def gguf(folder: Path, arrays: Arrays, **keys: tuple) -> Path:
     return folder
 
 
+def tf_arrays(arrays: Arrays) -> dict[str, np.ndarray]:
+    """By the names of OpenAI's variables; matrices are (1, in, out)."""
+    kinds = {"weight": "w", "bias": "b"}
+    renamed = {}
+    for name, array in arrays.items():
+        module, kind = name.replace("h.", "h", 1).rsplit(".", 1) if name.startswith("h.") else name.rsplit(".", 1)
+        module = f"model/{module.replace('.', '/')}"
+        if "ln_" in name:
+            renamed[f"{module}/{'g' if kind == 'weight' else 'b'}"] = array
+        elif array.ndim == 2 and name.endswith(MATRICES):
+            renamed[f"{module}/w"] = array[None]
+        else:
+            renamed[module if name in ("wte.weight", "wpe.weight") else f"{module}/{kinds[kind]}"] = array
+    return renamed
+
+
+def openai_tf(folder: Path, arrays: Arrays, **hparams: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    sizes = {name: CONFIG[name] for name in ("n_embd", "n_head", "n_layer")}
+    write_json(
+        folder / "hparams.json", {"n_vocab": CONFIG["vocab_size"], "n_ctx": CONFIG["n_positions"], **sizes, **hparams}
+    )
+    write_bundle(folder / "model.ckpt", tf_arrays(arrays))
+    return folder
+
+
 WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "hugging_face": hugging_face,
     "nanogpt": nanogpt,
     "nanogpt_legacy": nanogpt_legacy,
     "mingpt": mingpt,
     "gguf": gguf,
+    "openai_tf": openai_tf,
 }

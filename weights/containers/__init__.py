@@ -13,6 +13,7 @@ from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.safetensors_file import is_safetensors, read_safetensors
 from tinygpt.weights.containers.shards import INDEX, read_shards
+from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
 from tinygpt.weights.containers.torch_file import is_torch, read_torch, read_training_checkpoint
 from tinygpt.weights.messages import listed
 
@@ -26,10 +27,11 @@ CONTAINERS: dict[str, Reader] = {
 # Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
+    (is_tf_index, read_tf_bundle),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
 )
-PATTERNS = ("*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
+PATTERNS = ("*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message
 
 
@@ -55,6 +57,8 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
             return folder / name, read
         if (folder / (name + INDEX)).exists():
             return folder / (name + INDEX), lambda index, read=read: read_shards(index, read)
+    if latest := find_tf_index(folder):
+        return latest, read_tf_bundle
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)

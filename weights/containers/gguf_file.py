@@ -15,7 +15,7 @@ import numpy as np
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.containers.ggml_blocks import BLOCKS
-from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides
+from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides, do_overlap
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.field_checks import shown
 
@@ -181,14 +181,11 @@ class _Reader:
         return tensor, range(begin, begin + count // block.values * block.bytes)
 
     def _check_places(self, lying: list[range]) -> None:
-        """All within the file, and none over another: together they would be more than the file accounts for."""
-        end = 0
-        for data in sorted(lying, key=lambda data: (data.start, data.stop)):
+        for data in lying:
             if data.stop > len(self.file):
                 raise ValueError(f"a tensor reaches to byte {data.stop} of {len(self.file)}")
-            if data.start < end and data:
-                raise ValueError("tensors are laid over one another")
-            end = max(end, data.stop)
+        if do_overlap(lying):
+            raise ValueError("tensors are laid over one another")
 
     def _string(self) -> str:
         return str(self._take(self._number("Q")), "utf-8")

@@ -2,8 +2,8 @@
 
 import mmap
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -103,6 +103,27 @@ class MappedTensor:
         stop = (self.offset + extent) // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > start:
             self.file.data.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedTensor(MappedTensor):
+    """A MappedTensor whose bytes are verified whenever it is read."""
+
+    verify: Callable[[], None] = field(compare=False)
+
+    def float32(self) -> np.ndarray:
+        self.verify()
+        return MappedTensor.float32(self)
+
+
+def do_overlap(places: Iterable[range]) -> bool:
+    """Whether any of them lies over another: together they would be more than their file accounts for."""
+    end = 0
+    for data in sorted(filter(None, places), key=lambda data: data.start):
+        if data.start < end:
+            return True
+        end = data.stop
+    return False
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

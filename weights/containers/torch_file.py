@@ -9,7 +9,7 @@ the elements.
 import io
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
-from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, element_extent
+from tinygpt.weights.containers.mapped_file import MappedFile, VerifiedTensor, element_extent
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.pickle_reader import STORAGE_DTYPES, PickleReader, Storage, StridedView, fields_of
 from tinygpt.weights.containers.read_ahead import ReadAhead
@@ -42,17 +42,6 @@ class StoredBytes:
 
     data: range
     verify: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedTensor(MappedTensor):
-    """A MappedTensor whose storage is verified whenever it is read."""
-
-    verify: Callable[[], None] = field(compare=False)
-
-    def float32(self) -> np.ndarray:
-        self.verify()
-        return MappedTensor.float32(self)
 
 
 def is_torch(peek: Peek) -> bool:

@@ -53,3 +53,7 @@ AS_IS = as_is()
 def transposed(axis: int | None = None) -> Transform:
     """Of matrices that are (out, in), as torch's Linear has them; `axis` is the parameter's."""
     return Transform(lambda shape, n: _shared(shape, axis, n)[::-1], np.transpose, axis)
+
+
+# Of matrices that were convolutions of width 1.
+WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape), lambda array: array[0])

@@ -1,0 +1,252 @@
+"""TensorFlow's bundles beside one that TensorFlow wrote, checksums, and files that are damaged."""
+
+import base64
+import hashlib
+
+import numpy as np
+import pytest
+
+from support import tf_writer
+from support.foreign import openai_tf, tf_arrays
+from support.tf_writer import field, table, write_bundle
+from support.tiny_checkpoint import random_tensors, write_json
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers import crc32c as ours
+from tinygpt.weights.containers.tf_bundle import read_tf_bundle
+from tinygpt.weights.open import open_checkpoint
+
+TENSORS = random_tensors(prefix="")
+
+# CRC-32C
+
+
+def test_the_checksum_of_the_standard():
+    assert ours.crc32c(memoryview(b"123456789")) == 0xE3069283
+
+
+def test_four_terms_are_a_multiple_of_the_polynomial():
+    powers = [ours._power_of_x(ours.WORD * power) for power in (ours.A, ours.B, ours.C, 0)]
+    assert powers[0] ^ powers[1] ^ powers[2] ^ powers[3] == 0
+
+
+@pytest.mark.parametrize("words", [0, 1, 2, 3, 2 * ours.A - 1, 2 * ours.A, 2 * ours.A + 1, ours.BLOCK + ours.A + 7])
+@pytest.mark.parametrize("more", [0, 1, 7])
+def test_the_checksum_of_every_length(words, more):
+    data = np.random.default_rng(words).integers(0, 256, 8 * words + more, np.uint8).tobytes()
+    assert ours.crc32c(memoryview(data)) == tf_writer.crc32c(data)
+
+
+def test_the_checksum_of_several_blocks_and_of_zeros():
+    for data in (bytes(8 * (3 * ours.BLOCK + 5)), b"\xff" * (8 * (2 * ours.BLOCK + ours.A))):
+        assert ours.crc32c(memoryview(data)) == tf_writer.crc32c(data)
+
+
+# A bundle that tf.compat.v1.train.Saver of TensorFlow 2.21 wrote: 2 layers, C 8, V 96, P 16.
+
+INDEX = base64.b64decode("""
+AAAGCAEaAggBABYPbW9kZWwvaDAvYXR0bi9jX2F0dG4vYggBEgQSAggYKGA1+uLlHhUBGncIARIMEgIIARICCAgSAggYIGAogAY1yymi3xAGEnByb2ov
+YggBEgQSAggIIOAGKCA1ftDR4hUBG3cIARIMEgIIARICCAgSAggIIIAHKIACNfrlPqoJBhJsbl8xL2IIARIEEgIICCCACSggNY3GzIMOARJnCAESBBIC
+CAggoAkoIDW1g2xJDAMSMi9iCAESBBICCAggwAkoIDWpwPXBDgESZwgBEgQSAggIIOAJKCA1AdmCfgkKE21scC9jX2ZjL2IIARIEEgIIICCACiiAATWV
+omYGEgEbdwgBEgwSAggBEgIICBICCCAggAsogAg1ExpbDg8GEnByb2ovYggBEgQSAggIIIATKCA1yDcYjxQBG3cIARIMEgIIARICCCASAggIIKATKIAI
+Nd7FByoHDxIxL2F0dG4vY19hdHRuL2IIARIEEgIIGCCgGyhgNVti7EEVARt3CAESDBICCAESAggIEgIIGCCAHCiABjXlZ2WIEAYScHJvai9iCAESBBIC
+CAgggCIoIDWTlif5ABYbbW9kZWwvaDEvYXR0bi9jX3Byb2ovdwgBEgwSAggBEgIICBICCAggoCIogAI1n5sYrwkGEmxuXzEvYggBEgQSAggIIKAkKCA1
+h7Qrfw4BEmcIARIEEgIICCDAJCggNWdZvg8MAxIyL2IIARIEEgIICCDgJCggNbEMqFYOARJnCAESBBICCAgggCUoIDU+kPkuCQoTbWxwL2NfZmMvYggB
+EgQSAgggIKAlKIABNaGp1t8SARt3CAESDBICCAESAggIEgIIICCgJiiACDWfeRLbDwYScHJvai9iCAESBBICCAggoC4oIDXt3qo0FAEbdwgBEgwSAggB
+EgIIIBICCAggwC4ogAg1Tp2aZgYGEmxuX2YvYggBEgQSAggIIMA2KCA174mJGgsBEmcIARIEEgIICCDgNiggNX9VbhkGAxd3cGUIARIIEgIIEBICCAgg
+gDcogAQ14uaQzAcCF3RlCAESCBICCGASAggIIIA7KIAYNQseASwAAAAAvwEAAAIAAAAAN4RKDQAAAAABAAAAAMDyobAAAQNuAMEGAAAAAAEAAAAALN6H
+18YGCNMGDwAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAABX+4CLJHVH2w==
+""")
+SHA256_OF_DATA = "3cf1748665556d2836aaffee349a083b7879bee107559f21cbf596a11c25db61"
+
+
+def their_arrays():
+    shapes = {"model/wte": (96, 8), "model/wpe": (16, 8), "model/ln_f/g": (8,), "model/ln_f/b": (8,)}
+    for i in (0, 1):
+        for name, (n_in, n_out) in {
+            "attn/c_attn": (8, 24),
+            "attn/c_proj": (8, 8),
+            "mlp/c_fc": (8, 32),
+            "mlp/c_proj": (32, 8),
+        }.items():
+            shapes |= {f"model/h{i}/{name}/w": (1, n_in, n_out), f"model/h{i}/{name}/b": (n_out,)}
+        shapes |= {f"model/h{i}/{norm}/{kind}": (8,) for norm in ("ln_1", "ln_2") for kind in "gb"}
+    arrays = {}
+    for t, name in enumerate(sorted(shapes)):
+        k = np.arange(np.prod(shapes[name]))
+        values = ((t * 7919 + k * 104729) % 2003 - 1001) / 1024
+        arrays[name] = values.astype(np.float32).reshape(shapes[name])
+    return arrays
+
+
+def test_the_bundle_that_tensorflow_wrote(tmp_path):
+    arrays = their_arrays()
+    data = b"".join(arrays[name].tobytes() for name in sorted(arrays))
+    assert hashlib.sha256(data).hexdigest() == SHA256_OF_DATA
+    (tmp_path / "model.ckpt.index").write_bytes(INDEX)
+    (tmp_path / "model.ckpt.data-00000-of-00001").write_bytes(data)
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"\n')
+    write_json(tmp_path / "hparams.json", {"n_vocab": 96, "n_ctx": 16, "n_embd": 8, "n_head": 2, "n_layer": 2})
+    tensors = read_tf_bundle(tmp_path / "model.ckpt.index").tensors
+    assert tensors.keys() == arrays.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(tensors[name].float32(), array, err_msg=name)
+    checkpoint = open_checkpoint(tmp_path)
+    np.testing.assert_array_equal(checkpoint.tensor("h.1.mlp.c_fc.weight"), arrays["model/h1/mlp/c_fc/w"][0].T)
+    assert checkpoint.tied
+
+
+def test_the_writer_of_these_tests_writes_what_tensorflow_writes(tmp_path):
+    index = write_bundle(tmp_path / "model.ckpt", their_arrays())
+    assert index.read_bytes() == INDEX
+    assert hashlib.sha256((tmp_path / "model.ckpt.data-00000-of-00001").read_bytes()).hexdigest() == SHA256_OF_DATA
+
+
+# What else bundles hold
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "uint16", "int64"])
+def test_dtypes(tmp_path, dtype):
+    values = np.arange(12).reshape(3, 4)
+    array = values.astype(dtype)
+    if dtype == "uint16":
+        array = (values.astype(np.float32).view(np.uint32) >> 16).astype(dtype)
+    tensor = read_tf_bundle(write_bundle(tmp_path / "x", {"a": array})).tensors["a"]
+    assert tensor.is_floating == (dtype != "int64")
+    if tensor.is_floating:
+        np.testing.assert_array_equal(tensor.float32(), values)
+
+
+@pytest.mark.parametrize(("num_shards", "per_block"), [(3, 10**6), (1, 2), (2, 1)])
+def test_several_data_files_and_blocks(tmp_path, num_shards, per_block):
+    write_json(tmp_path / "hparams.json", {"n_head": 2})
+    index = write_bundle(tmp_path / "x", tf_arrays(TENSORS), num_shards, per_block)
+    checkpoint = open_checkpoint(index)
+    np.testing.assert_array_equal(checkpoint.tensor("wte.weight"), TENSORS["wte.weight"])
+    np.testing.assert_array_equal(checkpoint.tensor("h.1.attn.c_proj.weight"), TENSORS["h.1.attn.c_proj.weight"].T)
+    assert len(checkpoint.files) == num_shards
+
+
+def test_the_latest_of_several_as_the_file_checkpoint_names_it(tmp_path):
+    openai_tf(tmp_path, TENSORS)
+    write_bundle(tmp_path / "model-1000", tf_arrays(TENSORS | {"ln_f.bias": np.full(8, 5, np.float32)}))
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "/another/machine/model-1000"\n')
+    assert open_checkpoint(tmp_path).tensor("ln_f.bias")[0] == 5
+    (tmp_path / "checkpoint").unlink()
+    with pytest.raises(CheckpointError, match=r"several files .*: model-1000\.index, model\.ckpt\.index"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_optimizers_variables_are_ignored_by_name(tmp_path):
+    arrays = tf_arrays(TENSORS)
+    more = {f"{name}/Adam": array for name, array in arrays.items()} | {"beta1_power": np.ones((), np.float32)}
+    more |= {"model/wte/Adam_1": arrays["model/wte"], "global_step": np.ones((), np.int64)}
+    write_json(tmp_path / "hparams.json", {"n_head": 2})
+    checkpoint = open_checkpoint(write_bundle(tmp_path / "x", arrays | more))
+    assert sorted(checkpoint.ignored) == sorted(more)
+    with pytest.raises(CheckpointError, match=r"unexpected: model/wte/Odd"):
+        open_checkpoint(write_bundle(tmp_path / "x", arrays | {"model/wte/Odd": arrays["model/wte"]}))
+
+
+def test_more_than_nine_layers_are_told_apart(tmp_path):
+    """Names are sorted by bytes: h1, h10, h11, h2."""
+    arrays = {name: array for name, array in TENSORS.items() if not name.startswith("h.")}
+    for i in range(12):
+        layer = {name: array + i for name, array in TENSORS.items() if name.startswith("h.0.")}
+        arrays |= {name.replace("h.0.", f"h.{i}."): array for name, array in layer.items()}
+    checkpoint = open_checkpoint(openai_tf(tmp_path, arrays, n_layer=12))
+    for i in range(12):
+        np.testing.assert_array_equal(checkpoint.tensor(f"h.{i}.ln_1.bias"), TENSORS["h.0.ln_1.bias"] + i)
+
+
+def test_heads_that_nothing_tells(tmp_path):
+    index = write_bundle(tmp_path / "x", tf_arrays(TENSORS))
+    with pytest.raises(CheckpointError, match="does not say how many heads"):
+        open_checkpoint(index)
+    write_json(tmp_path / "config.json", {"n_head": 2})
+    assert open_checkpoint(index).config.n_head == 2
+
+
+def test_hparams_that_are_not_those_of_the_tensors(tmp_path):
+    with pytest.raises(CheckpointError, match=r"model/wpe is \(6, 8\) and hparams\.json asks for \(7, 8\)"):
+        open_checkpoint(openai_tf(tmp_path, TENSORS, n_ctx=7))
+
+
+# Damage
+
+
+def test_every_flipped_bit_of_a_variable_is_found(tmp_path):
+    openai_tf(tmp_path, TENSORS)
+    path = tmp_path / "model.ckpt.data-00000-of-00001"
+    data = bytearray(path.read_bytes())
+    for place in np.random.default_rng(0).integers(0, len(data), 20):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << int(place) % 8
+        path.unlink()
+        path.write_bytes(damaged)
+        checkpoint = open_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match=r"model/.* does not have the checksum in the index"):
+            [checkpoint.tensor(name) for name in checkpoint.stored]
+
+
+ONES = np.ones(4, np.float32)
+ENTRY = tf_writer.entry(ONES, 0, ONES.tobytes())
+HEADER = (b"", field(1, 1))
+WHOLE = table([HEADER, (b"a", ENTRY)])
+STATISTICS, PADDING = 8 + 5, 36  # bytes
+
+
+def test_every_flipped_byte_of_an_index_is_found_or_harmless(tmp_path):
+    (tmp_path / "x.data-00000-of-00001").write_bytes(np.ones(4, np.float32).tobytes())
+    path, harmless = tmp_path / "x.index", 0
+    for place in range(len(WHOLE)):
+        path.unlink(missing_ok=True)
+        path.write_bytes(WHOLE[:place] + bytes([WHOLE[place] ^ 0x55]) + WHOLE[place + 1 :])
+        try:
+            tensors = read_tf_bundle(path).tensors
+        except CheckpointError:
+            continue
+        assert tensors["a"].float32().tolist() == [1, 1, 1, 1]
+        harmless += 1
+    # What nobody reads: the block of statistics, where it lies, and the zeros behind it.
+    assert harmless == STATISTICS + 2 + PADDING
+
+
+REFUSED = {
+    "no header": ([(b"a", ENTRY)], "has no header"),
+    "big-endian": ([(b"", field(1, 1) + field(2, 1))], "big-endian"),
+    "of the future": ([(b"", field(1, 1) + field(3, field(2, 9)))], "of version 9"),
+    "of the past": ([(b"", field(1, b"x"))], "from before 2017"),
+    "no data file": ([(b"", field(1, 0))], "0 data files"),
+    "2^40 data files": ([(b"", field(1, 2**40))], "data files"),
+    "a data file that is not there": ([HEADER, (b"a", tf_writer.entry(ONES, 0, b"1" * 16, shard=7))], "none of"),
+    "in pieces": ([HEADER, (b"a", ENTRY + field(7, b""))], "in several pieces"),
+    "another size": ([HEADER, (b"a", tf_writer.entry(ONES, 0, b"1" * 12))], "has 12 bytes"),
+    "beyond the end": ([HEADER, (b"a", tf_writer.entry(ONES, 4, b"1" * 16))], "reaches to byte 20"),
+    "an offset of 2^63": ([HEADER, (b"a", tf_writer.entry(ONES, 2**63, b"1" * 16))], "reaches to byte"),
+    "over one another": ([HEADER, (b"a", ENTRY), (b"b", ENTRY)], "laid over one another"),
+    "9 dimensions": (
+        [HEADER, (b"a", tf_writer.entry(ONES.reshape((1,) * 8 + (4,)), 0, b"1" * 16))],
+        "impossible shape",
+    ),
+    "a negative size": ([HEADER, (b"a", field(1, 1) + field(2, field(2, field(1, 2**64 - 4))))], "impossible shape"),
+    "a name that is not UTF-8": ([HEADER, (b"\xff", ENTRY)], "damaged index"),
+    "a name of 2000 bytes": ([HEADER, (b"a" * 2000, ENTRY)], "too long a key"),
+    "an entry that is no message": ([HEADER, (b"a", b"\xff\xff")], "has no end"),
+    "a shape that is a number": ([HEADER, (b"a", field(2, 5))], "a number stands"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_index_that_is_damaged_or_not_implemented(tmp_path, case):
+    records, sentence = REFUSED[case]
+    (tmp_path / "x.data-00000-of-00001").write_bytes(ONES.tobytes())
+    (tmp_path / "x.index").write_bytes(table(records))
+    with pytest.raises(CheckpointError, match=sentence) as error:
+        read_tf_bundle(tmp_path / "x.index")
+    assert str(tmp_path / "x") in str(error.value)
+
+
+def test_variables_of_tensorflow_2s_objects_are_refused_by_name(tmp_path):
+    arrays = {f"{name}/.ATTRIBUTES/VARIABLE_VALUE": array for name, array in tf_arrays(TENSORS).items()}
+    with pytest.raises(CheckpointError, match="objects of TensorFlow 2"):
+        open_checkpoint(write_bundle(tmp_path / "x", arrays))
