@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from support import gguf_writer
+from support.megatron_writer import megatron, nemo
 from support.tf_writer import write_bundle
 from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
 from support.torch_writer import Call, Global, torch_legacy, torch_zip
@@ -137,4 +138,6 @@ WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "mingpt": mingpt,
     "gguf": gguf,
     "openai_tf": openai_tf,
+    "megatron": megatron,
+    "nemo": nemo,
 }

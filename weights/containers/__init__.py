@@ -11,6 +11,16 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
 from tinygpt.weights.containers.peek import Peek
+from tinygpt.weights.containers.ranks import (
+    find_megatron,
+    find_nemo,
+    is_gzip,
+    is_tar,
+    read_gzip,
+    read_megatron,
+    read_nemo,
+    read_unpacked_nemo,
+)
 from tinygpt.weights.containers.safetensors_file import is_safetensors, read_safetensors
 from tinygpt.weights.containers.shards import INDEX, read_shards
 from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
@@ -28,10 +38,18 @@ CONTAINERS: dict[str, Reader] = {
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
     (is_tf_index, read_tf_bundle),
+    (is_tar, read_nemo),
+    (is_gzip, read_gzip),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
 )
-PATTERNS = ("*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
+# Files that belong together, by what finds in a folder the one to begin with, or the folder itself.
+FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
+    (find_tf_index, read_tf_bundle),
+    (find_megatron, read_megatron),
+    (find_nemo, read_unpacked_nemo),
+)
+PATTERNS = ("*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message
 
 
@@ -57,8 +75,9 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
             return folder / name, read
         if (folder / (name + INDEX)).exists():
             return folder / (name + INDEX), lambda index, read=read: read_shards(index, read)
-    if latest := find_tf_index(folder):
-        return latest, read_tf_bundle
+    for find, read in FOLDERS:
+        if found := find(folder):
+            return found, read
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)

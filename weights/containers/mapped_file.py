@@ -32,16 +32,22 @@ class MappedFile:
 
     The file is opened once; `check`, which may raise, is called with it after it is mapped. Raises CheckpointError when
     the file cannot be opened, is not regular, is empty, or is a Git LFS pointer.
+
+    part: the bytes to map, where a file lies in an archive. They begin at `begin` of the mapping, which begins with a
+    page.
     """
 
-    def __init__(self, path: Path, check: Callable[[BinaryIO], None] = lambda file: None):
+    def __init__(self, path: Path, check: Callable[[BinaryIO], None] = lambda file: None, part: range | None = None):
         self.path = path
+        first = part.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY if part else 0
+        self.begin = part.start - first if part else 0
         try:
             with open_regular(path) as file:
-                if not os.fstat(file.fileno()).st_size:
+                if not os.fstat(file.fileno()).st_size or part == range(0):
                     raise CheckpointError(f"{path} is empty: download it again.")
                 # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
-                self.data = Mapping(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                size = part.stop - first if part else 0
+                self.data = Mapping(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
                 self._refuse_pointer()
                 check(file)
         except OSError as error:

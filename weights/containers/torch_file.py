@@ -56,12 +56,12 @@ def read_torch(path: Path) -> Container:
     return _container(file, format, structure, {}, storages)
 
 
-def read_training_checkpoint(path: Path) -> Container:
+def read_training_checkpoint(path: Path, part: range | None = None) -> Container:
     """The tensors of nested dictionaries, their keys joined by dots; the metadata is what stands at the top.
 
-    Objects of other kinds are Stubs there. Raises CheckpointError when the file is damaged.
+    Objects of other kinds are Stubs there. part: as MappedFile has it. Raises CheckpointError when the file is damaged.
     """
-    file, format, structure, storages = _open(path, has_stubs=True)
+    file, format, structure, storages = _open(path, has_stubs=True, part=part)
     if not isinstance(structure, dict):
         raise CheckpointError(f"{path} holds a {type(structure).__name__} and must hold a state dict.")
     tensors: dict[str, StridedView] = {}
@@ -72,10 +72,12 @@ def read_training_checkpoint(path: Path) -> Container:
     return _container(file, format, tensors, fields_of(structure), storages)
 
 
-def _open(path: Path, has_stubs: bool) -> tuple[MappedFile, str, Any, dict[str, StoredBytes]]:
+def _open(
+    path: Path, has_stubs: bool, part: range | None = None
+) -> tuple[MappedFile, str, Any, dict[str, StoredBytes]]:
     """The file, the name of its form, the structure in it, and where each storage lies."""
-    file = MappedFile(path)
-    is_zip = file.data[:4] == ZIP
+    file = MappedFile(path, part=part)
+    is_zip = file.data[file.begin : file.begin + 4] == ZIP
     return file, "torch zip" if is_zip else "torch legacy", *(_read_zip if is_zip else _read_legacy)(file, has_stubs)
 
 
@@ -161,9 +163,13 @@ def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, StoredB
 
 def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, StoredBytes]]:
     """The structure, and where each storage lies. The form has no checksums."""
-    file.data.seek(0)
+    file.data.seek(file.begin)
     reader = PickleReader(file.data, file.path, has_stubs)
-    if file.data[:2] != PICKLE or reader.read() != MAGIC_NUMBER or reader.read() != PROTOCOL_VERSION:
+    if (
+        file.data[file.begin : file.begin + 2] != PICKLE
+        or reader.read() != MAGIC_NUMBER
+        or reader.read() != PROTOCOL_VERSION
+    ):
         raise CheckpointError(
             f"{file.path} does not begin as torch.save's files do: download it again, or convert it to safetensors."
         )

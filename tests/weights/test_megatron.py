@@ -1,0 +1,228 @@
+"""Megatron-LM's and NeMo's checkpoints: every version, however many GPUs it was cut for, is one model to the bit."""
+
+import numpy as np
+import pytest
+
+from support.megatron_writer import Form, megatron, nemo, nemo_members, ordered, rank_file, tar_bytes
+from support.tiny_checkpoint import write_json
+from support.torch_writer import torch_legacy, torch_zip
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.execution.model_source import load_tokenizer
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
+from tinygpt.weights.random_checkpoint import RandomTensor
+
+# Divisible by 2 and by 3, by which GPUs share it, and with as many layers as stages of a pipeline need.
+CONFIG = ModelConfig(vocab_size=18, n_positions=5, n_embd=24, n_head=6, n_layer=4, n_inner=36)
+ARRAYS = {name: RandomTensor(name, shape).float32() for name, shape in parameter_shapes(CONFIG).items() if name != HEAD}
+ERAS = {
+    "2020": {"layers": "language_model.transformer", "attention": "attention"},
+    "2021": {"layers": "language_model.encoder", "attention": "self_attention"},
+    "mixed": {"layers": "language_model.encoder", "attention": "attention"},
+    "core": {"core": "local"},
+    "core fused": {"core": "fused"},
+}
+
+
+def form(**fields):
+    return Form(heads=6, **fields)
+
+
+def assert_same_bits(checkpoint, arrays=ARRAYS):
+    for name, array in arrays.items():
+        expected = array.T if is_transposed(name) else array
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
+    np.testing.assert_array_equal(checkpoint.tensor(HEAD), arrays["wte.weight"])
+    assert checkpoint.tied
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("era", ["2020", "2021", "mixed"])
+def test_every_version_cut_for_any_number_of_gpus(tmp_path, version, tp, pp, era):
+    checkpoint = open_checkpoint(megatron(tmp_path, ARRAYS, form(version=version, tp=tp, pp=pp, **ERAS[era])))
+    assert_same_bits(checkpoint)
+    sizes = ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner")
+    assert all(getattr(checkpoint.config, name) == getattr(CONFIG, name) for name in sizes)
+    assert f"checkpoint_version {version}:" in checkpoint.quirks[0]
+    assert not list(tmp_path.rglob("witness"))
+
+
+@pytest.mark.parametrize("era", ["core", "core fused"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 2)])
+def test_megatron_cores_names(tmp_path, era, tp, pp):
+    assert_same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=tp, pp=pp, **ERAS[era]))))
+
+
+@pytest.mark.parametrize("era", ["2021", "core"])
+def test_stages_that_alternate(tmp_path, era):
+    assert_same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=2, pp=2, vpp=2, **ERAS[era]))))
+
+
+def migrated(rows, version, heads):
+    """Megatron-LM's own way from older versions to the second, on one GPU (fix_query_key_value_ordering)."""
+    head_size = rows.shape[0] // 3 // heads
+    if version == 0:
+        return rows.reshape(3, heads, head_size, -1).swapaxes(0, 1).reshape(rows.shape)
+    return rows.reshape(heads, head_size, 3, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_the_writer_of_these_tests_orders_rows_as_megatron_does(version):
+    rows = np.random.default_rng(0).standard_normal((72, 24))
+    old, new = (ordered(rows, form(version=v)).reshape(rows.shape) for v in (version, 2))
+    np.testing.assert_array_equal(migrated(old, version, 6), new)
+
+
+def test_a_file_alone_of_the_old_form_without_arguments(tmp_path):
+    """As NVIDIA published its 345M: no settings, no version, from before torch 1.6."""
+    state = rank_file(ARRAYS, form(version=0, **ERAS["2020"]))
+    del state["args"]
+    (tmp_path / "model_optim_rng.pt").write_bytes(torch_legacy(state))
+    with pytest.raises(CheckpointError, match="does not say how many heads"):
+        open_checkpoint(tmp_path)
+    write_json(tmp_path / "config.json", {"n_head": 6})
+    checkpoint = open_checkpoint(tmp_path / "model_optim_rng.pt")
+    assert_same_bits(checkpoint)
+    assert (checkpoint.config.activation, checkpoint.config.layer_norm_epsilon) == ("gelu_tanh", 1e-5)
+
+
+def test_the_folder_of_an_iteration_or_of_a_rank(tmp_path):
+    megatron(tmp_path, ARRAYS, form())
+    assert_same_bits(open_checkpoint(tmp_path / "iter_0000007"))
+    assert_same_bits(open_checkpoint(tmp_path / "iter_0000007" / "mp_rank_00"))
+
+
+@pytest.mark.parametrize("place", ["", "mp_rank_01", "mp_rank_01/model_optim_rng.pt"])
+def test_a_rank_alone_or_one_that_is_lost(tmp_path, place):
+    ranks = megatron(tmp_path, ARRAYS, form(tp=2)) / "iter_0000007"
+    (ranks / "mp_rank_00").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="holds 1 parts of a model that was trained in 2 x 1"):
+        open_checkpoint(ranks / place)
+
+
+def test_models_trained_without_biases(tmp_path):
+    arrays = {n: a for n, a in ARRAYS.items() if not n.endswith(".bias") or "ln_" in n}
+    checkpoint = open_checkpoint(megatron(tmp_path, arrays, form()))
+    assert not checkpoint.tensor("h.1.mlp.c_fc.bias").any()
+    assert any("which the files leave out" in quirk for quirk in checkpoint.quirks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "activation"),
+    [
+        ({}, "gelu_tanh"),
+        ({"bias_gelu_fusion": False}, "gelu"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_tanh"),
+    ],
+)
+def test_the_activation_that_settings_decide(tmp_path, settings, activation):
+    assert open_checkpoint(megatron(tmp_path, ARRAYS, form(), **settings)).config.activation == activation
+
+
+REFUSED = {
+    "swiglu": True,
+    "squared_relu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "apply_residual_connection_post_layernorm": True,
+    "num_experts": 8,
+    "qk_layernorm": True,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_change_the_arithmetic_are_refused_by_name(tmp_path, name):
+    with pytest.raises(CheckpointError, match=f"{name} is {REFUSED[name]!r}"):
+        open_checkpoint(megatron(tmp_path, ARRAYS, form(), **{name: REFUSED[name]}))
+
+
+def test_a_version_that_is_not_known(tmp_path):
+    state = rank_file(ARRAYS, form()) | {"checkpoint_version": 4.0}
+    (tmp_path / "model_optim_rng.pt").write_bytes(torch_zip(state))
+    with pytest.raises(CheckpointError, match=r"checkpoint_version 4\.0"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("iteration", ["../x", "iter_1/../..", "", "9" * 5000, "12"])
+def test_a_tracker_that_names_no_folder_beside_it(tmp_path, iteration):
+    megatron(tmp_path, ARRAYS, form())
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(iteration)
+    with pytest.raises(CheckpointError, match="names no folder beside it"):
+        open_checkpoint(tmp_path)
+
+
+# NeMo
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("prefix", ["model.", "model.module.", "state_dict.model."])
+def test_an_archive_and_what_it_was_unpacked_into(tmp_path, tp, pp, prefix):
+    path = nemo(tmp_path / "packed", ARRAYS, form(tp=tp, pp=pp), prefix=prefix)
+    assert_same_bits(open_checkpoint(path))
+    for name, data in nemo_members(ARRAYS, form(tp=tp, pp=pp), prefix=prefix).items():
+        place = tmp_path / "unpacked" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+    assert_same_bits(open_checkpoint(tmp_path / "unpacked"))
+
+
+def test_its_tokenizer_and_its_settings(tmp_path):
+    checkpoint = open_checkpoint(nemo(tmp_path, ARRAYS, form()))
+    tokenizer = load_tokenizer(checkpoint)
+    assert tokenizer.encode("abb<|endoftext|>") == [2, 1, 3]
+    assert tokenizer.special_ids == {3}
+    assert (checkpoint.container, checkpoint.config.layer_norm_epsilon) == ("NeMo", 1e-5)
+
+
+ARCHIVES = {
+    "no settings": ({"./model_config.yaml": None}, "is not NeMo's"),
+    "no weights": ({"./model_weights.ckpt": None}, "holds no model_weights"),
+    "distributed": ({"./model_weights/common.pt": b"x"}, "distributed format"),
+    "settings that are no YAML": ({"./model_config.yaml": b"a: [1"}, "not valid YAML"),
+    "settings that are a list": ({"./model_config.yaml": b"- 1"}, "must hold a mapping"),
+    "settings with aliases": ({"./model_config.yaml": b"a: &x [1, 2]\nb: [*x, *x]"}, "has aliases"),
+    "settings that are deep": ({"./model_config.yaml": b"[" * 5000}, "not valid YAML"),
+    "a setting of another type": ({"./model_config.yaml": b"num_attention_heads: [1]"}, "n_head is \\[1\\]"),
+    "an object in YAML": ({"./model_config.yaml": b"a: !!python/object/apply:os.system [ls]"}, "not valid YAML"),
+    "damaged weights": ({"./model_weights.ckpt": b"PK\3\4" + b"x" * 500}, "damaged"),
+    "swiglu": ({"./model_config.yaml": b"activation: swiglu"}, "activation is 'swiglu'"),
+}
+
+
+@pytest.mark.parametrize("case", ARCHIVES)
+def test_archives_that_are_refused(tmp_path, case):
+    changes, sentence = ARCHIVES[case]
+    members = nemo_members(ARRAYS, form()) | changes
+    path = tmp_path / "x.nemo"
+    path.write_bytes(tar_bytes({name: data for name, data in members.items() if data is not None}))
+    with pytest.raises(CheckpointError, match=sentence):
+        open_checkpoint(path)
+
+
+def test_a_compressed_archive_and_a_damaged_one(tmp_path):
+    path = tmp_path / "x.nemo"
+    path.write_bytes(tar_bytes(nemo_members(ARRAYS, form()), "w:gz"))
+    with pytest.raises(CheckpointError, match="unpack it"):
+        open_checkpoint(path)
+    path.unlink()
+    path.write_bytes(tar_bytes(nemo_members(ARRAYS, form()))[:3000])
+    with pytest.raises(CheckpointError):
+        open_checkpoint(path)
+
+
+def test_an_archive_with_a_link(tmp_path):
+    import io
+    import tarfile
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:") as archive:
+        link = tarfile.TarInfo("./model_weights.ckpt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    (tmp_path / "x.nemo").write_bytes(buffer.getvalue())
+    with pytest.raises(CheckpointError, match="is a link"):
+        open_checkpoint(tmp_path / "x.nemo")
