@@ -131,6 +131,64 @@ def openai_tf(folder: Path, arrays: Arrays, **hparams: object) -> Path:
     return folder
 
 
+def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
+    """By the names of FasterTransformer's files; every matrix is (in, out)."""
+    modules = {"ln_1": "input_layernorm", "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.dense"}
+    modules |= {"ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h", "mlp.c_proj": "mlp.dense_4h_to_h"}
+    top = {"wte.weight": "wte", "wpe.weight": "wpe", "ln_f.weight": "final_layernorm.weight"}
+    top |= {"ln_f.bias": "final_layernorm.bias", "lm_head.weight": "lm_head.weight"}
+    axes = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
+    files = {}
+    for name, array in arrays.items():
+        if name in top:
+            files[f"model.{top[name]}.bin"] = array
+            continue
+        _, layer, rest = name.split(".", 2)
+        module, kind = rest.rsplit(".", 1)
+        stem = f"model.layers.{layer}.{modules[module]}.{kind}"
+        if module == "attn.c_attn":
+            thirds = array.reshape(*array.shape[:-1], 3, -1)
+            parts = np.array_split(thirds, gpus, axis=-1)
+        elif rest in axes:
+            parts = np.array_split(array, gpus, axis=axes[rest])
+        else:
+            files[f"{stem}.bin"] = array
+            continue
+        files |= {f"{stem}.{gpu}.bin": np.ascontiguousarray(part) for gpu, part in enumerate(parts)}
+    return files
+
+
+def ft_config(**settings: object) -> str:
+    values = {
+        "model_name": "gpt",
+        "head_num": CONFIG["n_head"],
+        "size_per_head": CONFIG["n_embd"] // CONFIG["n_head"],
+        "inter_size": 4 * CONFIG["n_embd"],  # which is not true of this model, and of many that it was written for
+        "num_layer": CONFIG["n_layer"],
+        "max_pos_seq_len": CONFIG["n_positions"],
+        "vocab_size": CONFIG["vocab_size"],
+        "layernorm_eps": 1e-5,
+        "layernorm_type": "pre_layernorm",
+        "activation_type": "Gelu",
+        "has_positional_encoding": 1,
+        "has_post_decoder_layernorm": True,
+        "weight_data_type": "fp32",
+        "tensor_para_size": 1,
+        "start_id": 1,
+        "end_id": 2,
+        **settings,
+    }
+    return "\n".join(["[gpt]", *(f"{name} = {value}" for name, value in values.items())])
+
+
+def fastertransformer(folder: Path, arrays: Arrays, gpus: int = 1, **settings: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, array in ft_files(arrays, gpus).items():
+        (folder / name).write_bytes(array.tobytes())
+    (folder / "config.ini").write_text(ft_config(tensor_para_size=gpus, **settings))
+    return folder
+
+
 WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "hugging_face": hugging_face,
     "nanogpt": nanogpt,
@@ -140,4 +198,5 @@ WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "openai_tf": openai_tf,
     "megatron": megatron,
     "nemo": nemo,
+    "fastertransformer": fastertransformer,
 }

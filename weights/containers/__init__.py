@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
+from tinygpt.weights.containers.ft_folder import find_ft_folder, read_ft_folder
 from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.ranks import (
@@ -48,6 +49,7 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
     (find_megatron, read_megatron),
     (find_nemo, read_unpacked_nemo),
+    (find_ft_folder, read_ft_folder),
 )
 PATTERNS = ("*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message

@@ -5,13 +5,14 @@ import the model's config, the errors, and weights' containers, parameters, tens
 """
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families import gguf, hugging_face, megatron, nanogpt, openai_tf
+from tinygpt.weights.families import fastertransformer, gguf, hugging_face, megatron, nanogpt, openai_tf
 from tinygpt.weights.families.family import Family, Source
 
 # The first that recognises a source has it. Hugging Face's is last: it goes by config.json, which may lie anywhere.
 FAMILIES: tuple[Family, ...] = (
     gguf.FAMILY,
     openai_tf.FAMILY,
+    fastertransformer.FAMILY,
     megatron.FAMILY,
     nanogpt.NANOGPT,
     nanogpt.MINGPT,

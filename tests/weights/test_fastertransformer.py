@@ -1,0 +1,173 @@
+"""FasterTransformer's folders, and what its converters have got wrong: each is right here."""
+
+import numpy as np
+import pytest
+
+from support.foreign import fastertransformer
+from support.megatron_writer import Form, megatron, rank_file
+from support.tiny_checkpoint import random_tensors, write_checkpoint
+from support.torch_writer import torch_zip
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import HEAD, is_transposed
+
+TENSORS = random_tensors(prefix="")
+
+
+def assert_same_bits(checkpoint):
+    for name, array in TENSORS.items():
+        expected = array.T if is_transposed(name) else array
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_folder_for_any_number_of_gpus(tmp_path, gpus):
+    checkpoint = open_checkpoint(fastertransformer(tmp_path, TENSORS, gpus))
+    assert_same_bits(checkpoint)
+    config = checkpoint.config
+    assert (config.bos_token_id, config.eos_token_ids, config.activation) == (1, (2,), "gelu_tanh")
+    assert checkpoint.tied
+
+
+def test_a_head_of_its_own_and_copies_for_int8(tmp_path):
+    fastertransformer(tmp_path, TENSORS | {HEAD: TENSORS["wte.weight"] + 1})
+    for name in ("weight.int8.0", "scale", "scale_inter", "scale_out"):
+        (tmp_path / f"model.layers.0.attention.dense.{name}.bin").write_bytes(b"\0" * 64)
+    checkpoint = open_checkpoint(tmp_path)
+    np.testing.assert_array_equal(checkpoint.tensor(HEAD), TENSORS["wte.weight"] + 1)
+    assert len(checkpoint.ignored) == 4
+
+
+def test_halves(tmp_path):
+    halves = {name: array.astype(np.float16) for name, array in TENSORS.items()}
+    checkpoint = open_checkpoint(fastertransformer(tmp_path, halves, weight_data_type="fp16"))
+    np.testing.assert_array_equal(checkpoint.tensor("ln_f.bias"), halves["ln_f.bias"].astype(np.float32))
+
+
+SETTINGS = {
+    "layernorm_type": "post_layernorm",
+    "has_positional_encoding": "False",
+    "has_pre_decoder_layernorm": "True",
+    "has_post_decoder_layernorm": "False",
+    "use_attention_linear_bias": "True",
+    "gpt_with_moe": "1",
+    "activation_type": "Swiglu",
+    "head_num": "0",
+    "size_per_head": "x",
+    "weight_data_type": "fp8",
+    "num_layer": "10000000",
+    "layernorm_eps": "nan",
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_are_impossible_or_not_implemented_are_named(tmp_path, name):
+    named = {"activation_type": "activation_function", "num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon"}
+    with pytest.raises(CheckpointError, match=named.get(name, name)):
+        open_checkpoint(fastertransformer(tmp_path, TENSORS, **{name: SETTINGS[name]}))
+
+
+@pytest.mark.parametrize("text", ["", "head_num = 1", "[gpt]\n[gpt]", "[gpt\n", "[gpt]\nhead_num = 2\nhead_num = 3"])
+def test_a_config_ini_that_is_damaged(tmp_path, text):
+    fastertransformer(tmp_path, TENSORS)
+    (tmp_path / "config.ini").write_text(text)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(tmp_path)
+
+
+def test_files_that_are_cut_lost_or_too_many(tmp_path):
+    path = fastertransformer(tmp_path, TENSORS) / "model.layers.0.attention.dense.weight.0.bin"
+    whole = path.read_bytes()
+    for data, sentence in (
+        (whole[:-1], "no whole float32"),
+        (whole[:-4], r"is \(63,\) and config\.ini asks for \(64,\)"),
+    ):
+        path.unlink()
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=sentence):
+            open_checkpoint(tmp_path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.0\.attention\.dense\.weight"):
+        open_checkpoint(tmp_path)
+    path.write_bytes(whole)
+    (tmp_path / "model.odd.bin").write_bytes(b"1234")
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.odd"):
+        open_checkpoint(tmp_path)
+
+
+# Where its converters (examples/pytorch/gpt/utils) go wrong, in silence or by an error.
+
+
+def open_megatron(folder, **fields):
+    settings = fields.pop("settings", {})
+    return open_checkpoint(megatron(folder, TENSORS, Form(**fields), **settings))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_1_versions_1_and_2_of_megatron_are_brought_into_order(tmp_path, version):
+    """It does so with version 3 alone."""
+    assert_same_bits(open_megatron(tmp_path, version=version))
+
+
+def test_2_arguments_without_a_version(tmp_path):
+    """It asks for the version wherever there are arguments, which the first release wrote without."""
+    assert_same_bits(open_megatron(tmp_path, version=0))
+
+
+def test_3_layers_that_are_called_transformer(tmp_path):
+    """It looks for `encoder` wherever there are arguments."""
+    assert_same_bits(open_megatron(tmp_path, layers="language_model.transformer", attention="attention"))
+
+
+def test_4_the_epsilon_of_version_0_is_what_the_model_was_trained_with(tmp_path):
+    """It writes 1e-6."""
+    assert open_megatron(tmp_path, version=0).config.layer_norm_epsilon == 1e-5
+
+
+def test_5_the_activation_is_the_one_of_the_arguments(tmp_path):
+    """It takes gelu by tanh whatever they say."""
+    assert open_megatron(tmp_path, settings={"bias_gelu_fusion": False}).config.activation == "gelu"
+
+
+def test_6_version_0_in_a_pipeline(tmp_path):
+    """It refuses that."""
+    assert_same_bits(open_megatron(tmp_path, version=0, pp=2))
+
+
+def test_7_heads_that_are_not_tied(tmp_path):
+    """It drops them, of Megatron's checkpoints as of Hugging Face's, which it loads without their heads."""
+    state = rank_file(TENSORS, Form(), untie_embeddings_and_output_weights=True)
+    state["model"]["language_model.output_layer.weight"] = TENSORS["wte.weight"] + 1
+    (tmp_path / "model_optim_rng.pt").write_bytes(torch_zip(state))
+    for checkpoint in (
+        open_checkpoint(tmp_path),
+        open_checkpoint(
+            write_checkpoint(
+                tmp_path / "hf",
+                {f"transformer.{n}": a for n, a in TENSORS.items()} | {HEAD: TENSORS["wte.weight"] + 1},
+                tie_word_embeddings=False,
+            )
+        ),
+    ):
+        np.testing.assert_array_equal(checkpoint.tensor(HEAD), TENSORS["wte.weight"] + 1)
+        assert not checkpoint.tied
+
+
+def test_8_the_width_of_the_mlp_is_that_of_its_matrices(tmp_path):
+    """It writes 4 * n_embd, whatever the model has."""
+    checkpoint = open_checkpoint(fastertransformer(tmp_path, TENSORS))
+    assert checkpoint.config.inner_size == 20
+    assert checkpoint.quirks == ("inter_size is 32 in config.ini and 20 in the files",)
+
+
+def test_9_hugging_faces_activation_is_kept(tmp_path):
+    """It ignores the field."""
+    folder = write_checkpoint(tmp_path, activation_function="relu")
+    assert open_checkpoint(folder).config.activation == "relu"
+
+
+def test_10_a_last_layer_norm_is_not_lost(tmp_path):
+    """Its C++ turns that off for a name of a model, against its own guide: here the model says it, or is refused."""
+    fastertransformer(tmp_path, TENSORS, has_post_decoder_layernorm=False)
+    with pytest.raises(CheckpointError, match="has_post_decoder_layernorm is 'False'"):
+        open_checkpoint(tmp_path)

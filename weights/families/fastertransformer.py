@@ -1,0 +1,172 @@
+"""GPT as FasterTransformer's converters write it: Megatron's names, every matrix (in, out), in files without shapes."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
+from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.transforms import Shape, Transform
+from tinygpt.weights.field_checks import shown
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
+
+_TOP = {EMBEDDING: "model.wte", POSITIONS: "model.wpe", HEAD: "model.lm_head.weight"}
+_TOP |= {"ln_f.weight": "model.final_layernorm.weight", "ln_f.bias": "model.final_layernorm.bias"}
+_MODULES = {
+    "ln_1": "input_layernorm",
+    "attn.c_attn": "attention.query_key_value",
+    "attn.c_proj": "attention.dense",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.dense_h_to_4h",
+    "mlp.c_proj": "mlp.dense_4h_to_h",
+}
+# Along which axis of the parameter GPUs share it; of queries, keys and values, each has its heads of all three.
+_AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
+_GPU = re.compile(r"(.+)\.(\d{1,4})")
+_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu"}  # its own gelu is by tanh
+# Settings that change the arithmetic, and what they are in GPT-2.
+_PLAIN = {
+    "layernorm_type": "pre_layernorm",
+    "has_positional_encoding": "true",
+    "has_pre_decoder_layernorm": "false",
+    "has_post_decoder_layernorm": "true",
+    "use_attention_linear_bias": "false",
+    "has_adapters": "false",
+    "gpt_with_moe": "0",
+}
+
+
+def _detect(source: Source) -> bool:
+    return _TOP[EMBEDDING] in source.container.tensors and any(
+        isinstance(section, dict) and "head_num" in section for section in source.container.metadata.values()
+    )
+
+
+def _settings(source: Source) -> dict[str, str]:
+    """Of the model's own section, whatever that is called, and of the one on its structure."""
+    sections = source.container.metadata
+    own = next(section for section in sections.values() if "head_num" in section)
+    return {**sections.get("structure", {}), **own}
+
+
+def _place(source: Source) -> Iterable[Placed]:
+    for name, tensor in source.container.tensors.items():
+        found = _GPU.fullmatch(name)
+        yield Placed(found[1] if found else name, name, tensor, int(found[2]) if found else 0)
+
+
+def _parts(source: Source) -> int:
+    return 1 + max((one.part for one in _place(source)), default=0)
+
+
+def _is_ignored(name: str) -> bool:
+    """Copies for int8, beside the weights themselves."""
+    return ".int8" in name or name.endswith((".scale", ".scale_inter", ".scale_out"))
+
+
+def _config(source: Source) -> ModelConfig:
+    settings = _settings(source)
+    _check(source, settings)
+    heads, head_size = _number(settings.get("head_num")), _number(settings.get("size_per_head"))
+    if not all(isinstance(size, int) and 0 < size < 2**31 for size in (heads, head_size)):
+        raise CheckpointError(
+            f"{source.path}: head_num is {shown(heads)} and size_per_head {shown(head_size)}; both must be whole "
+            "numbers from 1 up. Correct config.ini."
+        )
+    C, placed = heads * head_size, list(_place(source))
+    shapes = Shapes(source, {one.name: one.tensor.shape for one in placed if one.part == 0})
+    V = shapes.size(_TOP[EMBEDDING], 0) // C
+    values = {
+        **ends_of(V),
+        "activation_function": "gelu_new",
+        **from_config_json(source),
+        **{ours: _number(settings[theirs]) for theirs, ours in _SETTINGS.items() if theirs in settings},
+        "vocab_size": V,
+        "n_positions": shapes.size(_TOP[POSITIONS], 0) // C,
+        "n_embd": C,
+        "n_head": heads,
+        "n_inner": shapes.size("model.layers.0.mlp.dense_h_to_4h.bias", 0) * _parts(source),
+        "tie_word_embeddings": not any(one.name == _TOP[HEAD] for one in placed),
+    }
+    if "activation_type" in settings:
+        values["activation_function"] = _ACTIVATIONS.get(
+            settings["activation_type"].lower(), settings["activation_type"]
+        )
+    return checked_config(values, described_by="config.ini")
+
+
+_SETTINGS = {"num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon", "start_id": "bos_token_id"}
+_SETTINGS |= {"end_id": "eos_token_id"}
+
+
+def _check(source: Source, settings: Mapping[str, str]) -> None:
+    wrong = [
+        f"{name} is {shown(settings[name])}"
+        for name, plain in _PLAIN.items()
+        if settings.get(name, plain).lower() not in (plain, {"true": "1", "false": "0"}.get(plain))
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{source.path} is no plain GPT-2, and what it is is not implemented: {'; '.join(wrong)}."
+        )
+
+
+def _number(text: str | None) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except (TypeError, ValueError):
+            continue
+    return text
+
+
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    return {
+        name: Rule((_file_name(name),), _transform(name, shape, _parts(source)))
+        for name, shape in parameter_shapes(config).items()
+        if name != HEAD or not config.tie_word_embeddings
+    }
+
+
+def _file_name(parameter: str) -> str:
+    if parameter in _TOP:
+        return _TOP[parameter]
+    layer, module, kind = re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", parameter).groups()
+    return f"model.layers.{layer}.{_MODULES[module]}.{kind}"
+
+
+def _transform(parameter: str, shape: Shape, n: int) -> Transform:
+    """Files have no shapes: a part gets its own first."""
+    kind = parameter.partition(".")[2].partition(".")[2]
+    if kind.startswith("attn.c_attn."):  # (..., 3, C of the part)
+        part = (*shape[:-1], 3, shape[-1] // 3 // n)
+        return _numbers(part, len(part) - 1, lambda array: array.reshape(shape))
+    axis = _AXES.get(kind)
+    part = shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+    return _numbers(part, axis, None)
+
+
+def _numbers(part: Shape, axis: int | None, of_whole: Any) -> Transform:
+    return Transform(lambda shape, n: (math.prod(part),), lambda array: array.reshape(part), axis, of_whole)
+
+
+def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    said = _number(_settings(source).get("inter_size"))
+    return [f"inter_size is {said} in config.ini and {config.n_inner} in the files"] if said != config.n_inner else []
+
+
+FAMILY = Family(
+    name="GPT of FasterTransformer",
+    described_by="config.ini",
+    detect=_detect,
+    config=_config,
+    rules=_rules,
+    place=_place,
+    is_ignored=_is_ignored,
+    parts=_parts,
+    quirks=_quirks,
+)
