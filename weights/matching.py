@@ -145,6 +145,7 @@ def _explain(path: Path, family: Family, problems: dict[str, list[tuple[str, str
         [
             f"{path} does not hold the {family.name} that its {family.described_by} describes.",
             *lines,
+            *[family.advice] * bool(family.advice),
             "Download the checkpoint again, all of it from one place; if its parts belong together, the model is not a "
             f"plain {family.name} and cannot be loaded.",
         ]

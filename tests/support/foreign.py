@@ -3,12 +3,12 @@
 Each is given the parameters in Hugging Face's names and layout, writes them into a folder, and returns what to open.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from support import gguf_writer
+from support import gguf_writer, onnx_writer
 from support.megatron_writer import megatron, nemo
 from support.tf_writer import write_bundle
 from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
@@ -189,6 +189,49 @@ def fastertransformer(folder: Path, arrays: Arrays, gpus: int = 1, **settings: o
     return folder
 
 
+def onnx_tensors(arrays: Arrays, prefix: str = "transformer.", head: str = "onnx::MatMul_523") -> dict[str, np.ndarray]:
+    """As torch exports them: a tied head is a copy without a name, transposed."""
+    tensors = {prefix + name: array for name, array in arrays.items() if name != "lm_head.weight"}
+    return tensors | {head: np.ascontiguousarray(arrays.get("lm_head.weight", arrays["wte.weight"]).T)}
+
+
+def onnx_nodes(names: Iterable[str], activation: str = "Tanh", **attributes: object) -> list[bytes]:
+    """Some of what would compute with the tensors."""
+    nodes = [onnx_writer.node("LayerNormalization", ["x", "w", "b"], ["n"], epsilon=1e-5)]
+    for name in names:
+        is_head = "MatMul" in name or name.endswith("lm_head.weight")
+        if name.endswith(MATRICES) or is_head:
+            kind = "MatMul" if is_head else "Gemm"
+            nodes.append(onnx_writer.node(kind, ["x", name], [f"{name} product"], **({} if is_head else attributes)))
+    return [*nodes, onnx_writer.node(activation, ["x"], ["y"])]
+
+
+PAST = {"input_ids": ("batch", "length"), "past_key_values.0.key": ("batch", CONFIG["n_head"], "past", 4)}
+
+
+def onnx(folder: Path, arrays: Arrays) -> Path:
+    folder.mkdir(exist_ok=True)
+    tensors = onnx_tensors(arrays)
+    written = [onnx_writer.tensor(name, array) for name, array in tensors.items()]
+    written.append(onnx_writer.tensor("/transformer/Constant_1_output_0", np.array(0.5, np.float32)))
+    graph = onnx_writer.graph(onnx_nodes(tensors), written, PAST)
+    (folder / "decoder_model.onnx").write_bytes(onnx_writer.model(graph))
+    return folder
+
+
+def onnx_external(folder: Path, arrays: Arrays) -> Path:
+    folder.mkdir(exist_ok=True)
+    written, data = [], b""
+    for name, array in onnx_tensors(arrays).items():
+        place = {"location": "model.onnx_data", "offset": len(data), "length": array.nbytes}
+        written.append(onnx_writer.tensor(name, array, "external", **place))
+        data += array.tobytes()
+    (folder / "model.onnx_data").write_bytes(data)
+    graph = onnx_writer.graph(onnx_nodes(onnx_tensors(arrays)), written, PAST)
+    (folder / "model.onnx").write_bytes(onnx_writer.model(graph))
+    return folder
+
+
 WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "hugging_face": hugging_face,
     "nanogpt": nanogpt,
@@ -199,4 +242,6 @@ WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "megatron": megatron,
     "nemo": nemo,
     "fastertransformer": fastertransformer,
+    "onnx": onnx,
+    "onnx_external": onnx_external,
 }

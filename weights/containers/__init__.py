@@ -11,6 +11,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.ft_folder import find_ft_folder, read_ft_folder
 from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
+from tinygpt.weights.containers.onnx_file import is_onnx, read_onnx
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.ranks import (
     find_megatron,
@@ -43,6 +44,7 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gzip, read_gzip),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
+    (is_onnx, read_onnx),
 )
 # Files that belong together, by what finds in a folder the one to begin with, or the folder itself.
 FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
@@ -51,7 +53,7 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_nemo, read_unpacked_nemo),
     (find_ft_folder, read_ft_folder),
 )
-PATTERNS = ("*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
+PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message
 
 

@@ -5,7 +5,7 @@ import the model's config, the errors, and weights' containers, parameters, tens
 """
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families import fastertransformer, gguf, hugging_face, megatron, nanogpt, openai_tf
+from tinygpt.weights.families import fastertransformer, gguf, hugging_face, megatron, nanogpt, onnx, openai_tf
 from tinygpt.weights.families.family import Family, Source
 
 # The first that recognises a source has it. Hugging Face's is last: it goes by config.json, which may lie anywhere.
@@ -14,6 +14,7 @@ FAMILIES: tuple[Family, ...] = (
     openai_tf.FAMILY,
     fastertransformer.FAMILY,
     megatron.FAMILY,
+    onnx.FAMILY,
     nanogpt.NANOGPT,
     nanogpt.MINGPT,
     hugging_face.FAMILY,

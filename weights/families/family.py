@@ -70,6 +70,7 @@ class Family:
     is_ignored: whether a tensor, by that name, is known and of no use here.
     parts: into how many parts tensors are divided whose transform has an axis.
     quirks: what loading evens out, for the reader of a report.
+    advice: where something does not fit, what may be the reason beside damage.
     tokenizer: the tokenizer that comes with the weights, in the form of a tokenizer.json, or None where its files lie
         beside them. CheckpointError if it cannot be used.
     """
@@ -83,4 +84,5 @@ class Family:
     is_ignored: Callable[[str], bool] = lambda name: False
     parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
+    advice: str = ""
     tokenizer: Callable[[Source], dict[str, Any] | None] = lambda source: None

@@ -1,0 +1,336 @@
+"""ONNX: every encoding of initialisers, what exporters do to them, and files that are damaged or hostile."""
+
+import numpy as np
+import pytest
+
+from support import onnx_writer as w
+from support.foreign import PAST, linear, onnx, onnx_nodes, onnx_tensors
+from support.tf_writer import field
+from support.tiny_checkpoint import CONFIG, random_tensors, write_json
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers.onnx_file import read_onnx
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import HEAD, is_transposed
+
+TENSORS = random_tensors(prefix="")
+
+
+def write(folder, nodes=(), tensors=(), inputs=None, name="model.onnx"):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.write_bytes(w.model(w.graph(list(nodes), list(tensors), inputs)))
+    return path
+
+
+def write_model(folder, tensors, nodes=None, inputs=PAST):
+    written = [w.tensor(name, array) for name, array in tensors.items()]
+    return write(folder, onnx_nodes(tensors) if nodes is None else nodes, written, inputs)
+
+
+def assert_same_bits(checkpoint, arrays=TENSORS):
+    for name, array in arrays.items():
+        expected = array.T if is_transposed(name) else array
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
+
+
+# Containers
+
+VALUES = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
+
+
+@pytest.mark.parametrize("encoding", ["raw", "listed"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "uint16"])
+def test_every_encoding_of_a_tensor(tmp_path, encoding, dtype):
+    array = VALUES.astype(dtype) if dtype != "uint16" else (VALUES.view(np.uint32) >> 16).astype(dtype)
+    tensor = read_onnx(write(tmp_path, tensors=[w.tensor("a", array, encoding)])).tensors["a"]
+    assert tensor.shape == (3, 4)
+    np.testing.assert_array_equal(tensor.float32(), VALUES)
+    tensor.release()
+
+
+def test_sizes_may_be_packed(tmp_path):
+    packed = field(1, b"\3\4") + field(2, 1) + field(8, b"a") + field(9, VALUES.tobytes())
+    np.testing.assert_array_equal(read_onnx(write(tmp_path, tensors=[packed])).tensors["a"].float32(), VALUES)
+
+
+def test_tensors_in_nodes_and_in_branches(tmp_path):
+    inner = w.graph([], [w.tensor("inner", VALUES + 1)])
+    constant = (
+        field(2, b"constant") + field(4, b"Constant") + field(5, field(1, b"value") + field(5, w.tensor("", VALUES)))
+    )
+    path = write(tmp_path, [constant, w.node("If", ["x"], ["y"], then_branch=inner)], [w.tensor("a", VALUES)])
+    tensors = read_onnx(path).tensors
+    assert sorted(tensors) == ["a", "constant", "inner"]
+    np.testing.assert_array_equal(tensors["inner"].float32(), VALUES + 1)
+    np.testing.assert_array_equal(tensors["constant"].float32(), VALUES)
+
+
+A = w.tensor("a", VALUES)
+
+
+def deep(levels):
+    inner = w.graph([], [A])
+    for _ in range(levels):
+        inner = w.graph([w.node("If", [], ["y"], then_branch=inner)], [])
+    return inner
+
+
+def sized(shape, data):
+    return b"".join(field(1, size) for size in shape) + field(2, 1) + field(8, b"a") + field(9, data)
+
+
+REFUSED = {
+    "no weights": (w.model(w.graph([], [])), "holds no weights"),
+    "cut": (w.model(w.graph([], [A]))[:-3], "damaged ONNX file"),
+    "two of one name": (w.model(w.graph([], [A, A])), "two initialisers 'a'"),
+    "too few bytes": (w.model(w.graph([], [sized((3, 5), VALUES.tobytes())])), "has 48 bytes and needs 60"),
+    "too few elements": (
+        w.model(w.graph([], [field(1, 9) + field(2, 1) + field(8, b"a") + field(4, VALUES.tobytes())])),
+        "has 12 elements",
+    ),
+    "no elements": (w.model(w.graph([], [field(1, 9) + field(2, 1) + field(8, b"a")])), "has 0 elements"),
+    "bits that are no half": (
+        w.model(w.graph([], [field(1, 1) + field(2, 10) + field(8, b"a") + field(5, 2**40)])),
+        "has 1 elements",
+    ),
+    "9 dimensions": (w.model(w.graph([], [sized((1,) * 9, b"1234")])), "impossible shape"),
+    "a negative size": (w.model(w.graph([], [sized((2**64 - 1,), b"1234")])), "impossible shape"),
+    "a product of 2^64": (w.model(w.graph([], [sized((2**32, 2**32), b"1234")])), "has 4 bytes"),
+    "graphs in graphs": (w.model(deep(20)), "without end"),
+    "a graph that is a number": (field(1, 8) + field(2, b"x") + field(7, 5) + b"\0" * 9, "number stands|wire type"),
+    "a name that is not UTF-8": (w.model(w.graph([], [sized((1,), b"1234") + field(8, b"\xff")])), "damaged ONNX"),
+    "no end of a number": (field(1, 8) + field(2, b"x") + b"\xff" * 20, "damaged ONNX"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_that_is_damaged(tmp_path, case):
+    data, sentence = REFUSED[case]
+    path = tmp_path / "x.onnx"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=sentence) as error:
+        read_onnx(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("location", ["/etc/passwd", "../x", "a/../../x", "", "C:x", "a\\b", "link", "away/x"])
+def test_weights_outside_the_folder(tmp_path, location):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "x").write_bytes(VALUES.tobytes())
+    (folder / "link").symlink_to(tmp_path / "x")
+    (folder / "away").symlink_to(tmp_path)
+    path = write(folder, tensors=[w.tensor("a", VALUES, "external", location=location, length=48)])
+    with pytest.raises(CheckpointError, match="refused"):
+        read_onnx(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ({"offset": 4}, "reaches to byte 52"),
+        ({"length": 44}, "has 44 bytes and needs 48"),
+        ({"offset": 2**70}, "damaged ONNX|reaches"),
+        ({"offset": "-1"}, "a place '-1'"),
+        ({"length": "x"}, "a place 'x'"),
+        ({"location": "absent"}, "cannot be read"),
+    ],
+)
+def test_weights_beside_the_file_that_are_not_there(tmp_path, place, sentence):
+    (tmp_path / "data").write_bytes(VALUES.tobytes())
+    path = write(tmp_path, tensors=[w.tensor("a", VALUES, "external", **{"location": "data", **place})])
+    with pytest.raises(CheckpointError, match=sentence):
+        read_onnx(path)
+
+
+def test_tensors_that_share_bytes_beyond_reason(tmp_path):
+    (tmp_path / "data").write_bytes(VALUES.tobytes())
+    shared = [w.tensor(f"a{i}", VALUES, "external", location="data") for i in range(200)]
+    assert len(read_onnx(write(tmp_path, tensors=shared[:50])).tensors) == 50
+    with pytest.raises(CheckpointError, match="its tensors claim"):
+        read_onnx(write(tmp_path, tensors=shared))
+
+
+# What exporters do
+
+
+def test_equal_tensors_that_were_merged_are_followed(tmp_path):
+    tensors = onnx_tensors(TENSORS)
+    gone = "transformer.h.1.ln_1.weight"
+    kept = "transformer.h.0.ln_1.weight"
+    del tensors[gone]
+    nodes = [w.node("Identity", [kept], [gone]), *onnx_nodes(tensors)]
+    checkpoint = open_checkpoint(write_model(tmp_path, tensors, nodes))
+    np.testing.assert_array_equal(checkpoint.tensor("h.1.ln_1.weight"), TENSORS["h.0.ln_1.weight"])
+    with pytest.raises(CheckpointError, match=r"missing: h\.1\.ln_1\.weight\n.*merge tensors that are equal"):
+        open_checkpoint(write_model(tmp_path, tensors))
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer.", "m.transformer.", "/model/transformer/"])
+def test_wrappers(tmp_path, prefix):
+    assert_same_bits(open_checkpoint(write_model(tmp_path, onnx_tensors(TENSORS, prefix))))
+
+
+def test_decoders_that_were_merged(tmp_path):
+    tensors = {f"{name}_merged_0" if "ln_1" in name else name: array for name, array in onnx_tensors(TENSORS).items()}
+    half = len(tensors) // 2
+    outer, inner = dict([*tensors.items()][:half]), dict([*tensors.items()][half:])
+    branch = w.graph(onnx_nodes(inner), [w.tensor(name, array) for name, array in inner.items()])
+    nodes = [*onnx_nodes(outer), w.node("If", ["use_cache"], ["y"], then_branch=branch, else_branch=w.graph([], []))]
+    assert_same_bits(open_checkpoint(write_model(tmp_path, outer, nodes)))
+
+
+@pytest.mark.parametrize("how", ["transB", "Transpose"])
+def test_matrices_that_an_operation_transposes(tmp_path, how):
+    tensors = onnx_tensors(linear(TENSORS))
+    nodes = onnx_nodes(tensors, transB=1) if how == "transB" else onnx_nodes(())
+    if how == "Transpose":
+        nodes += [w.node("Transpose", [name], [name + ".T"]) for name in tensors if name.endswith(".weight")]
+        nodes.append(w.node("MatMul", ["x", "onnx::MatMul_523"], ["logits"]))
+    assert_same_bits(open_checkpoint(write_model(tmp_path, tensors, nodes)))
+
+
+def test_the_head_is_tied_unless_it_differs(tmp_path):
+    assert open_checkpoint(onnx(tmp_path / "tied", TENSORS)).tied
+    own = TENSORS | {HEAD: TENSORS["wte.weight"] + 1}
+    checkpoint = open_checkpoint(onnx(tmp_path / "own", own))
+    assert not checkpoint.tied
+    np.testing.assert_array_equal(checkpoint.tensor(HEAD), own[HEAD])
+
+
+def test_an_embedding_that_is_kept_as_the_head(tmp_path):
+    tensors = {
+        name: array for name, array in onnx_tensors(TENSORS).items() if "wte" not in name and "MatMul" not in name
+    }
+    tensors["lm_head.weight"] = TENSORS["wte.weight"]
+    checkpoint = open_checkpoint(write_model(tmp_path, tensors))
+    assert_same_bits(checkpoint)
+    assert checkpoint.tied
+
+
+def test_what_the_graph_computes_with_is_ignored_by_name_and_nothing_else(tmp_path):
+    tensors = onnx_tensors(TENSORS) | {"mask": np.ones((1, 1, 6, 6), np.int64), "half": np.array(0.5, np.float32)}
+    assert sorted(open_checkpoint(write_model(tmp_path, tensors)).ignored) == ["half", "mask"]
+    tensors["lost"] = np.ones((3, 4), np.float32)
+    with pytest.raises(CheckpointError, match="unexpected: lost"):
+        open_checkpoint(write_model(tmp_path, tensors))
+
+
+ACTIVATIONS = {
+    "Tanh": "gelu_tanh",
+    "Erf": "gelu",
+    "FastGelu": "gelu_tanh",
+    "BiasGelu": "gelu",
+    "Relu": "relu",
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_activation_is_that_of_the_graph(tmp_path, kind):
+    tensors = onnx_tensors(TENSORS)
+    checkpoint = open_checkpoint(write_model(tmp_path, tensors, onnx_nodes(tensors, kind)))
+    assert checkpoint.config.activation == ACTIVATIONS[kind]
+
+
+@pytest.mark.parametrize(("approximate", "activation"), [("tanh", "gelu_tanh"), ("none", "gelu")])
+def test_gelu_as_an_operation(tmp_path, approximate, activation):
+    tensors = onnx_tensors(TENSORS)
+    nodes = [*onnx_nodes(tensors, "Sigmoid"), w.node("Gelu", ["x"], ["y"], approximate=approximate)]
+    assert open_checkpoint(write_model(tmp_path, tensors, nodes)).config.activation == activation
+    with pytest.raises(CheckpointError, match=r"computes its activation .* config\.json"):
+        open_checkpoint(write_model(tmp_path, tensors, onnx_nodes(tensors, "Sigmoid")))
+
+
+INPUTS = {
+    "past_0": {"past_0": (2, "batch", 2, "past", 4)},
+    "past_key_values.0.key": PAST,
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_heads_are_seen_in_what_goes_in(tmp_path, inputs):
+    path = write_model(tmp_path, onnx_tensors(TENSORS), inputs=INPUTS[inputs])
+    if inputs == "none":
+        with pytest.raises(CheckpointError, match="does not say how many heads"):
+            open_checkpoint(path)
+        write_json(tmp_path / "config.json", {"n_head": 2})
+    assert open_checkpoint(path).config.n_head == 2
+
+
+def test_heads_and_epsilon_of_fused_operations(tmp_path):
+    tensors = onnx_tensors(TENSORS)
+    fused = [
+        w.node("Attention", ["x"], ["y"], num_heads=4),
+        w.node("SkipLayerNormalization", ["x"], ["z"], epsilon=0.25),
+    ]
+    config = open_checkpoint(write_model(tmp_path, tensors, [*onnx_nodes(tensors), *fused], {})).config
+    assert (config.n_head, config.layer_norm_epsilon) == (4, 0.25)
+
+
+def test_a_config_json_beside_it_is_the_models_own(tmp_path):
+    path = write_model(tmp_path, onnx_tensors(TENSORS))
+    write_json(tmp_path / "config.json", CONFIG | {"scale_attn_by_inverse_layer_idx": True})
+    assert open_checkpoint(path).config.scale_attn_by_inverse_layer_idx
+
+
+@pytest.mark.parametrize("quantised", ["MatMulNBits", "a_quantized"])
+def test_quantised_models_are_refused_by_name(tmp_path, quantised):
+    tensors = onnx_tensors(TENSORS)
+    nodes = onnx_nodes(tensors)
+    if quantised == "MatMulNBits":
+        nodes.append(w.node(quantised, ["x"], ["y"]))
+    else:
+        tensors[quantised] = np.ones(3, np.float32)
+    with pytest.raises(CheckpointError, match=f"is quantised .{quantised}"):
+        open_checkpoint(write_model(tmp_path, tensors, nodes))
+
+
+def test_what_the_onnx_package_writes(tmp_path):
+    theirs = pytest.importorskip("onnx")
+    helper = theirs.helper
+    tensors = [theirs.numpy_helper.from_array(array, name) for name, array in onnx_tensors(TENSORS).items()]
+    tensors.append(helper.make_tensor("listed", 1, (2,), [1.5, 2.5]))
+    tensors.append(helper.make_tensor("half", 10, (2,), [1.5, -2.5]))
+    node = helper.make_node("Gelu", ["x"], ["y"], approximate="tanh")
+    past = helper.make_tensor_value_info("past_0", 1, [2, "batch", 2, "past", 4])
+    model = helper.make_model(helper.make_graph([node], "g", [past], [past], tensors))
+    theirs.save(model, tmp_path / "x.onnx", save_as_external_data=True, location="x.data", size_threshold=100)
+    container = read_onnx(tmp_path / "x.onnx")
+    for name, array in onnx_tensors(TENSORS).items():
+        np.testing.assert_array_equal(container.tensors[name].float32(), array)
+    assert container.tensors["listed"].float32().tolist() == [1.5, 2.5]
+    assert container.tensors["half"].float32().tolist() == [1.5, -2.5]
+    graph = container.metadata["graph"]
+    assert graph.inputs == {"past_0": (2, "batch", 2, "past", 4)}
+    assert graph.nodes[0].attributes == {"approximate": "tanh"}
+
+
+def distinct(model):
+    """Every parameter, so that the exporter merges none."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_exports(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnx")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config.from_dict(CONFIG | {"attn_implementation": "eager", "use_cache": False})
+    config._attn_implementation = "eager"
+    model = distinct(transformers.GPT2LMHeadModel(config))
+    ids = torch.zeros((1, 3), dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(3)[None]}
+    torch.onnx.export(model, (), tmp_path / "x.onnx", kwargs=inputs, dynamo=False, input_names=list(inputs))
+    write_json(tmp_path / "config.json", {"n_head": 2})
+    checkpoint = open_checkpoint(tmp_path / "x.onnx")
+    arrays = {n.removeprefix("transformer."): p.detach().numpy() for n, p in model.named_parameters()}
+    assert_same_bits(checkpoint, arrays)
+    assert checkpoint.tied
+    assert (checkpoint.config.activation, checkpoint.config.inner_size) == ("gelu_tanh", CONFIG["n_inner"])

@@ -1,0 +1,163 @@
+"""GPT-2 as ONNX: initialisers by the names of Hugging Face's model, and of the graph what no initialiser shows."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers.container import StoredTensor
+from tinygpt.weights.containers.onnx_file import Graph, Node
+from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
+from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.transforms import AS_IS, transposed
+from tinygpt.weights.messages import listed
+from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed, parameter_shapes
+
+# Whatever stands before is a wrapper; merging two decoders into one file has left the end.
+_NAME = re.compile(
+    r"(?:.*[./])?(wte\.weight|wpe\.weight|ln_f\.(?:weight|bias)|lm_head\.weight|"
+    r"h\.\d{1,6}\.(?:ln_[12]|attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.(?:weight|bias))(?:_merged_\d+)?"
+)
+_QUANTISED = re.compile(r".*(_quantized|_scale|_zero_point|_Q4|_Q4G\d*)")
+_QUANTISED_KINDS = {"MatMulNBits", "QAttention", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"}
+_ACTIVATIONS = {"Tanh": "gelu_new", "FastGelu": "gelu_new", "Erf": "gelu", "BiasGelu": "gelu", "Relu": "relu"}
+_PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "Transpose"}
+_UNUSED = "of the graph: "
+_MAX_CONSTANT = 1  # elements: what a graph computes with beside the weights
+
+
+def _graph(source: Source) -> Graph:
+    return source.container.metadata["graph"]
+
+
+def _detect(source: Source) -> bool:
+    return isinstance(source.container.metadata.get("graph"), Graph)
+
+
+def _place(source: Source) -> Iterable[Placed]:
+    """A tensor in several branches of a graph is there once for each name."""
+    there = set()
+    for name, tensor in source.container.tensors.items():
+        found = _NAME.fullmatch(name)
+        if found and found[1] not in there:
+            there.add(found[1])
+            yield Placed(found[1], name, tensor)
+        elif name == _head(source):
+            yield Placed(HEAD, name, tensor)
+        else:
+            is_constant = not tensor.is_floating or max(tensor.shape, default=1) <= _MAX_CONSTANT
+            yield Placed(_UNUSED + name if is_constant else name, name, tensor)
+
+
+def _head(source: Source) -> str | None:
+    """A tied head becomes a copy, transposed and without a name: (C, V) of what the last product multiplies by."""
+    tensors = source.container.tensors
+    names = {found[1]: name for name in tensors if (found := _NAME.fullmatch(name))}
+    if HEAD in names or EMBEDDING not in names:
+        return None
+    shape = tensors[names[EMBEDDING]].shape[::-1]
+    products = (node for node in reversed(_graph(source).nodes) if node.kind in _PRODUCTS and len(node.inputs) > 1)
+    heads = (node.inputs[1] for node in products if node.inputs[1] in tensors and node.inputs[1] not in names.values())
+    return next((name for name in heads if tensors[name].shape == shape and tensors[name].is_floating), None)
+
+
+def _config(source: Source) -> ModelConfig:
+    _refuse_quantised(source)
+    if (source.config_json or {}).get("model_type") == "gpt2":  # exporters copy it from the model
+        return model_config(source.config_json, source.json("generation_config.json"))
+    graph, placed = _graph(source), {one.name: one.tensor for one in _place(source)}
+    shapes = Shapes(source, {name: tensor.shape for name, tensor in placed.items()})
+    embedding = EMBEDDING if EMBEDDING in placed else HEAD
+    V = shapes.size(embedding, 0)
+    values = {
+        **ends_of(V),
+        **from_config_json(source),
+        **_seen(graph),
+        "vocab_size": V,
+        "n_embd": shapes.size(embedding, 1),
+        "n_positions": shapes.size("wpe.weight", 0),
+        "n_inner": shapes.size("h.0.mlp.c_fc.bias", 0),
+        "n_layer": shapes.layers(r"h\.(\d{1,6})\."),
+    }
+    need_heads(source, values)
+    if "activation_function" not in values:
+        raise CheckpointError(
+            f"{source.path} computes its activation in a way that is not known: write a config.json beside it, such as "
+            f'{{"n_head": {values["n_head"]}, "activation_function": "gelu_new"}}.'
+        )
+    return checked_config(values, described_by="its graph")
+
+
+def _refuse_quantised(source: Source) -> None:
+    kinds = {node.kind for node in _graph(source).nodes} & _QUANTISED_KINDS
+    names = [name for name in source.container.tensors if _QUANTISED.fullmatch(name)]
+    if kinds or names:
+        raise CheckpointError(
+            f"{source.path} is quantised ({listed([*sorted(kinds), *names], 3)}), which is not implemented in ONNX: "
+            "export the model without, and give --dtype int8."
+        )
+
+
+def _seen(graph: Graph) -> dict[str, Any]:
+    """What operations show: heads, the activation, and the epsilon of layer norms."""
+    seen = {}
+    for name, shape in graph.inputs.items():  # of what has been computed before: (B, H, T, D), or (2, B, H, T, D)
+        axis = {4: 1, 5: 2}.get(len(shape))
+        if name.startswith("past") and axis is not None and isinstance(shape[axis], int):
+            seen["n_head"] = shape[axis]
+    for node in graph.nodes:
+        if node.kind == "Attention" and "num_heads" in node.attributes:
+            seen["n_head"] = node.attributes["num_heads"]
+        elif node.kind in ("LayerNormalization", "SkipLayerNormalization") and "epsilon" in node.attributes:
+            seen["layer_norm_epsilon"] = float(f"{node.attributes['epsilon']:.7g}")  # it was stored as a float32
+        elif activation := _activation(node):
+            seen["activation_function"] = activation
+    return seen
+
+
+def _activation(node: Node) -> str | None:
+    if node.kind == "Gelu":
+        return "gelu_new" if node.attributes.get("approximate") == "tanh" else "gelu"
+    return {"Tanh": "gelu_new", "FastGelu": "gelu_new", "Erf": "gelu", "BiasGelu": "gelu", "Relu": "relu"}.get(
+        node.kind
+    )
+
+
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    """Matrices are (in, out) as in Hugging Face's model, unless an operation transposes what it is given."""
+    turned = _transposed(_graph(source), source.container.tensors)
+    file_names = {one.name: one.file_name for one in _place(source)}
+    rules = {}
+    for name in parameter_shapes(config):
+        is_turned = is_transposed(name) and file_names.get(name) in turned
+        if name == HEAD:
+            is_turned = file_names.get(name) is not None and _NAME.fullmatch(file_names[name]) is None
+        rules[name] = Rule((name,), transposed() if is_turned else AS_IS)
+    return rules
+
+
+def _transposed(graph: Graph, tensors: Mapping[str, StoredTensor]) -> set[str]:
+    """Weights that lie (out, in)."""
+    turned = set()
+    for node in graph.nodes:
+        if node.kind == "Transpose" and node.inputs and node.inputs[0] in tensors:
+            turned.add(node.inputs[0])
+        elif node.kind in _PRODUCTS and len(node.inputs) > 1 and node.attributes.get("transB"):
+            turned.add(node.inputs[1])
+    return turned
+
+
+FAMILY = Family(
+    name="GPT-2 of ONNX",
+    described_by="its graph",
+    detect=_detect,
+    config=_config,
+    rules=_rules,
+    place=_place,
+    is_ignored=lambda name: name.startswith(_UNUSED),
+    advice="Exporters may merge tensors that are equal, and one of two names is lost then: export a model in which no "
+    "two are.",
+)
