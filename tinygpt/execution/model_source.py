@@ -8,6 +8,7 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend, name_of
+from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import Checkpoint
@@ -70,6 +71,12 @@ def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_toke
         return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
     folder = checkpoint.path if isinstance(checkpoint, PackedCheckpoint) else checkpoint.folder
     return Tokenizer.from_folder(folder, split_special_tokens)
+
+
+def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The same tokenizer, in the form of a tokenizer.json."""
+    spec = checkpoint.read_tokenizer()
+    return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
 
 
 def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:

@@ -4,9 +4,7 @@ model.safetensors holds the parameters in Hugging Face's layout: matrices as flo
 channel, or for each token of an embedding, everything else as float32.
 """
 
-import json
-import os
-import struct
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import numpy as np
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.float8 import FORMAT, IN_FILES, SCALE, encode
 from tinygpt.weights.parameters import HEAD, POSITIONS, is_transposed
+from tinygpt.weights.stored.tensor_file import Entry, write_tensors
 
 FILE = "model.safetensors"
 
@@ -31,21 +30,11 @@ def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
         tensor.release()
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
     file = folder / FILE
-    with file.open("wb") as out:
-        out.write(_header(arrays, {"format": FORMAT, "source": source}))
-        for array in arrays.values():
-            out.write(np.ascontiguousarray(array).data)
-        out.flush()
-        os.fsync(out.fileno())
+    entries = {
+        name: Entry(
+            IN_FILES if array.dtype == np.uint8 else "F32", array.shape, array.nbytes, partial(np.asarray, array)
+        )
+        for name, array in arrays.items()
+    }
+    write_tensors(file, entries, {"format": FORMAT, "source": source})
     return file
-
-
-def _header(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
-    """By hand: NumPy has no float8 that the safetensors library could take."""
-    entries, start = {"__metadata__": metadata}, 0
-    for name, array in arrays.items():
-        kind = IN_FILES if array.dtype == np.uint8 else "F32"
-        entries[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [start, start := start + array.nbytes]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text

@@ -9,13 +9,11 @@ that the data starts on a 64-byte boundary, and arrays that fill whole 64 bytes 
 on one too. Two-byte arrays hold bfloat16.
 """
 
-import json
-import os
-import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +24,7 @@ from tinygpt.weights.containers import CONTAINERS
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.families.hugging_face import read_config
+from tinygpt.weights.stored.tensor_file import Entry, write_tensors
 
 PACKED_FILE = "model.tinygpt.safetensors"
 FORMAT, VERSION = "tinygpt packed weights", "3"
@@ -108,25 +107,14 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
     checksum = _checksum(_bytes(array) for _, array in ordered)
     about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
-    with path.open("wb") as file:
-        file.write(_header(ordered, {name: str(value) for name, value in about.items()}))
-        for _, array in ordered:
-            file.write(_bytes(array))
-        file.flush()
-        os.fsync(file.fileno())
+    entries = {
+        name: Entry(NAMES[array.dtype.name], array.shape, array.nbytes, partial(np.asarray, array))
+        for name, array in ordered
+    }
+    write_tensors(path, entries, {name: str(value) for name, value in about.items()}, BOUNDARY)
     if _checksum([_data(read_safetensors(path).tensors)]) != checksum:
         raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
     return path
-
-
-def _header(ordered: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str]) -> bytes:
-    entries, start = {"__metadata__": metadata}, 0
-    for name, array in ordered:
-        offsets = [start, start := start + array.nbytes]
-        entries[name] = {"dtype": NAMES[array.dtype.name], "shape": array.shape, "data_offsets": offsets}
-    text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % BOUNDARY)  # the format allows spaces after the JSON, and no gaps in the data
-    return struct.pack("<Q", len(text)) + text
 
 
 def _check_metadata(file: Path, metadata: Mapping[str, str]) -> None:

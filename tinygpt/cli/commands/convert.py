@@ -3,7 +3,7 @@
 import argparse
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,17 @@ if TYPE_CHECKING:
     from tinygpt.evaluation.calibration import Calibration
     from tinygpt.execution.model_source import ModelSource
     from tinygpt.weights.checkpoint import Checkpoint
+    from tinygpt.weights.stored.packed import PackedCheckpoint
 
 USAGE = "tinygpt convert [flags] SRC DST"
 FOLDER = "./converted"
 ALPHA = 0.5
+OWN = (*DTYPES, STORAGE_DTYPE)  # dtypes of tinygpt's own format
+FORMATS = {  # and of the others
+    "safetensors": ("float32", "float16", "bfloat16"),
+    "gguf": ("float32", "float16", "bfloat16", "int8", "int4"),
+    "npz": ("float32", "float16"),
+}
 CALIBRATED = ("int8", "int4")
 SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 
@@ -33,11 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="DST", help="the folder to make, which --model then takes")
     add_flag(parser, "model", default=None, help="the same as SRC, as in all commands; DST is then the one argument")
     parser.add_argument(
+        "--to",
+        choices=tuple(FORMATS),
+        help="a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)",
+    )
+    parser.add_argument(
         "--dtype",
         type=dtype,
-        choices=(*DTYPES, STORAGE_DTYPE),
-        default="int8",
-        help="precision of the weights (default: %(default)s)",
+        choices=(*DTYPES, STORAGE_DTYPE, "float16"),
+        help="precision of the weights; of GGUF, int8 is Q8_0 and int4 Q4_0 (default: int8, and float32 with --to)",
     )
     parser.add_argument(
         "--calibrate",
@@ -65,12 +76,15 @@ def run(args: argparse.Namespace) -> None:
     """Write DST, whole or not at all. RequestError, before any work, where there is something already."""
     _settle_source(args)
     target = Path(args.target).expanduser().absolute()
+    args.dtype = args.dtype or ("float32" if args.to else "int8")
     _check_target(target)
+    _check_format(args)
     _check_calibration(args)
     set_thread_pools(args.threads)
     with _becoming(target) as folder:
         before, after = _convert(args, folder)
-    say(f"{target}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB; use it as --model {target}")
+    use = "" if args.to == "npz" else f"; use it as --model {target}"
+    say(f"{target}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
 
 
 def _settle_source(args: argparse.Namespace) -> None:
@@ -94,9 +108,20 @@ def _check_target(target: Path) -> None:
         raise RequestError(f"the folder of DST {target} does not exist: create it first.")
 
 
+def _check_format(args: argparse.Namespace) -> None:
+    allowed = FORMATS[args.to] if args.to else OWN
+    if args.dtype not in allowed:
+        raise RequestError(
+            f"dtype is {args.dtype!r} and must be one of {', '.join(map(repr, allowed))}"
+            + (f" with --to {args.to}." if args.to else ", or give --to.")
+        )
+
+
 def _check_calibration(args: argparse.Namespace) -> None:
     given = [flag for flag in ("--calibrate", "--act-scales") if getattr(args, flag[2:].replace("-", "_")) is not None]
     flags = given + ["--smooth"] * (args.smooth is not None)
+    if flags and args.to:
+        raise RequestError(f"{flags[0]} is for tinygpt's own format, and --to {args.to} is given: leave one out.")
     if flags and args.dtype not in CALIBRATED:
         raise RequestError(
             f"dtype is {args.dtype!r}, whose activations are not quantised, and {flags[0]} is given: leave it out, or "
@@ -139,28 +164,64 @@ def _written(target: str) -> Iterator[None]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
     """Fill the folder; the sizes of the weights' files in bytes, before and after."""
-    from tinygpt.execution.model_source import ModelSource
-    from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
     from tinygpt.weights.random_checkpoint import is_random
-    from tinygpt.weights.stored.float8 import write_float8
-    from tinygpt.weights.stored.packed import PackedCheckpoint, write_packed
+    from tinygpt.weights.stored.companions import write_companions
 
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
-    source = ModelSource.open(args.source, "auto" if args.dtype == STORAGE_DTYPE else args.dtype)
-    checkpoint = source.checkpoint
-    if isinstance(checkpoint, PackedCheckpoint):
-        raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
-    if args.dtype == STORAGE_DTYPE:
-        write = partial(write_float8, folder, checkpoint, args.source)
-    else:
-        write = partial(write_packed, folder, *_pack(args, source))
+    checkpoint, write = (_in_other_format if args.to else _in_own_format)(args, folder)
     with elapsed(f"writing {args.target}"), _written(args.target):
         after = write().stat().st_size
-        for name in (*CONFIG_FILES, *TOKENIZER_FILES):
-            if (checkpoint.folder / name).is_file():
-                shutil.copyfile(checkpoint.folder / name, folder / name)
+        write_companions(folder, checkpoint)
     return sum(file.stat().st_size for file in checkpoint.files), after
+
+
+def _in_own_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
+    """The checkpoint, and what writes its weights."""
+    from tinygpt.execution.model_source import ModelSource
+    from tinygpt.weights.stored.float8 import write_float8
+    from tinygpt.weights.stored.packed import write_packed
+
+    source = ModelSource.open(args.source, "auto" if args.dtype == STORAGE_DTYPE else args.dtype)
+    checkpoint = _unpacked(args, source.checkpoint)
+    if args.dtype == STORAGE_DTYPE:
+        return checkpoint, partial(write_float8, folder, checkpoint, args.source)
+    return checkpoint, partial(write_packed, folder, *_pack(args, source))
+
+
+def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
+    from tinygpt.weights.open import open_checkpoint
+    from tinygpt.weights.stored.gguf_out import check_gguf, write_gguf
+    from tinygpt.weights.stored.plain import write_npz, write_safetensors
+
+    checkpoint = _unpacked(args, open_checkpoint(args.source))
+    if args.to == "gguf":
+        check_gguf(checkpoint, args.dtype)
+        return checkpoint, partial(write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
+    write = write_npz if args.to == "npz" else write_safetensors
+    return checkpoint, partial(write, folder, checkpoint, args.dtype)
+
+
+def _unpacked(args: argparse.Namespace, checkpoint: "Checkpoint | PackedCheckpoint") -> "Checkpoint":
+    from tinygpt.weights.stored.packed import PackedCheckpoint
+
+    if isinstance(checkpoint, PackedCheckpoint):
+        raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
+    return checkpoint
+
+
+def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
+    """The tokenizer in the form of a tokenizer.json, where it is GPT-2's kind. What is left out is said."""
+    from tinygpt.execution.model_source import read_spec
+    from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
+
+    try:
+        spec = read_spec(checkpoint)
+        ByteLevelBPE(spec)
+    except (TinyGPTError, UnlikeGPT2) as error:
+        say(f"the file will have no tokenizer: {error}")
+        return None
+    return spec
 
 
 def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, Any], dict[str, object]]:

@@ -1,0 +1,194 @@
+"""convert --to: what others read. Each file is read back here, to the same bits where the format holds float32."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from support.foreign import WRITERS
+from support.paths import DEMO
+from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_checkpoint
+from tinygpt.cli import main as cli
+from tinygpt.config import ModelConfig
+from tinygpt.execution.model_source import load_tokenizer
+from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import HEAD, parameter_shapes
+from tinygpt.weights.random_checkpoint import RandomTensor
+
+TENSORS = random_tensors(prefix="")
+WIDE = ModelConfig(vocab_size=70, n_positions=9, n_embd=64, n_head=2, n_layer=2, n_inner=96, bos_token_id=1)
+
+
+def convert(source, target, *flags):
+    return cli.main(["convert", str(source), str(target), *flags])
+
+
+def assert_same_bits(one, other):
+    for name in parameter_shapes(one.config):
+        np.testing.assert_array_equal(one.tensor(name), other.tensor(name), err_msg=name)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "gguf"])
+@pytest.mark.parametrize("form", [form for form in WRITERS if form not in ("nanogpt", "nanogpt_legacy")])
+def test_every_form_becomes_every_other(tmp_path, form, to):
+    """nanoGPT's activation is not llama.cpp's."""
+    source = open_checkpoint(WRITERS[form](tmp_path / "source", TENSORS))
+    assert convert(source.path, tmp_path / "there", "--to", to) == 0
+    there = open_checkpoint(tmp_path / "there")
+    assert_same_bits(there, source)
+    assert there.config.activation == source.config.activation
+    assert there.config.layer_norm_epsilon == pytest.approx(source.config.layer_norm_epsilon, rel=1e-6)
+
+
+def test_hugging_faces_layout_and_its_own_files(tmp_path):
+    source = write_checkpoint(tmp_path / "source", scale_attn_weights=False, n_ctx=6)
+    assert convert(source, tmp_path / "there", "--to", "safetensors") == 0
+    assert (tmp_path / "there" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    container = read_safetensors(tmp_path / "there" / "model.safetensors")
+    assert container.metadata == {"format": "pt"}
+    assert sorted(container.tensors) == sorted(random_tensors())
+
+
+def test_transformers_computes_the_same_of_a_foreign_checkpoint(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    source = WRITERS["nanogpt"](tmp_path / "source", TENSORS)
+    assert convert(source, tmp_path / "there", "--to", "safetensors") == 0
+    model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "there", output_loading_info=True)
+    assert not any(info.values())
+    ours = transformers.GPT2LMHeadModel.from_pretrained(
+        write_checkpoint(tmp_path / "hf", activation_function="gelu", bos_token_id=None, eos_token_id=None)
+    )
+    ids = torch.tensor([[1, 5, 3, 2]])
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(ids).logits, ours.eval()(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_numpys_file(tmp_path):
+    source = WRITERS["gguf"](tmp_path / "source", TENSORS)
+    assert convert(source, tmp_path / "there", "--to", "npz") == 0
+    with np.load(tmp_path / "there" / "model.npz") as arrays:
+        assert sorted(arrays.files) == sorted(random_tensors())
+        for name, array in random_tensors().items():
+            np.testing.assert_array_equal(arrays[name], array)
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["n_embd"] == CONFIG["n_embd"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("to", ["safetensors", "gguf"])
+def test_halves_are_rounded_to_even(tmp_path, to, dtype):
+    tensors = TENSORS | {"h.0.mlp.c_proj.weight": TENSORS["h.0.mlp.c_proj.weight"].copy()}
+    values = tensors["h.0.mlp.c_proj.weight"].reshape(-1)
+    values[:3] = [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8 + 2**-20)]
+    source = write_checkpoint(tmp_path / "source", {f"transformer.{name}": array for name, array in tensors.items()})
+    assert convert(source, tmp_path / "there", "--to", to, "--dtype", dtype) == 0
+    there = open_checkpoint(tmp_path / "there").tensor("h.0.mlp.c_proj.weight").T.reshape(-1)
+    if dtype == "float16":
+        np.testing.assert_array_equal(there, values.astype(np.float16).astype(np.float32))
+    else:
+        assert there[:3].tolist() == [1, 1 + 2**-6, -(1 + 2**-7)]
+        np.testing.assert_allclose(there, values, rtol=2**-8)
+
+
+def test_values_that_float16_has_not(tmp_path, capsys):
+    source = write_checkpoint(tmp_path / "source", random_tensors() | {"transformer.ln_f.bias": np.full(8, 7e4, "f4")})
+    assert convert(source, tmp_path / "there", "--to", "safetensors", "--dtype", "float16") == 1
+    assert "ln_f.bias has values beyond float16's 65504" in capsys.readouterr().err
+    assert not (tmp_path / "there").exists()
+
+
+def wide(folder, **fields):
+    arrays = {
+        name: RandomTensor(name, shape).float32() for name, shape in parameter_shapes(WIDE).items() if name != HEAD
+    }
+    sizes = {
+        name: getattr(WIDE, name) for name in ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner")
+    }
+    return write_checkpoint(folder, {f"transformer.{name}": array for name, array in arrays.items()}, **sizes, **fields)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+def test_blocks_are_those_of_the_gguf_package(tmp_path, dtype, kind):
+    gguf = pytest.importorskip("gguf")
+    source = open_checkpoint(wide(tmp_path / "source"))
+    assert convert(source.path, tmp_path / "there", "--to", "gguf", "--dtype", dtype) == 0
+    reader = gguf.GGUFReader(tmp_path / "there" / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for theirs, ours in (("blk.1.attn_qkv.weight", "h.1.attn.c_attn.weight"), ("token_embd.weight", "wte.weight")):
+        assert tensors[theirs].tensor_type.name == kind
+        blocks = gguf.quants.quantize(np.ascontiguousarray(source.tensor(ours)), gguf.GGMLQuantizationType[kind])
+        np.testing.assert_array_equal(tensors[theirs].data, blocks)
+    for name in ("position_embd.weight", "blk.0.attn_norm.bias", "blk.0.attn_qkv.bias", "output_norm.weight"):
+        assert tensors[name].tensor_type.name == "F32"
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.file_type"] == {"int8": 7, "int4": 2}[dtype]
+    assert fields["gpt2.attention.head_count"] == 2
+
+
+def test_the_tokenizer_goes_along(tmp_path):
+    assert convert(DEMO, tmp_path / "there", "--to", "gguf") == 0
+    for path in (tmp_path / "there", tmp_path / "there" / "model.gguf"):
+        checkpoint = open_checkpoint(path)
+        ours, theirs = load_tokenizer(checkpoint), load_tokenizer(open_checkpoint("demo"))
+        text = "Once upon a time, <|endoftext|> Ångström's 12"
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.special_ids == theirs.special_ids
+    metadata = checkpoint.read_tokenizer()
+    assert metadata["model"]["type"] == "BPE"
+    (tmp_path / "alone").mkdir()
+    moved = (tmp_path / "there" / "model.gguf").rename(tmp_path / "alone" / "x.gguf")
+    assert convert(moved, tmp_path / "back", "--to", "safetensors") == 0
+    assert load_tokenizer(open_checkpoint(tmp_path / "back")).encode(text) == theirs.encode(text)
+
+
+def test_a_padded_vocabulary_has_a_token_for_each_row(tmp_path):
+    arrays = random_tensors() | {"transformer.wte.weight": np.ones((8200, 8), np.float32)}
+    source = write_checkpoint(tmp_path / "source", arrays, vocab_size=8200)
+    for name in ("vocab.json", "merges.txt"):
+        (source / name).write_bytes((DEMO / name).read_bytes())
+    assert convert(source, tmp_path / "there", "--to", "gguf") == 0
+    from tinygpt.weights.containers.gguf_file import read_gguf
+
+    metadata = read_gguf(tmp_path / "there" / "model.gguf").metadata
+    assert len(metadata["tokenizer.ggml.tokens"]) == 8200
+    assert metadata["tokenizer.ggml.tokens"][-1] == "[PAD8199]"
+    assert metadata["tokenizer.ggml.token_type"][-1] == 5
+
+
+def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
+    source = open_checkpoint(wide(tmp_path / "source", scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True))
+    assert convert(source.path, tmp_path / "there", "--to", "gguf") == 0
+    there = open_checkpoint(tmp_path / "there" / "model.gguf")
+    for layer in (0, 1):
+        name = f"h.{layer}.attn.c_attn.weight"
+        factor = np.float32(math.sqrt(32) / (layer + 1))
+        np.testing.assert_array_equal(there.tensor(name)[:64], source.tensor(name)[:64] * factor)
+        np.testing.assert_array_equal(there.tensor(name)[64:], source.tensor(name)[64:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "sentence"),
+    [
+        (["--to", "gguf"], {"activation_function": "gelu"}, "llama.cpp computes gelu_new"),
+        (["--to", "gguf", "--dtype", "int8"], {}, "no whole blocks of 32"),
+        (["--to", "safetensors", "--dtype", "int8"], {}, "must be one of 'float32', 'float16', 'bfloat16' with --to"),
+        (["--to", "npz", "--dtype", "bfloat16"], {}, "must be one of 'float32', 'float16' with --to npz"),
+        (["--dtype", "float16"], {}, "or give --to"),
+        (["--to", "gguf", "--smooth", "0.5"], {}, "is for tinygpt's own format"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused_before_any_work(tmp_path, capsys, flags, fields, sentence):
+    source = write_checkpoint(tmp_path / "source", **fields)
+    assert convert(source, tmp_path / "there", *flags) in (1, 2)
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_foreign_checkpoint_in_tinygpts_own_formats(tmp_path):
+    source = open_checkpoint(WRITERS["openai_tf"](tmp_path / "source", TENSORS))
+    for dtype in ("float32", "float8"):
+        assert convert(source.path, tmp_path / dtype, "--dtype", dtype, "--threads", "1") == 0
+        config = open_checkpoint(tmp_path / dtype).config
+        assert (config.n_layer, config.inner_size) == (LAYERS, CONFIG["n_inner"])

@@ -1,0 +1,46 @@
+"""What lies beside the weights of a folder that `convert` makes: configuration and tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.families.hugging_face import read_config
+from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+from tinygpt.weights.stored.plain import config_json
+
+
+def write_companions(folder: Path, checkpoint: Checkpoint) -> None:
+    """Copies of the checkpoint's own files where it has them in Hugging Face's form; otherwise they are written."""
+    if _config_beside(checkpoint.folder) == checkpoint.config:
+        _copy(CONFIG_FILES, checkpoint.folder, folder)
+    else:
+        _write(folder / "config.json", config_json(checkpoint.config))
+    try:
+        spec = checkpoint.read_tokenizer()
+    except CheckpointError:  # token ids work without it, there as here
+        spec = None
+    if spec is None:
+        _copy(TOKENIZER_FILES, checkpoint.folder, folder)
+    else:
+        _write(folder / "tokenizer.json", spec)
+
+
+def _config_beside(folder: Path) -> ModelConfig | None:
+    try:
+        return read_config(folder)
+    except CheckpointError:
+        return None
+
+
+def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")

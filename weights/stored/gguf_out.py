@@ -1,0 +1,177 @@
+"""GGUF files that llama.cpp loads, with GPT-2's tokenizer in them."""
+
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers.ggml_blocks import BLOCKS
+from tinygpt.weights.containers.gguf_file import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
+from tinygpt.weights.families.gguf import ARCHITECTURE, CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_name
+from tinygpt.weights.parameters import HEAD, POSITIONS, parameter_shapes
+from tinygpt.weights.stored.plain import to_bfloat16, to_float16
+
+FILE = "model.gguf"
+U32, I32, F32 = 4, 5, 6
+# By our dtypes: ggml's number of the type of matrices, and of the file as a whole.
+TYPES = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32), "int8": (8, 7), "int4": (2, 2)}
+BLOCK_OF = {"int8": "Q8_0", "int4": "Q4_0"}
+PLAIN = 0  # float32: what is small, and all positions
+
+
+def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapping[str, Any] | None) -> Path:
+    """Write the folder's FILE. tokenizer: byte-level BPE in the form of a tokenizer.json, or None.
+
+    CheckpointError for a model that llama.cpp would compute otherwise.
+    """
+    config = checkpoint.config
+    check_gguf(checkpoint, dtype)
+    keys = _keys(config, dtype, checkpoint.path.stem) | _tokenizer_keys(config, tokenizer)
+    names = [name for name in parameter_shapes(config) if name != HEAD or not checkpoint.tied]
+    out, offset = [MAGIC + struct.pack("<IQQ", 3, len(names), len(keys))], 0
+    out += [_string(name) + struct.pack("<I", kind) + _value(kind, content) for name, (kind, content) in keys.items()]
+    for name in names:
+        shape, kind, size = _place(config, name, dtype)
+        out.append(_string(gguf_name(name)) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)))
+        out.append(struct.pack("<IQ", kind, offset))
+        offset += _padded(size)
+    with (folder / FILE).open("wb") as file:
+        file.write(_with_padding(b"".join(out)))
+        for name in names:
+            file.write(_with_padding(_bytes(checkpoint, name, dtype)))
+        file.flush()
+        os.fsync(file.fileno())
+    return folder / FILE
+
+
+def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
+    """CheckpointError for a model that llama.cpp would compute otherwise, or whose rows are no whole blocks."""
+    config = checkpoint.config
+    if config.activation != "gelu_tanh":
+        raise CheckpointError(
+            f"{checkpoint.path} has the activation {config.activation_function}, and llama.cpp computes gelu_new for "
+            "every GPT-2: it cannot become GGUF."
+        )
+    values = BLOCKS[BLOCK_OF[dtype]].values if dtype in BLOCK_OF else 1
+    if config.n_embd % values or config.inner_size % values:
+        raise CheckpointError(
+            f"{checkpoint.path} has rows of {config.n_embd} and {config.inner_size}, which are no whole blocks of "
+            f"{values}: give --dtype float16."
+        )
+
+
+def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, tuple[int, Any]]:
+    numbers = {
+        "block_count": config.n_layer,
+        "context_length": config.n_positions,
+        "embedding_length": config.n_embd,
+        "feed_forward_length": config.inner_size,
+        "attention.head_count": config.n_head,
+    }
+    return {
+        ARCHITECTURE: (STRING, "gpt2"),
+        "general.name": (STRING, name),
+        **{f"gpt2.{key}": (U32, number) for key, number in numbers.items()},
+        "gpt2.attention.layer_norm_epsilon": (F32, config.layer_norm_epsilon),
+        "general.file_type": (U32, TYPES[dtype][1]),
+        "general.quantization_version": (U32, 2),
+    }
+
+
+def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) -> dict[str, tuple[int, Any]]:
+    """As many tokens as the vocabulary has rows: those without a text are unused ones."""
+    ends = {"bos_token_id": config.bos_token_id, "eos_token_id": next(iter(config.eos_token_ids), None)}
+    keys = {
+        f"tokenizer.ggml.{key}": (U32, i) for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size
+    }
+    if tokenizer is None:
+        return keys | {"tokenizer.ggml.model": (STRING, "none"), "gpt2.vocab_size": (U32, config.vocab_size)}
+    tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
+    kinds = [UNUSED] * config.vocab_size
+    for token, i in tokenizer["model"]["vocab"].items():
+        if i < config.vocab_size:
+            tokens[i], kinds[i] = token, NORMAL
+    for entry in tokenizer["added_tokens"]:
+        if entry["id"] < config.vocab_size:
+            tokens[entry["id"]] = entry["content"]
+            kinds[entry["id"]] = CONTROL if entry["special"] else USER_DEFINED
+    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    return {
+        **keys,
+        "tokenizer.ggml.model": (STRING, "gpt2"),
+        "tokenizer.ggml.pre": (STRING, "gpt-2"),
+        "tokenizer.ggml.tokens": (ARRAY, (STRING, tokens)),
+        "tokenizer.ggml.token_type": (ARRAY, (I32, kinds)),
+        "tokenizer.ggml.merges": (ARRAY, (STRING, merges)),
+    }
+
+
+def _place(config: ModelConfig, name: str, dtype: str) -> tuple[tuple[int, ...], int, int]:
+    """Shape as it is written, ggml's type and size in bytes. Matrices are (out, in)."""
+    shape = parameter_shapes(config)[name]
+    if len(shape) == 1 or name == POSITIONS:
+        return shape, PLAIN, 4 * math.prod(shape)
+    shape = shape[::-1] if name.startswith("h.") else shape
+    if dtype in BLOCK_OF:
+        block = BLOCKS[BLOCK_OF[dtype]]
+        return shape, block.id, math.prod(shape) // block.values * block.bytes
+    return shape, TYPES[dtype][0], math.prod(shape) * (4 if dtype == "float32" else 2)
+
+
+def _bytes(checkpoint: Checkpoint, name: str, dtype: str) -> bytes:
+    array = np.ascontiguousarray(_scaled(checkpoint, name))
+    checkpoint.release(name)
+    _, kind, _ = _place(checkpoint.config, name, dtype)
+    if kind == PLAIN:
+        return array.tobytes()
+    if dtype in BLOCK_OF:
+        block = BLOCKS[BLOCK_OF[dtype]]
+        return block.encode(array.reshape(-1, block.values)).tobytes()
+    return (to_float16(name, array) if dtype == "float16" else to_bfloat16(array)).tobytes()
+
+
+def _scaled(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """The parameter, (out, in). llama.cpp divides scores by the root of the head size: what else a model does goes into
+    its queries."""
+    array, config = checkpoint.tensor(name), checkpoint.config
+    if ".attn.c_attn." not in name:
+        return array
+    factor = config.attention_scale(int(name.split(".")[1])) * math.sqrt(config.head_size)
+    if math.isclose(factor, 1, rel_tol=1e-9):
+        return array
+    array = array.copy()
+    array[: config.n_embd] *= np.float32(factor)
+    return array
+
+
+def _string(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(kind: int, content: Any) -> bytes:
+    if kind == STRING:
+        return _string(content)
+    if kind != ARRAY:
+        return struct.pack(f"<{NUMBERS[kind]}", content)
+    inner, elements = content
+    return struct.pack("<IQ", inner, len(elements)) + b"".join(_elements(inner, elements))
+
+
+def _elements(kind: int, elements: list[Any]) -> Iterator[bytes]:
+    return (_value(kind, element) for element in elements)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _with_padding(data: bytes) -> bytes:
+    return data.ljust(_padded(len(data)), b"\0")
