@@ -360,6 +360,19 @@ def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path, monkeypatch):
     assert read(tmp_path / "a").token_ids == TOKEN_IDS
 
 
+def test_a_disk_that_fails_to_keep_the_name_is_an_error(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def fail_for_folders(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*Input/output error"):
+        write_session(tmp_path / "a", SavedSession(TOKEN_IDS, 0, kv(), kv()), MADE_BY)
+
+
 @pytest.mark.parametrize("name", ["fsync", "replace"])
 def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch, name):
     path = forged(tmp_path / "a")

@@ -1,6 +1,5 @@
 """The file behind --output: records are appended as they finish, and an interrupted run can be continued."""
 
-import errno
 import json
 import os
 import stat
@@ -13,6 +12,7 @@ from typing import Any
 
 from tinygpt.cli.prompts_file import PromptRecord
 from tinygpt.cli.records import BEGINNING
+from tinygpt.disk import sync, sync_folder
 from tinygpt.errors import RequestError, TinyGPTError
 
 AGAIN = "Give the same command again, which goes on behind its records, or name another output file."
@@ -92,7 +92,7 @@ class RecordFile:
             _lock(path, self._descriptor)
             if os.fstat(self._descriptor).st_size != earlier.end:
                 raise RequestError(f"--output {path} has been written to by another run meanwhile. {AGAIN}")
-            _sync_folder(path.parent)  # the file's name, where it is new
+            sync_folder(path.parent)  # the file's name, where it is new
             if earlier.end > earlier.size:
                 os.ftruncate(self._descriptor, earlier.size)
 
@@ -116,7 +116,7 @@ class RecordFile:
 
     def _sync(self) -> None:
         if self._is_kept:
-            _sync(self._descriptor)
+            sync(self._descriptor)
             self._synced = time.monotonic()
 
     @contextmanager
@@ -144,25 +144,6 @@ def _lock(path: Path, descriptor: int) -> None:
         raise RequestError(f"--output {path} is being written by another run: wait for its end. {AGAIN}") from None
     except OSError:  # a file system that has no locks
         return
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # nobody may open a folder on Windows, and not everybody elsewhere
-        return
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that knows no such thing
-            raise
 
 
 def _read_records(

@@ -1,9 +1,10 @@
 """Files that are written whole or not at all."""
 
-import contextlib
 import os
 import secrets
 from pathlib import Path
+
+from tinygpt.disk import sync_folder
 
 
 def replace_whole(path: Path, data: bytes) -> None:
@@ -17,14 +18,4 @@ def replace_whole(path: Path, data: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the name on the disk too, where the system can: not on Windows, nor on every file system."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_folder(path.parent)
