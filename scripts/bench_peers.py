@@ -153,9 +153,9 @@ def write_json(path: Path, setup: Setup, results: Results, arguments: argparse.N
             for dtype, of_dtype in results.agreements.items()
         },
     }
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1))
-    part.replace(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(path)
 
 
 if __name__ == "__main__":

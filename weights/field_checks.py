@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tinygpt.weights.messages import shown
+
 # For each field, whether a value is possible, and in words what it must be.
 Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
-MAX_SHOWN = 200  # characters
 
 
 def wrong_fields(values: Mapping[str, Any], checks: Checks) -> list[str]:
@@ -15,12 +16,6 @@ def wrong_fields(values: Mapping[str, Any], checks: Checks) -> list[str]:
         for name, (is_possible, wanted) in checks.items()
         if name in values and not is_possible(values[name])
     ]
-
-
-def shown(value: Any) -> str:
-    """`value` as Python writes it, or its beginning: a file may hold megabytes where a number belongs."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def is_bool(value: Any) -> bool:

@@ -20,6 +20,7 @@ from tinygpt.execution.batch import Batch
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.torch_file import read_torch
 from tinygpt.weights.families.hugging_face import canonical_name
+from tinygpt.weights.parameters import parameter_shapes
 
 NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most: runs of so many tokens, each from another place of the text
 READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
@@ -96,11 +97,12 @@ def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibra
             f"{path} has no scales of {missing[0]} ({len(missing)} linear layers in all): make them of this "
             "checkpoint, under its layers' names."
         )
+    shapes = parameter_shapes(checkpoint.config)
     for name, size in sizes.items():
-        width = checkpoint.tensor(f"{name}.weight").shape[1]
+        width, _ = shapes[f"{name}.weight"]  # (in, out)
         if size.shape != (width,) or not np.isfinite(size).all() or (size < 0).any():
             raise CheckpointError(
                 f"{path} must hold {width} sizes, finite and none below 0, for {name}: make it again."
             )
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(next(iter(tensors.values())).file.data).hexdigest()  # of the file that was read
     return Calibration(share, sizes, about={"smooth": str(share), "smooth_act_scales_sha256": digest})

@@ -13,6 +13,7 @@ from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.containers.torch_file import read_torch
 from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.messages import listed
 
 # In the order in which PEFT looks for them; early versions wrote the second.
 READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": read_torch}
@@ -77,8 +78,3 @@ def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[s
     if others:
         raise CheckpointError(f"{file} must hold {', '.join(STORED_AS)} and nothing else: {listed(others)}.")
     return tensors
-
-
-def listed(names: list[str]) -> str:
-    """The first few of many."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.adapters.files import AdapterFiles, listed, read_adapter
+from tinygpt.weights.adapters.files import AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.families.hugging_face import canonical_name, is_ignored
+from tinygpt.weights.messages import listed
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.tensor import Derived, Tensor

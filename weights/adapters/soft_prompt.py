@@ -14,9 +14,10 @@ import numpy as np
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.adapters.files import AdapterFiles, check_floating, existing_path, listed, read_adapter
+from tinygpt.weights.adapters.files import AdapterFiles, check_floating, existing_path, read_adapter
 from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.messages import listed
 
 KINDS = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 TENSOR = "prompt_embeddings"

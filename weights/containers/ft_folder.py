@@ -10,7 +10,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import read_regular_text
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
-from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import shown
 
 CONFIG = "config.ini"
 MAX_FILES = 100_000

@@ -17,7 +17,7 @@ from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.containers.ggml_blocks import BLOCKS
 from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides, do_overlap
 from tinygpt.weights.containers.peek import Peek
-from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

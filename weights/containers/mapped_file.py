@@ -89,11 +89,15 @@ class MappedTensor:
     def is_floating(self) -> bool:
         return self.dtype in STORED_AS
 
+    def array(self, dtype: np.dtype | str) -> np.ndarray:
+        """A view of the file, whose elements lie as `dtype`."""
+        dtype = np.dtype(dtype)
+        strides = tuple(stride * dtype.itemsize for stride in self.strides)
+        return np.ndarray(self.shape, dtype, self.file.data, self.offset, strides)
+
     def float32(self) -> np.ndarray:
         """A view of the file where it holds aligned float32, otherwise a copy."""
-        stored = np.dtype(STORED_AS[self.dtype])
-        strides = tuple(stride * stored.itemsize for stride in self.strides)
-        array = np.ndarray(self.shape, stored, self.file.data, self.offset, strides)
+        array = self.array(STORED_AS[self.dtype])
         if self.dtype != "bfloat16":
             return np.require(array, np.float32, "A")
         bits = array.astype(np.uint32)

@@ -22,7 +22,7 @@ from tinygpt.weights.containers.mapped_file import (
 )
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.protobuf import Message, message, number, numbers_of
-from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import shown
 
 # ONNX's numbers of the dtypes that can be read, with their sizes in bytes.
 DTYPES = {1: ("float32", 4), 10: ("float16", 2), 11: ("float64", 8), 16: ("bfloat16", 2)}

@@ -5,12 +5,11 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
-from tinygpt.weights.field_checks import shown
 from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.messages import listed, shown
 
 MAX_SHARDS = 1000  # of models that are a thousand times larger there are some two hundred
 NAME_MAX = 255  # bytes in the name of a file, on the systems that there are
-MAX_NAMED = 8  # names in a message
 INDEX = ".index.json"  # what follows the name of the whole file
 
 
@@ -20,7 +19,7 @@ def read_shards(index: Path, read: Callable[[Path], Container]) -> Container:
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if not (index.parent / shard).exists()]
     if absent:
-        raise CheckpointError(f"{index} names shards that are not there: {_listed(absent)}. Download them.")
+        raise CheckpointError(f"{index} names shards that are not there: {listed(absent)}. Download them.")
     names_in: dict[str, list[str]] = {shard: [] for shard in shards}
     for name, shard in weight_map.items():
         names_in[shard].append(name)
@@ -31,8 +30,8 @@ def read_shards(index: Path, read: Callable[[Path], Container]) -> Container:
         lost = [name for name in names_in[shard] if name not in found]
         twice = [name for name in found if name in tensors]
         if lost or twice:
-            what = [f"does not hold {_listed(lost)}"] * bool(lost)
-            what += [f"holds {_listed(twice)}, as another shard does"] * bool(twice)
+            what = [f"does not hold {listed(lost)}"] * bool(lost)
+            what += [f"holds {listed(twice)}, as another shard does"] * bool(twice)
             raise CheckpointError(
                 f"{index} does not describe its shards: {shard} {' and '.join(what)}. Download them all again."
             )
@@ -66,7 +65,3 @@ def _is_plain_name(shard: str) -> bool:
         and PurePosixPath(shard).name == PureWindowsPath(shard).name == shard
         and 0 < len(shard.encode()) <= NAME_MAX
     )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

@@ -27,7 +27,7 @@ from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.protobuf import Message, message, number
 from tinygpt.weights.containers.read_ahead import ReadAhead
 from tinygpt.weights.containers.sorted_table import MAGIC, masked, read_table
-from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import shown
 
 INDEX = ".index"
 MAX_SHARDS = 1000

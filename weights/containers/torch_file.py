@@ -24,8 +24,7 @@ from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.pickle_reader import STORAGE_DTYPES, PickleReader, Storage, StridedView, fields_of
 from tinygpt.weights.containers.read_ahead import ReadAhead
 from tinygpt.weights.containers.zip_entries import read_entries
-from tinygpt.weights.field_checks import shown
-from tinygpt.weights.messages import listed
+from tinygpt.weights.messages import listed, shown
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # how files of either form begin
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C

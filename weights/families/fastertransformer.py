@@ -11,7 +11,7 @@ from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
 from tinygpt.weights.families.transforms import Shape, Transform
-from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 
 _TOP = {EMBEDDING: "model.wte", POSITIONS: "model.wpe", HEAD: "model.lm_head.weight"}

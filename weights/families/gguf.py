@@ -10,7 +10,7 @@ from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
 from tinygpt.weights.families.transforms import AS_IS, transposed
-from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 
 ARCHITECTURE = "general.architecture"

@@ -19,7 +19,7 @@ from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
 from tinygpt.weights.families.transforms import AS_IS, Transform, as_is, transposed
-from tinygpt.weights.field_checks import shown
+from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 from tinygpt.weights.yaml_text import read_yaml_object
 

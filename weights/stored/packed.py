@@ -98,7 +98,7 @@ class PackedCheckpoint:
                 f"{self.path / PACKED_FILE} is damaged, its data does not have the checksum in its header: copy it "
                 f"again, or {CONVERT_AGAIN}"
             )
-        return {name: _view(self.stored[name], *layout[name]) for name in layout}
+        return {name: self.stored[name].array(dtype) for name, (_, dtype) in layout.items()}
 
 
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
@@ -138,10 +138,6 @@ def _differences(stored: Mapping[str, MappedTensor], layout: Layout) -> Iterable
             yield f"{name} is {tensor.dtype} {tensor.shape} and should be {STORED[dtype.name]} {shape}"
         elif tensor.offset % (BOUNDARY if dtype.itemsize * np.prod(shape) % BOUNDARY == 0 else dtype.itemsize):
             yield f"{name} does not start on its boundary"
-
-
-def _view(tensor: MappedTensor, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    return np.ndarray(shape, dtype, tensor.file.data, tensor.offset)
 
 
 def _bytes(array: np.ndarray) -> memoryview:

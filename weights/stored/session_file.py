@@ -10,7 +10,6 @@ whether the keys and values are those of the tokens, which nobody can see withou
 
 import json
 import os
-import reprlib
 import stat
 import struct
 import zlib
@@ -25,6 +24,7 @@ from safetensors.numpy import save
 
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.regular_file import open_regular
+from tinygpt.weights.messages import shown
 from tinygpt.weights.stored.whole_file import replace_whole
 
 FORMAT, VERSION = "tinygpt session", "1"
@@ -93,11 +93,11 @@ def read_session(path: Path, made_by: Mapping[str, object], none: np.ndarray, ma
         raise CheckpointError(f"{path} is no session that tinygpt saved: name another file.")
     if metadata.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} is in version {_shown(metadata.get('version'))} of its format and this tinygpt reads version "
+            f"{path} is in version {shown(metadata.get('version'))} of its format and this tinygpt reads version "
             f"{VERSION}: start the session again from its text."
         )
     if sorted(tensors) != sorted(NAMES):
-        raise CheckpointError(f"{path} is damaged, it holds {_shown(sorted(tensors))}: copy it again.")
+        raise CheckpointError(f"{path} is damaged, it holds {shown(sorted(tensors))}: copy it again.")
     if metadata.get("crc32") != _checksum(metadata, {name: tensors[name]["data"] for name in NAMES}):
         raise CheckpointError(f"{path} is damaged, its data does not have the checksum in its header: copy it again.")
     ours = json.loads(json.dumps(made_by))
@@ -131,7 +131,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     except MemoryError:
         raise CheckpointError(f"{path} is larger than the memory that is free: name another file.") from None
     except (SafetensorError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no whole session file ({_shown(str(error))}): copy it again.") from None
+        raise CheckpointError(f"{path} is no whole session file ({shown(str(error))}): copy it again.") from None
 
 
 def _check_maker(path: Path, text: str, ours: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _check_maker(path: Path, text: str, ours: dict[str, Any]) -> None:
     if not isinstance(theirs, dict):
         raise CheckpointError(f"{path} does not say which model it was saved by: start again from its text.")
     different = [
-        f"{_shown(name)} is {_shown(theirs.get(name))} there and {_shown(ours.get(name))} here"
+        f"{shown(name)} is {shown(theirs.get(name))} there and {shown(ours.get(name))} here"
         for name in {**ours, **theirs}
         if name not in theirs or name not in ours or theirs[name] != ours[name]
     ]
@@ -163,7 +163,7 @@ def _check_layout(path: Path, tensors: Mapping[str, Mapping[str, Any]], none: np
     for name, wanted in {"token_ids": ("I32", [N]), "k": (kv_type, [L, H, T, D]), "v": (kv_type, [L, H, T, D])}.items():
         found = tensors[name]["dtype"], tensors[name]["shape"]
         if found != wanted:
-            raise _foreign(path, f"its {name} is {_shown(found)} and should be {_shown(wanted)}")
+            raise _foreign(path, f"its {name} is {shown(found)} and should be {shown(wanted)}")
 
 
 def _check_content(path: Path, session: SavedSession, vocab_size: int) -> None:
@@ -196,13 +196,6 @@ def _is_finite(array: np.ndarray) -> bool:
     if array.dtype == np.uint16:  # bfloat16: the exponent of what is not finite is all ones
         return not ((array & 0x7F80) == 0x7F80).any()
     return bool(np.isfinite(array).all())
-
-
-def _shown(value: Any) -> str:
-    """A value of a file as a message may show it: never long, nor with what a terminal would obey."""
-    if isinstance(value, str) and value.isprintable() and len(value) <= 200:
-        return value
-    return reprlib.repr(value)
 
 
 def _checksum(metadata: Mapping[str, str], arrays: Mapping[str, Any]) -> str:
