@@ -43,6 +43,7 @@ def _write(folder: Path, case: Case, given: Input, outcome: Outcome) -> Path:
     slug = re.sub(r"\W+", "-", f"{case.format} {outcome.what}").strip("-").lower()[:80]
     place = folder / slug
     place.mkdir(parents=True, exist_ok=True)
+    (place / given.file).parent.mkdir(parents=True, exist_ok=True)
     (place / given.file).write_bytes(given.data)
     said = {"format": given.format, "file": given.file, "case": str(case), **asdict(outcome)}
     (place / "finding.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 from tinygpt.weights.stored.packed import PACKED_FILE
 
 from . import binary_mutators as binary
-from . import loaders, mutators, oracles, seeds, tokenizer_seeds
+from . import foreign_seeds, loaders, mutators, oracles, seeds, tokenizer_seeds
 from .mutators import Mutator
 
 
@@ -80,6 +80,30 @@ def _torch_checkpoints() -> list[Format]:
     ]
 
 
+def _foreign() -> list[Format]:
+    """What other programs write, in each of their forms."""
+    return [
+        Format(
+            form,
+            partial(foreign_seeds.foreign, form),
+            {name: _kinds_of(name) for name in foreign_seeds.foreign(form)},
+            loaders.tensors,
+            foreign_seeds.check_foreign,
+            foreign_seeds.seal_table if form == "openai_tf" else None,
+        )
+        for form in foreign_seeds.FORMS
+    ]
+
+
+def _kinds_of(file: str) -> list[Mutator]:
+    """How a file is damaged, by what its name says."""
+    if file.endswith(".json"):
+        return JSON
+    if file.endswith(".pt"):
+        return TORCH
+    return TEXT if file.endswith((".ini", ".txt")) else mutators.BYTES
+
+
 def _adapters() -> list[Format]:
     load, check, config = loaders.lora, oracles.check_lora, {"adapter_config.json": JSON}
     files = {**config, "adapter_model.safetensors": SAFETENSORS}
@@ -136,7 +160,7 @@ def _results() -> list[Format]:
 
 
 def _formats() -> list[Format]:
-    found = [*_checkpoints(), *_adapters(), *_stored(), *_tokenizers(), *_results()]
+    found = [*_checkpoints(), *_foreign(), *_adapters(), *_stored(), *_tokenizers(), *_results()]
     found += _torch_checkpoints() if _is_there("torch") else []
     found += _library_tokenizers() if _is_there("tokenizers") else []
     return found

@@ -156,6 +156,7 @@ class Bench:
 
 def _replace(path: Path, data: bytes) -> None:
     """By renaming: what is mapped into memory from the file before stays as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name("new")
     new.touch(mode=0o600)
     new.write_bytes(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import tiny_checkpoint
+from support import foreign, tiny_checkpoint
 from support.paths import DEMO
 from tinygpt.cli import main as cli
 
@@ -39,6 +39,29 @@ def test_a_checkpoint(capsys, folder):
         "size": 4 * shape[0] * shape[1],
         "file": "model.safetensors",
     }
+
+
+def test_what_another_program_wrote(capsys, tmp_path):
+    path = foreign.nanogpt(tmp_path / "out", tiny_checkpoint.random_tensors(prefix=""))
+    report = info(capsys, path)
+    assert (report["container"], report["family"], report["refused"]) == ("torch zip", "nanoGPT", [])
+    assert report["quirks"] == ["activation_function is gelu, which the checkpoint does not say"]
+    assert report["config"]["n_embd"] == tiny_checkpoint.C
+    assert [*report["files"]] == ["ckpt.pt"]
+    assert "optimizer.state.0.exp_avg" in report["ignored"]
+    assert cli.main(["info", str(path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "container torch zip" in lines
+    assert "family nanoGPT" in lines
+
+
+def test_what_another_program_wrote_and_is_damaged(capsys, tmp_path):
+    path = foreign.nanogpt(tmp_path / "out", tiny_checkpoint.random_tensors(prefix=""))
+    path.write_bytes(path.read_bytes()[:-100])
+    report = info(capsys, path)
+    assert "damaged zip archive" in report["refused"][-1]
+    assert report["container"] is report["family"] is None
+    assert [*report["files"]] == ["ckpt.pt"]
 
 
 def test_a_head_of_its_own_and_ignored_tensors(capsys, tmp_path):

@@ -117,7 +117,7 @@ DEEP = "[" * 100_000
         ({"made_by": "{}"}, "vocab_size is None there and 11 here"),
         ({"made_by": json.dumps(MADE_BY | {"n_head": "x" * 9999})}, "n_head is 'xxx"),
         ({"made_by": json.dumps(MADE_BY | {"n_head": [[[[[[[[3]]]]]]]]})}, r"n_head is \[\[\["),
-        ({"made_by": json.dumps(MADE_BY | {"rope": 1})}, "rope is 1 there and None here"),
+        ({"made_by": json.dumps(MADE_BY | {"rope": 1})}, "'rope' is 1 there and None here"),
         ({"made_by": json.dumps({str(i): i for i in range(9999)})}, "and 10000 more"),
         *(
             ({"first": first}, "at no place among them")

@@ -142,7 +142,7 @@ def _check_maker(path: Path, text: str, ours: dict[str, Any]) -> None:
     if not isinstance(theirs, dict):
         raise CheckpointError(f"{path} does not say which model it was saved by: start again from its text.")
     different = [
-        f"{shown(name)} is {shown(theirs.get(name))} there and {shown(ours.get(name))} here"
+        f"{name if name in ours else shown(name)} is {shown(theirs.get(name))} there and {shown(ours.get(name))} here"
         for name in {**ours, **theirs}
         if name not in theirs or name not in ours or theirs[name] != ours[name]
     ]

@@ -116,6 +116,11 @@ def _goldens(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
     path = resolve(args.model)
     if (path / PACKED_FILE).exists():
         raise RequestError(f"transformers cannot read {args.model}, which is converted: give --golden.")
+    if not (path / "config.json").is_file():
+        raise RequestError(
+            f"transformers cannot read {args.model}, which another program wrote: give --golden, or first run `tinygpt "
+            "convert --to safetensors`."
+        )
     prompts = _built_in_prompts(llm) if args.input is None else _read_prompts(Path(args.input), llm)
     room = llm.max_model_len
     num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]

@@ -1,0 +1,92 @@
+"""How long one and the same model takes to load from each format, and how much memory that takes at its peak.
+
+    python scripts/bench_load.py                 # GPT-2 124M in float32: 0.5 GB for each format, in a temporary folder
+    python scripts/bench_load.py --shape tiny    # to see that it runs
+
+Each load is a process of its own: the checkpoint is opened, and each parameter is read and let go, as the engine does.
+The files are in the system's cache. Printed are the best of --repetitions, and the memory beyond what the process took
+before, the parameter that is being read included.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+
+FORMS = (
+    "hugging_face",
+    "torch",
+    "gguf",
+    "openai_tf",
+    "nanogpt",
+    "megatron",
+    "nemo",
+    "fastertransformer",
+    "onnx_external",
+)
+LOAD = """
+import json, resource, sys, time
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import parameter_shapes
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before, start = peak(), time.perf_counter()
+checkpoint = open_checkpoint(sys.argv[1])
+opened = time.perf_counter()
+for name in parameter_shapes(checkpoint.config):
+    checkpoint.tensor(name).sum()
+    checkpoint.release(name)
+print(json.dumps([opened - start, time.perf_counter() - start, peak() - before]))
+"""
+
+
+def write(form: str, folder: Path, shape: str) -> Path:
+    """The model in one form, as the tests write the tiny one: they take their sizes from its config."""
+    from support import tf_writer, tiny_checkpoint
+    from support.torch_writer import torch_zip
+    from tinygpt.weights.containers.crc32c import crc32c
+    from tinygpt.weights.random_checkpoint import SHAPES, open_random
+    from tinygpt.weights.stored.plain import config_json
+
+    config = config_json(SHAPES[shape]) | {"n_inner": SHAPES[shape].inner_size}
+    tiny_checkpoint.CONFIG.update(config)
+    tf_writer.crc32c = lambda data: crc32c(memoryview(data))  # the tests' own takes minutes
+    from support.foreign import WRITERS  # now that it is known what the sizes are
+
+    arrays = {name: tensor.float32() for name, tensor in open_random(f"random:{shape}").stored.items()}
+    if form != "torch":
+        return WRITERS[form](folder, arrays)
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(torch_zip(arrays))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load(path: Path) -> list[float]:
+    command = [sys.executable, "-c", LOAD, str(path)]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="124M")
+    parser.add_argument("--formats", nargs="*", default=FORMS, choices=FORMS)
+    parser.add_argument("--repetitions", type=int, default=3)
+    args = parser.parse_args()
+    print("| format | opened, s | read, s | peak memory, MB |\n|---|---|---|---|")
+    for form in args.formats:
+        with tempfile.TemporaryDirectory() as name:
+            path = write(form, Path(name) / "model", args.shape)
+            best = [min(column) for column in zip(*(load(path) for _ in range(args.repetitions)), strict=True)]
+            print(f"| {form} | {best[0]:.2f} | {best[1]:.2f} | {best[2] / 1e6:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
