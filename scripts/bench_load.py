@@ -1,6 +1,6 @@
 """How long one and the same model takes to load from each format, and how much memory that takes at its peak.
 
-    python scripts/bench_load.py                 # GPT-2 124M in float32: 0.5 GB for each format, in a temporary folder
+    python scripts/bench_load.py                 # GPT-2 124M in float32, 0.5 GB for each format (Linux)
     python scripts/bench_load.py --shape tiny    # to see that it runs
 
 Each load is a process of its own: the checkpoint is opened, and each parameter is read and let go, as the engine does.
@@ -30,12 +30,13 @@ FORMS = (
     "onnx_external",
 )
 LOAD = """
-import json, resource, sys, time
+import json, sys, time
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import parameter_shapes
 
 def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/status") as status:  # getrusage counts the process that started this one, too
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 before, start = peak(), time.perf_counter()
 checkpoint = open_checkpoint(sys.argv[1])
