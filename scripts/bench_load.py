@@ -51,7 +51,7 @@ print(json.dumps([opened - start, time.perf_counter() - start, peak() - before])
 def write(form: str, folder: Path, shape: str) -> Path:
     """The model in one form, as the tests write the tiny one: they take their sizes from its config."""
     from support import tf_writer, tiny_checkpoint
-    from support.torch_writer import torch_zip
+    from support.torch_files import own_bytes
     from tinygpt.weights.containers.crc32c import crc32c
     from tinygpt.weights.random_checkpoint import SHAPES, open_random
     from tinygpt.weights.stored.plain import config_json
@@ -65,7 +65,7 @@ def write(form: str, folder: Path, shape: str) -> Path:
     if form != "torch":
         return WRITERS[form](folder, arrays)
     folder.mkdir()
-    (folder / "pytorch_model.bin").write_bytes(torch_zip(arrays))
+    (folder / "pytorch_model.bin").write_bytes(own_bytes(arrays))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

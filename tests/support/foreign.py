@@ -4,6 +4,7 @@ Each is given the parameters in Hugging Face's names and layout, writes them int
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from support import gguf_writer, onnx_writer
 from support.megatron_writer import megatron, nemo
 from support.tf_writer import write_bundle
 from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
-from support.torch_writer import Call, Global, torch_legacy, torch_zip
+from support.torch_files import Call, Global, own_bytes
 
 Arrays = Mapping[str, np.ndarray]
 MATRICES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -42,30 +43,30 @@ def nanogpt_state(arrays: Arrays, prefix: str = "", **arguments: object) -> dict
     model[f"{prefix}transformer.h.0.attn.bias"] = np.ones((1, 1, 6, 6), np.float32)
     return {
         "model": model,
-        "optimizer": {"state": {0: {"step": np.float32(3).reshape(()), "exp_avg": arrays["wte.weight"] + 1}}},
+        "optimizer": {"state": {0: {"step": np.array(3, np.float32), "exp_avg": arrays["wte.weight"] + 1}}},
         "model_args": {**MODEL_ARGS, "bias": True, **arguments},
         "iter_num": 5,
-        "best_val_loss": np.float32(1.5).reshape(()),
+        "best_val_loss": np.array(1.5, np.float32),
         "config": {"dataset": "shakespeare_char", "dtype": "float16", "rng": Call("numpy.random __RandomState_ctor")},
         "device": Global("torch float16"),
     }
 
 
-def nanogpt(folder: Path, arrays: Arrays, save: Callable = torch_zip, name: str = "ckpt.pt") -> Path:
+def nanogpt(folder: Path, arrays: Arrays, save: Callable = own_bytes, name: str = "ckpt.pt") -> Path:
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(save(nanogpt_state(arrays)))
     return folder / name
 
 
 def nanogpt_legacy(folder: Path, arrays: Arrays) -> Path:
-    return nanogpt(folder, arrays, torch_legacy).parent
+    return nanogpt(folder, arrays, partial(own_bytes, is_legacy=True)).parent
 
 
 def mingpt(folder: Path, arrays: Arrays) -> Path:
     folder.mkdir(exist_ok=True)
     state = {f"transformer.{name}": array for name, array in linear(arrays).items()}
     state |= {"lm_head.weight": arrays["wte.weight"].copy(), "transformer.h.1.attn.bias": np.ones((1, 1, 6, 6), "f4")}
-    (folder / "model.pt").write_bytes(torch_zip(state))
+    (folder / "model.pt").write_bytes(own_bytes(state))
     write_json(folder / "config.json", {"system": {"seed": 1}, "model": {"model_type": None, "n_head": 2}})
     return folder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from support.tiny_checkpoint import CONFIG
-from support.torch_writer import Call, Global, torch_zip
+from support.torch_files import Call, Global, own_bytes
 
 Arrays = Mapping[str, np.ndarray]
 H = CONFIG["n_head"]
@@ -152,7 +152,7 @@ def megatron(folder: Path, arrays: Arrays, form: Form = Form(), **settings: obje
             name = f"mp_rank_{rank:02}" + (f"_{stage:03}" if form.pp > 1 else "")
             place = folder / "iter_0000007" / name
             place.mkdir(parents=True)
-            data = torch_zip(rank_file(arrays, form, rank, stage, **settings))
+            data = own_bytes(rank_file(arrays, form, rank, stage, **settings))
             (place / "model_optim_rng.pt").write_bytes(data)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     return folder
@@ -186,7 +186,7 @@ def nemo_members(arrays: Arrays, form: Form, prefix: str = "model.", more: str =
         for stage in range(form.pp):
             where = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if form.pp > 1 else f"mp_rank_{rank:02}/"
             state = stage_state(arrays, form, rank, stage, 0)
-            data = torch_zip({prefix + name: array for name, array in state.items()})
+            data = own_bytes({prefix + name: array for name, array in state.items()})
             members[f"./{where if form.tp * form.pp > 1 else ''}model_weights.ckpt"] = data
     return members
 

@@ -61,14 +61,20 @@ def _dump(value: Any, storages: dict[str, np.ndarray], is_legacy: bool) -> bytes
 
 
 @dataclass(frozen=True)
-class _Name:
-    """What a module calls something; never looked up, as the module may be absent."""
+class Global:
+    """What a module calls something, as "module name"; never looked up, as the module may be absent."""
 
-    module: str
     name: str
 
     def __call__(self) -> None:
         """A pickler asks whether what it writes a call of can be called."""
+
+
+class Call:
+    """Pickled as a call of a Global by this name."""
+
+    def __init__(self, name: str, *arguments: Any):
+        self.function, self.arguments = Global(name), arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +82,9 @@ class _Storage:
     array: np.ndarray
 
     @property
-    def kind(self) -> _Name:
-        names = {"float16": "HalfStorage", "float32": "FloatStorage", "float64": "DoubleStorage"}
-        return _Name("torch", names[self.array.dtype.name])
+    def kind(self) -> Global:
+        names = {"float16": "Half", "float32": "Float", "float64": "Double", "int64": "Long", "uint8": "Byte"}
+        return Global(f"torch {names[self.array.dtype.name]}Storage")
 
 
 class _Pickler(pickle._Pickler):  # the one in Python, which can be taught names
@@ -95,13 +101,16 @@ class _Pickler(pickle._Pickler):  # the one in Python, which can be taught names
         return "storage", value.kind, key, "cpu", value.array.size, *self.more
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Call):
+            return value.function, value.arguments
         if not isinstance(value, np.ndarray):
             return NotImplemented
         strides = tuple(stride // value.itemsize for stride in value.strides)
         arguments = (_Storage(value), 0, value.shape, strides, False, OrderedDict())
-        return _Name("torch._utils", "_rebuild_tensor_v2"), arguments
+        return Global("torch._utils _rebuild_tensor_v2"), arguments
 
-    def _save_name(self, value: _Name) -> None:
-        self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+    def _save_global(self, value: Global) -> None:
+        module, name = value.name.split(" ")
+        self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
 
-    dispatch: ClassVar = {**pickle._Pickler.dispatch, _Name: _save_name}
+    dispatch: ClassVar = {**pickle._Pickler.dispatch, Global: _save_global}

@@ -7,7 +7,7 @@ import pytest
 
 from support.foreign import WRITERS, nanogpt_state
 from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
-from support.torch_writer import torch_zip
+from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.open import open_checkpoint
@@ -40,7 +40,7 @@ def test_one_model_is_the_same_bits_in_every_form(tmp_path, form):
 # nanoGPT and minGPT
 
 
-def open_nanogpt(folder, arrays=TENSORS, save=torch_zip, **arguments):
+def open_nanogpt(folder, arrays=TENSORS, save=own_bytes, **arguments):
     (folder / "ckpt.pt").write_bytes(save(nanogpt_state(arrays, **arguments)))
     return open_checkpoint(folder / "ckpt.pt")
 
@@ -113,7 +113,8 @@ def test_the_tokenizer_of_a_model_of_characters(tmp_path, place):
     tokenizer = load_tokenizer(open_nanogpt(tmp_path / "out"))
     assert tokenizer.encode("cab é!") == [6, 4, 5, 1, 8, 2]
     assert tokenizer.decode([6, 4, 5, 1, 8, 2, 99]) == "cab é!"
-    assert tokenizer.vocab_size == 9
+    assert (tokenizer.vocab_size, len(tokenizer), tokenizer.eos_token_id) == (9, 9, None)
+    assert tokenizer.token_bytes(8) == "é".encode()
     with pytest.raises(RequestError, match="no token for 'x', 'z'"):
         tokenizer.encode("azbx")
 
@@ -130,7 +131,7 @@ def test_a_data_set_in_another_place_is_not_looked_for(tmp_path):
     (tmp_path / "a" / "out").mkdir(parents=True)
     state = nanogpt_state(TENSORS)
     state["config"]["dataset"] = "../../elsewhere"
-    (tmp_path / "a" / "out" / "ckpt.pt").write_bytes(torch_zip(state))
+    (tmp_path / "a" / "out" / "ckpt.pt").write_bytes(own_bytes(state))
     with pytest.raises(CheckpointError, match="no tokenizer"):
         load_tokenizer(open_checkpoint(tmp_path / "a" / "out"))
 

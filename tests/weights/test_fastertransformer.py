@@ -6,7 +6,7 @@ import pytest
 from support.foreign import fastertransformer
 from support.megatron_writer import Form, megatron, rank_file
 from support.tiny_checkpoint import random_tensors, write_checkpoint
-from support.torch_writer import torch_zip
+from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed
@@ -138,7 +138,7 @@ def test_7_heads_that_are_not_tied(tmp_path):
     """It drops them, of Megatron's checkpoints as of Hugging Face's, which it loads without their heads."""
     state = rank_file(TENSORS, Form(), untie_embeddings_and_output_weights=True)
     state["model"]["language_model.output_layer.weight"] = TENSORS["wte.weight"] + 1
-    (tmp_path / "model_optim_rng.pt").write_bytes(torch_zip(state))
+    (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state))
     for checkpoint in (
         open_checkpoint(tmp_path),
         open_checkpoint(

@@ -111,6 +111,7 @@ def test_its_tokenizer(tmp_path):
     assert tokenizer.encode("abcab <end>a<user>") == [6, 3, 5, 4, 0, 7]
     assert tokenizer.decode([6, 3, 5, 4, 8, 7]) == "abcab <end><user>"
     assert tokenizer.special_ids == {4}
+    assert tokenizer.eos_token_id == 4
     assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids) == (4, (4,))
 
 
@@ -124,6 +125,7 @@ DAMAGED_TOKENIZERS = {
     "merges": (9, (5, [1, 2])),
     "token_type": (9, (5, [1, 2])),
     "bos_token_id": (4, 400),
+    "eos_token_id": (4, 400),
     "model": (8, "llama"),
     "pre": (8, "llama-bpe"),
 }

@@ -5,7 +5,7 @@ import pytest
 
 from support.megatron_writer import Form, megatron, nemo, nemo_members, ordered, rank_file, tar_bytes
 from support.tiny_checkpoint import write_json
-from support.torch_writer import torch_legacy, torch_zip
+from support.torch_files import own_bytes
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
@@ -80,7 +80,7 @@ def test_a_file_alone_of_the_old_form_without_arguments(tmp_path):
     """As NVIDIA published its 345M: no settings, no version, from before torch 1.6."""
     state = rank_file(ARRAYS, form(version=0, **ERAS["2020"]))
     del state["args"]
-    (tmp_path / "model_optim_rng.pt").write_bytes(torch_legacy(state))
+    (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state, is_legacy=True))
     with pytest.raises(CheckpointError, match="does not say how many heads"):
         open_checkpoint(tmp_path)
     write_json(tmp_path / "config.json", {"n_head": 6})
@@ -142,7 +142,7 @@ def test_settings_that_change_the_arithmetic_are_refused_by_name(tmp_path, name)
 
 def test_a_version_that_is_not_known(tmp_path):
     state = rank_file(ARRAYS, form()) | {"checkpoint_version": 4.0}
-    (tmp_path / "model_optim_rng.pt").write_bytes(torch_zip(state))
+    (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state))
     with pytest.raises(CheckpointError, match=r"checkpoint_version 4\.0"):
         open_checkpoint(tmp_path)
 

@@ -140,7 +140,9 @@ def test_the_tokenizer_goes_along(tmp_path):
     (tmp_path / "alone").mkdir()
     moved = (tmp_path / "there" / "model.gguf").rename(tmp_path / "alone" / "x.gguf")
     assert convert(moved, tmp_path / "back", "--to", "safetensors") == 0
-    assert load_tokenizer(open_checkpoint(tmp_path / "back")).encode(text) == theirs.encode(text)
+    back = load_tokenizer(open_checkpoint(tmp_path / "back"))
+    assert back.encode(text) == theirs.encode(text)
+    assert back.eos_token_id == theirs.eos_token_id
 
 
 def test_a_padded_vocabulary_has_a_token_for_each_row(tmp_path):

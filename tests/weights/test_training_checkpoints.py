@@ -2,6 +2,7 @@
 
 import argparse
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from support.foreign import nanogpt_state
 from support.megatron_writer import Form, rank_file
 from support.tiny_checkpoint import random_tensors
-from support.torch_writer import torch_legacy, torch_zip
+from support.torch_files import own_bytes
 from tinygpt.weights.containers.pickle_reader import Stub, fields_of
 from tinygpt.weights.containers.torch_file import read_training_checkpoint
 
@@ -17,7 +18,7 @@ torch = pytest.importorskip("torch")
 TENSORS = random_tensors(prefix="")
 
 
-@pytest.mark.parametrize("save", [torch_zip, torch_legacy])
+@pytest.mark.parametrize("save", [own_bytes, partial(own_bytes, is_legacy=True)])
 def test_torch_reads_what_these_tests_write(save):
     state = {"model": nanogpt_state(TENSORS)["model"], "number": 5, "halves": np.ones(3, np.float16)}
     theirs = torch.load(io.BytesIO(save(state)), weights_only=True)

@@ -11,6 +11,7 @@ class CharacterTokenizer:
     """Runs a tokenizer whose words are single characters, and which `is_characters` recognises."""
 
     special_ids: frozenset[int] = frozenset()
+    eos_token_id = None  # texts end by their length
 
     def __init__(self, spec: dict[str, Any]):
         self._ids: dict[str, int] = spec["model"]["vocab"]
@@ -18,6 +19,7 @@ class CharacterTokenizer:
             token_id: character.encode("utf-8", "surrogatepass") for character, token_id in self._ids.items()
         }
         self.vocab_size = 1 + max(self._bytes)
+        self.num_tokens = len(self._bytes)
 
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         lacking = sorted(set(text) - self._ids.keys())
@@ -29,12 +31,12 @@ class CharacterTokenizer:
         return [self._ids[character] for character in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return b"".join(map(self._token_bytes, ids)).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def detokenizer(self) -> ByteDetokenizer:
-        return ByteDetokenizer(self._token_bytes)
+        return ByteDetokenizer(self.token_bytes)
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         return self._bytes.get(token_id, b"")
 
 

@@ -88,6 +88,7 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
             raise CheckpointError(f"The {name} in {path} is {spec[name]!r} and must be an object with a type.")
     _check_model(model, path)
     spec["added_tokens"] = read_added_tokens(spec, options)
+    spec.setdefault("eos_token", GPT2_SPECIAL_TOKENS["eos_token"])
     return spec
 
 

@@ -97,13 +97,12 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
 
 def _is_tokenizer(about: Mapping[str, Any]) -> bool:
     """Whether the keys have the types and lengths of a tokenizer's."""
-    tokens, begin = about["tokens"], about.get("bos_token_id", 0)
+    tokens, ends = about["tokens"], [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
     lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
     return (
         all(isinstance(values, list) and all(type(value) is kind for value in values) for values, kind in lists)
         and len(about.get("token_type", tokens)) == len(tokens)
-        and type(begin) is int
-        and 0 <= begin < len(tokens)
+        and all(type(end) is int and 0 <= end < len(tokens) for end in ends)
     )
 
 
@@ -113,6 +112,7 @@ def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
     kinds = about.get("token_type") or [NORMAL] * len(tokens)
     used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
     begin = about.get("bos_token_id") if about.get("add_bos_token") else None
+    end = about.get("eos_token_id")
     return {
         "version": "1.0",
         "model": {"type": "BPE", "vocab": _ids(used), "merges": about.get("merges") or []},
@@ -125,6 +125,7 @@ def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
         "pre_tokenizer": dict(_BYTE_LEVEL),
         "post_processor": None if begin is None else _beginning_with(tokens[begin], begin),
         "decoder": dict(_BYTE_LEVEL),
+        **({} if end is None else {"eos_token": tokens[end]}),
     }
 
 

@@ -26,7 +26,9 @@ def write_companions(folder: Path, checkpoint: Checkpoint) -> None:
     if spec is None:
         _copy(TOKENIZER_FILES, checkpoint.folder, folder)
     else:
-        _write(folder / "tokenizer.json", spec)
+        _write(folder / "tokenizer.json", {name: part for name, part in spec.items() if name != "eos_token"})
+        if "eos_token" in spec:
+            _write(folder / "tokenizer_config.json", {"eos_token": spec["eos_token"]})
 
 
 def _config_beside(folder: Path) -> ModelConfig | None:
