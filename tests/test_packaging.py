@@ -77,6 +77,6 @@ def test_run_time_needs_no_torch(setup):
 def test_tests_need_no_torch_but_to_compare_with_it(setup):
     light, parity, plot = (words(setup["options.extras_require"][extra]) for extra in ("test", "parity", "plot"))
     compared = {re.split(r"[<>=]", line)[0] for line in [*parity, *plot]}
-    assert compared == {"torch", "transformers", "peft", "openai", "matplotlib"}
+    assert compared == {"torch", "transformers", "peft", "openai", "gguf", "onnx", "matplotlib"}
     assert not compared & {re.split(r"[<>=]", line)[0] for line in light}
     assert "torch==2.13.0" in parity

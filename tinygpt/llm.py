@@ -32,7 +32,7 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 class LLM:
     """A GPT-2 checkpoint, ready to generate.
 
-    model: "demo" (embedded), a local folder in Hugging Face's layout, a Hub id such as "gpt2", or "random:124M" (355M,
+    model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2", or "random:124M" (355M,
         774M, 1.5B): random weights of that shape, to measure speed with no download.
     dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load. "auto" is the dtype that a
         converted checkpoint was converted to, and float32 for any other.

@@ -46,7 +46,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
         _check_is_checkpoint(path)
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
         raise CheckpointError(f"{model} cannot be read: {error}.") from error
-    return path
+    return path.parent if path.name == PACKED_FILE else path
 
 
 def _is_demo(model: str | os.PathLike[str]) -> bool:

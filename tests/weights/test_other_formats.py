@@ -16,6 +16,7 @@ from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 from tinygpt.weights.random_checkpoint import RandomTensor
+from tinygpt.weights.stored.packed import PACKED_FILE, PackedCheckpoint
 
 TENSORS = random_tensors(prefix="")
 WIDE = ModelConfig(vocab_size=70, n_positions=9, n_embd=64, n_head=2, n_layer=2, n_inner=96, bos_token_id=1)
@@ -194,3 +195,9 @@ def test_a_foreign_checkpoint_in_tinygpts_own_formats(tmp_path):
         assert convert(source.path, tmp_path / dtype, "--dtype", dtype, "--threads", "1") == 0
         config = open_checkpoint(tmp_path / dtype).config
         assert (config.n_layer, config.inner_size) == (LAYERS, CONFIG["n_inner"])
+
+
+def test_a_converted_checkpoint_by_the_name_of_its_file(tmp_path):
+    source = write_checkpoint(tmp_path / "source")
+    assert convert(source, tmp_path / "there", "--dtype", "float32", "--threads", "1") == 0
+    assert isinstance(open_checkpoint(tmp_path / "there" / PACKED_FILE), PackedCheckpoint)

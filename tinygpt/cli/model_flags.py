@@ -8,7 +8,7 @@ from tinygpt.cli.flags import dtype, lowered, reader, whole_number
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
 
-CHECKPOINT = '"demo" (embedded), a local folder or a Hub id'
+CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id'
 DTYPE = (
     f"precision of the weights: {', '.join(DTYPES)}; auto is the dtype of a converted checkpoint, and float32 for any "
     "other"

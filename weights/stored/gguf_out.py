@@ -1,7 +1,6 @@
 """GGUF files that llama.cpp loads, with GPT-2's tokenizer in them."""
 
 import math
-import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.config import ModelConfig
+from tinygpt.disk import sync
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.ggml_blocks import BLOCKS
@@ -47,7 +47,7 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
         for name in names:
             file.write(_with_padding(_bytes(checkpoint, name, dtype)))
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     return folder / FILE
 
 

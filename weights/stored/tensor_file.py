@@ -1,13 +1,14 @@
 """Writing safetensors files tensor by tensor, in dtypes that NumPy has no name for."""
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from tinygpt.disk import sync
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[st
         for entry in entries.values():
             file.write(np.ascontiguousarray(entry.array()).reshape(-1).view(np.uint8).data)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def header(

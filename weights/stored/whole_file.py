@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from tinygpt.disk import sync_folder
+from tinygpt.disk import sync, sync_folder
 
 
 def replace_whole(path: Path, data: bytes) -> None:
@@ -14,7 +14,7 @@ def replace_whole(path: Path, data: bytes) -> None:
         with partial.open("xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # or the name might reach the disk before the data
+            sync(file.fileno())  # or the name might reach the disk before the data
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
