@@ -26,19 +26,15 @@ def value(kind: int, content) -> bytes:
 
 def gguf_bytes(keys: Mapping[str, tuple], tensors: Mapping[str, tuple], version: int = 3, alignment: int = 32) -> bytes:
     """keys: name -> (kind, content). tensors: name -> (shape, ggml type, bytes)."""
-    out = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))
-    out += b"".join(
-        string(name) + struct.pack("<I", kind) + value(kind, content) for name, (kind, content) in keys.items()
-    )
+    parts = [b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))]
+    parts += [string(name) + struct.pack("<I", kind) + value(kind, content) for name, (kind, content) in keys.items()]
     offset = 0
     for name, (shape, kind, data) in tensors.items():
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        out += string(name) + sizes + struct.pack("<IQ", kind, offset)
+        parts.append(string(name) + sizes + struct.pack("<IQ", kind, offset))
         offset += -(-len(data) // alignment) * alignment
-    for data in [out, *(data for *_, data in tensors.values())]:
-        out = data if data is out else out + data
-        out += b"\0" * (-len(out) % alignment)
-    return out
+    parts = [b"".join(parts), *(data for *_, data in tensors.values())]
+    return b"".join(data + b"\0" * (-len(data) % alignment) for data in parts)
 
 
 def plain(array: np.ndarray) -> tuple:

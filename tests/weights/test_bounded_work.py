@@ -5,6 +5,7 @@ What is held to a limit of CPU time and memory took longer than that, or more, b
 
 import json
 import os
+import re
 import struct
 import sys
 import zipfile
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from support import onnx_writer, tf_writer
+from support.foreign import GGUF_KEYS
+from support.gguf_writer import gguf_bytes
 from support.limits import outcome
 from support.tiny_checkpoint import LAYERS, C, random_tensors, write_checkpoint, write_config, write_json
 
@@ -222,3 +226,49 @@ def test_a_folder_where_a_tokenizers_file_belongs(tmp_path, name):
         (tmp_path / "tokenizer.json").unlink()
     (tmp_path / name).mkdir()
     assert "Is a directory" in outcome(TOKENIZE, tmp_path)
+
+
+# Other programs' files: much that is small, and names and numbers that lie about how much there is.
+
+
+def gguf_of(count):
+    tensors = {f"t{i}": ((1,), 0, b"\0" * 4) for i in range(count)}
+    return {"x.gguf": gguf_bytes({**GGUF_KEYS, "gpt2.block_count": (4, 10_000)}, tensors)}
+
+
+def onnx_of(count):
+    tensors = [onnx_writer.tensor(f"t{i}", np.zeros((1, 2), np.float32)) for i in range(count)]
+    tensors += [onnx_writer.tensor(name, np.zeros((2, 2), np.float32)) for name in ("wte.weight", "wpe.weight")]
+    tensors.append(onnx_writer.tensor("h.9999.mlp.c_fc.bias", np.zeros(2, np.float32)))
+    tensors.append(onnx_writer.tensor("h.0.mlp.c_fc.bias", np.zeros(2, np.float32)))
+    nodes = [onnx_writer.node("MatMul", ["x", f"t{i}"], ["y"]) for i in range(count)]
+    nodes.append(onnx_writer.node("Tanh", ["x"], ["y"]))
+    return {"x.onnx": onnx_writer.model(onnx_writer.graph(nodes, tensors, {"past_0": (2, 1, 2, 1, 1)}))}
+
+
+def fastertransformer_of(count):
+    files = {f"model.t{i}.bin": b"\0" * 4 for i in range(count)}
+    files |= {"model.wte.bin": b"\0" * 64, "model.wpe.bin": b"\0" * 64}
+    files["model.layers.0.mlp.dense_h_to_4h.bias.0.bin"] = b"\0" * 64
+    return {**files, "config.ini": b"[gpt]\nhead_num = 2\nsize_per_head = 4\nnum_layer = 10000\n"}
+
+
+def tf_of(count):
+    """Keys that each share all but a byte with the one before would be the square of their number in bytes."""
+    records = [(b"", b"\x08\x01"), *((b"a" * i, b"\x08\x01") for i in range(1, count))]
+    return {"x.index": tf_writer.table(records)}
+
+
+@pytest.mark.parametrize(
+    ("make", "count", "sentence"),
+    [
+        (gguf_of, 20_000, "missing: |from which the model's sizes are seen"),
+        (onnx_of, 8_000, "does not hold the GPT-2 of ONNX"),
+        (fastertransformer_of, 1_000, "does not hold the GPT of FasterTransformer"),
+        (tf_of, 1_010, "too long a key"),
+    ],
+)
+def test_other_programs_files_with_much_that_is_small(tmp_path, make, count, sentence):
+    for name, data in make(count).items():
+        (tmp_path / name).write_bytes(data)
+    assert re.search(sentence, outcome("open_checkpoint(folder)", tmp_path, cpu_seconds=20))

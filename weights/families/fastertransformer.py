@@ -125,8 +125,9 @@ def _number(text: str | None) -> Any:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    n = _parts(source)
     return {
-        name: Rule((_file_name(name),), _transform(name, shape, _parts(source)))
+        name: Rule((_file_name(name),), _transform(name, shape, n))
         for name, shape in parameter_shapes(config).items()
         if name != HEAD or not config.tie_word_embeddings
     }

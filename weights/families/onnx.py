@@ -39,13 +39,13 @@ def _detect(source: Source) -> bool:
 
 def _place(source: Source) -> Iterable[Placed]:
     """A tensor in several branches of a graph is there once for each name."""
-    there = set()
+    there, head = set(), _head(source)
     for name, tensor in source.container.tensors.items():
         found = _NAME.fullmatch(name)
         if found and found[1] not in there:
             there.add(found[1])
             yield Placed(found[1], name, tensor)
-        elif name == _head(source):
+        elif name == head:
             yield Placed(HEAD, name, tensor)
         else:
             is_constant = not tensor.is_floating or max(tensor.shape, default=1) <= _MAX_CONSTANT

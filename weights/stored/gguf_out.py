@@ -34,18 +34,20 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
     config = checkpoint.config
     check_gguf(checkpoint, dtype)
     keys = _keys(config, dtype, checkpoint.path.stem) | _tokenizer_keys(config, tokenizer)
-    names = [name for name in parameter_shapes(config) if name != HEAD or not checkpoint.tied]
+    shapes = parameter_shapes(config)
+    names = [name for name in shapes if name != HEAD or not checkpoint.tied]
     out, offset = [MAGIC + struct.pack("<IQQ", 3, len(names), len(keys))], 0
     out += [_string(name) + struct.pack("<I", kind) + _value(kind, content) for name, (kind, content) in keys.items()]
     for name in names:
-        shape, kind, size = _place(config, name, dtype)
+        shape, kind, size = _place(name, shapes[name], dtype)
         out.append(_string(gguf_name(name)) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)))
         out.append(struct.pack("<IQ", kind, offset))
         offset += _padded(size)
     with (folder / FILE).open("wb") as file:
         file.write(_with_padding(b"".join(out)))
         for name in names:
-            file.write(_with_padding(_bytes(checkpoint, name, dtype)))
+            _, kind, _ = _place(name, shapes[name], dtype)
+            file.write(_with_padding(_bytes(checkpoint, name, dtype, kind)))
         file.flush()
         sync(file.fileno())
     return folder / FILE
@@ -113,9 +115,8 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) ->
     }
 
 
-def _place(config: ModelConfig, name: str, dtype: str) -> tuple[tuple[int, ...], int, int]:
-    """Shape as it is written, ggml's type and size in bytes. Matrices are (out, in)."""
-    shape = parameter_shapes(config)[name]
+def _place(name: str, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], int, int]:
+    """The shape of a parameter as it is written, ggml's type and its size in bytes. Matrices are (out, in)."""
     if len(shape) == 1 or name == POSITIONS:
         return shape, PLAIN, 4 * math.prod(shape)
     shape = shape[::-1] if name.startswith("h.") else shape
@@ -125,10 +126,9 @@ def _place(config: ModelConfig, name: str, dtype: str) -> tuple[tuple[int, ...],
     return shape, TYPES[dtype][0], math.prod(shape) * (4 if dtype == "float32" else 2)
 
 
-def _bytes(checkpoint: Checkpoint, name: str, dtype: str) -> bytes:
+def _bytes(checkpoint: Checkpoint, name: str, dtype: str, kind: int) -> bytes:
     array = np.ascontiguousarray(_scaled(checkpoint, name))
     checkpoint.release(name)
-    _, kind, _ = _place(checkpoint.config, name, dtype)
     if kind == PLAIN:
         return array.tobytes()
     if dtype in BLOCK_OF:
