@@ -38,7 +38,7 @@ class Checkpoint:
     @property
     def folder(self) -> Path:
         """Where files that belong to the weights lie beside them."""
-        return self.path if self.path.is_dir() else self.path.parent
+        return self.path.parent if self.path.is_file() else self.path
 
     @property
     def auto_dtype(self) -> str:

@@ -21,7 +21,7 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        return self.path if self.path.is_dir() else self.path.parent
+        return self.path.parent if self.path.is_file() else self.path
 
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the folder, or None where there is none. CheckpointError for one that is damaged."""
