@@ -91,7 +91,7 @@ class LLM:
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora)
         engine_config = sizes.for_model(source.config.n_positions, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
-        self.checkpoint_path = source.checkpoint.path
+        self.checkpoint_path = source.checkpoint.folder
         self._inputs = InputProcessor(
             source.config, engine_config, source.checkpoint, soft_prompts, split_special_tokens, cache_salt
         )

@@ -62,7 +62,9 @@ def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp
         found = json.loads(capsys.readouterr().out)["checkpoint"]
         assert cli.main(["info", "--json", given[-1]]) == 0
         told = json.loads(capsys.readouterr().out)
-        assert found == {name: told[name] for name in ("path", "sha256", "converted_to", "refused")}
+        kept = ("path", "container", "family", "quirks", "sha256", "converted_to", "refused")
+        assert found == {name: told[name] for name in kept}
+        assert (found["container"], found["family"]) == ("safetensors", "GPT-2")
         assert bool(found["refused"]) == (given[0] == "-m")
 
 

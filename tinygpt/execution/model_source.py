@@ -69,8 +69,7 @@ def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_toke
     spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
     if spec is not None:
         return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
-    folder = checkpoint.path if isinstance(checkpoint, PackedCheckpoint) else checkpoint.folder
-    return Tokenizer.from_folder(folder, split_special_tokens)
+    return Tokenizer.from_folder(checkpoint.folder, split_special_tokens)
 
 
 def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:

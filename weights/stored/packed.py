@@ -70,6 +70,11 @@ class PackedCheckpoint:
         return cls(path, config, metadata["dtype"], tied, metadata, stored, _begin_checksum(stored))
 
     @property
+    def folder(self) -> Path:
+        """Where its tokenizer's files lie."""
+        return self.path
+
+    @property
     def file(self) -> MappedFile:
         """Where all of `arrays` lie."""
         return next(iter(self.stored.values())).file

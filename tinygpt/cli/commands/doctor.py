@@ -72,7 +72,8 @@ def _checkpoint(model: str) -> dict[str, Any]:
     from tinygpt.weights.open import resolve
 
     report = describe(resolve(model))
-    return {name: report[name] for name in ("path", "sha256", "converted_to", "refused")}
+    kept = ("path", "container", "family", "quirks", "sha256", "converted_to", "refused")
+    return {name: report[name] for name in kept}
 
 
 def _versions() -> dict[str, str | None]:
