@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import dtype
+from tinygpt.cli.flags import HALF, dtype
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.messages import elapsed, say
 from tinygpt.cli.model_flags import CHECKPOINT, add_flag, one_of_both
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=dtype,
+        type=_any_dtype,
         choices=(*DTYPES, STORAGE_DTYPE, "float16"),
         help="precision of the weights; of GGUF, int8 is Q8_0 and int4 Q4_0 (default: int8, and float32 with --to)",
     )
@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"with either: how much of a channel's size goes into the activations, 0 to 1 (default: {ALPHA})",
     )
     add_flag(parser, "threads")
+
+
+def _any_dtype(text: str) -> str:
+    """One that is computed in or, to be read by others, a half."""
+    return "float16" if text.strip().lower() in HALF else dtype(text)
 
 
 def run(args: argparse.Namespace) -> None:
