@@ -16,6 +16,8 @@ from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
 from support.torch_files import Call, Global, own_bytes
 
 Arrays = Mapping[str, np.ndarray]
+NEED_GGUF = "needs gguf: pip install -e '.[parity]'"
+NEED_ONNX = "needs onnx: pip install -e '.[parity]'"
 MATRICES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 MODEL_ARGS = {
     "n_layer": CONFIG["n_layer"],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from support.foreign import GGUF_KEYS, gguf, gguf_name, linear
+from support.foreign import GGUF_KEYS, NEED_GGUF, gguf, gguf_name, linear
 from support.gguf_writer import gguf_bytes, plain
 from support.tiny_checkpoint import random_tensors
 from tinygpt.errors import CheckpointError
@@ -28,7 +28,7 @@ def random_blocks(name, count):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_decoded_as_ggml_does(name):
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
     blocks = random_blocks(name, 37)
     theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
     ours = BLOCKS[name].decode(blocks)
@@ -39,7 +39,7 @@ def test_blocks_are_decoded_as_ggml_does(name):
 
 @pytest.mark.parametrize("name", [name for name, format in BLOCKS.items() if format.encode])
 def test_blocks_are_encoded_as_ggml_does(name):
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
     values = np.random.default_rng(2).standard_normal((99, 32), np.float32)
     values[3] = 0
     values[4, 5] = -values[4].max() * 4
@@ -213,7 +213,7 @@ def test_a_file_of_another_alignment_and_of_version_2(tmp_path):
 
 
 def test_what_the_gguf_package_writes(tmp_path):
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gpt2")
     values = np.random.default_rng(3).standard_normal((6, 64), np.float32)
     writer.add_block_count(7)

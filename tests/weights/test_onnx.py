@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from support import onnx_writer as w
-from support.foreign import PAST, linear, onnx, onnx_nodes, onnx_tensors
+from support.foreign import NEED_ONNX, PAST, linear, onnx, onnx_nodes, onnx_tensors
+from support.recorded import MISSING
 from support.tf_writer import field
 from support.tiny_checkpoint import CONFIG, random_tensors, write_json
 from tinygpt.errors import CheckpointError
@@ -287,7 +288,7 @@ def test_quantised_models_are_refused_by_name(tmp_path, quantised):
 
 
 def test_what_the_onnx_package_writes(tmp_path):
-    theirs = pytest.importorskip("onnx")
+    theirs = pytest.importorskip("onnx", reason=NEED_ONNX)
     helper = theirs.helper
     tensors = [theirs.numpy_helper.from_array(array, name) for name, array in onnx_tensors(TENSORS).items()]
     tensors.append(helper.make_tensor("listed", 1, (2,), [1.5, 2.5]))
@@ -319,9 +320,9 @@ def distinct(model):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_torch_exports(tmp_path):
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("onnx")
-    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch", reason=MISSING)
+    pytest.importorskip("onnx", reason=NEED_ONNX)
+    transformers = pytest.importorskip("transformers", reason=MISSING)
     config = transformers.GPT2Config.from_dict(CONFIG | {"attn_implementation": "eager", "use_cache": False})
     config._attn_implementation = "eager"
     model = distinct(transformers.GPT2LMHeadModel(config))

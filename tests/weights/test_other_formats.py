@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from support.foreign import WRITERS
+from support.foreign import NEED_GGUF, WRITERS
 from support.paths import DEMO
+from support.recorded import MISSING
 from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_checkpoint
 from tinygpt.cli import main as cli
 from tinygpt.config import ModelConfig
@@ -53,8 +54,8 @@ def test_hugging_faces_layout_and_its_own_files(tmp_path):
 
 
 def test_transformers_computes_the_same_of_a_foreign_checkpoint(tmp_path):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch", reason=MISSING)
+    transformers = pytest.importorskip("transformers", reason=MISSING)
     source = WRITERS["nanogpt"](tmp_path / "source", TENSORS)
     assert convert(source, tmp_path / "there", "--to", "safetensors") == 0
     model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "there", output_loading_info=True)
@@ -112,7 +113,7 @@ def wide(folder, **fields):
 
 @pytest.mark.parametrize(("dtype", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0")])
 def test_blocks_are_those_of_the_gguf_package(tmp_path, dtype, kind):
-    gguf = pytest.importorskip("gguf")
+    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
     source = open_checkpoint(wide(tmp_path / "source"))
     assert convert(source.path, tmp_path / "there", "--to", "gguf", "--dtype", dtype) == 0
     reader = gguf.GGUFReader(tmp_path / "there" / "model.gguf")

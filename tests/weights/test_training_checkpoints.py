@@ -9,12 +9,13 @@ import pytest
 
 from support.foreign import nanogpt_state
 from support.megatron_writer import Form, rank_file
+from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors
 from support.torch_files import own_bytes
 from tinygpt.weights.containers.pickle_reader import Stub, fields_of
 from tinygpt.weights.containers.torch_file import read_training_checkpoint
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason=MISSING)
 TENSORS = random_tensors(prefix="")
 
 
