@@ -1,17 +1,20 @@
 """Settings for every test."""
 
+import gc
+
 import pytest
-from hypothesis import settings
 
+from support import examples
 from support.cuda_compile import need_toolchain
-
-# A first example may wait for a kernel to compile, so no deadline.
-settings.register_profile("tinygpt", deadline=None, print_blob=True)
-settings.load_profile("tinygpt")
+from support.golden_models import write_small_demo
 
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked `slow`, too")
+
+
+def pytest_configure(config):
+    examples.choose(config.getoption("--slow"))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -23,7 +26,18 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 
+def pytest_collection_finish():
+    """The garbage collector leaves what was imported and collected alone: thousands of tests, at each gc.collect()."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _toolchain(request):
     if request.node.get_closest_marker("toolchain"):
         need_toolchain()
+
+
+@pytest.fixture(scope="session")
+def small_demo(tmp_path_factory) -> str:
+    return str(write_small_demo(tmp_path_factory.mktemp("small-demo")))

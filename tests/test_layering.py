@@ -71,20 +71,24 @@ def module_name(file: Path) -> str:
 
 
 FILES = {module_name(file): file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))}
-SOURCES = {module: ast.parse(file.read_text(encoding="utf-8"), str(file)) for module, file in FILES.items()}
+
+
+@functools.cache
+def source(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(encoding="utf-8"), str(FILES[module]))
 
 
 @functools.cache
 def imports(module: str) -> frozenset[str]:
     """Every module that is named in an import, wherever in the file it stands, but for annotations alone."""
     found = set()
-    for node in walk_what_runs(SOURCES[module]):
+    for node in walk_what_runs(source(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}, line {node.lineno}: a relative import"
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in SOURCES else node.module for name in inner}
+            found |= {name if name in FILES else node.module for name in inner}
     return frozenset(found)
 
 
@@ -121,49 +125,47 @@ def levels_in(package: str) -> Iterator[tuple[str, list[str]]]:
 
 
 LEVELS = dict(found for package in PACKAGES for found in levels_in(package))
-LISTED = [
-    (package, module)
-    for package, levels in LEVELS.items()
-    for module in SOURCES
-    if is_in(module, package) and part_of(package, module) in levels
-]
 
 
 @pytest.mark.parametrize("package", LEVELS)
 def test_a_readme_lists_all_parts(package):
-    there = {part_of(package, module) for module in SOURCES if is_in(module, package)}
+    there = {part_of(package, module) for module in FILES if is_in(module, package)}
     assert {*LEVELS[package]} | {"__init__"} == there | {"__init__"}
     assert len(LEVELS[package]) == len({*LEVELS[package]})
 
 
-@pytest.mark.parametrize(("package", "module"), LISTED)
-def test_arrows_point_one_way(package, module):
+@pytest.mark.parametrize("package", LEVELS)
+def test_arrows_point_one_way(package):
     """A part imports nothing that its README lists above it."""
     levels = LEVELS[package]
-    above = {*levels[: levels.index(part_of(package, module))]}
-    assert not {name for name in ours(module) if is_in(name, package) and part_of(package, name) in above}
+    listed = [module for module in FILES if is_in(module, package) and part_of(package, module) in levels]
+    assert listed
+    for module in listed:
+        above = {*levels[: levels.index(part_of(package, module))]}
+        upwards = {name for name in ours(module) if is_in(name, package) and part_of(package, name) in above}
+        assert not upwards, module
 
 
 @pytest.mark.parametrize("package", [module for module, file in FILES.items() if file.name == "__init__.py"])
 def test_a_folder_says_what_belongs_there(package):
-    assert len(ast.get_docstring(SOURCES[package]) or "") > 40
+    assert len(ast.get_docstring(source(package)) or "") > 40
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_backend_alone_knows_the_kernels(module):
+def test_backend_alone_knows_the_kernels():
     """execution/backend.py imports them by a name made at run time; INTO_KERNELS are the exceptions."""
-    if not is_in(module, "tinygpt.kernels"):
-        assert {name for name in ours(module) if is_in(name, "tinygpt.kernels")} == INTO_KERNELS.get(module, set())
+    outside = [module for module in FILES if not is_in(module, "tinygpt.kernels")]
+    found = {module: {name for name in ours(module) if is_in(name, "tinygpt.kernels")} for module in outside}
+    assert {module: names for module, names in found.items() if names} == INTO_KERNELS
 
 
 def test_no_import_cycles():
-    graphlib.TopologicalSorter({module: ours(module) for module in SOURCES}).prepare()
+    graphlib.TopologicalSorter({module: ours(module) for module in FILES}).prepare()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_imports_itself_alone(backend):
     package = f"tinygpt.kernels.{backend}"
-    modules = [module for module in SOURCES if is_in(module, package)]
+    modules = [module for module in FILES if is_in(module, package)]
     assert package in modules
     # The reference computes what is asked for on the host.
     shared = ("any_machine", "batch", "cache_folder", "compiling", "errors", "kernel_files", "names", "reference")
@@ -174,24 +176,24 @@ def test_a_backend_imports_itself_alone(backend):
 
 def test_weights_import_config_errors_and_what_files_need_alone():
     allowed = ("tinygpt.weights", "tinygpt.config", "tinygpt.disk", "tinygpt.errors", "tinygpt.regular_file")
-    for module in SOURCES:
+    for module in FILES:
         if is_in(module, "tinygpt.weights"):
             assert all(any(is_in(name, a) for a in allowed) for name in ours(module)), module
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_libraries(module):
+def test_libraries():
     """Nothing beyond those of the package: no torch or transformers to run a model, no top-level `kernels`."""
-    package = next(name for name in LIBRARIES if is_in(module, name))
-    foreign = {name.split(".")[0] for name in imports(module)} - sys.stdlib_module_names - {"tinygpt"}
-    assert foreign <= LIBRARIES[package] | FOREIGN.get(module, set())
+    for module in FILES:
+        package = next(name for name in LIBRARIES if is_in(module, name))
+        foreign = {name.split(".")[0] for name in imports(module)} - sys.stdlib_module_names - {"tinygpt"}
+        assert foreign <= LIBRARIES[package] | FOREIGN.get(module, set()), module
 
 
 @pytest.mark.parametrize("package", ["tinygpt.kernels", "tinygpt.weights"])
 def test_init_holds_a_docstring_and_nothing_else(package):
     """Others import top-level folders of these names: what they then run must do nothing."""
-    assert ast.get_docstring(SOURCES[package])
-    assert len(SOURCES[package].body) == 1
+    assert ast.get_docstring(source(package))
+    assert len(source(package).body) == 1
 
 
 def test_setup_cfg_names_every_package():
@@ -215,9 +217,9 @@ def test_every_backend_has_the_same_interface(backend):
 
 def interface(package: str) -> tuple[set[str], dict[str, list[str]]]:
     """The names that a backend exports, and the parameters of those that are functions."""
-    exported = next(ast.literal_eval(n.value) for n in SOURCES[package].body if is_assignment(n, "__all__"))
+    exported = next(ast.literal_eval(n.value) for n in source(package).body if is_assignment(n, "__all__"))
     found = functions(package)
-    for node in SOURCES[package].body:
+    for node in source(package).body:
         if isinstance(node, ast.ImportFrom):
             there = functions(node.module)
             found |= {a.name: there[a.name] for a in node.names if a.name in there}
@@ -265,7 +267,7 @@ def parameters_of(function: ast.FunctionDef) -> list[str]:
 
 
 def functions(module: str) -> dict[str, ast.FunctionDef]:
-    return {node.name: node for node in SOURCES[module].body if isinstance(node, ast.FunctionDef)}
+    return {node.name: node for node in source(module).body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("arguments", [["-c", "import tinygpt"], ["-m", "tinygpt", "--help"]], ids=["import", "help"])
@@ -303,17 +305,16 @@ OPTIONAL = {
 }
 
 
-@pytest.mark.parametrize("path", TESTS)
-def test_tests_share_through_support_alone(path):
+def test_tests_share_through_support_alone():
     """No test file imports another, and none is skipped for want of a module of ours."""
-    tree = ast.parse(TESTS[path].read_text(encoding="utf-8"), path)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom | ast.Import):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            assert not [name for name in names if re.match(r"(tests|conftest|test_\w+)(\.|$)", name)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
-            (name, *_) = node.args
-            assert not isinstance(name, ast.Constant) or name.value in OPTIONAL
+    for path, file in TESTS.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), path)):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+                assert not [name for name in names if re.match(r"(tests|conftest|test_\w+)(\.|$)", name)], path
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+                (name, *_) = node.args
+                assert not isinstance(name, ast.Constant) or name.value in OPTIONAL, path
 
 
 def test_every_room_of_the_tests_is_one_of_the_package():

@@ -109,12 +109,12 @@ FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/fu
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "arguments",
-    [["generate", "Once", "--max-tokens", "2"], ["generate", "Once", "--json"], ["info", "demo"]],
+    [["generate", "Once", "--max-tokens", "2"], ["generate", "Once", "--max-tokens", "2", "--json"], ["info"]],
     ids=" ".join,
 )
-def test_a_full_stdout_is_one_sentence(arguments, unbuffered):
+def test_a_full_stdout_is_one_sentence(arguments, unbuffered, small_demo):
     with open("/dev/full", "wb") as full:
-        command = [sys.executable, "-m", "tinygpt", *arguments]
+        command = [sys.executable, "-m", "tinygpt", *arguments, "--model", small_demo]
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert result.returncode == cli.FAILED
@@ -125,11 +125,12 @@ def test_a_full_stdout_is_one_sentence(arguments, unbuffered):
 
 @FULL
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_stderr_changes_nothing(unbuffered):
+def test_a_full_stderr_changes_nothing(unbuffered, small_demo):
     results = []
     for max_tokens in ("2", "9999"):
         with open("/dev/full", "wb") as full:
-            command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--seed", "1", "--max-tokens", max_tokens]
+            command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--seed", "1", "--model", small_demo]
+            command += ["--max-tokens", max_tokens]
             environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
             results.append(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, env=environment))
     assert [result.returncode for result in results] == [cli.DONE, cli.USAGE]

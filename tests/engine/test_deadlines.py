@@ -47,8 +47,8 @@ def test_those_that_have_ended_do_not_pile_up():
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=1) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=1) as llm:
         yield llm
 
 

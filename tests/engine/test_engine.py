@@ -20,8 +20,8 @@ def sampled(**fields) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=4) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as llm:
         yield llm
 
 

@@ -1,10 +1,12 @@
 """A process forked at any moment: its engine begins idle and right, and the parent notices nothing."""
 
+import functools
 import gc
 import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -17,7 +19,7 @@ PATIENCE = 60  # seconds after which a child is taken for hanging
 
 # Each test's program goes between these two. in_child(work): whether `work` returned True in a forked process.
 BEGINNING = f"""
-import json, os, random, signal, threading, time, traceback
+import json, os, random, signal, sys, threading, time, traceback
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
@@ -32,7 +34,7 @@ def in_child(work):
             os._exit(2)
     return os.waitpid(child, 0)[1] == 0
 
-llm = LLM("demo", threads=2, max_num_seqs=4)
+llm = LLM(sys.argv[1], threads=2, max_num_seqs=4)
 short = SamplingParams(max_tokens=6, temperature=0.8, seed=1)
 long = SamplingParams(max_tokens=40, ignore_eos=True)
 expected = llm.generate("Once", short)[0].outputs
@@ -54,14 +56,19 @@ print("done")
 DONE = "done\n"
 
 
-def run(program: str) -> str:
+@pytest.fixture
+def run(small_demo) -> Callable[[str], str]:
+    return functools.partial(run_program, small_demo)
+
+
+def run_program(model: str, program: str) -> str:
     """What the program prints: DONE if nothing in it was wrong."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGINNING + program + END]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGINNING + program + END, model]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
     return result.stdout if result.returncode == 0 else f"{result.returncode}: {result.stdout}{result.stderr}"
 
 
-def test_forks_while_other_threads_take_steps():
+def test_forks_while_other_threads_take_steps(run):
     assert (
         run("""
 def work(i):
@@ -89,7 +96,7 @@ for thread in threads:
     )
 
 
-def test_forks_while_other_threads_have_the_locks():
+def test_forks_while_other_threads_have_the_locks(run):
     assert (
         run("""
 for holding in (llm.engine._step_lock.held, lambda: llm.engine._step_lock._changed, lambda: llm._service._changed,
@@ -112,7 +119,7 @@ for holding in (llm.engine._step_lock.held, lambda: llm.engine._step_lock._chang
     )
 
 
-def test_a_fork_waits_for_the_kernel_that_is_compiled():
+def test_a_fork_waits_for_the_kernel_that_is_compiled(run):
     assert (
         run("""
 from numba.core.compiler_lock import global_compiler_lock
@@ -137,7 +144,7 @@ assert kernel(1) == 2
     )
 
 
-def test_what_was_asked_before_a_fork_is_the_parents():
+def test_what_was_asked_before_a_fork_is_the_parents(run):
     assert (
         run("""
 chunks, stream, outputs = [], llm.stream("Once", short), llm.generate_as_finished(["Once"], short)
@@ -154,7 +161,7 @@ assert in_child(lambda: future.result().outputs == expected)
     )
 
 
-def test_a_fork_within_a_step():
+def test_a_fork_within_a_step(run):
     assert (
         run("""
 children = []
@@ -166,10 +173,10 @@ assert children == [True] * 8
     )
 
 
-def test_a_closed_llm_stays_closed():
+def test_a_closed_llm_stays_closed(run):
     assert (
         run("""
-other = LLM("demo")
+other = LLM(sys.argv[1])
 other.close()
 
 def is_closed():
@@ -192,7 +199,7 @@ def test_a_forgotten_llm_is_collected():
     assert [reference() for reference in seen] == [None] * 3
 
 
-def test_forks_while_other_threads_compute_masks():
+def test_forks_while_other_threads_compute_masks(run):
     """What a compiled grammar keeps has locks of its own, in the package."""
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
     assert (
@@ -223,7 +230,7 @@ for thread in threads:
     )
 
 
-def test_a_fork_while_another_thread_makes_the_first_guide():
+def test_a_fork_while_another_thread_makes_the_first_guide(run):
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
     assert (
         run("""

@@ -45,14 +45,14 @@ if find_spec("llguidance") is not None:  # the extra `guided`
 
 
 @pytest.fixture(scope="module")
-def expected():
-    with LLM("demo", max_num_seqs=4) as llm:
+def expected(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as llm:
         return [llm.generate([prompt], params)[0] for prompt, params in REQUESTS]
 
 
 @pytest.fixture
-def llm():
-    with LLM("demo", max_num_seqs=8, max_num_batched_tokens=16) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=8, max_num_batched_tokens=16) as llm:
         yield llm
 
 

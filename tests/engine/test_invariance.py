@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.bits import assert_same_bits
+from support.examples import examples
 from support.golden_models import write_model
 from tinygpt import LLM, SamplingParams
 from tinygpt.execution.batch import Batch
@@ -126,7 +127,7 @@ def feeds(draw, length: int) -> list[Feed]:
 
 
 @given(data=st.data(), threads=st.sampled_from(THREADS))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_any_batch_order_chunking_slot_and_threads(lab, data, threads):
     plan = data.draw(feeds(lab.length))
     for step in range(max(feed.arrival + len(feed.cuts) + 1 for feed in plan)):

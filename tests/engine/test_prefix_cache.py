@@ -22,17 +22,17 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(small_demo):
     """Runs one request at a time and keeps nothing in between."""
-    with LLM("demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=str)
-def busy(request):
+def busy(request, small_demo):
     max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
     sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
-    with LLM("demo", max_num_seqs=max_num_seqs, **sizes) as llm:
+    with LLM(small_demo, max_num_seqs=max_num_seqs, **sizes) as llm:
         yield llm
 
 
@@ -123,8 +123,8 @@ def computed(llm: LLM, monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("params", [{"n": 4}, {"n": 2, "best_of": 4}], ids=str)
-def test_one_prompt_pass_for_all_samples(monkeypatch, kept, params):
-    with LLM("demo", max_num_seqs=8, prefix_cache_seqs=kept) as llm:
+def test_one_prompt_pass_for_all_samples(monkeypatch, kept, params, small_demo):
+    with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=kept) as llm:
         counts = computed(llm, monkeypatch)
         params = {"temperature": 1.0, "seed": 5, **params}
         (output,) = llm.generate([BASES[0]], SamplingParams(max_tokens=5, ignore_eos=True, **params))
@@ -132,9 +132,9 @@ def test_one_prompt_pass_for_all_samples(monkeypatch, kept, params):
     assert (len(output.outputs), output.num_cached_tokens) == (params["n"], 0)
 
 
-def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone):
+def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone, small_demo):
     batch = [BASES[0], BASES[0], BASES[0][:50], BASES[0] + [5, 6]]
-    with LLM("demo", max_num_seqs=8, prefix_cache_seqs=0) as llm:
+    with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=0) as llm:
         counts = computed(llm, monkeypatch)
         outputs = llm.generate(batch, GREEDY)
     assert sum(counts) == 60 + 1 + 1 + 2 + 4 * 5
@@ -142,8 +142,8 @@ def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone):
     assert outputs[3].outputs == alone.generate([batch[3]], GREEDY)[0].outputs
 
 
-def test_a_later_request_computes_what_is_new(monkeypatch, alone):
-    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=1) as llm:
+def test_a_later_request_computes_what_is_new(monkeypatch, alone, small_demo):
+    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=1) as llm:
         (first,) = llm.generate([BASES[0]], GREEDY)
         counts = computed(llm, monkeypatch)
         longer = BASES[0] + first.outputs[0].token_ids + [7, 8, 9]
@@ -154,8 +154,8 @@ def test_a_later_request_computes_what_is_new(monkeypatch, alone):
         assert third.num_cached_tokens == 29
 
 
-def test_only_so_many_are_kept(monkeypatch):
-    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=2) as llm:
+def test_only_so_many_are_kept(monkeypatch, small_demo):
+    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=2) as llm:
         heads = [[head] * 30 for head in (1, 2, 3)]
         for head in heads:
             llm.generate([head], GREEDY)
@@ -179,11 +179,11 @@ def test_what_failed_is_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize("salts", [("red", "blue"), (None, "red"), ("red", None)], ids=str)
-def test_prompts_of_other_salts_share_nothing(monkeypatch, alone, salts):
+def test_prompts_of_other_salts_share_nothing(monkeypatch, alone, salts, small_demo):
     """Neither while both run nor later; each is computed as if it were alone, to the same bits."""
     prompts = [salted(BASES[0], salt) for salt in salts]
     expected = alone.generate([BASES[0]], GREEDY)[0].outputs
-    with LLM("demo", max_num_seqs=4, prefix_cache_seqs=4) as llm:
+    with LLM(small_demo, max_num_seqs=4, prefix_cache_seqs=4) as llm:
         counts = computed(llm, monkeypatch)
         outputs = llm.generate(prompts, GREEDY)
         assert sum(counts) == 2 * (60 + 5)
@@ -194,22 +194,22 @@ def test_prompts_of_other_salts_share_nothing(monkeypatch, alone, salts):
     assert all(output.outputs == expected for output in [*outputs, other, *again])
 
 
-def test_prompts_of_equal_salts_share(alone):
+def test_prompts_of_equal_salts_share(alone, small_demo):
     prompts = [salted(BASES[0], "".join(["re", "d"])), {"prompt_token_ids": BASES[0], "cache_salt": "red"}]
-    with LLM("demo", max_num_seqs=4, prefix_cache_seqs=4) as llm:
+    with LLM(small_demo, max_num_seqs=4, prefix_cache_seqs=4) as llm:
         outputs = llm.generate(prompts, GREEDY) + llm.generate(prompts[:1], GREEDY)
     assert [output.num_cached_tokens for output in outputs] == [0, 59, 59]
     assert outputs[2].outputs == alone.generate([BASES[0]], GREEDY)[0].outputs
 
 
-def test_the_salt_of_the_llm_is_that_of_all_without_one(monkeypatch):
-    with LLM("demo", cache_salt="red") as llm:
+def test_the_salt_of_the_llm_is_that_of_all_without_one(monkeypatch, small_demo):
+    with LLM(small_demo, cache_salt="red") as llm:
         llm.generate([BASES[0]], GREEDY)
         given = [salted(BASES[0], "red"), salted(BASES[0], None), BASES[0], salted(BASES[0], "blue")]
         assert [llm.generate([prompt], GREEDY)[0].num_cached_tokens for prompt in given] == [59, 59, 59, 0]
 
 
-def test_every_entry_takes_a_salt(monkeypatch):
+def test_every_entry_takes_a_salt(monkeypatch, small_demo):
     """Each reads a prompt that was read with no salt before, and nothing of what it has read itself."""
     entries = {
         "generate": lambda llm, prompt: llm.generate(prompt, GREEDY),
@@ -219,7 +219,7 @@ def test_every_entry_takes_a_salt(monkeypatch):
         "async": lambda llm, prompt: asyncio.run(AsyncLLM(llm).generate(prompt, GREEDY)),
         "score": lambda llm, prompt: llm.score(prompt, [[5, 6, 7]]),
     }
-    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=4) as llm:
+    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=4) as llm:
         llm.generate([BASES[0]], GREEDY)
         counts = computed(llm, monkeypatch)
         for name, call in entries.items():
@@ -230,12 +230,12 @@ def test_every_entry_takes_a_salt(monkeypatch):
             assert (first >= 60, sum(counts) - first < 10) == (True, True), name
 
 
-def test_a_session_shares_by_its_salt():
+def test_a_session_shares_by_its_salt(small_demo):
     def cached_tokens(session):
         session.extend(BASES[0])
         return session.generate(GREEDY).num_cached_tokens
 
-    with LLM("demo") as llm:
+    with LLM(small_demo) as llm:
         llm.generate([BASES[0]], GREEDY)
         sessions = [llm.session(), llm.session(cache_salt="red"), llm.session("red"), llm.session("blue")]
         assert [cached_tokens(session) for session in sessions] == [59, 0, 59, 0]
@@ -244,7 +244,7 @@ def test_a_session_shares_by_its_salt():
         assert fork.generate(GREEDY).num_cached_tokens == 65  # the last that was sampled has not been computed
 
 
-def test_a_draft_model_shares_by_salt(monkeypatch):
+def test_a_draft_model_shares_by_salt(monkeypatch, small_demo):
     """Its slots are those of the larger model: what they hold of one salt is of no use to another."""
     counts, forward = [], ModelRunner.forward
 
@@ -254,7 +254,7 @@ def test_a_draft_model_shares_by_salt(monkeypatch):
         return forward(runner, batch)
 
     monkeypatch.setattr(ModelRunner, "forward", counted)
-    with LLM("demo", draft_model="demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+    with LLM(small_demo, draft_model=small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         for cache_salt, reads_all in (("red", True), ("red", False), ("blue", True), (None, True)):
             counts.clear()
             llm.generate(salted(BASES[0], cache_salt), GREEDY)

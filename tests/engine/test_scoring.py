@@ -14,14 +14,14 @@ PROMPT = "Once upon a time, in a house by the sea, there was a"
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=4) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def alone():
-    with LLM("demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+def alone(small_demo):
+    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
 
@@ -94,9 +94,9 @@ def test_an_empty_prompt_is_the_bos_token(llm, prompt):
     np.testing.assert_allclose(score.logprobs, expected, rtol=0, atol=1e-5)
 
 
-def test_the_prompt_is_read_once(monkeypatch):
+def test_the_prompt_is_read_once(monkeypatch, small_demo):
     context = np.random.default_rng(0).integers(V, size=100).tolist()
-    with LLM("demo", max_num_seqs=2) as llm:
+    with LLM(small_demo, max_num_seqs=2) as llm:
         tokens, logits, forward = [], [], llm.engine.runner.forward
 
         def count(batch):
@@ -122,10 +122,10 @@ def test_neighbours_change_nothing(llm, alone, context, prefix, labels):
     assert together == [alone.score(context, [label])[0] for label in labels]
 
 
-def test_the_last_token_needs_no_position():
-    with LLM("demo", max_model_len=20) as llm:
+def test_the_last_token_needs_no_position(small_demo):
+    with LLM(small_demo, max_model_len=20) as llm:
         (score,) = llm.score([5] * 11, [[6] * 10])
-        with LLM("demo") as longer:
+        with LLM(small_demo) as longer:
             assert score == longer.score([5] * 11, [[6] * 10])[0]
         with pytest.raises(RequestError, match=r"11 tokens and a continuation 11, together 22.*shorten them to 21"):
             llm.score([5] * 11, [[6], [6] * 11])

@@ -20,8 +20,8 @@ def params_for(i: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=4, max_queue=80) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4, max_queue=80) as llm:
         yield llm
 
 
@@ -91,8 +91,8 @@ def test_chunks_as_they_are_made(llm):
     assert [chunk.finish_reason for chunk in chunks[-2:]] == [None, "length"]
 
 
-def test_the_queue_is_bounded():
-    with LLM("demo", max_num_seqs=2, max_queue=3) as llm:
+def test_the_queue_is_bounded(small_demo):
+    with LLM(small_demo, max_num_seqs=2, max_queue=3) as llm:
         with between_steps(llm):
             futures = [llm.submit([i], params_for(i)) for i in range(5)]
             with pytest.raises(QueueFullError, match=r"3 samples are waiting and 1 more .* max_queue is 3"):
@@ -106,8 +106,8 @@ def test_the_queue_is_bounded():
         assert llm.submit([9]).result(SECONDS).outputs
 
 
-def test_a_queue_of_none_serves_as_many_as_run():
-    with LLM("demo", max_num_seqs=2, max_queue=0) as llm, between_steps(llm):
+def test_a_queue_of_none_serves_as_many_as_run(small_demo):
+    with LLM(small_demo, max_num_seqs=2, max_queue=0) as llm, between_steps(llm):
         llm.submit([1])
         with pytest.raises(QueueFullError):
             llm.submit([1], SamplingParams(n=2, temperature=1.0))
@@ -117,8 +117,8 @@ def test_a_queue_of_none_serves_as_many_as_run():
 
 
 @pytest.mark.parametrize("fields", [{"n": 6}, {"n": 1, "best_of": 6}], ids=str)
-def test_a_request_for_which_there_is_never_room(fields):
-    with LLM("demo", max_num_seqs=2, max_queue=3) as llm:
+def test_a_request_for_which_there_is_never_room(fields, small_demo):
+    with LLM(small_demo, max_num_seqs=2, max_queue=3) as llm:
         with pytest.raises(RequestError, match="6 samples, but max_queue is 3 and max_num_seqs 2") as raised:
             llm.submit([1], SamplingParams(temperature=1.0, **fields))
         assert not isinstance(raised.value, QueueFullError)  # later is no better
@@ -159,8 +159,8 @@ def test_cancelling_what_is_done_does_nothing(llm):
     assert not future.cancel()
 
 
-def test_closing_resolves_every_future():
-    llm = LLM("demo", max_num_seqs=2)
+def test_closing_resolves_every_future(small_demo):
+    llm = LLM(small_demo, max_num_seqs=2)
     futures = [llm.submit([i], LONG) for i in range(20)]
     llm.close()
     assert wait(futures, SECONDS).not_done == set()

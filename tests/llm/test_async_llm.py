@@ -16,8 +16,8 @@ def params_for(i: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=4) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as llm:
         yield llm
 
 
@@ -131,12 +131,12 @@ def test_errors_come_to_who_asked(llm):
     run(main())
 
 
-def test_who_makes_the_llm_closes_it(llm):
+def test_who_makes_the_llm_closes_it(llm, small_demo):
     async def main():
         async with AsyncLLM(llm) as door:
             await door.generate([1], params_for(1))
         assert llm.generate([[1]], params_for(1))
-        async with AsyncLLM(model="demo", max_num_seqs=2) as door:
+        async with AsyncLLM(model=small_demo, max_num_seqs=2) as door:
             assert (await door.generate("a", params_for(1))).outputs
             own = door.llm
         with pytest.raises(RequestError, match="closed"):

@@ -84,14 +84,19 @@ def test_quality(window):
     check_quality("demo", window, LIMITS)
 
 
-@pytest.mark.parametrize("name", OUTLIERS)
+def each_of(versions, everyday: set[str]) -> list:
+    """Names of versions of the demo; the others take as long, and run with --slow."""
+    return [pytest.param(name, marks=[] if name in everyday else pytest.mark.slow) for name in versions]
+
+
+@pytest.mark.parametrize("name", each_of(OUTLIERS, {"like GPT-2", "neurons at 20"}))
 def test_quality_with_outliers(window, name, tmp_path):
     model = write_outliers("demo", OUTLIERS[name], window, tmp_path / "demo")
     # Massive activations at the first position cost the model its first token, which others attend to.
     check_quality(model, window, OUTLIER_LIMITS, sane=200 if name == "like GPT-2" else 100)
 
 
-@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize("name", each_of(EXTREMES, {"values x 100"}))
 def test_quality_with_extreme_outliers_and_a_calibration(window, name, tmp_path):
     model, text, converted = write_outliers("demo", EXTREMES[name], window, tmp_path / "demo"), tmp_path / "text", {}
     text.write_text(OTHER_TEXT, encoding="utf-8")

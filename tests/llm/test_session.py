@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from support import tiny_checkpoint
+from support.golden_models import SMALL
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.weights.stored.session_file import SavedSession, write_session
@@ -21,15 +22,15 @@ SAMPLED = SamplingParams(max_tokens=4, temperature=1.0, repetition_penalty=1.2, 
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=2) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=2) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(small_demo):
     """Keeps nothing from one call to the next."""
-    with LLM("demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
 
@@ -192,10 +193,10 @@ def test_what_is_refused_adds_nothing(llm):
         session.generate()
 
 
-def test_a_session_that_slides_goes_on_where_it_was():
+def test_a_session_that_slides_goes_on_where_it_was(small_demo):
     params = SamplingParams(max_tokens=20, ignore_eos=True, overflow="slide", stride=7, logprobs=0, seed=0)
     sizes = {"max_model_len": 24, "max_num_seqs": 1}
-    with LLM("demo", prefix_cache_seqs=1, **sizes) as llm, LLM("demo", prefix_cache_seqs=0, **sizes) as alone:
+    with LLM(small_demo, prefix_cache_seqs=1, **sizes) as llm, LLM(small_demo, prefix_cache_seqs=0, **sizes) as alone:
         session = llm.session()
         session.extend(TEXT[:10])
         for _ in range(5):
@@ -213,17 +214,17 @@ def test_a_session_that_slides_goes_on_where_it_was():
 @pytest.mark.parametrize(
     "kinds", [("auto", "cpu"), ("bfloat16", "cpu"), ("int8", "cpu"), ("auto", "reference")], ids=str
 )
-def test_a_saved_session_goes_on_without_being_computed_again(tmp_path, monkeypatch, kinds):
+def test_a_saved_session_goes_on_without_being_computed_again(tmp_path, monkeypatch, kinds, small_demo):
     dtype, device = kinds
     path = tmp_path / "session.safetensors"
-    with LLM("demo", dtype, device, max_num_seqs=1, prefix_cache_seqs=1) as llm:
+    with LLM(small_demo, dtype, device, max_num_seqs=1, prefix_cache_seqs=1) as llm:
         session = llm.session()
         session.extend(TEXT[:40])
         session.generate(PARAMS)
         session.save(path)
         session.extend([5, 6])
         expected = session.generate(PARAMS)
-    with LLM("demo", dtype, device, max_num_seqs=1, prefix_cache_seqs=1) as llm:
+    with LLM(small_demo, dtype, device, max_num_seqs=1, prefix_cache_seqs=1) as llm:
         loaded = llm.load_session(path)
         counts, forward = [], llm.engine.runner.forward
         monkeypatch.setattr(llm.engine.runner, "forward", lambda b: counts.append(b.token_ids.size) or forward(b))
@@ -267,15 +268,15 @@ def test_an_empty_session(llm, tmp_path):
     assert loaded.generate(PARAMS).outputs == llm.generate("", PARAMS)[0].outputs
 
 
-def test_a_session_longer_than_the_model(tmp_path):
+def test_a_session_longer_than_the_model(tmp_path, small_demo):
     params = SamplingParams(max_tokens=40, ignore_eos=True, overflow="slide", stride=7, seed=0)
-    with LLM("demo", max_model_len=24, max_num_seqs=1, prefix_cache_seqs=1) as llm:
+    with LLM(small_demo, max_model_len=24, max_num_seqs=1, prefix_cache_seqs=1) as llm:
         session = llm.session()
         session.extend(TEXT[:10])
         session.generate(params)
         session.save(tmp_path / "a")
         expected = session.generate(params)
-    with LLM("demo", max_model_len=24, max_num_seqs=1, prefix_cache_seqs=1) as llm:
+    with LLM(small_demo, max_model_len=24, max_num_seqs=1, prefix_cache_seqs=1) as llm:
         loaded = llm.load_session(tmp_path / "a")
         output = loaded.generate(params)
         assert (output.outputs, output.num_cached_tokens > 0) == (expected.outputs, True)
@@ -283,7 +284,7 @@ def test_a_session_longer_than_the_model(tmp_path):
         loaded.extend(TEXT)  # beyond the window as it was
         loaded.save(tmp_path / "b")
         assert llm.load_session(tmp_path / "b").token_ids == loaded.token_ids
-    with LLM("demo", max_model_len=8) as llm, pytest.raises(CheckpointError, match="holds keys and values of"):
+    with LLM(small_demo, max_model_len=8) as llm, pytest.raises(CheckpointError, match="holds keys and values of"):
         llm.load_session(tmp_path / "a")
 
 
@@ -341,15 +342,15 @@ def test_a_file_that_cannot_be_read(llm, tmp_path, name):
         llm.load_session(tmp_path / name)
 
 
-def test_a_file_of_another_model(saved, tmp_path):
+def test_a_file_of_another_model(saved, tmp_path, small_demo):
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", tiny_checkpoint.random_tensors())
     for options, message in (
-        ({"model": str(folder)}, "n_embd is 256 there and"),
+        ({"model": str(folder)}, f"n_embd is {SMALL['n_embd']} there and"),
         ({"dtype": "int8"}, "dtype is float32 there and int8 here"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is float32 there and bfloat16 here"),
         ({"device": "reference"}, "device is cpu there and reference here"),
     ):
-        with LLM(**options) as llm, pytest.raises(CheckpointError, match=message):
+        with LLM(**{"model": small_demo, **options}) as llm, pytest.raises(CheckpointError, match=message):
             llm.load_session(saved)
 
 
@@ -391,8 +392,8 @@ def huge(k, v):
 
 
 @pytest.fixture(scope="module")
-def roomy():
-    with LLM("demo", max_num_seqs=2, prefix_cache_seqs=12) as llm:
+def roomy(small_demo):
+    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=12) as llm:
         yield llm
 
 
@@ -499,4 +500,4 @@ def test_the_metadata_names_what_it_was_made_by(saved):
         about = file.metadata()
     assert (about["format"], about["version"], about["first"]) == ("tinygpt session", "1", "0")
     made_by = json.loads(about["made_by"])
-    assert (made_by["n_embd"], made_by["dtype"], made_by["device"]) == (256, "float32", "cpu")
+    assert (made_by["n_embd"], made_by["dtype"], made_by["device"]) == (SMALL["n_embd"], "float32", "cpu")

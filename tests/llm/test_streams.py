@@ -30,8 +30,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=4) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as llm:
         yield llm
 
 

@@ -10,8 +10,8 @@ LOOP = {"logit_bias": {5: 100.0}, "repetition_detection": {"max_pattern_size": 2
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=4) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as llm:
         yield llm
 
 

@@ -69,10 +69,10 @@ def test_a_text_is_guided_by_one_field():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_missing_package_is_named_before_any_work(name, monkeypatch):
+def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_demo):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     sentence = f'{name} needs the package llguidance, which is not installed: pip install "tinygpt[guided]".'
-    with LLM("demo") as llm:
+    with LLM(small_demo) as llm:
         monkeypatch.setattr(llm.engine, "add", None)
         with pytest.raises(RequestError) as error:
             llm.generate("a", SamplingParams(**{name: ALL[name]}))

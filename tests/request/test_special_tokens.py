@@ -15,14 +15,14 @@ SHORT = SamplingParams(max_tokens=3)
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo") as llm:
+def llm(small_demo):
+    with LLM(small_demo) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def splitting():
-    with LLM("demo", split_special_tokens=True) as llm:
+def splitting(small_demo):
+    with LLM(small_demo, split_special_tokens=True) as llm:
         yield llm
 
 

@@ -18,16 +18,16 @@ SLIDE = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0, overflow="sli
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module", params=[(2, 2, 0), (3, 5, 2), (8, 64, 1)], ids=str)
-def busy(request):
+def busy(request, small_demo):
     max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
     sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
-    with LLM("demo", max_model_len=SIZE, max_num_seqs=max_num_seqs, **sizes) as llm:
+    with LLM(small_demo, max_model_len=SIZE, max_num_seqs=max_num_seqs, **sizes) as llm:
         yield llm
 
 
@@ -245,13 +245,13 @@ def test_whoever_else_slides(llm, busy, batch):
         assert output.outputs == llm.generate([prompt], own)[0].outputs
 
 
-def test_who_waits_for_a_prompt_that_slides_away():
+def test_who_waits_for_a_prompt_that_slides_away(small_demo):
     """The first computes what both begin with, fills all positions and slides in the step that the other waits for."""
-    with LLM("demo", max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+    with LLM(small_demo, max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         params = SamplingParams(max_tokens=6, ignore_eos=True, overflow="slide", stride=20, seed=0)
         expected = [llm.generate([TEXT[:SIZE]], params)[0].outputs, llm.generate([TEXT[:22]], params)[0].outputs]
     for max_num_batched_tokens in (4, 7, 12, 64):
-        with LLM("demo", max_model_len=SIZE, max_num_seqs=2, max_num_batched_tokens=max_num_batched_tokens) as llm:
+        with LLM(small_demo, max_model_len=SIZE, max_num_seqs=2, max_num_batched_tokens=max_num_batched_tokens) as llm:
             outputs = llm.generate([TEXT[:SIZE], TEXT[:22]], params)
         assert [output.outputs for output in outputs] == expected
 
@@ -274,9 +274,9 @@ def test_controls_see_what_has_left(llm):
     assert sorted(tokens) == sorted(set(TEXT[40:79]) - set(TEXT[:30]))
 
 
-def test_a_history_grows_with_the_tokens():
+def test_a_history_grows_with_the_tokens(small_demo):
     """Beyond the 1024 tokens that it has room for at first."""
     params = SamplingParams(max_tokens=1100, no_repeat_ngram_size=1, ignore_eos=True, overflow="slide", stride=4)
-    with LLM("demo", max_model_len=8, max_num_seqs=1) as llm:
+    with LLM(small_demo, max_model_len=8, max_num_seqs=1) as llm:
         tokens = llm.generate([[5]], params)[0].outputs[0].token_ids
     assert len(set(tokens)) == 1100

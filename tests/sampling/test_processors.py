@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.recorded import HAS_TRANSFORMERS, recorded
 from tinygpt.kernels.cpu.sampling import processors as cpu
 from tinygpt.kernels.reference import processors as reference
@@ -253,7 +254,7 @@ some_fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), some_ids, some_fields), min_size=1, max_size=5))
 def test_cpu_equals_the_reference_and_no_row_depends_on_its_neighbours(asked):
     sequences = [sequence_of(prompt, new, **fields) for prompt, new, fields in asked]

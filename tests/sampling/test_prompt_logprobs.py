@@ -17,15 +17,15 @@ PROMPT = np.random.default_rng(0).integers(V, size=200).tolist()
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=4) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(small_demo):
     """Runs one request at a time and keeps nothing in between."""
-    with LLM("demo", max_num_seqs=1, prefix_cache_seqs=0) as llm:
+    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
 
@@ -80,9 +80,9 @@ def test_whatever_else_is_asked_for(llm, alone, fields):
     assert output.outputs == llm.generate([PROMPT], without)[0].outputs
 
 
-def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
+def test_logits_are_computed_only_where_they_are_wanted(monkeypatch, small_demo):
     """One prompt pass for all samples, after which others may use what was computed."""
-    with LLM("demo", max_num_seqs=8) as llm:
+    with LLM(small_demo, max_num_seqs=8) as llm:
         rows, forward = [], llm.engine.runner.forward
         monkeypatch.setattr(llm.engine.runner, "forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
         llm.generate([PROMPT], asked(prompt_logprobs=None, max_tokens=1))
@@ -93,8 +93,8 @@ def test_logits_are_computed_only_where_they_are_wanted(monkeypatch):
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 100])
-def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs):
-    with LLM("demo", max_num_seqs=num_seqs, max_model_len=256) as llm:
+def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs, small_demo):
+    with LLM(small_demo, max_num_seqs=num_seqs, max_model_len=256) as llm:
         rows, forward = [], llm.engine.runner.forward
         monkeypatch.setattr(llm.engine.runner, "forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
         prompts = [[i, *PROMPT[i : i + 150]] for i in range(6)]
@@ -120,10 +120,10 @@ visits = st.tuples(
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=str)
-def busy(request):
+def busy(request, small_demo):
     max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
     sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
-    with LLM("demo", max_num_seqs=max_num_seqs, **sizes) as llm:
+    with LLM(small_demo, max_num_seqs=max_num_seqs, **sizes) as llm:
         yield llm
 
 

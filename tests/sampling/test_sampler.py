@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.bare_runner import BareRunner
+from support.examples import examples
 from support.golden_models import write_model
 from support.golden_oracle import live_model
 from support.recorded import recorded
@@ -108,7 +109,7 @@ asked = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(asked, min_size=1, max_size=6), st.integers(0, 99))
 def test_a_row_is_sampled_as_if_alone(sequences, seed):
     logits = logits_of(len(sequences), seed)
@@ -117,7 +118,7 @@ def test_a_row_is_sampled_as_if_alone(sequences, seed):
         assert sample_one(cpu, fresh(sequence), logits[r : r + 1]) == together[r]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(asked, st.integers(0, 99))
 def test_backends_sample_the_same(sequence, seed):
     logits = logits_of(1, seed)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from support.examples import examples
 from support.logit_rows import ROWS, extreme_row, masked_row, random_row
 from support.recorded import HAS_TRANSFORMERS, recorded
 from tinygpt.kernels import cpu, reference
@@ -263,7 +264,7 @@ probable = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     row=rows,
     temperature=st.sampled_from([1.0, 0.5, 0.7, 3.0, 1e-3, 1e8]),

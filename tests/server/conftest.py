@@ -8,8 +8,8 @@ MAX_NUM_SEQS, MAX_QUEUE = 4, 3
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_QUEUE, split_special_tokens=True) as llm:
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_QUEUE, split_special_tokens=True) as llm:
         yield llm
 
 

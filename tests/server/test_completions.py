@@ -188,7 +188,7 @@ def test_the_best_of_several(server, llm):
 
 def test_a_suffix_chooses_among_candidates(server, llm):
     """By the log probability per token of text and suffix together, worked out here by LLM.score."""
-    suffix = " and then he died."
+    suffix = " said the king."
     [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, n=4))
     tail = llm.read_prompt(suffix).token_ids
 

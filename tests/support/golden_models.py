@@ -1,11 +1,13 @@
 """Small GPT-2 checkpoints that NumPy alone writes, to the same bits everywhere, for answers recorded of them."""
 
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from support.paths import DEMO
 from support.tiny_checkpoint import shapes_of, write_checkpoint
 
 # By name, fields of config.json over SMALL: each activation, each switch of attention, widths of all kinds.
@@ -41,6 +43,14 @@ def write_model(folder: Path, seed: str = "", **fields: Any) -> Path:
     """One of any sizes: fields of config.json over SMALL."""
     fields = {**SMALL, "bos_token_id": None, "eos_token_id": None, **fields}
     return write_checkpoint(folder, _tensors(seed, fields), **fields)
+
+
+def write_small_demo(folder: Path) -> Path:
+    """The demo's tokenizer and positions before a tiny model: its steps take a fraction of the demo's."""
+    fields = {"vocab_size": 8193, "n_positions": 512, "bos_token_id": 8192, "eos_token_id": 8192}
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(DEMO / name, folder)
+    return write_model(folder, **fields)
 
 
 def golden_ids(count: int, seed: str = "ids", vocab_size: int = SMALL["vocab_size"]) -> list[int]:

@@ -22,19 +22,24 @@ resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 pages = int(open("/proc/self/statm").read().split()[0])
 space = pages * resource.getpagesize() + int(sys.argv[2]) * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (space, space))
-folder = sys.argv[4]
-try:
-    eval(sys.argv[3])
-except TinyGPTError as error:
-    print(error)
-else:
-    print("loaded")
+for expression, folder in zip(sys.argv[3::2], sys.argv[4::2]):
+    try:
+        eval(expression)
+    except TinyGPTError as error:
+        print(error)
+    else:
+        print("loaded")
 """
 
 
 def outcome(expression: str, folder: Path, cpu_seconds: int = 10, megabytes: int = 1000) -> str:
     """What came of `expression`, in which `folder` is a path: the sentence of its TinyGPTError, or "loaded"."""
-    arguments = [str(cpu_seconds), str(megabytes), expression, str(folder)]
+    return outcomes([(expression, folder)], cpu_seconds, megabytes)
+
+
+def outcomes(pairs: list[tuple[str, Path]], cpu_seconds: int = 10, megabytes: int = 1000) -> str:
+    """What came of all of these, one after the other in one process."""
+    arguments = [str(cpu_seconds), str(megabytes), *(str(part) for pair in pairs for part in pair)]
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -106,12 +106,14 @@ class TestText:
     def test_round_trip(self, ours, text):
         assert ours.decode(ours.encode(text)) == text
 
-    def test_every_character_meets_the_same_class_of_the_pattern(self, tmp_path):
+    @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(7, id="some")])
+    def test_every_character_meets_the_same_class_of_the_pattern(self, tmp_path, step):
         # A letter, a digit, a mark and a space merge with whatever follows in the same word: the ids show
         # what the pattern takes a character for. Past plane 3 all is private or unassigned, but for tags.
         library = bpe([(first, second) for first in "a1!Ġ" for second in ALPHABET])
         ours = save(library, tmp_path)
-        numbers = [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xE0200), *range(0x40000, 0x110000, 997)]
+        numbers = [*range(0xD800), *range(0xE000, 0x10000), *range(0xE0000, 0xE0200), *range(0x40000, 0x110000, 997)]
+        numbers += range(0x10000, 0x40000, step)
         for start in range(0, len(numbers), 1000):
             text = "".join(f"a{c}1{c}!{c} {c}" for c in map(chr, numbers[start : start + 1000]))
             assert ours.encode(text) == library.encode(text).ids
@@ -125,7 +127,7 @@ class TestText:
     @pytest.mark.parametrize("end", ["", "x"])
     def test_long_runs(self, ours, trained, text, end):
         assert_equal(ours, trained, text * 5000 + end)
-        text = text * 1_100_000 + end  # more than the regex engine's stack can hold
+        text = text * (1_100_000 // len(text)) + end  # more than the regex engine's stack can hold
         assert ours.decode(ours.encode(text)) == text
 
     @pytest.mark.parametrize("spaces", [1, 2, 999, 1000, 1001, 1002, 2000, 2001, 2002])

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 from support import onnx_writer, tf_writer
 from support.foreign import GGUF_KEYS
 from support.gguf_writer import gguf_bytes
-from support.limits import outcome
+from support.limits import outcome, outcomes
 from support.tiny_checkpoint import LAYERS, C, random_tensors, write_checkpoint, write_config, write_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a process, as Linux has them")
@@ -201,22 +202,29 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "device"])
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_not_regular_is_refused_and_not_waited_for(tmp_path, name, kind):
-    write_lora(tmp_path)
-    write_checkpoint(tmp_path)
-    write_tokenizer(tmp_path)
+@pytest.mark.parametrize("kind", ["FIFO", "character device"])
+def test_a_file_that_is_not_regular_is_refused_and_not_waited_for(tmp_path, kind):
+    folders = {name: write_irregular(tmp_path / f"without {name}", name, kind) for name in FILES}
+    sentences = outcomes([(FILES[name], folder) for name, folder in folders.items()]).splitlines()
+    for (name, folder), sentence in zip(folders.items(), sentences, strict=True):
+        assert f"{folder / name} cannot be read: it is a {kind}" in sentence
+
+
+def write_irregular(folder: Path, name: str, kind: str) -> Path:
+    """All that may be opened, regular but for one file."""
+    folder.mkdir()
+    write_lora(folder)
+    write_checkpoint(folder)
+    write_tokenizer(folder)
     if name == "shard":
-        write_json(tmp_path / "model.safetensors.index.json", {"weight_map": dict.fromkeys(random_tensors(), "shard")})
+        write_json(folder / "model.safetensors.index.json", {"weight_map": dict.fromkeys(random_tensors(), "shard")})
     for other in (name, *WITHOUT.get(name, [])):
-        (tmp_path / other).unlink(missing_ok=True)
+        (folder / other).unlink(missing_ok=True)
     if kind == "FIFO":
-        os.mkfifo(tmp_path / name)
+        os.mkfifo(folder / name)
     else:
-        (tmp_path / name).symlink_to("/dev/zero")
-    sentence = outcome(FILES[name], tmp_path)
-    assert f"{tmp_path / name} cannot be read: it is a {'FIFO' if kind == 'FIFO' else 'character device'}" in sentence
+        (folder / name).symlink_to("/dev/zero")
+    return folder
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "vocab.txt"])

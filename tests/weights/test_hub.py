@@ -17,13 +17,14 @@ PROGRAM = """
 import json, sys
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
-try:
-    checkpoint = open_checkpoint(sys.argv[1])
-except CheckpointError as error:
-    print(json.dumps({"error": str(error)}))
-else:
-    files = sorted(path.name for path in checkpoint.path.iterdir())
-    print(json.dumps({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()}))
+for model in sys.argv[1:]:
+    try:
+        checkpoint = open_checkpoint(model)
+    except CheckpointError as error:
+        print(json.dumps({"error": str(error)}))
+    else:
+        files = sorted(path.name for path in checkpoint.path.iterdir())
+        print(json.dumps({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()}))
 """
 BIAS = random_tensors()["transformer.ln_f.bias"].tolist()
 UNWANTED = ("tf_model.h5", "README.md", ".gitattributes", "onnx/model.safetensors", "training_args.bin")
@@ -31,14 +32,20 @@ UNWANTED = ("tf_model.h5", "README.md", ".gitattributes", "onnx/model.safetensor
 
 def opened(home, endpoint, model, **environment):
     """What a fresh process says that opens `model` with its cache in `home`, and its stderr."""
+    (line,), stderr = opened_all(home, endpoint, [model], **environment)
+    return line, stderr
+
+
+def opened_all(home, endpoint, models, **environment):
+    """What it says of each of several, and its stderr."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     kept = {name: value for name, value in kept.items() if not name.startswith("HF_")}
     env = kept | {"PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment}
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, model], capture_output=True, text=True, env=env, cwd=home.parent, timeout=100
+        [sys.executable, "-c", PROGRAM, *models], capture_output=True, text=True, env=env, cwd=home.parent, timeout=100
     )
     assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout), process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()], process.stderr
 
 
 def hub_folder(folder):
@@ -123,27 +130,31 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "README.md").write_text("x")
 
-    def error(model, **environment):
-        return opened(home, hub.url, model, **environment)[0]["error"]
+    def errors(*models, **environment):
+        return [line["error"] for line in opened_all(home, hub.url, models, **environment)[0]]
 
     with HubServer(folders, gated={"owner/tiny"}) as hub:
-        assert "no such model on the Hub" in error("owner/tyni")
-        assert "hf auth login" in error("owner/tyni")
-        assert "asks for consent to its terms" in error("owner/tiny")
-        assert "nor a Hub id such as" in error("white space")
-        assert "owner/none on the Hub has no config.json" in error("owner/none")
-        offline = error("owner/other", HF_HUB_OFFLINE="1")
+        unknown, gated, no_id, empty = errors("owner/tyni", "owner/tiny", "white space", "owner/none")
+        assert "no such model on the Hub" in unknown
+        assert "hf auth login" in unknown
+        assert "asks for consent to its terms" in gated
+        assert "nor a Hub id such as" in no_id
+        assert "owner/none on the Hub has no config.json" in empty
+        (offline,) = errors("owner/other", HF_HUB_OFFLINE="1")
         assert offline.startswith("'owner/other' is no local folder; on the Hub it is not looked for")
         assert "HF_HUB_OFFLINE forbids downloads" in offline
-    assert "cannot be reached" in error("owner/other")
+    (unreachable,) = errors("owner/other")
+    assert "cannot be reached" in unreachable
 
 
-@pytest.mark.parametrize("shard", ["*", "[a-z]*.md", "onnx/model.safetensors", "."])
-def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path, shard):
-    folder = sharded_folder(tmp_path / "repo")
-    write_json(folder / "model.safetensors.index.json", {"weight_map": {"x": shard}})
-    with HubServer({"owner/tiny": folder}) as hub:
-        assert "no file name in its own folder" in opened(tmp_path / "home", hub.url, "owner/tiny")[0]["error"]
+def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path):
+    shards = ("*", "[a-z]*.md", "onnx/model.safetensors", ".")
+    folders = {f"owner/tiny{i}": sharded_folder(tmp_path / f"repo{i}") for i in range(len(shards))}
+    for shard, folder in zip(shards, folders.values(), strict=True):
+        write_json(folder / "model.safetensors.index.json", {"weight_map": {"x": shard}})
+    with HubServer(folders) as hub:
+        for line in opened_all(tmp_path / "home", hub.url, [*folders])[0]:
+            assert "no file name in its own folder" in line["error"]
         assert hub.downloaded() == sorted([*COMMON, "model.safetensors.index.json"])
 
 

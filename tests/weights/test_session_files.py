@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
 
+from support.examples import examples
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.weights.stored.session_file import SavedSession, checked_file, read_session, write_session
 
@@ -238,14 +239,14 @@ array_changes = st.dictionaries(
 
 
 @given(metadata=metadata_changes, arrays=array_changes, drop=st.sets(st.sampled_from(["k", "first", "crc32"])))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_right_session_or_one_sentence(tmp_path_factory, metadata, arrays, drop):
     path = forged(tmp_path_factory.getbasetemp() / "any", arrays, drop if len(drop) == 1 else (), **metadata)
     check_session_or_sentence(path)
 
 
 @given(data=st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_bytes_that_have_changed(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "changed"
     content = bytearray(forged(path).read_bytes())

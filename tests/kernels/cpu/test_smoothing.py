@@ -35,7 +35,7 @@ class Tensors:
 
     def inputs(self, norm: str) -> np.ndarray:
         """What leaves a layer norm where channels are normal and independent: (draws, 24)."""
-        z = np.random.default_rng(2).standard_normal((200_000, 24), np.float32)
+        z = np.random.default_rng(2).standard_normal((50_000, 24), np.float32)
         return z * self.tensors[f"h.0.{norm}.weight"] + self.tensors[f"h.0.{norm}.bias"]
 
 
