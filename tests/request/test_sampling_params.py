@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -125,29 +126,32 @@ ACCEPTED = {
 }
 
 
-def each(table):
-    return [pytest.param(name, value, id=f"{name}-{value!r:.20}") for name in table for value in table[name]]
-
-
 def test_every_field_is_tried():
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     assert names == list(REFUSED) == list(ACCEPTED)
 
 
-@pytest.mark.parametrize(("name", "value"), each(REFUSED))
-def test_impossible_value_is_refused_by_name(name, value):
-    with pytest.raises(RequestError, match=rf"^{name}=.* is not possible: it must be ") as caught:
-        SamplingParams(**{name: value})
-    assert isinstance(caught.value, ValueError)
+@pytest.mark.parametrize("name", REFUSED)
+def test_impossible_values_are_refused_by_name(name):
+    assert issubclass(RequestError, ValueError)
+    for value in REFUSED[name]:
+        assert re.match(rf"{name}=.* is not possible: it must be ", sentence_of(**{name: value})), value
 
 
-@pytest.mark.parametrize(("name", "value"), each(ACCEPTED))
-def test_possible_value_is_kept_as_a_plain_one(name, value):
-    given, kept = value
+def sentence_of(**fields) -> str:
+    try:
+        return f"taken as {SamplingParams(**fields)}"
+    except RequestError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_possible_values_are_kept_as_plain_ones(name):
     needed = {"num_beams": 2} if name in ("length_penalty", "early_stopping") else {}
-    held = getattr(SamplingParams(**needed, **{name: given}), name)
-    assert held == kept
-    assert type(held) is type(kept)
+    for given, kept in ACCEPTED[name]:
+        held = getattr(SamplingParams(**needed, **{name: given}), name)
+        assert held == kept
+        assert type(held) is type(kept), given
 
 
 def test_all_impossible_values_are_named_at_once():
