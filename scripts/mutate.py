@@ -30,16 +30,17 @@ PATIENCE = 5  # times the CPU time that a file's tests take: a mutant that takes
 PRELOADED = ("numba", "pytest", "hypothesis", "torch", "transformers", "numpy.testing")
 
 BORDERS, SAMPLING = "tests/sampling/test_warper_borders.py", "tests/sampling/test_sampling.py"
+DRAW = "tests/sampling/test_draw.py"
 SLOTS, SCHEDULER = "tests/engine/test_kv_slots.py", "tests/engine/test_scheduler.py"
 PROCESSORS = "tests/sampling/test_processors.py"
 # Each file, and the tests that know it: those that most mutants fail come first. The last three load no model.
 TESTS = {
     "kernels/reference/warpers.py": [BORDERS, SAMPLING, "-k", "reference and not cpu_"],
     "kernels/reference/processors.py": [PROCESSORS, "-k", "reference"],
-    "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", "cpu"],
+    "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", "cpu or usual"],
     "kernels/cpu/sampling/row.py": [BORDERS, SAMPLING, "-k", "cpu"],
-    "kernels/cpu/sampling/sampling.py": [SAMPLING, "-k", "cpu"],
-    "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu"],
+    "kernels/cpu/sampling/sampling.py": [DRAW, SAMPLING, "-k", "cpu or test_draw.py"],
+    "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu or round"],
     "kernels/cpu/layers/operands.py": ["tests/kernels/cpu/test_dtype_kernels.py", "tests/kernels/cpu/test_linear.py"],
     "tinygpt/engine/scheduler.py": [SCHEDULER],
     "tinygpt/engine/kv_slots.py": [SLOTS, SCHEDULER],
@@ -48,10 +49,10 @@ TESTS = {
 # Kernels that run without Numba too, and those of their tests that do not take long then.
 FEW_ROWS = "cpu and not (vocabulary or large or far or cpu_equals or cpu_rounds or draws_follow or round_values)"
 AS_PYTHON = {
-    "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", FEW_ROWS],
+    "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", f"{FEW_ROWS} or usual"],
     "kernels/cpu/sampling/row.py": [BORDERS, SAMPLING, "-k", FEW_ROWS],
-    "kernels/cpu/sampling/sampling.py": [SAMPLING, "-k", FEW_ROWS],
-    "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu and not neighbours"],
+    "kernels/cpu/sampling/sampling.py": [DRAW, SAMPLING, "-k", f"{FEW_ROWS} or test_draw.py"],
+    "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu and not neighbours or round"],
 }
 COMPARISONS = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"),

@@ -201,6 +201,16 @@ def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(bac
         )
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 2.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}]
+)
+def test_a_penalty_of_a_round_number_is_one(penalty):
+    sequence, row = sequence_of([1, 2], [3, 3], **penalty), random_row(0)
+    ours = process(cpu, [row], [sequence])
+    np.testing.assert_array_equal(ours, process(reference, [row], [sequence]))
+    assert (ours[0] != row).any()
+
+
 @BACKENDS
 def test_min_tokens_forbids_all_that_would_end_the_sample(backend):
     def forbidden(new, **fields):

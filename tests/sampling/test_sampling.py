@@ -10,6 +10,7 @@ from support.examples import examples
 from support.logit_rows import ROWS, extreme_row, masked_row, random_row
 from support.recorded import HAS_TRANSFORMERS, recorded
 from tinygpt.kernels import cpu, reference
+from tinygpt.kernels.cpu.sampling.warpers import UsualWarpers, usual_if_possible
 from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
 
 if HAS_TRANSFORMERS:
@@ -120,10 +121,43 @@ def test_top_k_keeps_all_that_tie_with_the_kth(backend):
 
 
 @BACKENDS
+@pytest.mark.parametrize("vocab", [2, 65, 129])  # blocks of one score are blocks too
+def test_top_k_tells_neighbouring_scores_apart_wherever_the_greatest_is(backend, vocab):
+    row = np.full(vocab, np.nextafter(np.float32(1), np.float32(0)), np.float32)
+    row[-1] = 1
+    assert np.flatnonzero(np.isfinite(one_row(backend, row, 1.0, 1))).tolist() == [vocab - 1]
+
+
+@BACKENDS
+def test_a_row_with_one_token_left_draws_it(backend):
+    row = np.full((1, 300), -np.inf, np.float32)
+    row[0, 7] = -3
+    assert draw(backend, row, 0.8, top_k=40, top_p=0.9).tolist() == [7]
+
+
+@BACKENDS
 def test_top_p_keeps_the_token_that_crosses_p(backend):
     row = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
     for top_p, kept in [(0.3, [1]), (0.6, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (0.96, [0, 1, 2, 3])]:
         np.testing.assert_array_equal(np.flatnonzero(one_row(backend, row, 1.0, 0, top_p) > -np.inf), kept)
+
+
+@BACKENDS
+@pytest.mark.parametrize("min_p", [0.0, 0.1], ids=["usual", "all"])
+def test_a_top_p_of_1_keeps_what_has_no_probability_in_float32(backend, min_p):
+    rows, min_ps = np.float32([[0, -200], [0, -1]]), np.array([0, min_p])  # the second row decides which kernel it is
+    filtered = backend.filter_logits(rows, warpers_of(2, min_p=min_ps))
+    np.testing.assert_array_equal(filtered, rows)
+
+
+MORE = {"top_p_rule": 1, "min_p": 0.1, "typical_p": 0.5, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}
+
+
+def test_whoever_asks_for_no_more_has_the_usual_warpers():
+    assert isinstance(usual_if_possible(warpers_of(2, 0.8, 40, 0.95)), UsualWarpers)
+    for name, value in MORE.items():
+        warpers = warpers_of(2, **{name: np.array([getattr(warpers_of(1), name)[0], value])})
+        assert usual_if_possible(warpers) is warpers, name
 
 
 @BACKENDS
@@ -421,6 +455,7 @@ def test_a_row_that_is_not_finite_is_reported_and_its_neighbours_are_not(backend
     token_ids = draw(backend, logits, temperature, top_k=40, top_p=0.9)
     assert token_ids.tolist() == [clean[0], -1, clean[2]]
     assert token_ids.dtype == np.int32
+    assert draw(backend, logits[1:2], temperature, top_k=40, top_p=0.9).tolist() == [-1]
 
 
 @BACKENDS
