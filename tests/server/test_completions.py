@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
 from tinygpt import SamplingParams
+from tinygpt.server.protocol.completions import CompletionChoice
 
 PROMPT = "Once upon a time"
 SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7, "max_tokens": 12}
@@ -257,6 +258,28 @@ def test_usage_with_every_event(server):
     events = server.complete(prompt="Once", max_tokens=4, temperature=0, stream=True, stream_options=options).events
     assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
     assert {event["usage"]["prompt_tokens"] for event in events} == {2}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"return_token_ids": True}, {"echo": True}, {"stream_options": {"continuous_usage_stats": True}}],
+    ids=lambda asked: next(iter(asked), "plain"),
+)
+def test_events_amid_a_text_are_written_without_a_model_of_each(server, monkeypatch, asked):
+    """Such a model takes thirty times as long as the event, of which a busy server writes one for each token."""
+    made = []
+
+    def counted(**fields):
+        made.append(fields)
+        return CompletionChoice(**fields)
+
+    monkeypatch.setattr("tinygpt.server.completions.stream.CompletionChoice", counted)
+    events = server.complete(prompt=PROMPT, **SAMPLED, stream=True, **asked).events
+    assert len(events) > len(made) <= 2  # that with the prompt, and the last
+    for event in events:
+        [choice] = event["choices"]
+        assert CompletionChoice(**choice).model_dump(exclude_unset=True) == choice
+    assert {tuple(event) for event in events} == {tuple(events[-1])}
 
 
 def test_obfuscated_events_have_equal_lengths(server):

@@ -26,10 +26,10 @@ class CompletionStream:
         self._echoes = [None if job.echoes_logprobs else [] for _ in job.prompts]  # what the engine found of each
         self._num_tokens = 0
         # What is the same in every event is written once.
-        head, _, tail = compact({**job.head, "choices": ["?"]}).partition('"?"')
-        self._head, self._tail = f"data: {head}", f"{tail}\n\n"
-        self._is_plain = not (job.form.echo or job.form.return_token_ids or job.form.logprobs is not None)
-        self._is_plain &= not (self._options.continuous_usage_stats or self._options.include_obfuscation)
+        self._head = f'data: {compact(job.head)[:-1]},"choices":['
+        self._is_plain = job.form.logprobs is None and not self._options.include_obfuscation
+        self._begins_with_prompt = bool(job.form.echo or job.form.return_token_ids)
+        self._num_prompt_tokens = job.usage(0).prompt_tokens
 
     async def events(self) -> AsyncIterator[bytes]:
         """Each piece holds an event for every token that has come meanwhile."""
@@ -61,17 +61,29 @@ class CompletionStream:
     def _event(self, i: int, chunk: StreamChunk) -> str:
         index = i * self._job.params.n + chunk.index
         self._num_tokens += chunk.token_id is not None
-        if self._is_plain and chunk.finish_reason is None:
-            if not chunk.text:
-                return ""
-            choice = f'{{"index":{index},"text":{json.dumps(chunk.text)},"logprobs":null,"finish_reason":null}}'
-            return self._head + choice + self._tail
         is_first, self._has_begun[index] = not self._has_begun[index], True
+        if self._is_plain and chunk.finish_reason is None and not (is_first and self._begins_with_prompt):
+            return self._plain_event(index, chunk)
         choice = self._choice(i, index, chunk, is_first)
         reply: dict[str, Any] = {"choices": [choice.model_dump(exclude_unset=True)]}
         if self._options.continuous_usage_stats:
             reply["usage"] = self._usage()
         return self._dump(reply)
+
+    def _plain_event(self, index: int, chunk: StreamChunk) -> str:
+        """One amid a text, written out: it takes a thirtieth of the time that its model does, and most events are such.
+
+        A token without a text of its own has none, unless there is more to tell of it.
+        """
+        ids = f',"token_ids":[{chunk.token_id}]' if self._job.form.return_token_ids else ""
+        usage = ""
+        if self._options.continuous_usage_stats:
+            read, made = self._num_prompt_tokens, self._num_tokens
+            usage = f',"usage":{{"prompt_tokens":{read},"completion_tokens":{made},"total_tokens":{read + made}}}'
+        if not (chunk.text or ids or usage):
+            return ""
+        choice = f'{{"index":{index},"text":{json.dumps(chunk.text)},"logprobs":null,"finish_reason":null{ids}}}'
+        return f"{self._head}{choice}]{usage}}}\n\n"
 
     def _choice(self, i: int, index: int, chunk: StreamChunk, is_first: bool) -> CompletionChoice:
         is_echoed = is_first and self._job.form.echo
