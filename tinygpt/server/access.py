@@ -59,6 +59,8 @@ class AccessLog:
         self._metrics.count_http(path, status)
         for output in record.outputs():
             self._metrics.observe(output)
+        for generation in record.generations:
+            self._metrics.observe_gaps(generation.token_gaps)
         if not record.is_complete:
             self._metrics.count_abort()
         # A path may hold anything, in a terminal's own language too.

@@ -1,6 +1,7 @@
 """Generation: all that one HTTP request has the engine do: several prompts, each with its samples."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -26,6 +27,7 @@ class Generation:
     """What is submitted together, and ends together. For the event loop alone.
 
     `cancel` may come at any time, and frees every slot by the next step.
+    token_gaps: seconds from each token of a streamed sample to its next one.
     """
 
     def __init__(self, llm: LLM, mailbox: Mailbox):
@@ -33,6 +35,8 @@ class Generation:
         self._inbox = Inbox()
         self._futures: list[Future[RequestOutput]] = []
         self._reason: ApiError | None = None  # why the server has stopped it
+        self.token_gaps: list[float] = []
+        self._last_tokens: dict[tuple[int, int], float] = {}  # (prompt, sample) -> when its last one came
 
     def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], is_streamed: bool = False) -> None:
         """Have all requests run, or none: raises what LLM.submit raises."""
@@ -92,6 +96,11 @@ class Generation:
         return len(self.finished()) == len(self._futures)
 
     def _post(self, prompt_index: int, chunk: StreamChunk | None) -> None:
+        if chunk is not None and chunk.token_id is not None:
+            now, sample = time.perf_counter(), (prompt_index, chunk.index)
+            if sample in self._last_tokens:
+                self.token_gaps.append(now - self._last_tokens[sample])
+            self._last_tokens[sample] = now
         self._mailbox.post(self._inbox, PromptChunk(prompt_index, chunk))
 
     def _raise_reason(self) -> None:

@@ -1,6 +1,6 @@
 """Metrics: what Prometheus reads at /metrics, under our names and under vLLM's, for the dashboards that know those."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import Metric
@@ -33,12 +33,20 @@ class Metrics:
         self._looked_up = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for there")
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to a slot", SECONDS)
+        self._prefill = self._histogram("request_prefill_time_seconds", "From a slot to the first token", SECONDS)
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last", SECONDS)
+        self._inference = self._histogram("request_inference_time_seconds", "From a slot to the last token", SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "Between a request's tokens, on average", TOKEN_SECONDS
         )
+        self._itl = self._histogram("inter_token_latency_seconds", "From a streamed token to the next", TOKEN_SECONDS)
         self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self._length = self._histogram("request_generation_tokens", "Tokens generated for a prompt", TOKENS)
+        self._longest = self._histogram("request_max_num_generation_tokens", "Tokens of the longest sample", TOKENS)
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Tokens of a prompt that were not in the KV cache", TOKENS
+        )
         self._success = Counter(
             f"{OURS}request_success", "Requests that ended", ["model_name", "finished_reason"], registry=self._own
         )
@@ -67,15 +75,25 @@ class Metrics:
         self._looked_up.inc(len(output.prompt_token_ids))
         self._cached.inc(output.num_cached_tokens)
         self._prompt_length.observe(len(output.prompt_token_ids))
+        self._computed.observe(len(output.prompt_token_ids) - output.num_cached_tokens)
         self._length.observe(num_tokens)
+        self._longest.observe(times.num_steps)
         self._queue.observe(times.queue_time)
         self._e2e.observe(times.finished - times.arrival)
         if times.time_to_first_token is not None:
             self._ttft.observe(times.time_to_first_token)
+            self._prefill.observe(times.prefill_time)
+            self._decode.observe(times.decode_time)
+            self._inference.observe(times.prefill_time + times.decode_time)
         if times.time_per_output_token is not None:
             self._tpot.observe(times.time_per_output_token)
         for sample in output.outputs:
             self._success.labels(finished_reason=sample.finish_reason, **self._label).inc()
+
+    def observe_gaps(self, seconds: Iterable[float]) -> None:
+        """Between the tokens of a stream, each by itself: its average says nothing of a pause."""
+        for gap in seconds:
+            self._itl.observe(gap)
 
     def _engine_gauges(self, llm: LLM) -> None:
         engine, num_slots = llm.engine, llm.engine.engine_config.max_num_seqs
