@@ -24,6 +24,7 @@ from tinygpt.bench.presets import (
 from tinygpt.bench.presets import rerun as rerun_module
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.rerun import Rerun, random_prompts
+from tinygpt.bench.remote_host import served
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import perplexity
@@ -264,6 +265,69 @@ def test_batch_inference_counts_as_the_study(report_of):
     speed_up = report.records[0]["samples_ns"][0] / report.records[1]["samples_ns"][0]
     assert eight["Throughput comparing to Baseline"] == f"{speed_up:.2g}x"
     assert [record["num_prompts"] for record in report.records] == [20, 20]
+
+
+@pytest.fixture(scope="module")
+def remote_report():
+    """Two methods of four queries, each here and behind a server."""
+    pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+    few = batch_inference.Protocol(4, (3, 5), 6, (1, 2), num_warmup_queries=1, num_callers=3, repetitions=2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(batch_inference, "SMALL", few)
+        options = PresetOptions("random:tiny", ("float32",), threads=1, small=True, remote=True)
+        return run_preset("batch-inference", options)
+
+
+def test_batch_inference_asks_a_server_the_same(remote_report):
+    rows = tables(remote_report.text)[0][:4]
+    names = [f"tinygpt, float32, batch {size}{where}" for size in (1, 2) for where in ("", ", remote")]
+    assert [row["Method"] for row in rows] == names
+    assert [row["Generated Token Count"] for row in rows] == ["24"] * 4
+    assert [row["Inference Count"] for row in rows] == ["24", "-", "12", "-"]
+    assert [row["Avg Batch Size"] for row in rows] == ["1", "-", "2", "-"]
+    records = remote_report.records
+    assert [(record["remote"], record["num_steps"]) for record in records] == [
+        (False, 24),
+        (True, None),
+        (False, 12),
+        (True, None),
+    ]
+    assert len({tuple(record) for record in records}) == 1
+    baseline = sum(records[0]["samples_ns"])
+    for row, record in zip(rows, records, strict=True):
+        firsts, totals = record["first_token_ns"], record["samples_ns"]
+        assert len(firsts) == len(totals) == 2
+        assert all(0 < first <= total for first, total in zip(firsts, totals, strict=True))
+        speed_up = baseline / sum(totals)  # medians of two
+        assert row["Throughput comparing to Baseline"] == f"{speed_up:.2g}x"
+    lines = [line.label for line in remote_report.picture.panels[0].lines]
+    assert lines[:2] == ["tinygpt, float32", "tinygpt, float32, remote"]
+    assert "3 connections of one RemoteLLM" in remote_report.text
+
+
+def test_a_server_that_does_not_start_says_why():
+    pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+    with (
+        pytest.raises(RequestError, match=r"the server did not start: tinygpt: .*max.num.seqs"),
+        served("random:tiny", "float32", 1, max_num_seqs=0),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "batch-inference"])
+def test_only_batch_inference_has_a_server(name, monkeypatch):
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.LLM", None)
+    with pytest.raises(RequestError, match=f"{name} has none: omit it, or give --preset batch-inference"):
+        run_preset(name, PresetOptions("demo", remote=True))
+
+
+def test_a_server_without_its_extra_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr("tinygpt.bench.presets.rerun.LLM", None)
+    for module in [name for name in sys.modules if name.startswith("tinygpt.server")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(RequestError, match=r'--remote needs uvicorn, .* pip install "tinygpt\[serve\]"'):
+        run_preset("batch-inference", PresetOptions("demo", remote=True))
 
 
 def test_batch_inference_warms_up_without_a_bar(monkeypatch):

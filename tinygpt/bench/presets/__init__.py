@@ -23,6 +23,7 @@ PRESETS = {
 
 
 WITH_PERPLEXITY = "onnx-study"  # the one that --text is for
+WITH_REMOTE = "batch-inference"  # and --remote
 
 
 def run_preset(name: str, options: PresetOptions, records: list[dict[str, Any]] | None = None) -> "PresetReport":
@@ -37,5 +38,9 @@ def run_preset(name: str, options: PresetOptions, records: list[dict[str, Any]] 
     if options.text is not None and name != WITH_PERPLEXITY:
         raise RequestError(
             f"--text is for a perplexity and {name} has none: omit it, or give --preset {WITH_PERPLEXITY}."
+        )
+    if options.remote and name != WITH_REMOTE:
+        raise RequestError(
+            f"--remote is for a model behind a server and {name} has none: omit it, or give --preset {WITH_REMOTE}."
         )
     return import_module(f"{__name__}.{name.replace('-', '_')}").run(options, [] if records is None else records)

@@ -11,7 +11,8 @@ from tinygpt.errors import RequestError
 class PresetOptions:
     """dtypes, threads: as LLM's. repetitions: None is the preset's own number. small: a quick look, of fewer sizes.
 
-    text: a file in UTF-8 for perplexity, where the study has that.
+    text: a file in UTF-8 for perplexity, where the study has that. remote: also with the model behind a server, where
+    the study is of that.
     """
 
     model: str
@@ -20,6 +21,7 @@ class PresetOptions:
     repetitions: int | None = None
     small: bool = False
     text: str | Path | None = None
+    remote: bool = False
 
 
 def check_options(options: PresetOptions) -> None:

@@ -130,7 +130,10 @@ class Rerun:
         prompts = random_prompts(prompt_lengths, llm.config.vocab_size)
         repetitions = repetitions if self.options.repetitions is None else self.options.repetitions
         found = measure(llm, prompts, new_tokens, repetitions, warmups, params)
-        result = Result(llm.dtype, batch_size, found)
+        return self.keep(Result(llm.dtype, batch_size, found), **more)
+
+    def keep(self, result: Result, **more: Any) -> Result:
+        """Keep its record, with `more` in it."""
         self.records.append(self._record(result) | more)
         return result
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tinygpt.bench.formats import FORMATS, Record, aligned
-from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY
+from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY, WITH_REMOTE
 from tinygpt.cli import loading
 from tinygpt.cli.flags import dtypes, lowered, whole_number, whole_numbers
 from tinygpt.cli.messages import counted, put, say
@@ -18,7 +18,7 @@ SUMMARY = "measure speed: reading prompts and generating, beside what the machin
 # Flags have no argparse default, so that one given beside another that makes it meaningless is noticed.
 CASES = {"batch_sizes": (1, 8), "prompt_lengths": (128,), "new_tokens": (64,)}
 RUNS = {"dtype": ("auto",), "threads": (None,), "repetitions": 5}
-OF_PRESETS = ("small", "text")
+OF_PRESETS = ("small", "text", "remote")
 NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "preset", *OF_PRESETS, "plot")
 
 
@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     studies.add_argument("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
     studies.add_argument(
         "--text", metavar="FILE", help=f"UTF-8 text, for the perplexity of {WITH_PERPLEXITY} (default: none)"
+    )
+    studies.add_argument(
+        "--remote",
+        action="store_true",
+        help=f"{WITH_REMOTE} also with the model in another process, behind `serve` (default: off)",
     )
     _add_output_arguments(parser.add_argument_group("output"))
 
@@ -185,7 +190,8 @@ def _run_preset(args: argparse.Namespace) -> None:
     from tinygpt.bench.presets.report import measured_table
 
     threads = None if args.threads is None else args.threads[0]
-    options = PresetOptions(args.model, args.dtype or RUNS["dtype"], threads, args.repetitions, args.small, args.text)
+    sizes = args.repetitions, args.small, args.text, args.remote
+    options = PresetOptions(args.model, args.dtype or RUNS["dtype"], threads, *sizes)
     say(f"{args.preset} with {args.model}")
     records: list[Record] = []
     try:
