@@ -13,8 +13,9 @@ The overhead is the part of a decode step at batch 32 that is spent outside the 
 sampling and in detokenising: all greedy, and with every control in use.
 
 --server starts `tinygpt serve` and sends it streamed requests: of clients that ask again as soon as they are answered
-(--clients), and of strangers who arrive by chance (--rates). LLM.generate takes its turn with the same prompts. The
-same is asked of the servers of others that --llama-cpp and --transformers name. Client and servers share this machine.
+(--clients), of strangers who arrive by chance (--rates), and of newcomers beside the most clients (--newcomers). The
+library takes its turn with the same prompts. The same is asked of the servers of others that --llama-server,
+--llama-cpp and --transformers name. Client and servers share this machine.
 """
 
 import argparse
@@ -35,7 +36,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from serving.compare import Plan, compare, markdown, picture_of
 from serving.figures import ServiceLevel
-from serving.servers import llama_cpp, ours, transformers
+from serving.servers import Server, llama_cpp, llama_server, ours, transformers
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.formats import table
@@ -46,6 +47,7 @@ from tinygpt.weights.open import open_checkpoint
 
 STATIC_BATCH = 8
 BATCH = 32
+SPARE_SLOTS = 4  # for newcomers
 GREEDY = SamplingParams(max_tokens=100, ignore_eos=True)
 EVERY_CONTROL = SamplingParams(
     max_tokens=100,
@@ -188,9 +190,27 @@ def add_server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--each", type=int, default=2, help="requests of each client")
     group.add_argument("--ttft", type=float, default=0.5, help="seconds to the first token that are good service")
     group.add_argument("--tpot", type=float, default=0.05, help="and for each token after it")
-    group.add_argument("--llama-cpp", nargs=2, metavar=("PYTHON", "GGUF"), help="its environment, and the model")
+    group.add_argument("--newcomers", type=int, default=20, help="that come beside the most clients, one at a time")
+    group.add_argument("--llama-server", nargs=2, metavar=("COMMAND", "GGUF"), help="llama.cpp's own, and the model")
+    group.add_argument("--llama-cpp", nargs=2, metavar=("PYTHON", "GGUF"), help="llama-cpp-python's, and the model")
     group.add_argument("--transformers", nargs=2, metavar=("COMMAND", "FOLDER"), help="its command, and the model")
     group.add_argument("--plot", type=Path, help="also draw tokens/s against clients, as .svg or .png")
+
+
+def servers_of(args: argparse.Namespace, llm: LLM, slots: int) -> list[Server]:
+    threads = thread_count(args.threads)
+    servers = [ours(args.model, args.dtype, args.threads, slots)]
+    if args.token_ids:
+        servers[0].more["return_token_ids"] = True  # or a token would have no event
+    if args.llama_server:
+        command, gguf = args.llama_server
+        servers.append(llama_server(command, Path(gguf), threads, slots, llm.max_model_len))
+    if args.llama_cpp:
+        python, gguf = args.llama_cpp
+        servers.append(llama_cpp(python, Path(gguf), threads, llm.max_model_len, llm.config.eos_token_ids))
+    if args.transformers:
+        servers.append(transformers(args.transformers[0], Path(args.transformers[1])))
+    return servers
 
 
 def measure_server(args: argparse.Namespace) -> None:
@@ -198,14 +218,10 @@ def measure_server(args: argparse.Namespace) -> None:
     level = ServiceLevel(args.ttft, args.tpot)
     sizes = args.prompt_words, args.new_tokens, args.each, args.seconds, args.repeats
     vocab_size = open_checkpoint(args.model).config.vocab_size if args.token_ids else None
-    plan = Plan(tuple(args.clients), tuple(args.rates), *sizes, level, vocab_size)
-    servers = [ours(args.model, args.dtype, args.threads)]
-    if args.llama_cpp:
-        servers.append(llama_cpp(args.llama_cpp[0], Path(args.llama_cpp[1]), thread_count(args.threads)))
-    if args.transformers:
-        servers.append(transformers(args.transformers[0], Path(args.transformers[1])))
-    with LLM(args.model, args.dtype, threads=args.threads) as llm:
-        rows = compare(servers, plan, llm)
+    plan = Plan(tuple(args.clients), tuple(args.rates), *sizes, level, vocab_size, args.newcomers)
+    slots = max(args.clients) + SPARE_SLOTS
+    with LLM(args.model, args.dtype, threads=args.threads, max_num_seqs=slots) as llm:
+        rows = compare(servers_of(args, llm, slots), plan, llm)
     print(f"{cpu_name()}, {thread_count(args.threads)} threads, {args.model} {args.dtype}\n")
     print(markdown(rows))
     if args.json:

@@ -21,7 +21,9 @@ class Exchange:
     sent: float
     status: int = 0
     token_times: list[float] = field(default_factory=list)  # of each event with a text
+    num_tokens: int = 0  # as the server counts them: some have no text of their own, and no event
     text: str = ""
+    has_reached_limit: bool = False  # of tokens
     body: bytes = b""  # of a reply that is no stream
     error: str | None = None
 
@@ -35,8 +37,8 @@ class Exchange:
 
     @property
     def time_per_output_token(self) -> float | None:
-        count = len(self.token_times)
-        return (self.token_times[-1] - self.token_times[0]) / (count - 1) if count > 1 else None
+        seconds = self.token_times[-1] - self.token_times[0]
+        return seconds / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
     @property
     def inter_token_latencies(self) -> list[float]:
@@ -73,8 +75,11 @@ async def exchange(url: SplitResult, path: str, body: dict[str, Any], leave_afte
         await asyncio.wait_for(asyncio.shield(recorder.ended), leave_after)
     except (TimeoutError, asyncio.TimeoutError):
         result.error = "left"
-    transport.abort()
+    finally:
+        transport.abort()
     _read(recorder.pieces, result)
+    if not result.num_tokens:  # some servers tell no usage
+        result.num_tokens = body["max_tokens"] if result.has_reached_limit else len(result.token_times)
     return result
 
 
@@ -108,7 +113,9 @@ def _read_events(data: bytes, arrived: float, result: Exchange) -> bytes:
         value = json.loads(event[6:])
         if "error" in value:
             result.error = str(value["error"])[:200]
+        result.num_tokens = (value.get("usage") or {}).get("completion_tokens") or result.num_tokens
         for choice in value.get("choices", ()):
+            result.has_reached_limit |= choice.get("finish_reason") == "length"
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
             if text or choice.get("token_ids"):
                 result.token_times.append(arrived)

@@ -5,9 +5,10 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult
@@ -16,17 +17,21 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.bench.formats import table
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 
+from . import newcomers
 from .figures import ServiceLevel, figures
-from .servers import Server, running
-from .workload import Workload, closed_loop, open_loop
+from .servers import OURS, Server, running
+from .workload import Run, Workload, closed_loop, open_loop
 
-LIBRARY = "LLM.generate"
+LIBRARY, SUBMIT = "LLM.generate", "LLM.submit"
 COLUMNS = ("server", "load", "tokens/s", "goodput/s", "TTFT p50", "p90", "p99", "TPOT p50", "ITL p50", "p99", "failed")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """clients: of closed loops, each client with `each` requests. rates: of open loops, for `seconds` each."""
+    """clients: of closed loops, each client with `each` requests. rates: of open loops, for `seconds` each.
+
+    newcomers: how many come beside the most clients, one after another.
+    """
 
     clients: tuple[int, ...]
     rates: tuple[float, ...]
@@ -37,46 +42,61 @@ class Plan:
     repeats: int
     level: ServiceLevel
     vocab_size: int | None = None
+    newcomers: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked, of a server and of the library, each of which gives figures. call: the library's."""
+
+    name: str
+    of_server: Callable[[SplitResult, Workload], dict[str, Any]]
+    of_library: Callable[[LLM, Workload], dict[str, Any]] | None = None
+    call: str = LIBRARY
 
 
 def compare(servers: list[Server], plan: Plan, llm: LLM | None) -> list[dict[str, Any]]:
-    """The figures of each server and load, a dict for each repeat. llm: whose generate takes its turn too."""
+    """The figures of each server and load, a dict for each repeat. llm: the library, which takes its turn too."""
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
         addresses = {}
         for i, server in enumerate(servers):
             try:
-                addresses[server.name] = stack.enter_context(running(server, Path(logs, f"{i}.log")))
+                addresses[server] = stack.enter_context(running(server, Path(logs, f"{i}.log")))
             except (RuntimeError, OSError) as error:
                 rows.append({"server": server.name, "load": "-", "error": str(error)})
         for repeat in range(plan.repeats + 1):  # the first touches memory, and compiles
-            for load, run in loads(plan):
-                for server in servers:
-                    if server.name in addresses:
-                        work = Workload(
-                            server.model, plan.prompt_words, plan.new_tokens, server.more, repeat, plan.vocab_size
-                        )
-                        found = figures(asyncio.run(run(addresses[server.name], work)), plan.level)
-                        rows += [{"server": server.name, "load": load, **found}] if repeat else []
-                if llm is not None and load.endswith("clients"):
-                    found = generate(llm, plan, int(load.split()[0]), repeat)
-                    rows += [{"server": LIBRARY, "load": load, **found}] if repeat else []
+            for load in loads(plan):
+                work = Workload("", plan.prompt_words, plan.new_tokens, seed=repeat, vocab_size=plan.vocab_size)
+                measured = {
+                    server.name: load.of_server(url, replace(work, model=server.model, more=server.more))
+                    for server, url in addresses.items()
+                }
+                if llm is not None and load.of_library is not None:
+                    measured[load.call] = load.of_library(llm, work)
+                rows += [{"server": name, "load": load.name, **found} for name, found in measured.items() if repeat]
     return rows
 
 
-def loads(plan: Plan) -> Iterator[tuple[str, Callable[[SplitResult, Workload], Any]]]:
+def loads(plan: Plan) -> Iterator[Load]:
+    def loop(ask: Callable[..., Coroutine[Any, Any, Run]], *sizes: float) -> Callable[..., dict[str, Any]]:
+        return lambda url, work: figures(asyncio.run(ask(url, work, *sizes)), plan.level)
+
     for clients in plan.clients:
-        yield f"{clients} clients", lambda url, work, n=clients: closed_loop(url, work, n, n * plan.each)
+        sizes = clients, clients * plan.each
+        yield Load(f"{clients} clients", loop(closed_loop, *sizes), partial(generate, clients=clients, each=plan.each))
     for rate in plan.rates:
-        count = max(round(rate * plan.seconds), 1)
-        yield f"{rate:g} requests/s", lambda url, work, r=rate, n=count: open_loop(url, work, r, n)
+        yield Load(f"{rate:g} requests/s", loop(open_loop, rate, max(round(rate * plan.seconds), 1)))
+    if plan.newcomers:
+        sizes = {"streams": max(plan.clients), "count": plan.newcomers}
+        of_server, of_library = (partial(ask, **sizes) for ask in (newcomers.to_server, newcomers.to_library))
+        yield Load(f"newcomers beside {max(plan.clients)}", of_server, of_library, SUBMIT)
 
 
-def generate(llm: LLM, plan: Plan, clients: int, seed: int) -> dict[str, Any]:
+def generate(llm: LLM, work: Workload, clients: int, each: int) -> dict[str, Any]:
     """The same prompts in one call, without a server: `each` times as many as there are clients."""
-    work = Workload("", plan.prompt_words, plan.new_tokens, seed=seed, vocab_size=plan.vocab_size)
-    prompts = list(itertools.islice(work.prompts(), clients * plan.each))
-    params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
+    prompts = list(itertools.islice(work.prompts(), clients * each))
+    params = SamplingParams(max_tokens=work.new_tokens, ignore_eos=True)
     begun, count = time.perf_counter(), 0
     for start in range(0, len(prompts), clients):
         outputs = llm.generate(prompts[start : start + clients], params, use_tqdm=False)
@@ -91,7 +111,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         groups.setdefault((row["load"], row["server"]), []).append(row)
     cells = [[server, load, *_cells(group)] for (load, server), group in groups.items()]
-    return table(COLUMNS, cells, COLUMNS[2:])
+    parts = [table(COLUMNS, cells, COLUMNS[2:])]
+    waits = [row for row in rows if row["load"].startswith("newcomers")]
+    if {row["server"] for row in waits} >= {SUBMIT, OURS}:
+        parts.append(newcomers.sentence(waits, OURS, SUBMIT))
+    return "\n\n".join(parts)
 
 
 def picture_of(rows: list[dict[str, Any]], note: str) -> Picture:

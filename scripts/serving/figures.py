@@ -33,7 +33,7 @@ def figures(run: Run, level: ServiceLevel) -> dict[str, Any]:
         "requests": len(run.exchanges),
         "failed": len(run.exchanges) - len(done),
         "seconds": run.seconds,
-        "tokens_per_second": sum(len(exchange.token_times) for exchange in done) / run.seconds,
+        "tokens_per_second": sum(exchange.num_tokens for exchange in done) / run.seconds,
         "requests_per_second": len(done) / run.seconds,
         "goodput": len(good) / run.seconds,
         "ttft_ms": percentiles(firsts),

@@ -1,12 +1,13 @@
 """Servers that are started for a measurement and ended after it: ours, and those that users would take instead."""
 
+import json
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,11 @@ from urllib.parse import SplitResult, urlsplit
 
 PATIENCE = 300  # seconds to load
 ROOT = Path(__file__).resolve().parents[2]
+OURS = "tinygpt serve"
+WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Server:
     """command: {port} is filled in. more: fields of a request that keep it from ending early."""
 
@@ -27,23 +30,38 @@ class Server:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-def ours(model: str, dtype: str, threads: int | None) -> Server:
+def ours(model: str, dtype: str, threads: int | None, max_num_seqs: int | None = None) -> Server:
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "{port}", "--model", model, "--dtype", dtype]
     command += ["--served-model-name", "bench", *(["--threads", str(threads)] if threads else [])]
-    return Server("tinygpt serve", "bench", tuple(command), {"ignore_eos": True, "return_token_ids": True})
+    command += ["--max-num-seqs", str(max_num_seqs)] if max_num_seqs else []
+    return Server(OURS, "bench", tuple(command), {"ignore_eos": True, **WITH_USAGE})
 
 
-def llama_cpp(python: str, gguf: Path, threads: int) -> Server:
-    """llama-cpp-python's, from the environment of `python`: pip install "llama-cpp-python[server]"."""
+def llama_server(executable: str, gguf: Path, threads: int, clients: int, length: int) -> Server:
+    """llama.cpp's own, with a slot of `length` tokens for each client."""
+    command = [executable, "--model", str(gguf), "--alias", "bench", "--port", "{port}"]
+    command += ["--threads", str(threads), "--threads-batch", str(threads)]
+    command += ["--parallel", str(clients), "--ctx-size", str(clients * length)]
+    return Server("llama-server", "bench", tuple(command), {"ignore_eos": True, **WITH_USAGE})
+
+
+def llama_cpp(python: str, gguf: Path, threads: int, length: int, eos_token_ids: Iterable[int]) -> Server:
+    """llama-cpp-python's, from the environment of `python`: pip install "llama-cpp-python[server]".
+
+    It answers one request at a time; unless it is told not to, it breaks that off when the next one comes.
+    """
     command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--model_alias", "bench", "--port", "{port}"]
-    command += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--n_ctx", "512"]
-    return Server("llama.cpp", "bench", tuple(command))
+    command += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--n_ctx", str(length)]
+    command += ["--interrupt_requests", "false"]
+    more = {"logit_bias": {str(token_id): -100 for token_id in eos_token_ids}}
+    return Server("llama-cpp-python", "bench", tuple(command), more)
 
 
 def transformers(executable: str, folder: Path) -> Server:
     """`transformers serve`, from its environment: pip install "transformers[serving]" torch."""
     command = (executable, "serve", str(folder), "--port", "{port}", "--device", "cpu", "--continuous-batching")
-    return Server("transformers serve", str(folder), command)
+    more = {"generation_config": json.dumps({"eos_token_id": None, "do_sample": False})}
+    return Server("transformers serve", str(folder), command, more)
 
 
 @contextmanager

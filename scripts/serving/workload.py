@@ -10,6 +10,8 @@ from urllib.parse import SplitResult
 
 from .client import Exchange, exchange
 
+PATH = "/v1/completions"
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -57,7 +59,7 @@ async def closed_loop(url: SplitResult, work: Workload, clients: int, count: int
         nonlocal left
         while left > 0:
             left -= 1
-            exchanges.append(await exchange(url, "/v1/completions", next(bodies)))
+            exchanges.append(await exchange(url, PATH, next(bodies)))
 
     begun = time.perf_counter()
     await asyncio.gather(*(ask_again() for _ in range(clients)))
@@ -70,7 +72,7 @@ async def open_loop(url: SplitResult, work: Workload, rate: float, count: int) -
     begun = arrival = time.perf_counter()
     for _ in range(count):
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
-        tasks.append(asyncio.ensure_future(exchange(url, "/v1/completions", next(bodies))))
+        tasks.append(asyncio.ensure_future(exchange(url, PATH, next(bodies))))
         arrival += generator.expovariate(rate)
     exchanges = await asyncio.gather(*tasks)
     return Run(list(exchanges), time.perf_counter() - begun)

@@ -1,19 +1,26 @@
-"""scripts/bench_serving.py --server: figures of a run, worked out by hand."""
+"""scripts/bench_serving.py --server: figures of a run, worked out by hand, and what its clients read."""
+
+import asyncio
+import json
+from urllib.parse import urlsplit
 
 import pytest
 
 pytest.importorskip("h11", reason="h11, of the extra `serve`, is not installed")
 
-from scripts.serving.client import Exchange
+from scripts.serving import newcomers
+from scripts.serving.client import Exchange, exchange
 from scripts.serving.figures import ServiceLevel, figures, percentiles
 from scripts.serving.workload import Run, Workload
+from support.serving import served
+from tinygpt import LLM
 
 LEVEL = ServiceLevel(time_to_first_token=0.5, time_per_output_token=0.1)
 
 
 def test_figures_of_three_requests_of_which_one_failed():
-    good = Exchange(sent=1.0, status=200, token_times=[1.25, 1.3125, 1.375])
-    slow = Exchange(sent=1.0, status=200, token_times=[1.25, 1.5])
+    good = Exchange(sent=1.0, status=200, token_times=[1.25, 1.3125, 1.375], num_tokens=3)
+    slow = Exchange(sent=1.0, status=200, token_times=[1.25, 1.5], num_tokens=2)
     found = figures(Run([good, slow, Exchange(sent=1.0, status=429)], seconds=2.0), LEVEL)
     assert (found["requests"], found["failed"]) == (3, 1)
     assert (found["tokens_per_second"], found["requests_per_second"], found["goodput"]) == (2.5, 1.0, 0.5)
@@ -32,3 +39,66 @@ def test_every_server_is_asked_the_same():
     ids = next(Workload("a", 8, 4, vocab_size=11).prompts())
     assert len(ids) == 8
     assert set(ids) <= set(range(11))
+
+
+def test_tokens_are_those_that_the_server_counts():
+    """Some of them have no text of their own, so that there are fewer events."""
+    found = Exchange(sent=0.0, status=200, token_times=[1.0, 3.0], num_tokens=5)
+    assert found.time_per_output_token == 0.5
+    assert figures(Run([found], seconds=2.0), LEVEL)["tokens_per_second"] == 2.5
+
+
+def told_by(*events: dict) -> Exchange:
+    """What a client makes of a stream of these, of at most 9 tokens."""
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+
+    async def answer(reader, writer):
+        await reader.readuntil(b'"max_tokens": 9}')
+        writer.write((head + body).encode())
+        writer.close()
+
+    async def ask() -> Exchange:
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            return await exchange(urlsplit(f"http://127.0.0.1:{port}"), "/v1/completions", {"max_tokens": 9})
+
+    return asyncio.run(ask())
+
+
+def choice(text: str, finish_reason: str | None = None) -> dict:
+    return {"choices": [{"text": text, "finish_reason": finish_reason}]}
+
+
+@pytest.mark.parametrize(
+    ("ending", "num_tokens"),
+    [
+        ([choice("", "length"), {"choices": [], "usage": {"completion_tokens": 7}}], 7),
+        ([choice("", "length")], 9),
+        ([choice("", "stop"), {"choices": [], "usage": {"completion_tokens": 7}}], 7),
+        ([choice("", "stop")], 2),
+    ],
+)
+def test_a_client_counts_what_a_server_says_or_else_its_events(ending, num_tokens):
+    found = told_by(choice("a"), choice(""), choice("b"), *ending)
+    assert (found.text, len(found.token_times), found.num_tokens, found.is_complete) == ("ab", 2, num_tokens, True)
+
+
+def test_newcomers_are_measured_over_http_and_in_the_library():
+    """With requests of their own beside streams that end and begin again."""
+    more = {"ignore_eos": True, "return_token_ids": True}
+    with LLM("demo", max_num_seqs=4) as llm, served(llm) as server:
+        found = newcomers.to_server(urlsplit(server.url.removesuffix("/v1")), Workload("demo", 4, 5, more), 3, 4)
+        others = newcomers.to_library(llm, Workload("", 4, 5), 3, 4)
+    for figure in (found, others):
+        assert (figure["requests"], figure["failed"]) == (4, 0)
+        assert figure["ttft_ms"]["p50"] > 0
+        assert figure["itl_ms"]["p50"] > 0
+
+
+def test_how_late_a_newcomer_is_told_in_steps():
+    rows = [
+        {"server": name, "ttft_ms": {"p50": wait}, "itl_ms": {"p50": 4.0}}
+        for name, wait in (("ours", 20.0), ("ours", 30.0), ("ours", 22.0), ("library", 12.0))
+    ]
+    assert newcomers.sentence(rows, "ours", "library").startswith("A newcomer's first token comes 2.5 steps of 4.0 ms")
