@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from urllib.parse import urlsplit
 
 import pytest
@@ -10,7 +11,9 @@ pytest.importorskip("h11", reason="h11, of the extra `serve`, is not installed")
 
 from scripts.serving import newcomers
 from scripts.serving.client import Exchange, exchange
+from scripts.serving.compare import Plan, compare, markdown, picture_of
 from scripts.serving.figures import ServiceLevel, figures, percentiles
+from scripts.serving.servers import Server, ours
 from scripts.serving.workload import Run, Workload
 from support.serving import served
 from tinygpt import LLM
@@ -94,6 +97,36 @@ def test_newcomers_are_measured_over_http_and_in_the_library():
         assert (figure["requests"], figure["failed"]) == (4, 0)
         assert figure["ttft_ms"]["p50"] > 0
         assert figure["itl_ms"]["p50"] > 0
+
+
+def test_every_load_goes_to_the_server_and_to_the_library():
+    plan = Plan((1, 2), (50.0,), 3, 4, each=1, seconds=0.04, repeats=1, level=LEVEL, newcomers=2)
+    with LLM("demo", max_num_seqs=4) as llm:
+        rows = compare([ours("demo", "auto", None, max_num_seqs=4)], plan, llm)
+    assert [(row["load"], row["server"], row["requests"], row["failed"]) for row in rows] == [
+        ("1 clients", "tinygpt serve", 1, 0),
+        ("1 clients", "LLM.generate", 1, 0),
+        ("2 clients", "tinygpt serve", 2, 0),
+        ("2 clients", "LLM.generate", 2, 0),
+        ("50 requests/s", "tinygpt serve", 2, 0),
+        ("newcomers beside 2", "tinygpt serve", 2, 0),
+        ("newcomers beside 2", "LLM.submit", 2, 0),
+    ]
+    for row in rows[:5]:
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(row["requests"] * 4)
+    table, told = markdown(rows).split("\n\n")
+    assert len(table.splitlines()) == 2 + len(rows)
+    assert told.startswith("A newcomer's first token comes ")
+    assert [line.label for line in picture_of(rows, "").panels[0].lines] == ["tinygpt serve", "LLM.generate"]
+
+
+def test_a_server_that_does_not_start_is_named_and_the_others_are_measured():
+    plan = Plan((1,), (), 3, 4, each=1, seconds=0.0, repeats=1, level=LEVEL)
+    broken = Server("another", "bench", (sys.executable, "-c", "raise SystemExit('no such model')"))
+    with LLM("demo", max_num_seqs=1) as llm:
+        rows = compare([broken], plan, llm)
+    assert [(row["server"], row["load"]) for row in rows] == [("another", "-"), ("LLM.generate", "1 clients")]
+    assert "no such model" in markdown(rows)
 
 
 def test_how_late_a_newcomer_is_told_in_steps():
