@@ -11,8 +11,10 @@ import pytest
 import tinygpt
 import tinygpt.__main__ as module
 from support.paths import ROOT
+from tinygpt import errors
 from tinygpt.cli import main as cli
 
+CODE = ("tinygpt", "kernels", "weights")
 SUFFIXES_OF_CODE = {".py", ".pyc"}
 
 
@@ -37,6 +39,17 @@ def test_metadata_is_complete(setup):
     assert re.fullmatch(r"\d+\.\d+\.\d+", tinygpt.__version__)
     assert (ROOT / metadata["long_description"].removeprefix("file: ")).is_file()
     assert all((ROOT / name).is_file() for name in words(metadata["license_files"]))
+
+
+def test_every_extra_that_is_missed_is_asked_for_in_one_way(setup):
+    """From the sources, as README says: what an index has by this name may be another's."""
+    code = [path.read_text(encoding="utf-8") for name in CODE for path in sorted((ROOT / name).rglob("*.py"))]
+    asked = {extra for text in code for extra in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", text)}
+    assert asked == {"eval", "guided", "parity", "plot", "serve", "tokenizers"}
+    assert asked <= {*setup["options.extras_require"]}
+    assert [text for text in code if "tinygpt[" in text] == []
+    assert errors.how_to_install("plot") == 'pip install ".[plot]" where tinygpt was cloned'
+    assert [errors.how_to_install("cuda") in text for text in code if 'pip install ".[cuda]' in text] == [True]
 
 
 def test_every_supported_python_is_declared(setup):

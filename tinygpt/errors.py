@@ -23,6 +23,11 @@ class QueueFullError(TinyGPTError):
     """As many samples as max_queue allows are waiting: submit again later."""
 
 
+def how_to_install(extra: str) -> str:
+    """One of the package's extras. It is installed from its sources: what an index has by its name may be another's."""
+    return f'pip install ".[{extra}]" where tinygpt was cloned'
+
+
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether an exception from a user's function may be Ctrl-C; Python raises that in the main thread only."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

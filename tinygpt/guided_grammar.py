@@ -3,10 +3,11 @@
 import json
 import re
 import reprlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, how_to_install
 
 FIELDS = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
 # 20 000 alternatives compile in a second, and in the square of their number from there on.
@@ -27,7 +28,7 @@ def load_llguidance(field: str) -> ModuleType:
         import llguidance
     except ImportError:
         raise RequestError(
-            f'{field} needs the package llguidance, which is not installed: pip install "tinygpt[guided]".'
+            f"{field} needs the package llguidance, which is not installed: {how_to_install('guided')}."
         ) from None
     return llguidance
 
@@ -36,6 +37,18 @@ def check_grammar(field: str, value: Any) -> None:
     """Refuse what is no grammar; RequestError says why. What only a model can tell is left to it."""
     grammar = grammar_of(field, value)
     refuse(field, value, load_llguidance(field).LLMatcher.validate_grammar(grammar))
+
+
+def text_check(field: str, value: Any) -> Callable[[str], bool]:
+    """Tells of a whole text whether it is allowed, by its characters: no model is asked."""
+    llguidance = load_llguidance(field)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar_of(field, value), log_level=0)
+
+    def is_allowed(text: str) -> bool:
+        walk = matcher.deep_copy()
+        return walk.consume_tokens([*text.encode()]) and walk.is_accepting()
+
+    return is_allowed
 
 
 def grammar_of(field: str, value: Any) -> str:

@@ -17,7 +17,9 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    raise SystemExit(f'tinygpt: error: {error}; install the harness: pip install "tinygpt[eval]"') from None
+    from tinygpt.errors import how_to_install
+
+    raise SystemExit(f"tinygpt: error: {error}; install the harness: {how_to_install('eval')}") from None
 
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, map_together

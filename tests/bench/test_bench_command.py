@@ -294,4 +294,4 @@ def test_help_says_what_goes_with_what(capsys):
 def test_a_plot_without_matplotlib_is_refused(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main([*QUICK.split(), "--plot", "picture.png"]) == 2
-    assert "pip install 'tinygpt[plot]'" in capsys.readouterr().err
+    assert 'pip install ".[plot]"' in capsys.readouterr().err

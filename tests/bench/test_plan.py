@@ -39,6 +39,18 @@ def test_a_bandwidth_is_that_of_its_number_of_threads(monkeypatch):
     assert [(r["n_threads"], r["bandwidth_gbs"]) for r in records] == [(2, 2), (1, 1)]
 
 
+def test_each_case_is_told_as_soon_as_it_is_measured(monkeypatch):
+    """By its rate in the table; what follows is not begun before."""
+    events, run_case = [], plan.run_case
+    monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: MachineLimits(1e9, {dtype: 1e9}))
+    monkeypatch.setattr(plan, "run_case", lambda *case: events.append("began") or run_case(*case))
+    records = []
+    plan.run_plan(planned(batch_sizes=[1, 2], new_tokens=[0]), records, tell=events.append)
+    first, second = (f"{record['test']}: {record['median_ts']:.1f} tokens/s" for record in records)
+    cases = [f"{i} of 2: float32, 1 thread, batch {i}" for i in (1, 2)]
+    assert events == ["began", f"{cases[0]}, {first}", "began", f"{cases[1]}, {second}"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

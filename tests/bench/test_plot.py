@@ -284,6 +284,6 @@ def test_other_formats_are_refused(name):
 
 def test_absent_matplotlib_is_refused(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RequestError, match=r"pip install 'tinygpt\[plot\]'"):
+    with pytest.raises(RequestError, match=r'pip install "\.\[plot\]"'):
         plot([record(n_gen=8)], tmp_path / "picture.png")
     assert not list(tmp_path.iterdir())

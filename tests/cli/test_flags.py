@@ -72,6 +72,7 @@ def test_help_shows_the_flags_of_every_day(run):
     assert shown < all_of_them
     (count,) = re.findall(r"--help-all shows (\d+) more flags", run("--help").out)
     assert int(count) == len(all_of_them) - len(shown)
+    assert "--guided-*" in run("--help").out
 
 
 FLAGS = {

@@ -48,6 +48,37 @@ def test_each_line_has_its_own_guidance(tmp_path, capsys):
     assert samples[3]["finish_reason"] == "length"
 
 
+CUT = "cut short by --max-tokens, and not yet what --guided-regex asks for: raise the limit\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("-n 3 --guided-regex [a-c]{9}[d-f]{9}", f"tinygpt: the text was {CUT}"),
+        ("-n 3 --guided-regex [a-c]{9}[d-f]{9} --json", f"tinygpt: the text was {CUT}"),
+        ("-n 3 --guided-regex [a-c]{9}[d-f]{9} --n 2", f"tinygpt: 2 of 2 samples were {CUT}"),
+        ("-n 3 --guided-regex [a-c]{9}[d-f]{9} --interactive", f"tinygpt: the text was {CUT}"),
+        ("-n 9 --guided-regex [a-c]{9}", None),
+        ("-n 3 --guided-regex [a-c]*", None),
+        ("-n 3", None),
+    ],
+)
+def test_a_text_that_a_limit_cut_short_is_said_not_to_be_what_was_asked_for(capsys, give_stdin, flags, said):
+    give_stdin(b"")  # of --interactive
+    assert main(["generate", "Once upon a time", "--seed", "3", *flags.split()]) == 0
+    err = capsys.readouterr().err
+    assert said in err if said else "cut short" not in err
+
+
+def test_lines_that_a_limit_cut_short_are_counted(tmp_path, capsys):
+    whole = {"prompt": "Once", "guided_choice": ["yes"]}
+    cut = {"prompt": "Once", "guided_json": {"type": "string", "minLength": 40}, "max_tokens": 4}
+    code, out, err = run_lines(tmp_path, capsys, whole, cut, cut, {**cut, "max_tokens": 3, "guided_json": None})
+    assert code == 0
+    assert [json.loads(line)["outputs"][0]["finish_reason"] for line in sorted(out.splitlines())].count("length") == 3
+    assert '2 guided texts cut short, and not yet what the grammar asks for: "finish_reason": "length" in their' in err
+
+
 def test_lines_without_a_possible_grammar_are_listed_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
     lines = [

@@ -50,6 +50,7 @@ FILES = {
     "value.jsonl": b'{"prompt": "Once", "seed": -5}\n',
     "long.jsonl": b'{"prompt": "%s", "max_tokens": 5}\n' % (b"the" + b" the" * 600),
     "twice.jsonl": b'{"id": "a", "prompt": "Once"}\n{"id": "a", "prompt": "Then"}\n',
+    "schema.json": b'{"type": "object"}',
     "full/notes": b"",
     **{f"many/{i}": b"" for i in range(40)},
 }
@@ -70,11 +71,14 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def type_(capsys, give_stdin):
-    """Run a command line, which may end in `< FILE`."""
+    """Run a command line, which may end in `< FILE` or in `> FILE`, and have "$(cat FILE)" in it."""
 
     def run(line: str) -> Outcome:
         program, *words = shlex.split(line)
         assert program == "tinygpt"
+        words = [re.sub(r"^\$\(cat (.*)\)$", lambda found: FILES[found[1]].decode(), word) for word in words]
+        if ">" in words:
+            words = words[:-2]
         source = None
         if "<" in words:
             words, (_, source) = words[:-2], words[-2:]

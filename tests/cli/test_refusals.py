@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr 
         ("Once --num-beams 2", 2, "--num-beams 2 is not possible with --temperature 0.8"),
         ("Once --overflow ring", 2, "--overflow ring is not possible"),
         ("Once --stride 4", 2, "--stride 4 is for --overflow slide"),
-        ("Once --repetition-detection 2,1", 2, "--repetition-detection {"),
+        ("Once --repetition-detection 2,1", 2, "--repetition-detection 2,1,1 is not possible"),
         ("Once --logit-bias 9999=1", 2, "--logit-bias holds token id 9999"),
         ("Once --max-num-batched-tokens 4", 2, "--max-num-batched-tokens is 4 and --max-num-seqs is 32"),
         ("Once --prefix-cache-seqs -1", 2, "--prefix-cache-seqs is -1"),

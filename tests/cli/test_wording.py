@@ -21,7 +21,7 @@ def test_nobody_types_none():
         assert library.startswith(f"{name}=")
         sentence = for_shell(library, FLAG_OF)
         assert sentence.startswith(f"{FLAG_OF[name]} ")
-        assert "None" not in sentence
+        assert not any(word in sentence for word in ("None", "a dict", "RepetitionDetection"))
         assert "None" not in for_json(library, DEFAULTS)
 
 
@@ -41,6 +41,9 @@ def test_nobody_types_none():
         ("stop=[1, ...] is", "--stop 1,... is", '"stop": [1, ...] is'),
         ("stop='a\\...b' is", "--stop 'a\\...b' is", "\"stop\": 'a\\...b' is"),
         ("stop=['a]b'] is", "--stop 'a]b' is", '"stop": ["a]b"] is'),
+        ("logit_bias=[(11, 999.0), (13, -2.0)] is", "--logit-bias 11=999.0,13=-2.0 is", None),
+        ("logit_bias={'11': 999.0} is", "--logit-bias 999.0 is", '"logit_bias": {"11": 999.0} is'),
+        ("bad_words_ids=[[1, 2], [3]] is", "--bad-words-ids 1,2 3 is", '"bad_words_ids": [[1, 2], [3]] is'),
         ("seed is 5 and must be 6, or None.", "--seed is 5 and must be 6.", "seed is 5 and must be 6, or null."),
         ("a seed, a stop, n or more", "a seed, a stop, n or more", "a seed, a stop, n or more"),
         ("./max_tokens/x and 'top_k'", "./max_tokens/x and 'top_k'", "./max_tokens/x and 'top_k'"),
@@ -49,7 +52,7 @@ def test_nobody_types_none():
 )
 def test_a_sentence_in_three_languages(library, shell, json):
     assert for_shell(library, FLAG_OF) == shell
-    assert for_json(library, DEFAULTS) == json
+    assert json is None or for_json(library, DEFAULTS) == json
 
 
 def test_without_flags_nothing_changes():

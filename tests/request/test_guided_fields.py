@@ -71,7 +71,8 @@ def test_a_text_is_guided_by_one_field():
 @pytest.mark.parametrize("name", ALL)
 def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_demo):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    sentence = f'{name} needs the package llguidance, which is not installed: pip install "tinygpt[guided]".'
+    install = 'pip install ".[guided]" where tinygpt was cloned'
+    sentence = f"{name} needs the package llguidance, which is not installed: {install}."
     with LLM(small_demo) as llm:
         monkeypatch.setattr(llm.engine, "add", None)
         with pytest.raises(RequestError) as error:
@@ -86,7 +87,7 @@ def test_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys):
     monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert main(["generate", "a", "--guided-regex", "("]) == 2
-    assert 'pip install "tinygpt[guided]"' in capsys.readouterr().err
+    assert 'pip install ".[guided]"' in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")

@@ -86,7 +86,8 @@ def test_an_extra_that_is_not_installed():
     code = "import sys; sys.modules['uvicorn'] = None; from tinygpt.__main__ import main; sys.exit(main(['serve']))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == 'tinygpt: error: serve needs uvicorn, which comes with: pip install "tinygpt[serve]".\n'
+    sentence = 'serve needs uvicorn, which comes with: pip install ".[serve]" where tinygpt was cloned.'
+    assert result.stderr == f"tinygpt: error: {sentence}\n"
 
 
 def test_one_line_says_where(run, started):

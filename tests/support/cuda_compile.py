@@ -24,7 +24,7 @@ class Compiled:
 def need_toolchain() -> None:
     """Skip the test where numba-cuda, libNVVM or nvJitLink is absent."""
     for module in ("numba_cuda", "cuda.bindings.nvjitlink"):
-        pytest.importorskip(module, reason="needs pip install 'tinygpt[cuda]': it compiles without a GPU")
+        pytest.importorskip(module, reason="needs pip install '.[cuda]': it compiles without a GPU")
 
 
 def compile_kernel(kernel, *arguments) -> Compiled:

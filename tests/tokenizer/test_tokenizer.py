@@ -540,7 +540,7 @@ class TestOtherKinds:
     def test_a_sentence_without_the_package(self, tmp_path, monkeypatch, kind):
         OTHER_KINDS[kind]().save(str(tmp_path / "tokenizer.json"))
         monkeypatch.setitem(sys.modules, "tokenizers", None)
-        with pytest.raises(CheckpointError, match=r'pip install "tinygpt\[tokenizers\]".*token ids still work'):
+        with pytest.raises(CheckpointError, match=r'pip install "\.\[tokenizers\]".*token ids still work'):
             Tokenizer.from_folder(tmp_path)
 
     def test_a_text_that_the_package_cannot_encode(self, tmp_path):

@@ -1,6 +1,7 @@
 """A whole bench: what it will measure, checked before any work, and the work."""
 
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
@@ -115,24 +116,34 @@ def make_plan(
     return Plan(model, resolved, counts, cases, repetitions, config)
 
 
-def run_plan(plan: Plan, records: list[Record], show_progress: bool = False) -> None:
+def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None] | None = None) -> None:
     """Append a record of each case to `records`; an interruption leaves those already measured there.
 
     Records are made at the end, as their shares are of the best limits seen before, between and after the cases.
+    tell: is told how fast each case was as soon as it is measured, beside a bar where stderr is a terminal.
     """
-    found = Findings()
+    found, build, cpu = Findings(), Build.find(), cpu_name()
+
+    def tell_last() -> None:
+        if tell is not None:
+            record = _record(plan, build, cpu, found.tests[-1], found)
+            case = f"{record['dtype']}, {threads_text(record['n_threads'])}, batch {record['batch_size']}"
+            with tqdm.external_write_mode(file=sys.stderr):
+                tell(f"{len(found.tests)} of {len(plan)}: {case}, {record['test']}: {record['median_ts']:.1f} tokens/s")
+
     try:
         # disable=None: no bar where stderr is no terminal.
-        with tqdm(total=len(plan), unit="case", disable=None if show_progress else True) as bar:
+        with tqdm(total=len(plan), unit="case", disable=True if tell is None else None) as bar:
             for dtype in plan.dtypes:
                 for threads in plan.threads:
-                    _run_together(plan, dtype, threads, bar, found)
+                    _run_together(plan, dtype, threads, bar, found, tell_last)
     finally:
-        build, cpu = Build.find(), cpu_name()
         records.extend(_record(plan, build, cpu, test, found) for test in found.tests)
 
 
-def _run_together(plan: Plan, dtype: str, threads: int, bar: tqdm, found: Findings) -> None:
+def _run_together(
+    plan: Plan, dtype: str, threads: int, bar: tqdm, found: Findings, tell_last: Callable[[], None]
+) -> None:
     """The cases of one loaded model."""
     name = f"{dtype}, {threads_text(threads)}"
     bar.set_description_str(f"loading {name}")
@@ -143,6 +154,7 @@ def _run_together(plan: Plan, dtype: str, threads: int, bar: tqdm, found: Findin
             measurement = run_case(llm, case, plan.repetitions)
             found.tests.append(Measured(dtype, threads, case, measurement, datetime.now(timezone.utc)))
             bar.update()
+            tell_last()
     found.add_limits(dtype, threads)
 
 

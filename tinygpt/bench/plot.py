@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.formats import points_text, threads_text
 from tinygpt.bench.picture import WIDE, Line, Panel, Picture, Point, model_name
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def check(path: str | Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise RequestError(
-            "a picture was asked for and matplotlib, which draws it, is not installed: pip install 'tinygpt[plot]'."
+            f"a picture was asked for and matplotlib, which draws it, is not installed: {how_to_install('plot')}."
         ) from None
 
 

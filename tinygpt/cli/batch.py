@@ -1,23 +1,28 @@
 """Many prompts from a file: check all of them, skip those already answered, write each as it finishes."""
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
+from tinygpt.cli.cut_texts import num_cut
 from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
 from tinygpt.cli.prompts_file import PromptRecord, in_json_words, read_prompts, refuse
 from tinygpt.cli.records import record_line
 from tinygpt.cli.statistics import rates
 from tinygpt.errors import RequestError
+from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
     from tinygpt.request.prompts import Prompt
+
+GRAMMARS = 32  # to keep, of those that texts which were cut short are held against
 
 
 def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
@@ -76,7 +81,8 @@ def _answer(
     """Generate, with a progress bar on a terminal."""
     from tqdm import tqdm
 
-    num_truncated, num_answered = 0, total - len(pending)
+    num_truncated, num_unfinished, num_answered = 0, 0, total - len(pending)
+    check = functools.lru_cache(GRAMMARS)(text_check)
     outputs = llm.generate_as_finished(encoded, [record.params for record in pending])
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
@@ -85,11 +91,18 @@ def _answer(
                 write(record_line(pending[i].id, args.model, llm.dtype, output))
                 num_answered += 1
                 num_truncated += output.num_truncated_tokens > 0
+                samples = [(sample.text, sample.finish_reason) for sample in output.outputs]
+                num_unfinished += num_cut(pending[i].params, samples, check)
                 bar.update()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_how_to_go_on(args.output, num_answered, total)) from None
     if num_truncated:
         say(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
+    if num_unfinished:
+        say(
+            f"{counted(num_unfinished, 'guided text')} cut short, and not yet what the grammar asks for: "
+            '"finish_reason": "length" in their records'
+        )
 
 
 def _how_to_go_on(output: str | None, num_answered: int, total: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
+from tinygpt.cli.cut_texts import say_cut
 from tinygpt.cli.messages import put, say
 from tinygpt.cli.sampling_flags import FLAG_OF, seed_note
 from tinygpt.cli.statistics import rates
@@ -77,10 +78,14 @@ class Turns:
         self._starts.append(start)
         self._num_turns += 1
         before = self._llm.engine.throughput
+        texts, finish_reason = [], None
         with contextlib.closing(chunks), contextlib.suppress(KeyboardInterrupt):
             for chunk in chunks:
                 put(chunk.text, end="")
+                texts.append(chunk.text)
+                finish_reason = chunk.finish_reason
         put()
+        say_cut(params, [("".join(texts), finish_reason)])
         say(rates(self._llm.engine.throughput - before))
 
     def command(self, name: str, argument: str = "") -> None:

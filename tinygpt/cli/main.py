@@ -87,12 +87,14 @@ def build_parser() -> Parser:
             epilog=EPILOG,
             usage=getattr(command, "USAGE", f"tinygpt {name} [flags]"),
             every_day=getattr(command, "EVERY_DAY", None),
+            rare=getattr(command, "RARE", ""),
         )
         command.add_arguments(subparser)
         subparser.add_argument("--help-all", action=Help, help="show every flag and exit")
         subparser.add_argument(
             "--debug", action="store_true", help="show the log, and the traceback of an error (default: off)"
         )
+        subparser.siblings = subparsers.choices
     return parser
 
 

@@ -4,9 +4,9 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from tinygpt.cli.suggestions import ALREADY, is_meant, nearest_flag
+from tinygpt.cli.suggestions import ALREADY, is_meant, nearest_flag, why_without
 
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
 _MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+): it is ")
@@ -16,10 +16,10 @@ class Parser(argparse.ArgumentParser):
     """A parser of one command, or of all.
 
     every_day: the arguments that --help shows, by the names they have in the parsed namespace; --help-all shows all.
-    None: both show all.
+    None: both show all. rare: what --help says of the others.
     """
 
-    def __init__(self, *arguments, every_day: Collection[str] | None = None, **options):
+    def __init__(self, *arguments, every_day: Collection[str] | None = None, rare: str = "", **options):
         super().__init__(
             *arguments,
             **options,
@@ -27,8 +27,9 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._every_day = every_day
+        self._every_day, self._rare = every_day, rare
         self._words: Sequence[str] = ()
+        self.siblings: Mapping[str, Parser] = {}  # the parsers of all commands, by their names
         self.add_argument("-h", "--help", action=Help, help="show this help and exit")
 
     def parse_known_args(self, args=None, namespace=None):
@@ -64,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         for action in rare:
             action.help = argparse.SUPPRESS
         if rare:
-            self.epilog = f"--help-all shows {len(rare)} more flags\n{self.epilog or ''}"
+            self.epilog = f"--help-all shows {len(rare)} more flags{self._rare}\n{self.epilog or ''}"
 
     def _flags_first(self, words: Sequence[str]) -> list[str]:
         """The same command line in the order that argparse can read: it takes a PROMPT that is in one place."""
@@ -92,23 +93,36 @@ class Parser(argparse.ArgumentParser):
         words = words[: _end_of_flags(words)]
         for i, word in enumerate(words):
             is_value = i > 0 and self._num_values(words[i - 1]) > 0  # argparse says how one is written with a dash
-            if not is_value and re.fullmatch(r"-[a-z]{2,}", word) and is_meant(word, self.flags()):
+            is_foreign = is_meant(word, self.flags()) or why_without(word)
+            if not is_value and re.fullmatch(r"-[a-z][a-z-]+", word) and is_foreign:
                 self.refuse_unknown([word, *(value for value in words[i + 1 : i + 2] if not _is_flag(value))])
 
     def _described(self, words: list[str]) -> str:
         flag, *values = words
         if not flag.startswith("-"):
             return f"{flag}{self._advice_for_a_word(flag)}"
-        if flag.partition("=")[0].replace("_", "-") in ALREADY and "--no-stream" in self.flags():
-            return f"{shlex.join(words)} (that is how it is without a flag: leave it out)"
-        nearest = nearest_flag(flag.partition("=")[0], self.flags())
+        name = flag.partition("=")[0]
+        if why := self._why_not(name):
+            return f"{shlex.join(words)} ({why})"
+        nearest = nearest_flag(name, self.flags())
         if nearest is None:
             return shlex.join(words)
         if self._num_values(nearest):  # an unknown flag's value may have been taken for another argument
             behind = self._words[self._words.index(flag) + 1 :][:1]
             values = flag.split("=", 1)[1:] or values or [word for word in behind if not _is_flag(word)]
+            if nearest == "--output" and "--input" in {*self.flags()} - {*self._words}:
+                return f"{shlex.join(words)} (did you mean > {shlex.join(values)}? {nearest} needs --input)"
             nearest = shlex.join([nearest, *values])
         return f"{shlex.join(words)} (did you mean {nearest}?)"
+
+    def _why_not(self, flag: str) -> str | None:
+        """Why this command has no such flag, where it has none that means the same."""
+        if flag in ALREADY and "--no-stream" in self.flags():
+            return "that is how it is without a flag: leave it out"
+        if is_meant(flag, self.flags()):
+            return None
+        commands = [name for name, parser in self.siblings.items() if flag in parser.flags()]
+        return why_without(flag) or (f"it is a flag of tinygpt {' and '.join(commands[:2])}" if commands else None)
 
     def _advice_for_a_word(self, word: str) -> str:
         takes_model = "--model" in self.flags() and not self._get_positional_actions()

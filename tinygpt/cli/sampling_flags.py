@@ -3,7 +3,10 @@
 import argparse
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tinygpt.cli.flags import lowered, number, reader, whole_number
@@ -18,6 +21,15 @@ def _read_bias(text: str) -> tuple[int, float]:
 def _read_repetition(text: str) -> dict[str, int]:
     size, count, least = [*map(int, text.split(",")), 1][:3] if text.count(",") in (1, 2) else ()
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
+
+
+def _no_file(text: str) -> str:
+    """A text as it is, unless it is the name of a file: what a schema or a grammar is, no file is called."""
+    path = text.removeprefix("@")
+    with suppress(OSError, ValueError):  # a name too long, or with a null character: it is none
+        if Path(path).is_file():
+            raise argparse.ArgumentTypeError(f'it is {text!r}, a file: give what is in it, as "$(cat {quote(path)})".')
+    return text
 
 
 _ids = reader(lambda text: [int(part) for part in text.split(",")], "token ids, such as 11,262")
@@ -82,11 +94,13 @@ FLAGS: dict[str, dict[str, dict]] = {
         "allowed_token_ids": _flag("only these tokens may occur", _ids, "ID,ID"),
         "suppress_tokens": _flag("these tokens may not occur", _ids, "ID,ID"),
     },
-    "what the text has to be (one of these; pip install 'tinygpt[guided]')": {
+    "what the text has to be (one of these; pip install '.[guided]')": {
         "guided_choice": _flag("this text; given several times, one of them", str, "TEXT", action="append"),
         "guided_regex": _flag("what the whole of this regular expression matches", str, "REGEX"),
-        "guided_json": _flag('JSON by this schema, such as \'{"type": "object"}\'', str, "SCHEMA"),
-        "guided_grammar": _flag("by this grammar, in Lark's syntax or llama.cpp's", str, "GRAMMAR"),
+        "guided_json": _flag(
+            'JSON by this schema, such as \'{"type": "object"}\' or "$(cat schema.json)"', _no_file, "SCHEMA"
+        ),
+        "guided_grammar": _flag("by this grammar, in Lark's syntax or llama.cpp's", _no_file, "GRAMMAR"),
     },
     "more ways to leave tokens out, with --temperature above 0": {
         "top_p_rule": _flag(

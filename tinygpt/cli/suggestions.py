@@ -21,7 +21,7 @@ MEANT: dict[str, str] = {
     "--num-beams": "--beams --beam-size --beam --beam-width --use-beam-search",
     "--stop": "--stop-words --stop-sequence --stop-sequences --stop-string --stop-strings --reverse-prompt -r --until "
     "--eos --end",
-    "--repetition-penalty": "--repeat-penalty --rep-pen --repeat-last-n",
+    "--repetition-penalty": "--repeat-penalty --rep-pen",
     "--no-repeat-ngram-size": "--ngram --no-repeat-ngram --ngram-size",
     "--logit-bias": "--bias",
     "--logprobs": "--log-probs --logprob --n-probs --top-logprobs --probs --output-scores",
@@ -30,13 +30,14 @@ MEANT: dict[str, str] = {
     "--max-time": "--timeout --time-limit",
     "--max-model-len": "--ctx-size -c --context-size --context-length --context --ctx --n-ctx --block-size "
     "--max-position-embeddings --max-seq-len --max-sequence-length --window",
+    "--max-num-batched-tokens": "--ubatch-size -ub --prefill-chunk-size",
     "--max-num-seqs": "--batch-size -b --batch --parallel -np --max-batch-size --concurrency",
     "--batch-sizes": "--batch-size -b --batch --batches --bs",
     "--prompt-lengths": "--n-prompt --input-len --prompt-length --prompt-tokens",
     "--new-tokens": "--n-gen --max-tokens --output-len --n-predict --max-new-tokens",
     "--repetitions": "-r --repeat --runs --reps --iterations --num-iters --trials",
     "--model": "--checkpoint --model-path --model-name --model-id --model-name-or-path --ckpt --pretrained --path "
-    "--repo --repo-id --hf-repo -hf -hfr --weights --model-dir --tokenizer",
+    "--repo --repo-id --hf-repo -hf -hfr --weights --model-dir",
     "--random": "--shape --config --model-size",
     "--dtype": "--precision --quantization --quantize --quant --torch-dtype --type --weights-dtype --outtype "
     "--compute-type",
@@ -44,7 +45,7 @@ MEANT: dict[str, str] = {
     "--dtype int4": "--load-in-4bit --int4 --4bit",
     "--dtype bfloat16": "--half --bf16 --fp16 --float16",
     "--kv-cache-dtype": "--cache-type-k --cache-type-v -ctk -ctv --kv-dtype --cache-dtype",
-    "--threads": "--num-threads --n-threads --nthreads --cpu-threads --cpus --cores -j --threads-batch -tb "
+    "--threads": "--num-threads --n-threads --nthreads --cpu-threads --cpus --cores --threads-batch -tb "
     "--intra-op-threads",
     "--device cuda": "--gpu --cuda --n-gpu-layers -ngl --gpu-layers --gpus --use-gpu",
     "--device cpu": "--cpu --no-cuda --no-gpu",
@@ -61,8 +62,8 @@ MEANT: dict[str, str] = {
     "--interactive": "--chat --conversation -cnv -i --repl --instruct",
     "--echo": "--include-prompt --return-full-text --display-prompt",
     "--no-stream": "--no-streaming",
-    "--guided-json": "--json-schema --schema --response-format",
-    "--guided-grammar": "--grammar --gbnf",
+    "--guided-json": "--json-schema -j --schema --json-schema-file --response-format",
+    "--guided-grammar": "--grammar --gbnf --grammar-file",
     "--guided-regex": "--regex --pattern",
     "--guided-choice": "--choices --choice",
     "--no-special-tokens": "--split-special-tokens --no-special --ignore-special-tokens --skip-special-tokens",
@@ -76,6 +77,34 @@ MEANT: dict[str, str] = {
     "--stride": "--ppl-stride --overlap",
     "--tolerance": "--atol --tol --rtol",
     "--golden": "--reference --expected",
+}
+# What others have a flag for and none of our commands has -> why, or what to do instead.
+WITHOUT: dict[str, str] = {
+    "it is so without a flag: leave it out": "--use-cache --enable-prefix-caching --enable-chunked-prefill --no-cnv "
+    "-no-cnv --no-conversation --single-turn -st --no-warmup --low-cpu-mem-usage --cont-batching -cb --mmap",
+    "stdout has the result alone: leave it out, or add 2> /dev/null": "--quiet -q --silent --log-disable --no-perf "
+    "--disable-log-stats --disable-log-requests --no-progress --disable-tqdm --color -co --simple-io",
+    "the log goes to stderr: give --debug, and redirect it by 2> FILE": "--log-file --logfile",
+    "one device runs the whole model: leave it out": "--tensor-parallel-size -tp --pipeline-parallel-size -pp "
+    "--data-parallel-size -dp --device-map --main-gpu -mg --split-mode -sm --tensor-split -ts --num-gpus",
+    "the memory that is taken follows from the model, --max-num-seqs and --max-model-len: leave it out": "--swap-space "
+    "--gpu-memory-utilization --cpu-offload-gb --max-memory --mlock --no-mmap --no-kv-offload -nkvo --offload-folder",
+    "there is one way to run a model, the fast one: leave it out": "--flash-attn -fa --attn-implementation "
+    "--attention-backend --enforce-eager --compilation-config --torch-compile --num-scheduler-steps",
+    "no code of a checkpoint is ever run: leave it out": "--trust-remote-code",
+    "the tokenizer comes with the checkpoint: leave it out": "--tokenizer --tokenizer-mode --tokenizer-name "
+    "--vocab-file --merges-file",
+    "prompts are not padded: leave it out": "--pad-token-id --pad-token --padding --padding-side",
+    "the main revision of a Hub id is taken: download another one, and give its folder": "--revision --branch",
+    "files of the Hub lie where the variable HF_HOME says": "--download-dir --cache-dir --hf-home",
+    "the penalty counts the whole text: leave it out": "--repeat-last-n --repetition-context-size",
+    "GPT-2 has no roles: write it at the beginning of the prompt": "--system-prompt -sys --system --sys",
+    "type $'\\n' for an end of line, which the shell reads": "--escape -e",
+    "start the command with taskset or numactl": "--numa --cpu-mask --cpu-range --cpu-strict",
+    "it is not implemented; --top-p, --min-p and --typical-p are": "--mirostat --mirostat-lr --mirostat-ent "
+    "--top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dynatemp-range --dynatemp-exp "
+    "--samplers --sampling-seq --penalty-alpha --top-a --tfs --tail-free --guidance-scale",
+    "give --interactive, which has :save and :load": "--prompt-cache --prompt-cache-all --session",
 }
 # What others have a flag for, and `generate` does without one.
 ALREADY = frozenset(["--stream", "--streaming", "--do-sample", "--sample", "--no-display-prompt", "--no-echo"])
@@ -106,6 +135,11 @@ def nearest_flag(unknown: str, flags: Collection[str]) -> str | None:
 def is_meant(unknown: str, flags: Collection[str]) -> bool:
     """Whether `unknown` is another name for one of `flags`."""
     return unknown in _meant_of(flags)
+
+
+def why_without(unknown: str) -> str | None:
+    """Why no command has this flag of other programs, or what to do instead."""
+    return next((why for why, others in WITHOUT.items() if unknown in others.split()), None)
 
 
 def nearest_command(unknown: str, commands: Collection[str]) -> str | None:

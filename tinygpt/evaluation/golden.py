@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.errors import CheckpointError, RequestError, how_to_install
 
 FORMAT = "tinygpt golden 1"
 
@@ -36,7 +36,7 @@ def compute_goldens(
         from transformers.utils import logging
     except ImportError as error:
         raise RequestError(
-            f'torch and transformers are needed ({error}): pip install "tinygpt[parity]", or give --golden, a file '
+            f"torch and transformers are needed ({error}): {how_to_install('parity')}, or give --golden, a file "
             "that parity --save-golden has written where they are."
         ) from error
     torch.set_num_threads(threads)

@@ -190,7 +190,8 @@ def _ways_to_fit(num_prompt_tokens: int, params: SamplingParams, max_model_len: 
         ways.append(f"shorten the prompt to at most {room} token{'s' * (room > 1)}{others}")
     if left > 0:
         ways.append(f"set max_tokens to at most {left}")
-    if params.overflow == "refuse" and room > 0 and params.prompt_logprobs is None:
+    can_truncate = max_model_len - params.max_tokens - num_virtual > 0 and params.prompt_logprobs is None
+    if params.overflow in ("refuse", "clamp") and can_truncate:
         ways.append("set overflow='truncate'")
     elif params.overflow == "refuse" and left > 0:
         ways.append("set overflow='clamp'")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.errors import CheckpointError, RequestError, how_to_install
 from tinygpt.tokenizer.byte_level_bpe import token_to_bytes
 from tinygpt.tokenizer.detokenizer import PrefixDetokenizer
 
@@ -26,7 +26,7 @@ class LibraryTokenizer:
         except ImportError:
             raise CheckpointError(
                 f"The tokenizer of this checkpoint is not byte-level BPE as GPT-2 has it: {reason}. The package "
-                'that runs it comes with: pip install "tinygpt[tokenizers]". Until then, token ids still work.'
+                f"that runs it comes with: {how_to_install('tokenizers')}. Until then, token ids still work."
             ) from None
         own = {
             name: part for name, part in spec.items() if name != "eos_token"

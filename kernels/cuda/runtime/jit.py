@@ -13,6 +13,7 @@ from tinygpt.kernels import compiling
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache
 from tinygpt.kernels.errors import DeviceError
 
+INSTALL = 'pip install ".[cuda]" where tinygpt was cloned'  # as tinygpt.errors says it of the other extras
 OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older GPU was ever tried
 
 
@@ -39,7 +40,7 @@ def need_driver() -> None:
         import numba_cuda  # noqa: F401 (numba's own CUDA target lacks what the kernels use)
         from cuda.bindings import nvjitlink  # noqa: F401
     except ImportError:
-        raise DeviceError("numba-cuda is not installed: pip install 'tinygpt[cuda]'.") from None
+        raise DeviceError(f"numba-cuda is not installed: {INSTALL}.") from None
     from numba.cuda.cudadrv import driver
 
     if not driver.driver.is_available or not len(cuda.gpus):
@@ -59,13 +60,13 @@ def need_compilers() -> None:
     if not _answer_of(nvvm.is_available):
         # numba-cuda looks for CUDA_HOME/nvvm/lib64 alone, whatever a toolkit's layout.
         elsewhere = "or name the folder of libnvvm.so in LD_LIBRARY_PATH"
-        raise DeviceError(f"libNVVM, which compiles kernels, is not found: pip install 'tinygpt[cuda]', {elsewhere}.")
+        raise DeviceError(f"libNVVM, which compiles kernels, is not found: {INSTALL}, {elsewhere}.")
     if libs.get_libdevice() is None:
         elsewhere = "or set CUDA_HOME to a folder that has nvvm/libdevice"
-        raise DeviceError(f"libdevice.10.bc, part of libNVVM, is not found: pip install 'tinygpt[cuda]', {elsewhere}.")
+        raise DeviceError(f"libdevice.10.bc, part of libNVVM, is not found: {INSTALL}, {elsewhere}.")
     linker = _answer_of(nvjitlink.version)
     if not linker:
-        raise DeviceError("nvJitLink, which links kernels, is not found: pip install 'tinygpt[cuda]'.")
+        raise DeviceError(f"nvJitLink, which links kernels, is not found: {INSTALL}.")
     compiler = release_of_libnvvm()
     if compiler > linker:
         newer, older = (".".join(map(str, release)) for release in (compiler, linker))

@@ -68,7 +68,7 @@ class FakeKernel:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> DiskCache:
-    pytest.importorskip("numba_cuda", reason="needs pip install 'tinygpt[cuda]'")
+    pytest.importorskip("numba_cuda", reason="needs pip install '.[cuda]'")
     from numba import cuda
     from numba.cuda import dispatcher
 

@@ -178,7 +178,7 @@ def _run_cases(args: argparse.Namespace) -> None:
     say(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
-        run_plan(plan, records, show_progress=True)
+        run_plan(plan, records, tell=say)
     finally:  # what was measured before an interruption is not lost
         if records:
             _hand_over(args, records, lambda: plot(records, args.plot))

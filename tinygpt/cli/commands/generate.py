@@ -1,11 +1,13 @@
 """`tinygpt generate`: text on stdout for one prompt, or records for a file of prompts."""
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
+from tinygpt.cli.cut_texts import Ended, say_cut
 from tinygpt.cli.interactive import run_interactive
 from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
@@ -28,6 +30,7 @@ EVERY_DAY = (
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "repetition_penalty", "overflow"),
     *("model", "dtype", "threads", "device"),
 )
+RARE = "; --guided-* among them say what form the text has to have"
 # Where a prompt may come from: the name that it is parsed as -> what it is called.
 SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "input": "--input"}
 
@@ -103,7 +106,10 @@ def _check_combination(args: argparse.Namespace) -> None:
     if len(given) > 1:
         raise RequestError(f"both {given[0]} and {given[1]} were given: give one of them.")
     if args.output is not None and args.input is None:
-        raise RequestError("--output needs --input: for one prompt, redirect stdout.")
+        raise RequestError(
+            "--output needs --input, a file of prompts: give that, or redirect the text of one prompt "
+            f"(> {shlex.quote(args.output)})."
+        )
     if args.echo and (args.json or args.input is not None):
         raise RequestError("--echo is for text: a JSON record holds its prompt anyway.")
     is_text = not args.json and args.input is None
@@ -153,21 +159,26 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     if is_one and not args.json and not args.no_stream:
-        _stream(llm, prompt, params, front)
+        say_cut(params, [_stream(llm, prompt, params, front)])
     else:
         output = llm.generate([prompt], params)[0]
         if args.json:
             put(record_line(None, args.model, llm.dtype, output))
         else:
             _print_samples(output, front)
+        say_cut(params, [(sample.text, sample.finish_reason) for sample in output.outputs])
     say(f"{rates(llm.engine.throughput - before)}; load {load_seconds:.2f} s{sampling.seed_note(params, '; ')}")
 
 
-def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> None:
+def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> Ended:
     put(front, end="")
+    texts, finish_reason = [], None
     for chunk in llm.stream(prompt, params):
         put(chunk.text, end="")
+        texts.append(chunk.text)
+        finish_reason = chunk.finish_reason
     put()
+    return "".join(texts), finish_reason
 
 
 def _print_samples(output: "RequestOutput", front: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tinygpt.cli import loading, model_flags
 from tinygpt.cli.flags import number, whole_number
 from tinygpt.cli.messages import say
-from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.errors import CheckpointError, RequestError, how_to_install
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
         from tinygpt.server.logs import configure_logging
         from tinygpt.server.serve import serve
     except ImportError as error:
-        raise RequestError(f'serve needs {error.name}, which comes with: pip install "tinygpt[serve]".') from None
+        raise RequestError(f"serve needs {error.name}, which comes with: {how_to_install('serve')}.") from None
     _check(args)
     with listen(args.host, args.port) as listener:
         configure_logging(args.log_format)
