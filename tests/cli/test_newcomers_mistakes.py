@@ -47,6 +47,7 @@ FILES = {
     "comma.jsonl": b'{"prompt": "Once"}\n{"prompt": "a",}\n',
     "field.jsonl": b'{"prompt": "Once", "topk": 5}\n',
     "other_field.jsonl": b'{"prompt": "Once", "max_new_tokens": 5}\n{"text": "Once"}\n',
+    "chat.jsonl": b'{"messages": [], "prompt": "Once", "stream": true}\n',
     "value.jsonl": b'{"prompt": "Once", "seed": -5}\n',
     "long.jsonl": b'{"prompt": "%s", "max_tokens": 5}\n' % (b"the" + b" the" * 600),
     "twice.jsonl": b'{"id": "a", "prompt": "Once"}\n{"id": "a", "prompt": "Then"}\n',

@@ -89,12 +89,19 @@ class Parser(argparse.ArgumentParser):
         return 0 if action is None or action.nargs == 0 else 1 if action.nargs is None else math.inf
 
     def _refuse_foreign(self, words: Sequence[str]) -> None:
-        """llama.cpp's `-ngl 99` is none of our flags, and would be read as `-n gl`."""
+        """llama.cpp's `-ngl 99` is none of our flags, and would be read as `-n gl`; so `-model` as `-m odel`."""
         words = words[: _end_of_flags(words)]
         for i, word in enumerate(words):
-            is_value = i > 0 and self._num_values(words[i - 1]) > 0  # argparse says how one is written with a dash
-            is_foreign = is_meant(word, self.flags()) or why_without(word)
-            if not is_value and re.fullmatch(r"-[a-z][a-z-]+", word) and is_foreign:
+            if i > 0 and self._num_values(words[i - 1]) > 0:  # argparse says how a value is written with a dash
+                continue
+            if (typed := _with_hyphens(word)) != word and typed.partition("=")[0] in self.flags():
+                self.error(
+                    f"{word} begins with a dash that is no hyphen: type {typed}, or -- before it if it is a text"
+                )
+            name = word.partition("=")[0]
+            is_one_dash_short = f"-{name}".replace("_", "-") in self.flags()
+            is_foreign = is_meant(name, self.flags()) or why_without(name)
+            if re.fullmatch(r"-[a-z][a-z_-]+", name) and (is_foreign or is_one_dash_short):
                 self.refuse_unknown([word, *(value for value in words[i + 1 : i + 2] if not _is_flag(value))])
 
     def _described(self, words: list[str]) -> str:
@@ -125,6 +132,10 @@ class Parser(argparse.ArgumentParser):
         return why_without(flag) or (f"it is a flag of tinygpt {' and '.join(commands[:2])}" if commands else None)
 
     def _advice_for_a_word(self, word: str) -> str:
+        before = self._words[: self._words.index(word)][-2:]
+        action = self._option_string_actions.get(before[0]) if len(before) == 2 else None
+        if action is not None and action.metavar == "LIST":
+            return f" (did you mean {before[0]} {before[1]},{word}?)"
         takes_model = "--model" in self.flags() and not self._get_positional_actions()
         return f" (did you mean --model {shlex.quote(word)}?)" if takes_model else ""
 
@@ -146,6 +157,14 @@ def hyphenated(words: Sequence[str]) -> list[str]:
 
 
 _FLAG = re.compile(r"^--[A-Za-z][\w-]*")
+
+
+def _with_hyphens(word: str) -> str:
+    """A flag that was copied from where programs make other dashes of its hyphens."""
+    found = re.fullmatch(r"-?[\u2010-\u2015\u2212]+-?([A-Za-z][\w-]*(=.*)?)", word, re.DOTALL)
+    if found is None:
+        return word
+    return hyphenated([f"--{found[1]}"])[0] if len(found[1].partition("=")[0]) > 1 else f"-{found[1]}"
 
 
 def _end_of_flags(words: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from tinygpt.cli.messages import counted
 from tinygpt.cli.records import is_unicode
 from tinygpt.cli.sampling_flags import DEFAULTS, with_seed
-from tinygpt.cli.suggestions import nearest_field
+from tinygpt.cli.suggestions import nearest_field, why_no_field
 from tinygpt.cli.text_input import STDIN, read_bytes
 from tinygpt.cli.wording import Worded, for_json
 from tinygpt.errors import RequestError
@@ -113,12 +113,17 @@ def _check_names(fields: dict[str, Any]) -> None:
     unknown = [name for name in fields if name not in _FIELDS]
     if not unknown:
         return
-    hints = {name: nearest_field(name, _FIELDS) for name in unknown}
-    listed = [
-        json.dumps(name) + (f" (did you mean {json.dumps(hint)}?)" if hint else "") for name, hint in hints.items()
-    ]
+    hints = {name: _hint(name) for name in unknown}
+    listed = [json.dumps(name) + (f" ({hint})" if hint else "") for name, hint in hints.items()]
     rest = "" if all(hints.values()) else "; fields are named as the flags that `tinygpt generate --help-all` lists"
     raise RequestError(f"unknown field {', '.join(listed)}{rest}.")
+
+
+def _hint(unknown: str) -> str | None:
+    if why := why_no_field(unknown):
+        return why
+    nearest = nearest_field(unknown, _FIELDS)
+    return f"did you mean {json.dumps(nearest)}?" if nearest else None
 
 
 def _fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ WITHOUT: dict[str, str] = {
     "the main revision of a Hub id is taken: download another one, and give its folder": "--revision --branch",
     "files of the Hub lie where the variable HF_HOME says": "--download-dir --cache-dir --hf-home",
     "the penalty counts the whole text: leave it out": "--repeat-last-n --repetition-context-size",
-    "GPT-2 has no roles: write it at the beginning of the prompt": "--system-prompt -sys --system --sys",
+    "GPT-2 has no roles: write it at the beginning of the prompt": "--system-prompt -sys --system --sys --messages",
     "type $'\\n' for an end of line, which the shell reads": "--escape -e",
     "start the command with taskset or numactl": "--numa --cpu-mask --cpu-range --cpu-strict",
     "it is not implemented; --top-p, --min-p and --typical-p are": "--mirostat --mirostat-lr --mirostat-ent "
@@ -153,6 +153,12 @@ def nearest_field(unknown: str, fields: Collection[str]) -> str | None:
     flags = {_flag(field): field for field in fields}
     nearest = nearest_flag(_flag(unknown), flags)
     return None if nearest is None else flags[nearest.split()[0]]
+
+
+def why_no_field(unknown: str) -> str | None:
+    """As `why_without`, of the name that a field of a record has."""
+    flag = _flag(unknown)
+    return "that is how it is: leave it out" if flag in ALREADY else why_without(flag)
 
 
 def _meant_of(flags: Collection[str]) -> dict[str, str]:

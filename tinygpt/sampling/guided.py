@@ -98,6 +98,7 @@ class Guide:
     def __init__(self, grammar: _Grammar, end_ids: frozenset[int], spread: Callable[[bytes], Mask]):
         self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
         self._lock = Lock()
+        self._last: tuple[bytes, Mask] | None = None  # most masks are the one before
         self.restart()
 
     def restart(self) -> None:
@@ -149,7 +150,9 @@ class Guide:
         if self._matcher.is_error():
             self.error = _why(self._matcher.get_error())
             return None
-        return self._spread(packed)
+        if self._last is None or self._last[0] != packed:
+            self._last = packed, self._spread(packed)
+        return self._last[1]
 
     def _begin_alone(self) -> None:
         """Come here again with a matcher of its own: others have used up part of what the package has limits for."""
