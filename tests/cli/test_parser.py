@@ -67,6 +67,10 @@ def test_what_no_command_has_is_no_flag_and_no_name_of_one():
     assert len({*without}) == len(without)
     assert not flags.intersection(without)
     assert not meant.intersection(without)
+    arguments = {
+        action.metavar for parser in cli.build_parser().subparsers.choices.values() for action in parser._actions
+    }
+    assert arguments.issuperset(suggestions.ARGUMENTS)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def _advice_for_no_command(words: list[str], flags: list[str]) -> str:
     if found := [word for word in words if word in COMMANDS]:  # `tinygpt --model demo generate Once`
         others = [word for word in words if word != found[0]]
         return f"the command comes first: tinygpt {shlex.join([found[0], *others])}"
-    if nearest := nearest_flag(first.lower(), flags):
+    if nearest := {flag.lower(): flag for flag in flags}.get(first) or nearest_flag(first.lower(), flags):
         return f"there is no flag {first!r} without a command: did you mean tinygpt {nearest}? ({commands})"
     if first.startswith("-"):
         return f"a command comes first, as in: tinygpt generate {shlex.join(words)}; {commands}"

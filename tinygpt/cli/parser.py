@@ -6,8 +6,9 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-from tinygpt.cli.suggestions import ALREADY, is_meant, nearest_flag, why_without
+from tinygpt.cli.suggestions import ALREADY, argument_meant, is_meant, nearest_flag, why_without
 
+RESULTS = (".json", ".jsonl", ".csv", ".md")  # how names of files with results end
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
 _MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+): it is ")
 
@@ -48,7 +49,12 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_unknown(self, unknown: Sequence[str]) -> None:
         """End with what is nearest in meaning, or else in spelling, to each flag that this command does not have."""
-        described = map(self._described, _with_values([word for word in unknown if word != "--"]))
+        left, ordered = [word for word in unknown if word != "--"], []
+        for word in self._words:  # argparse has put values that it did not expect behind all flags
+            if word in left:
+                left.remove(word)
+                ordered.append(word)
+        described = map(self._described, _with_values([*ordered, *left]))
         self.error(f"unrecognized arguments: {', '.join(described)}; {self._where()}")
 
     def flags(self) -> list[str]:
@@ -128,6 +134,8 @@ class Parser(argparse.ArgumentParser):
             return "that is how it is without a flag: leave it out"
         if is_meant(flag, self.flags()):
             return None
+        if argument := argument_meant(flag, [action.metavar for action in self._get_positional_actions()]):
+            return f"{argument} has no flag: leave {flag} out"
         commands = [name for name, parser in self.siblings.items() if flag in parser.flags()]
         return why_without(flag) or (f"it is a flag of tinygpt {' and '.join(commands[:2])}" if commands else None)
 
@@ -136,6 +144,8 @@ class Parser(argparse.ArgumentParser):
         action = self._option_string_actions.get(before[0]) if len(before) == 2 else None
         if action is not None and action.metavar == "LIST":
             return f" (did you mean {before[0]} {before[1]},{word}?)"
+        if "--output" in self.flags() and word.endswith(RESULTS):
+            return f" (did you mean --output {shlex.quote(word)}?)"
         takes_model = "--model" in self.flags() and not self._get_positional_actions()
         return f" (did you mean --model {shlex.quote(word)}?)" if takes_model else ""
 

@@ -33,8 +33,8 @@ MEANT: dict[str, str] = {
     "--max-num-batched-tokens": "--ubatch-size -ub --prefill-chunk-size",
     "--max-num-seqs": "--batch-size -b --batch --parallel -np --max-batch-size --concurrency",
     "--batch-sizes": "--batch-size -b --batch --batches --bs",
-    "--prompt-lengths": "--n-prompt --input-len --prompt-length --prompt-tokens",
-    "--new-tokens": "--n-gen --max-tokens --output-len --n-predict --max-new-tokens",
+    "--prompt-lengths": "-p --n-prompt --input-len --prompt-length --prompt-tokens",
+    "--new-tokens": "-n --n-gen --max-tokens --output-len --n-predict --max-new-tokens",
     "--repetitions": "-r --repeat --runs --reps --iterations --num-iters --trials",
     "--model": "--checkpoint --model-path --model-name --model-id --model-name-or-path --ckpt --pretrained --path "
     "--repo --repo-id --hf-repo -hf -hfr --weights --model-dir",
@@ -58,7 +58,9 @@ MEANT: dict[str, str] = {
     "--input": "--infile --in-file --input-file --prompts --prompts-file --dataset --jsonl --in",
     "--output": "--out --outfile --out-file -o --output-file --save --write --out-dir --export",
     "--json": "--output-json --as-json --format --output-format",
-    "--format": "--output-format --table --markdown --csv",
+    "--format": "--output-format --table",
+    "--format csv": "--csv",
+    "--format md": "--markdown --md",
     "--interactive": "--chat --conversation -cnv -i --repl --instruct",
     "--echo": "--include-prompt --return-full-text --display-prompt",
     "--no-stream": "--no-streaming",
@@ -67,7 +69,11 @@ MEANT: dict[str, str] = {
     "--guided-regex": "--regex --pattern",
     "--guided-choice": "--choices --choice",
     "--no-special-tokens": "--split-special-tokens --no-special --ignore-special-tokens --skip-special-tokens",
-    "--debug": "--verbose -v --log --trace --traceback",
+    "--debug": "--verbose -v --log --log-level --trace --traceback",
+    "--host": "--listen --bind --address --ip",
+    "--port": "-p --listen-port",
+    "--api-key": "--token --key --auth",
+    "--allowed-origins": "--cors --cors-origins",
     "--help-all": "--help-more --full-help --usage",
     "--calibrate": "--calibration --calibration-data --imatrix --calib",
     "--smooth": "--alpha --smoothquant",
@@ -104,7 +110,15 @@ WITHOUT: dict[str, str] = {
     "it is not implemented; --top-p, --min-p and --typical-p are": "--mirostat --mirostat-lr --mirostat-ent "
     "--top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dynatemp-range --dynatemp-exp "
     "--samplers --sampling-seq --penalty-alpha --top-a --tfs --tail-free --guidance-scale",
+    "one process serves all clients: leave it out": "--workers --num-workers --reload",
+    "start a proxy in front for TLS": "--ssl-keyfile --ssl-certfile --ssl",
     "give --interactive, which has :save and :load": "--prompt-cache --prompt-cache-all --session",
+}
+# An argument without a flag -> the flags that others have for it.
+ARGUMENTS: dict[str, str] = {
+    "DST": "--output -o --outfile --out --out-dir --output-dir --dst --save",
+    "FILE": "--file -f --input --text --text-file --data --dataset",
+    "SRC": "--input --src --in",
 }
 # What others have a flag for, and `generate` does without one.
 ALREADY = frozenset(["--stream", "--streaming", "--do-sample", "--sample", "--no-display-prompt", "--no-echo"])
@@ -153,6 +167,11 @@ def nearest_field(unknown: str, fields: Collection[str]) -> str | None:
     flags = {_flag(field): field for field in fields}
     nearest = nearest_flag(_flag(unknown), flags)
     return None if nearest is None else flags[nearest.split()[0]]
+
+
+def argument_meant(unknown: str, arguments: Collection[str]) -> str | None:
+    """The one of the arguments without a flag that others have the flag `unknown` for."""
+    return next((name for name in arguments if unknown in ARGUMENTS.get(name, "").split()), None)
 
 
 def why_no_field(unknown: str) -> str | None:

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
     if params.guidance is not None:
         check_grammar(*params.guidance)
     _note_backslashes(args)
+    _note_assignments(args)
     if args.input is not None:
         run_batch(args, params)
     elif args.interactive:
@@ -131,6 +132,14 @@ def _note_backslashes(args: argparse.Namespace) -> None:
     for name, texts in typed.items():
         if any("\\n" in text for text in texts):
             say(f"{name} holds a backslash and an n, as they were typed: for an end of line, type $'\\n'")
+
+
+def _note_assignments(args: argparse.Namespace) -> None:
+    """A typed max_tokens=5 stays a part of the prompt."""
+    for word in args.prompt:
+        name = word.partition("=")[0]
+        if "=" in word and hasattr(args, name.replace("-", "_")):
+            say(f"{word} is read as text: for the flag, type --{word.replace('_', '-')}")
 
 
 def _given_prompt(args: argparse.Namespace) -> str | None:
