@@ -223,6 +223,18 @@ def test_a_copy_goes_its_own_way(guidance):
     assert allowed(guide) == {A, B, TOKENS.index(b"bb")}
 
 
+def test_a_mask_like_the_one_before_is_not_made_again(guidance):
+    guide, asked = guide_of(guidance, guided_regex="[ab]*"), []
+    spread = guide._spread
+    guide._spread = lambda packed: asked.append(packed) or spread(packed)
+    masks = []
+    for token_id in (A, B, A):
+        masks.append(guide.mask())
+        guide.take(token_id)
+    assert len(asked) == 1
+    assert all(mask is masks[0] for mask in masks)
+
+
 class Busy:
     """A matcher that is asked for a mask, and may be asked nothing else before it is done."""
 

@@ -59,6 +59,7 @@ MEANT: dict[str, str] = {
     "--output": "--out --outfile --out-file -o --output-file --save --write --out-dir --export",
     "--json": "--output-json --as-json --format --output-format",
     "--format": "--output-format --table",
+    "--to": "--format --output-format --target",
     "--format csv": "--csv",
     "--format md": "--markdown --md",
     "--interactive": "--chat --conversation -cnv -i --repl --instruct",
