@@ -101,9 +101,7 @@ class Parser(argparse.ArgumentParser):
             if i > 0 and self._num_values(words[i - 1]) > 0:  # argparse says how a value is written with a dash
                 continue
             if (typed := _with_hyphens(word)) != word and typed.partition("=")[0] in self.flags():
-                self.error(
-                    f"{word} begins with a dash that is no hyphen: type {typed}, or -- before it if it is a text"
-                )
+                self.error(f"{word} begins with a dash that is no hyphen: type {typed}, or -- before a text")
             name = word.partition("=")[0]
             is_one_dash_short = f"-{name}".replace("_", "-") in self.flags()
             is_foreign = is_meant(name, self.flags()) or why_without(name)
@@ -123,7 +121,8 @@ class Parser(argparse.ArgumentParser):
         if self._num_values(nearest):  # an unknown flag's value may have been taken for another argument
             behind = self._words[self._words.index(flag) + 1 :][:1]
             values = flag.split("=", 1)[1:] or values or [word for word in behind if not _is_flag(word)]
-            if nearest == "--output" and "--input" in {*self.flags()} - {*self._words}:
+            given = {word.partition("=")[0] for word in self._words}
+            if nearest == "--output" and "--input" in {*self.flags()} - given:
                 return f"{shlex.join(words)} (did you mean > {shlex.join(values)}? {nearest} needs --input)"
             nearest = shlex.join([nearest, *values])
         return f"{shlex.join(words)} (did you mean {nearest}?)"
