@@ -28,7 +28,7 @@ THREAD_POOLS = (
 )
 COLLECT_AFTER = 200_000  # new objects
 # For a second process, which finds its modules where this one does.
-COMPILE_DRAW = "import sys; sys.path[:] = {}; from tinygpt.cli import loading; loading.compile_draw({})"
+COMPILE_SHARE = "import sys; sys.path[:] = {!r}; from tinygpt.cli import loading; loading.compile_share({!r}, {!r})"
 PATIENCE = 60  # seconds for which it may keep this one waiting
 
 
@@ -47,7 +47,7 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None], **more: A
     from tinygpt.llm import LLM
 
     is_cpu = args.device == "cpu"
-    with clock.watching(), _draw_compiled_meanwhile(args) if is_cpu else nullcontext():
+    with clock.watching(), _share_compiled_meanwhile(args) if is_cpu else nullcontext():
         llm = LLM(**llm_arguments(args), **more)
         check(llm)
         if is_cpu:
@@ -80,13 +80,13 @@ def _compile_kernels(llm: "LLM", kv_cache_dtype: str) -> None:
 
 
 @contextmanager
-def _draw_compiled_meanwhile(args: argparse.Namespace) -> Iterator[None]:
-    """On a first run, a second process compiles the draw of tokens while the block compiles a step.
+def _share_compiled_meanwhile(args: argparse.Namespace) -> Iterator[None]:
+    """On a first run, a second process compiles attention and the draw of tokens while the block compiles a step.
 
-    Numba compiles one kernel at a time in a process. The two have none in common, and meet in the folder of compiled
-    kernels. What the second process leaves undone, for whatever reason, the first draw compiles.
+    Numba compiles one kernel at a time in a process. The two meet in the folder of compiled kernels: this one finds
+    attention there when it comes to it. What the second leaves undone, for whatever reason, is compiled here.
     """
-    process = _start_compiling_draw(args) if _is_first_draw(args) else None
+    process = _start_compiling_share(args) if _is_first_run(args) else None
     if process is None:
         yield
         return
@@ -99,28 +99,36 @@ def _draw_compiled_meanwhile(args: argparse.Namespace) -> Iterator[None]:
         process.wait()
 
 
-def _is_first_draw(args: argparse.Namespace) -> bool:
+def _is_first_run(args: argparse.Namespace) -> bool:
     from tinygpt.kernels.cpu.jit import is_first_run
 
-    return args.temperature > 0 and thread_count(args.threads) > 1 and is_first_run()
+    return thread_count(args.threads) > 1 and is_first_run()
 
 
-def _start_compiling_draw(args: argparse.Namespace) -> subprocess.Popen | None:
+def _start_compiling_share(args: argparse.Namespace) -> subprocess.Popen | None:
+    from tinygpt.kernels.cpu import kv_cache_dtypes
     from tinygpt.sampling.metadata import Warpers
 
-    code = COMPILE_DRAW.format(sys.path, {name: getattr(args, name) for name in Warpers._fields})
+    # A converted checkpoint may have another dtype than its flag says: it then finds no attention, and compiles it.
+    dtype = "float32" if args.dtype == "auto" else args.dtype
+    kv_cache_dtype = kv_cache_dtypes(dtype)[0] if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    asked = {name: getattr(args, name) for name in Warpers._fields} if args.temperature > 0 else None
     nowhere = subprocess.DEVNULL
     with suppress(OSError):
+        code = COMPILE_SHARE.format(sys.path, kv_cache_dtype, asked)
         return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
     return None
 
 
-def compile_draw(asked: dict[str, float | str]) -> None:
-    """Compile what draws a token as the flags ask, by drawing one of two."""
+def compile_share(kv_cache_dtype: str, asked: dict[str, float | str] | None) -> None:
+    """Compile attention for such a KV cache, and what draws a token as the flags ask, by drawing one of two."""
     import numpy as np
 
     from tinygpt.execution.backend import load_backend
+    from tinygpt.kernels.cpu.ahead import compile_attention
     from tinygpt.sampling.metadata import Warpers, warpers_of
 
-    warpers = Warpers(*np.array(warpers_of(SamplingParams(**asked)), np.float64)[:, None])
-    load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))
+    compile_attention(kv_cache_dtype)
+    if asked is not None:
+        warpers = Warpers(*np.array(warpers_of(SamplingParams(**asked)), np.float64)[:, None])
+        load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

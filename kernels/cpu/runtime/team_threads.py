@@ -24,7 +24,7 @@ class TeamThreads:
     def _start(self) -> None:
         board = new_board()
         teams = [Team(board, np.zeros(8, np.int64), self._scratch[i]) for i in range(self._threads)]
-        self._leader = teams[0]
+        self.leader = teams[0]
         self._shared = _Shared([_Follower(team) for team in teams[1:]])
         for follower in self._shared.followers:
             threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
@@ -42,7 +42,7 @@ class TeamThreads:
         for follower in self._shared.followers:
             if follower.is_asleep:
                 follower.wake.set()
-        take_steps(self._leader, True, *arguments)
+        take_steps(self.leader, True, *arguments)
 
     def close(self) -> None:
         """End the threads, and let go of the last step's arguments."""
