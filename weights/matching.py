@@ -11,6 +11,7 @@ from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers import read_weights
+from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.families import family_of
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
@@ -115,11 +116,24 @@ class _Found:
             "unexpected": unexpected,
             "misshapen": misshapen,
             "not floating-point": not_floating,
+            "not the same in all parts": [
+                (name, f" (part {part})")
+                for rule in rules.values()
+                if rule.transform.axis is None
+                for name in rule.sources
+                for part in self._unlike(name)
+            ],
         }
 
     def quirks(self, rules: Mapping[str, Rule]) -> list[str]:
         left_out = [name for name, rule in rules.items() if self._is_left_out(rule)]
         return [f"made up: {listed(left_out, 3)}, which the files leave out"] if left_out else []
+
+    def _unlike(self, name: str) -> list[int]:
+        """The parts whose copy of a tensor that each has whole is not that of the first."""
+        copies = {part: one.tensor for part, one in self.tensors.get(name, {}).items()}
+        first = copies.pop(0, None)
+        return [] if first is None else [part for part, copy in copies.items() if not _is_copy(first, copy)]
 
     def _is_left_out(self, rule: Rule) -> bool:
         return rule.default is not None and not any(name in self.tensors for name in rule.sources)
@@ -133,9 +147,19 @@ def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
     head, embedding = stored.get(HEAD), stored[EMBEDDING]
     if head is None or head == embedding:  # the same bytes of the same file
         return True
-    equal = np.array_equal(head.float32(), embedding.float32())
-    head.release()
-    embedding.release()
+    return _have_equal_values(head, embedding)
+
+
+def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape or not (one.is_floating and other.is_floating):
+        return False
+    return one == other or _have_equal_values(one, other)
+
+
+def _have_equal_values(one: Tensor, other: Tensor) -> bool:
+    equal = np.array_equal(one.float32(), other.float32())
+    one.release()
+    other.release()
     return equal
 
 

@@ -1,5 +1,7 @@
 """Megatron-LM's and NeMo's checkpoints: every version, however many GPUs it was cut for, is one model to the bit."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -101,6 +103,28 @@ def test_a_rank_alone_or_one_that_is_lost(tmp_path, place):
     (ranks / "mp_rank_00").rename(tmp_path / "moved")
     with pytest.raises(CheckpointError, match="holds 1 parts of a model that was trained in 2 x 1"):
         open_checkpoint(ranks / place)
+
+
+def test_ranks_of_two_iterations(tmp_path):
+    """What every GPU has whole tells them apart."""
+    later = ARRAYS | {"h.2.ln_1.bias": ARRAYS["h.2.ln_1.bias"] + 1, "wpe.weight": ARRAYS["wpe.weight"] * 2}
+    one, other = (megatron(tmp_path / name, a, form(tp=3, pp=2)) for name, a in (("1", ARRAYS), ("2", later)))
+    for rank in ("mp_rank_02_000", "mp_rank_02_001"):
+        shutil.rmtree(one / "iter_0000007" / rank)
+        (other / "iter_0000007" / rank).rename(one / "iter_0000007" / rank)
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(one)
+    wanted = "embedding.position_embeddings.weight (part 2); layers.2.input_layernorm.bias (part 2)"
+    assert f"  not the same in all parts: {wanted}\n" in str(error.value)
+    assert "ranks of two iterations" in str(error.value)
+
+
+def test_a_copy_of_another_shape(tmp_path):
+    megatron(tmp_path, ARRAYS, form(tp=2))
+    state = rank_file(ARRAYS | {"ln_f.bias": np.ones(7, np.float32)}, form(tp=2), rank=1)
+    (tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt").write_bytes(own_bytes(state))
+    with pytest.raises(CheckpointError, match=r"not the same in all parts: final_layernorm\.bias \(part 1\)"):
+        open_checkpoint(tmp_path)
 
 
 def test_models_trained_without_biases(tmp_path):

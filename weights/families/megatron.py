@@ -339,4 +339,5 @@ FAMILY = Family(
     parts=_parts,
     quirks=_quirks,
     tokenizer=_tokenizer,
+    advice="Parts that differ where each has the whole are ranks of two iterations, or have drifted apart in training.",
 )
