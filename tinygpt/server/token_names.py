@@ -10,7 +10,8 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 class TokenNames:
     """A token's text, or its bytes where these are no text by themselves, so that no two tokens of GPT-2 share a name.
 
-    tokenizer: None for a checkpoint that has none: tokens are named by their ids, as `token_id:17`.
+    An id that stands for no text, such as one of a padded vocabulary, is `token_id:50300`; so is each where there is no
+    tokenizer (None).
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
@@ -26,9 +27,9 @@ class TokenNames:
             return self._tokenizer.decode([token_id]).encode()
 
     def _name(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return name_by_id(token_id)
         token_bytes = self.bytes_of(token_id)
+        if not token_bytes:
+            return name_by_id(token_id)
         try:
             return token_bytes.decode("utf-8")
         except UnicodeDecodeError:
