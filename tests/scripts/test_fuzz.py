@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from scripts.fuzzing import company, findings, minimise
+from scripts.fuzzing import company, findings, loaders, minimise
 from scripts.fuzzing.binary_mutators import edit_metadata
 from scripts.fuzzing.cases import Case, Input, Mutation, case_of
 from scripts.fuzzing.formats import FORMATS
@@ -49,6 +49,14 @@ def test_a_sample_of_damaged_files():
     assert {name for name, kind in report.counts if kind == "right"} == {*ALL}
     # A kernel that is damaged is not refused: it is compiled again.
     assert {name for name, kind in report.counts if kind == "refused"} == {*ALL} - {"kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", [name for name, format in FORMATS.items() if format.load is loaders.tensors])
+def test_two_thousand_damaged_checkpoints_of_each_kind(format):
+    report = Campaign(seed=7, formats=(format,), inputs=2000, seconds=None, workers=2, limits=PATIENT).run()
+    assert [f"{outcome.what} by {case}" for found in report.findings.values() for case, outcome in found] == []
+    assert report.counts.total() == 2000
 
 
 @pytest.mark.parametrize("place", CASES, ids=lambda place: place.name)

@@ -19,6 +19,7 @@ from support import onnx_writer, tf_writer
 from support.foreign import GGUF_KEYS
 from support.gguf_writer import gguf_bytes
 from support.limits import outcome, outcomes
+from support.megatron_writer import Form, nemo_members, tar_bytes
 from support.tiny_checkpoint import LAYERS, C, random_tensors, write_checkpoint, write_config, write_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a process, as Linux has them")
@@ -267,6 +268,11 @@ def tf_of(count):
     return {"x.index": tf_writer.table(records)}
 
 
+def nemo_of(count):
+    members = nemo_members(random_tensors(prefix=""), Form()) | {"./model_config.yaml": b"[" * count}
+    return {"x.nemo": tar_bytes(members)}
+
+
 @pytest.mark.parametrize(
     ("make", "count", "sentence"),
     [
@@ -274,6 +280,7 @@ def tf_of(count):
         (onnx_of, 8_000, "does not hold the GPT-2 of ONNX"),
         (fastertransformer_of, 1_000, "does not hold the GPT of FasterTransformer"),
         (tf_of, 1_010, "too long a key"),
+        (nemo_of, 99_000, "deeper than settings are"),
     ],
 )
 def test_other_programs_files_with_much_that_is_small(tmp_path, make, count, sentence):

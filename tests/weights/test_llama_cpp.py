@@ -1,0 +1,99 @@
+"""GGUF beside llama.cpp itself, where the package llama-cpp-python is installed: either reads what the other writes."""
+
+import numpy as np
+import pytest
+
+from support.paths import DEMO
+from tinygpt import LLM
+from tinygpt.cli import main as cli
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import parameter_shapes
+
+llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama.cpp: pip install llama-cpp-python")
+
+PROMPTS = ("Once upon a time", "The old man said", "Chapter 12.\n\n", "naïve café — “so”")
+LENGTH = 40
+# llama.cpp's types of files, by what the tensors of one are called here.
+FILE_TYPES = {"float32": 0, "float16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """The demo in float32, as convert writes it."""
+    folder = tmp_path_factory.mktemp("gguf") / "demo"
+    assert cli.main(["convert", str(DEMO), str(folder), "--to", "gguf"]) == 0
+    return folder / "model.gguf"
+
+
+@pytest.fixture(scope="module")
+def theirs(ours, tmp_path_factory):
+    """What llama.cpp makes of that, in any of its types of files."""
+    folder = tmp_path_factory.mktemp("theirs")
+
+    def quantised(kind):
+        path = folder / f"{kind}.gguf"
+        if not path.exists():
+            params = llama_cpp.llama_model_quantize_default_params()
+            params.ftype, params.nthread = FILE_TYPES[kind], 1
+            assert llama_cpp.llama_model_quantize(str(ours).encode(), str(path).encode(), params) == 0
+        return path
+
+    return quantised
+
+
+def load(path):
+    return llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, logits_all=True, verbose=False)
+
+
+def greedy(llama, ids):
+    """llama.cpp's most probable continuation, as ids, and the logits at the prompt's last position."""
+    llama.reset()
+    found = llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
+    tokens = [next(found)]
+    logits = np.array(llama.scores[len(ids) - 1])
+    tokens += [next(found) for _ in range(LENGTH - 1)]
+    return tokens, logits
+
+
+@pytest.mark.parametrize("writer", ["tinygpt", "llama.cpp"])
+def test_the_greedy_text_of_a_file_is_the_same(ours, theirs, writer):
+    """In float32; llama.cpp rounds gelu to float16, so logits are near and no more."""
+    path = ours if writer == "tinygpt" else theirs("float32")
+    llama = load(path)
+    with LLM(path) as llm:
+        for prompt in PROMPTS:
+            ids = llm.tokenizer.encode(prompt)
+            assert llama.tokenize(prompt.encode(), add_bos=True, special=True) == ids
+            tokens, logits = greedy(llama, ids)
+            (found,) = llm.generate([ids], max_tokens=LENGTH, ignore_eos=True)[0].outputs
+            assert llm.tokenizer.decode(tokens) == found.text
+            assert tokens == found.token_ids
+            np.testing.assert_allclose(llm.logits(ids)[-1], logits, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["float16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_what_llama_cpp_quantises_is_computed_alike(theirs, kind):
+    """It rounds activations to 8 bits beside quantised weights, which are expanded here."""
+    llama = load(theirs(kind))
+    checkpoint = open_checkpoint(theirs(kind))
+    assert kind in {getattr(tensor, "dtype", "") for tensor in _sources(checkpoint)}
+    with LLM(theirs(kind)) as llm:
+        ids = llm.tokenizer.encode(PROMPTS[0])
+        _, logits = greedy(llama, ids)
+        wrong = llm.logits(ids)[-1] - logits
+        assert np.sqrt(np.mean(wrong**2)) < 0.02 * np.std(logits)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float16", "float16"), ("int8", "Q8_0"), ("int4", "Q4_0")])
+def test_both_round_to_the_same_weights(theirs, tmp_path, dtype, kind):
+    assert cli.main(["convert", str(DEMO), str(tmp_path / "x"), "--to", "gguf", "--dtype", dtype]) == 0
+    ours, theirs = open_checkpoint(tmp_path / "x"), open_checkpoint(theirs(kind))
+    for name in parameter_shapes(ours.config):
+        if name not in ("wte.weight", "lm_head.weight"):  # for which llama.cpp chooses a better type than was asked
+            np.testing.assert_array_equal(ours.tensor(name), theirs.tensor(name), err_msg=name)
+
+
+def _sources(checkpoint):
+    """The tensors as they lie in the file."""
+    for tensor in checkpoint.stored.values():
+        yield from getattr(tensor, "sources", (tensor,))
