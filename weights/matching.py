@@ -167,7 +167,7 @@ def _explain(path: Path, family: Family, problems: dict[str, list[tuple[str, str
     lines = [f"  {kind}: {'; '.join(_grouped(found))}" for kind, found in problems.items() if found]
     return "\n".join(
         [
-            f"{path} does not hold the {family.name} that its {family.described_by} describes.",
+            f"{path} does not hold the {family.name} that {family.described_by} describes.",
             *lines,
             *[family.advice] * bool(family.advice),
             "Download the checkpoint again, all of it from one place; if its parts belong together, the model is not a "

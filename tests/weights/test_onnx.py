@@ -209,6 +209,20 @@ def test_an_embedding_that_is_kept_as_the_head(tmp_path):
     assert checkpoint.tied
 
 
+@pytest.mark.parametrize("change", [0, 1])
+def test_an_embedding_by_the_name_of_the_head_beside_the_heads_copy(tmp_path, change):
+    """torch's newer exporter leaves them so, where it optimizes."""
+    tensors = onnx_tensors(TENSORS, head="val_251")
+    nodes = [*onnx_nodes(tensors), w.node("MatMul", ["x", "val_251"], ["logits"])]
+    nodes.append(w.node("Gather", ["lm_head.weight", "ids"], ["x"]))
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    tensors["val_251"] += change
+    checkpoint = open_checkpoint(write_model(tmp_path, tensors, nodes))
+    np.testing.assert_array_equal(checkpoint.tensor("wte.weight"), TENSORS["wte.weight"])
+    np.testing.assert_array_equal(checkpoint.tensor(HEAD), TENSORS["wte.weight"] + change)
+    assert checkpoint.tied == (not change)
+
+
 def test_what_the_graph_computes_with_is_ignored_by_name_and_nothing_else(tmp_path):
     tensors = onnx_tensors(TENSORS) | {"mask": np.ones((1, 1, 6, 6), np.int64), "half": np.array(0.5, np.float32)}
     assert sorted(open_checkpoint(write_model(tmp_path, tensors)).ignored) == ["half", "mask"]

@@ -139,7 +139,7 @@ NANOGPT = Family(
 )
 MINGPT = Family(
     name="minGPT",
-    described_by="embeddings",
+    described_by="its embedding",
     detect=_is_mingpt,
     config=_mingpt_config,
     rules=_rules,

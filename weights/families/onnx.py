@@ -44,7 +44,8 @@ def _place(source: Source) -> Iterable[Placed]:
         found = _NAME.fullmatch(name)
         if found and found[1] not in there:
             there.add(found[1])
-            yield Placed(found[1], name, tensor)
+            is_table = found[1] == HEAD and head is not None  # an embedding that was merged with the head it is tied to
+            yield Placed(EMBEDDING if is_table else found[1], name, tensor)
         elif name == head:
             yield Placed(HEAD, name, tensor)
         else:
@@ -56,9 +57,10 @@ def _head(source: Source) -> str | None:
     """A tied head becomes a copy, transposed and without a name: (C, V) of what the last product multiplies by."""
     tensors = source.container.tensors
     names = {found[1]: name for name in tensors if (found := _NAME.fullmatch(name))}
-    if HEAD in names or EMBEDDING not in names:
+    tables = [names[table] for table in (EMBEDDING, HEAD) if table in names]
+    if len(tables) != 1:
         return None
-    shape = tensors[names[EMBEDDING]].shape[::-1]
+    shape = tensors[tables[0]].shape[::-1]
     products = (node for node in reversed(_graph(source).nodes) if node.kind in _PRODUCTS and len(node.inputs) > 1)
     heads = (node.inputs[1] for node in products if node.inputs[1] in tensors and node.inputs[1] not in names.values())
     return next((name for name in heads if tensors[name].shape == shape and tensors[name].is_floating), None)
