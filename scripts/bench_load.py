@@ -5,7 +5,8 @@
 
 Each load is a process of its own: the checkpoint is opened, and each parameter is read and let go, as the engine does.
 The files are in the system's cache. Printed are the best of --repetitions, and the memory beyond what the process took
-before, the parameter that is being read included.
+before, the parameter that is being read included. Where llama-cpp-python is there, llama.cpp loads GGUF's Q8_0, too:
+mapped, which reads nothing yet, and read into memory.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,7 @@ FORMS = (
     "hugging_face",
     "torch",
     "gguf",
+    "gguf_q8_0",
     "openai_tf",
     "nanogpt",
     "megatron",
@@ -48,6 +51,20 @@ print(json.dumps([opened - start, time.perf_counter() - start, peak() - before])
 """
 
 
+LLAMA = """
+import json, sys, time
+import llama_cpp
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+before, start = peak(), time.perf_counter()
+model = llama_cpp.Llama(sys.argv[1], n_ctx=8, use_mmap=sys.argv[2] == "mapped", verbose=False)
+print(json.dumps([0, time.perf_counter() - start, peak() - before]))
+"""
+
+
 def write(form: str, folder: Path, shape: str) -> Path:
     """The model in one form, as the tests write the tiny one: they take their sizes from its config."""
     from support import tf_writer, tiny_checkpoint
@@ -62,6 +79,11 @@ def write(form: str, folder: Path, shape: str) -> Path:
     from support.foreign import WRITERS  # now that it is known what the sizes are
 
     arrays = {name: tensor.float32() for name, tensor in open_random(f"random:{shape}").stored.items()}
+    if form == "gguf_q8_0":
+        from tinygpt.weights.stored.gguf_out import write_gguf
+
+        folder.mkdir()
+        return write_gguf(folder, open_random(f"random:{shape}"), "int8", None)
     if form != "torch":
         return WRITERS[form](folder, arrays)
     folder.mkdir()
@@ -70,9 +92,14 @@ def write(form: str, folder: Path, shape: str) -> Path:
     return folder
 
 
-def load(path: Path) -> list[float]:
-    command = [sys.executable, "-c", LOAD, str(path)]
+def load(program: str, *arguments: str) -> list[float]:
+    command = [sys.executable, "-c", program, *arguments]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+
+
+def report(name: str, repetitions: int, *command: str) -> None:
+    best = [min(column) for column in zip(*(load(*command) for _ in range(repetitions)), strict=True)]
+    print(f"| {name} | {best[0]:.2f} | {best[1]:.2f} | {best[2] / 1e6:.0f} |", flush=True)
 
 
 def main() -> None:
@@ -85,8 +112,10 @@ def main() -> None:
     for form in args.formats:
         with tempfile.TemporaryDirectory() as name:
             path = write(form, Path(name) / "model", args.shape)
-            best = [min(column) for column in zip(*(load(path) for _ in range(args.repetitions)), strict=True)]
-            print(f"| {form} | {best[0]:.2f} | {best[1]:.2f} | {best[2] / 1e6:.0f} |", flush=True)
+            report(form, args.repetitions, LOAD, str(path))
+            if form == "gguf_q8_0" and find_spec("llama_cpp"):
+                for how in ("mapped", "read"):
+                    report(f"the same, {how} by llama.cpp", args.repetitions, LLAMA, str(path), how)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ PADDED = (8193, 8199)  # the demo's tokenizer has 8193 tokens
 def llm(tmp_path_factory):
     generator = np.random.default_rng(1)
     rows = {"transformer.wte.weight": ROWS, "transformer.wpe.weight": POSITIONS}
-    arrays = random_tensors() | {name: generator.standard_normal((n, 8), np.float32) for name, n in rows.items()}
+    # Small, so that what is biased alike is about as probable.
+    arrays = random_tensors() | {name: generator.standard_normal((n, 8), np.float32) / 100 for name, n in rows.items()}
     folder = write_checkpoint(tmp_path_factory.mktemp("padded"), arrays, vocab_size=ROWS, n_positions=POSITIONS)
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_bytes((DEMO / name).read_bytes())
@@ -42,8 +43,8 @@ def test_an_id_without_text_is_a_token_like_any_other(llm):
 def test_ids_without_text_within_a_stop_string(llm):
     (a,) = llm.tokenizer.encode("a")
     found = llm.generate("Once", only((a, PADDED[0]), max_tokens=30, stop="aaa"))[0].outputs[0]
-    assert found.token_ids[0] == PADDED[0]
-    assert found.token_ids.count(a) == 3 < len(found.token_ids) - 1
+    assert set(found.token_ids) == {a, PADDED[0]}
+    assert found.token_ids.count(a) == 3
     assert (found.text, found.finish_reason) == ("", "stop")
 
 

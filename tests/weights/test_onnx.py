@@ -5,7 +5,6 @@ import pytest
 
 from support import onnx_writer as w
 from support.foreign import NEED_ONNX, PAST, linear, onnx, onnx_nodes, onnx_tensors
-from support.recorded import MISSING
 from support.tf_writer import field
 from support.tiny_checkpoint import CONFIG, random_tensors, write_json
 from tinygpt.errors import CheckpointError
@@ -319,33 +318,3 @@ def test_what_the_onnx_package_writes(tmp_path):
     graph = container.metadata["graph"]
     assert graph.inputs == {"past_0": (2, "batch", 2, "past", 4)}
     assert graph.nodes[0].attributes == {"approximate": "tanh"}
-
-
-def distinct(model):
-    """Every parameter, so that the exporter merges none."""
-    import torch
-
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5)
-    return model.eval()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_torch_exports(tmp_path):
-    torch = pytest.importorskip("torch", reason=MISSING)
-    pytest.importorskip("onnx", reason=NEED_ONNX)
-    transformers = pytest.importorskip("transformers", reason=MISSING)
-    config = transformers.GPT2Config.from_dict(CONFIG | {"attn_implementation": "eager", "use_cache": False})
-    config._attn_implementation = "eager"
-    model = distinct(transformers.GPT2LMHeadModel(config))
-    ids = torch.zeros((1, 3), dtype=torch.long)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(3)[None]}
-    torch.onnx.export(model, (), tmp_path / "x.onnx", kwargs=inputs, dynamo=False, input_names=list(inputs))
-    write_json(tmp_path / "config.json", {"n_head": 2})
-    checkpoint = open_checkpoint(tmp_path / "x.onnx")
-    arrays = {n.removeprefix("transformer."): p.detach().numpy() for n, p in model.named_parameters()}
-    assert_same_bits(checkpoint, arrays)
-    assert checkpoint.tied
-    assert (checkpoint.config.activation, checkpoint.config.inner_size) == ("gelu_tanh", CONFIG["n_inner"])
