@@ -55,6 +55,6 @@ def check_foreign(folder: Path, loaded: dict[str, np.ndarray], undamaged: dict[s
 
 
 def check_verified(folder: Path, loaded: dict[str, np.ndarray], undamaged: dict[str, np.ndarray]) -> str | None:
-    """Every tensor has a checksum."""
+    """Every tensor has a checksum, so that none can differ."""
     wrong = [name for name, array in loaded.items() if not np.array_equal(array, undamaged.get(name), equal_nan=True)]
     return f"{wrong[0]} is not what was written" if wrong else None

@@ -88,7 +88,7 @@ def _foreign() -> list[Format]:
             partial(foreign_seeds.foreign, form),
             {name: _kinds_of(name) for name in foreign_seeds.foreign(form)},
             loaders.tensors,
-            foreign_seeds.check_foreign,
+            foreign_seeds.check_verified if form == "openai_tf" else foreign_seeds.check_foreign,
             foreign_seeds.seal_table if form == "openai_tf" else None,
         )
         for form in foreign_seeds.FORMS

@@ -41,6 +41,19 @@ def theirs(ours, tmp_path_factory):
     return quantised
 
 
+@pytest.fixture(autouse=True)
+def without_packing(monkeypatch):
+    """Packed for AMX, quantised weights end the process within llama.cpp (0.3.36 of the package)."""
+    defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+    def changed():
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", changed)
+
+
 def load(path):
     return llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, logits_all=True, verbose=False)
 
@@ -68,7 +81,7 @@ def test_the_greedy_text_of_a_file_is_the_same(ours, theirs, writer):
             (found,) = llm.generate([ids], max_tokens=LENGTH, ignore_eos=True)[0].outputs
             assert llm.tokenizer.decode(tokens) == found.text
             assert tokens == found.token_ids
-            np.testing.assert_allclose(llm.logits(ids)[-1], logits, rtol=0, atol=2e-2)
+            np.testing.assert_allclose(llm.logits(ids)[-1], logits, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["float16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
@@ -81,7 +94,7 @@ def test_what_llama_cpp_quantises_is_computed_alike(theirs, kind):
         ids = llm.tokenizer.encode(PROMPTS[0])
         _, logits = greedy(llama, ids)
         wrong = llm.logits(ids)[-1] - logits
-        assert np.sqrt(np.mean(wrong**2)) < 0.02 * np.std(logits)
+        assert np.sqrt(np.mean(wrong**2)) < 0.03 * np.std(logits)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float16", "float16"), ("int8", "Q8_0"), ("int4", "Q4_0")])
