@@ -46,7 +46,8 @@ def test_a_sample_of_damaged_files():
     report = Campaign(seed=12, formats=ALL, inputs=1500, seconds=None, workers=2, limits=PATIENT).run()
     assert [f"{outcome.what} by {case}" for found in report.findings.values() for case, outcome in found] == []
     assert report.counts.total() == 1500
-    assert {name for name, kind in report.counts if kind == "right"} == {*ALL}
+    # Of a TensorFlow bundle hardly a byte is without a checksum.
+    assert {name for name, kind in report.counts if kind == "right"} | {"openai_tf"} == {*ALL}
     # A kernel that is damaged is not refused: it is compiled again.
     assert {name for name, kind in report.counts if kind == "refused"} == {*ALL} - {"kernel"}
 

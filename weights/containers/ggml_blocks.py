@@ -40,7 +40,9 @@ def _fifth_bits(blocks: Array) -> Array:
 
 
 def _decode_q8_0(blocks: Array) -> Array:
-    return blocks[:, 2:].view(np.int8) * _half(blocks, 0)
+    values = blocks[:, 2:].view(np.int8).astype(np.float32)
+    values *= _half(blocks, 0)
+    return values
 
 
 def _decode_q4_0(blocks: Array) -> Array:

@@ -28,7 +28,7 @@ BLOCK_NAMES = {block.id: name for name, block in BLOCKS.items()}
 # Of values, by their numbers in the file: struct's formats of those that are numbers.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-AT_ONCE = 2**14  # blocks that are decoded together: what lies between fits in a cache
+AT_ONCE = 2**12  # blocks that are decoded together: what lies between fits in a cache
 
 
 @dataclass(frozen=True, slots=True)
