@@ -61,6 +61,14 @@ def test_a_stream_is_the_reply_in_pieces(chat):
         assert [e for part in parts[1:] for e in part["logprobs"]["content"]] == choice["logprobs"]["content"]
 
 
+def test_log_probabilities_end_at_minus_9999_as_in_vllm(chat):
+    asked = {**ASKED, "logprobs": True, "top_logprobs": 3, "logprobs_mode": "processed", "temperature": 1e-30}
+    found = chat(**asked).json["choices"][0]["logprobs"]["content"]
+    assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in found] == [[0, -9999, -9999]] * 6
+    events = chat(**asked, stream=True).events
+    assert [e for event in events[1:] for e in event["choices"][0]["logprobs"]["content"]] == found
+
+
 def test_without_a_limit_all_that_fits(chat, llm):
     long = [{"role": "user", "content": "again and " * 230}]
     reply = chat(messages=long, ignore_eos=True, temperature=0).json

@@ -1,7 +1,5 @@
 """/v1/completions beside the library: the same tokens, texts and log probabilities, whole and in streams."""
 
-import math
-
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
@@ -288,9 +286,29 @@ def test_obfuscated_events_have_equal_lengths(server):
     assert {len(event + "\n\n") % 64 for event in events} == {0}
 
 
-def test_every_number_is_finite(server):
-    reply = server.complete(prompt=PROMPT, echo=True, logprobs=5, **SAMPLED)
-    assert all(math.isfinite(value) for value in reply.json["choices"][0]["logprobs"]["token_logprobs"])
+# What leaves most tokens no probability, of which the logarithm would be no number of JSON.
+IMPROBABLE = {
+    "a low temperature": {"temperature": 1e-30},
+    "allowed tokens": {"allowed_token_ids": [262, 263]},
+    "top-k": {"top_k": 2},
+    "suppressed tokens": {"suppress_tokens": list(range(1, 8000))},
+}
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("name", IMPROBABLE)
+def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode):
+    asked = {"logprobs": 5, "logprobs_mode": mode, "prompt_logprobs": 3, **SAMPLED, **IMPROBABLE[name]}
+    [sample] = llm.generate(PROMPT, SamplingParams(**asked))[0].outputs
+    expected = [[max(value, -9999.0) for value in entry.values()] for entry in sample.logprobs]
+    assert any(-9999.0 in values for values in expected) == ((name, mode) == ("a low temperature", "processed"))
+    for echo in (False, True):
+        whole = server.complete(prompt=PROMPT, echo=echo, **asked).json["choices"][0]
+        assert [[*top.values()] for top in whole["logprobs"]["top_logprobs"][-len(expected) :]] == expected
+        events = server.complete(prompt=PROMPT, echo=echo, stream=True, **asked).events
+        parts = [event["choices"][0]["logprobs"] for event in events]
+        assert [value for part in parts for value in part["top_logprobs"]] == whole["logprobs"]["top_logprobs"]
+        assert [value for part in parts for value in part["token_logprobs"]] == whole["logprobs"]["token_logprobs"]
 
 
 def test_a_salt_keeps_prompts_apart(server, llm):

@@ -248,6 +248,18 @@ def test_candidates_behind_the_text_write_it_on(server, llm, visit):
     assert visitor.written()[0]["prompt"] == [*ids_of(llm, TEXT), best]
 
 
+@pytest.mark.parametrize("most", [3, 0])
+def test_no_more_candidates_than_the_server_tells(llm, visit, most):
+    with served(llm, max_logprobs=most) as server:
+        visitor = visit(server)
+        assert visitor.tokens.count() == len(ids_of(llm, TEXT))
+        visitor.click(3)
+        assert most <= visitor.options.count() <= max(most, 1) + 1
+        visitor.page.keyboard.press("Escape")
+        visitor.write()
+        assert {body["logprobs"] for body in visitor.asked} == {most}
+
+
 def test_candidates_that_are_numbers_keep_their_places(server, visit):
     """An object of JavaScript puts names such as "1" before all others."""
     visitor = visit(server, "1 2 3 4 5 6 7 8 9 10 11 12 13 chapter 1")

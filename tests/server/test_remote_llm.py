@@ -2,16 +2,20 @@
 
 import asyncio
 import dataclasses
+import inspect
 import threading
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
+import numpy as np
+
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt import AsyncLLM, RemoteLLM, SamplingParams
+from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, ServerError
+from tinygpt.remote.remote_llm import ELSEWHERE
 
 SAMPLED = {"max_tokens": 10, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7}
 CASES = {
@@ -26,6 +30,8 @@ CASES = {
     "penalties": {**SAMPLED, "repetition_penalty": 1.3, "logit_bias": {11: -5, 262: 2.5}, "bad_words": "king"},
     "filters": {**SAMPLED, "min_p": 0.01, "typical_p": 0.9, "top_p_decay": 0.9, "top_p_reset_ids": [13]},
     "overflow": {**SAMPLED, "max_tokens": 600, "overflow": "clamp"},
+    "guided": {**SAMPLED, "guided_regex": "[A-Z][a-z]+"},
+    "guided by a schema": {**SAMPLED, "guided_json": {"type": "array", "items": {"type": "integer"}}},
     "loops": {**SAMPLED, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "ignore_eos": True},
 }
 PROMPTS = ["Once upon a time", "", [46, 1364, 555], "näh 🐺", {"prompt": "Once", "cache_salt": "mine"}]
@@ -89,6 +95,107 @@ def test_asyncio(remote, llm):
     outputs, chunks = asyncio.run(run())
     assert [*map(told, outputs)] == [*map(told, llm.generate(PROMPTS, SamplingParams(**SAMPLED)))]
     assert chunks == [*llm.stream("Once upon", SamplingParams(**SAMPLED))]
+
+
+def test_an_llms_methods_are_there_or_refused_by_name(remote, llm):
+    """With the same parameters, of the same names and in the same order."""
+    names = {name for name, _ in inspect.getmembers(type(llm), callable) if not name.startswith("_")} | {"tokenizer"}
+    missing = {name for name in names if not hasattr(remote, name)}
+    assert missing == ELSEWHERE.keys()
+    for name in missing:
+        with pytest.raises(AttributeError, match=rf"^RemoteLLM has no {name}: .{{20}}"):
+            getattr(remote, name)
+    for name in names - missing - {"tokenizer"}:
+        theirs, mine = (inspect.signature(getattr(kind, name)).parameters.values() for kind in (LLM, RemoteLLM))
+        assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], name
+    with pytest.raises(AttributeError, match="RemoteLLM has no generat: it is no part"):
+        remote.generat  # noqa: B018
+    with pytest.raises(AttributeError, match="RemoteTokenizer has no token_bytes: "):
+        remote.tokenizer.token_bytes  # noqa: B018
+
+
+def test_keywords_are_params(remote, llm):
+    [expected] = llm.generate("Once", SamplingParams(**SAMPLED))
+    found = [
+        *remote.generate("Once", **SAMPLED),
+        *(output for _, output in remote.generate_as_finished("Once", **SAMPLED)),
+        remote.submit("Once", **SAMPLED).result(60),
+        asyncio.run(AsyncLLM(remote).generate("Once", **SAMPLED)),
+    ]
+    assert {*map(told, found)} == {told(expected)}
+    assert [*remote.stream("Once", **SAMPLED)] == [*llm.stream("Once", **SAMPLED)]
+    with pytest.raises(RequestError, match="max_tokens is given beside params"):
+        remote.generate("Once", SamplingParams(), max_tokens=8)
+
+
+def test_a_bar_counts_what_is_finished(remote):
+    bars = []
+
+    def bar(items, total, unit):
+        bars.append((total, unit))
+        return items
+
+    assert len(remote.generate(["Once", "The"], max_tokens=1, use_tqdm=bar)) == 2
+    assert bars == [(2, " prompts")]
+    with pytest.raises(RequestError, match="use_tqdm is 5"):
+        remote.generate("Once", use_tqdm=5)
+
+
+@pytest.mark.parametrize("is_split", [None, False, True])
+def test_scores_are_the_librarys(remote, llm, is_split):
+    for prompt, continuations in (
+        ("He was the son of the", [" king", " spoon", "<|endoftext|>"]),
+        ("He was the son of the ", "king"),
+        ([46, 1364], [[555], [262, 263]]),
+        ("", [" Once upon a time"]),
+        ({"prompt": "He was", "cache_salt": "mine"}, [" king"]),
+        ([5] * 500, [[6] * 13]),
+    ):
+        expected = llm.score(prompt, continuations, split_special_tokens=is_split)
+        assert repr(remote.score(prompt, continuations, split_special_tokens=is_split)) == repr(expected)
+    many = [[token_id] for token_id in range(300)]
+    assert remote.score("Once", many) == llm.score("Once", many)
+
+
+@pytest.mark.parametrize("continuations", [[[6] * 14], [""], [[999_999]], [[1.5]]])
+def test_continuations_that_are_not_possible(remote, continuations):
+    with pytest.raises(RequestError):
+        remote.score([5] * 500, continuations)
+
+
+def test_embeddings_are_the_librarys(remote, llm):
+    prompts = ["a wolf", [46, 1364], llm.read_prompt("kings<|endoftext|>", True)]
+    for pooling in ("last", "mean"):
+        found = remote.embed(prompts, pooling)
+        assert found.dtype == np.float32
+        assert found.flags.writeable
+        np.testing.assert_array_equal(found, llm.embed(prompts, pooling))
+    assert remote.embed([]).shape == llm.embed([]).shape
+    with pytest.raises(RequestError, match="pooling"):
+        remote.embed("a wolf", "max")
+
+
+def test_the_tokenizer_is_the_servers(remote, llm):
+    text = "A wolf 🐺<|endoftext|> näh"
+    for is_split in (None, False, True):
+        ids = llm.tokenizer.encode(text, is_split)
+        assert remote.tokenizer.encode(text, is_split) == ids
+        assert remote.tokenizer([text, "b"], is_split) == llm.tokenizer([text, "b"], is_split)
+        assert remote.tokenizer.decode(ids) == llm.tokenizer.decode(ids) == text
+        skipped = llm.tokenizer.decode(ids, skip_special_tokens=True)
+        assert remote.tokenizer.decode(ids, skip_special_tokens=True) == skipped
+    for wrong in (lambda: remote.tokenizer.encode(5), lambda: remote.tokenizer.encode("\ud800")):
+        with pytest.raises(RequestError):
+            wrong()
+
+
+def test_a_prompt_that_was_read_is_what_it_was_read_as(remote, llm):
+    text = "Once<|endoftext|> upon"
+    for is_split in (None, False, True):
+        prompt, expected = remote.read_prompt(text, is_split), llm.read_prompt(text, is_split)
+        assert prompt == expected
+        found, wanted = (each.generate(prompt, max_tokens=3)[0] for each in (remote, llm))
+        assert told(found) == told(wanted)
 
 
 def test_times_are_those_of_the_request(remote):

@@ -5,10 +5,13 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
 import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 import tinygpt
+from support.serving import until
 
 
 def test_models_by_each_name(server, llm):
@@ -17,7 +20,7 @@ def test_models_by_each_name(server, llm):
     assert [card["id"] for card in listed["data"]] == ["demo", "other/name"]
     for card in listed["data"]:
         assert server.ask(f"/v1/models/{card['id'].replace('/', '%2F')}").json == card
-        assert (card["object"], card["max_model_len"]) == ("model", llm.max_model_len)
+        assert (card["object"], card["max_model_len"], card["max_logprobs"]) == ("model", llm.max_model_len, 20)
     for name in ("demo", "other/name"):
         assert server.complete(model=name, max_tokens=1).json["model"] == name
     assert server.complete(max_tokens=1).json["model"] == "demo"
@@ -38,6 +41,8 @@ def test_texts_and_tokens(server, llm):
     assert (reply["tokens"], reply["count"], reply["max_model_len"]) == (ids, len(ids), llm.max_model_len)
     assert "".join(reply["token_strs"]) == text
     assert server.ask("/detokenize", {"tokens": ids}).json == {"prompt": text}
+    shown = server.ask("/detokenize", {"tokens": ids, "skip_special_tokens": True}).json["prompt"]
+    assert shown == "Once upon a time"
     split = server.ask("/tokenize", {"prompt": text, "split_special_tokens": True}).json["tokens"]
     assert split == llm.tokenizer.encode(text, split_special_tokens=True)
     assert server.ask("/tokenize", {"prompt": "a" * 10_000}).json["count"] > 100  # encoded in another thread
@@ -82,6 +87,62 @@ def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
 def test_embeddings_that_are_not_possible(server, body, param):
     reply = server.ask("/v1/embeddings", body)
     assert (reply.status, reply.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_scores_are_cosines_of_embeddings(server, llm, pooling):
+    """One text with each of several, and pairs."""
+    firsts, seconds = ["a wolf", "Once upon a time"], ["a fox in the wood", "a wolf"]
+    for given, pairs in (
+        ("a wolf", [(firsts[0], second) for second in seconds]),
+        (firsts, [*zip(firsts, seconds, strict=True)]),
+    ):
+        reply = server.ask("/v1/score", {"text_1": given, "text_2": seconds, "pooling": pooling}).json
+        vectors = [llm.embed([*pair], pooling).astype(np.float64) for pair in pairs]  # (2, C) each
+        cosines = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in vectors]
+        assert [row["score"] for row in reply["data"]] == pytest.approx(cosines, abs=1e-12)
+        assert [(row["index"], row["object"]) for row in reply["data"]] == [(0, "score"), (1, "score")]
+    assert min(cosines) < 0.999  # or all would be alike
+    same = server.ask("/v1/score", {"text_1": "a wolf", "text_2": "a wolf", "pooling": pooling}).json
+    assert same["data"][0]["score"] == pytest.approx(1, abs=1e-12)
+    assert same["usage"]["prompt_tokens"] == 2 * len(llm.tokenizer.encode("a wolf"))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text_1": "a"}, "text_2"),
+        ({"text_1": "", "text_2": "a"}, "text_1"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ({"text_1": ["a", "b"], "text_2": "a"}, "text_1"),
+        ({"text_1": "a", "text_2": "a " * 600}, "text_2"),
+        ({"text_1": "a", "text_2": "b", "pooling": "max"}, "pooling"),
+    ],
+)
+def test_scores_that_are_not_possible(server, body, param):
+    reply = server.ask("/v1/score", body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+def test_too_many_wait_for_their_turn(server, llm):
+    """What is no generation has no slot, and yet cannot wait without limit."""
+    running, release, embed = threading.Event(), threading.Event(), llm.embed
+
+    def slow(prompt, pooling):
+        running.set()
+        assert release.wait(60)
+        return embed(prompt, pooling)
+
+    with ThreadPoolExecutor() as clients, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "embed", slow)
+        asked = [clients.submit(server.ask, "/v1/embeddings", {"input": "a"}) for _ in range(3)]
+        assert running.wait(60)
+        until(lambda: server.state.turns._num_waiting == 3)
+        for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/v1/embeddings", {"input": "a"})):
+            reply = server.ask(path, body)
+            assert (reply.status, reply.headers["retry-after"]) == (429, "1")
+        release.set()
+        assert [each.result().status for each in asked] == [200] * 3
 
 
 def test_version(server):

@@ -10,6 +10,15 @@ from typing import Any
 SECONDS = 60
 
 
+def strict_json(text: str | bytes) -> Any:
+    """A value as every parser of JSON reads it: NaN and Infinity are none."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 @dataclass(frozen=True)
 class Reply:
     status: int
@@ -18,7 +27,7 @@ class Reply:
 
     @property
     def json(self) -> Any:
-        return json.loads(self.body)
+        return strict_json(self.body)
 
     @property
     def error(self) -> dict[str, Any]:
@@ -29,7 +38,7 @@ class Reply:
         """The values of a stream's events, which has to end with [DONE]."""
         *events, done, end = self.body.decode().split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in events if not event.startswith(":")]
+        return [strict_json(event.removeprefix("data: ")) for event in events if not event.startswith(":")]
 
 
 def ask(port: int, path: str, body: Any = None, method: str | None = None, **headers: str) -> Reply:
@@ -68,7 +77,7 @@ class RawRequest:
             if line == b"data: [DONE]\n":
                 return
             if line.startswith(b"data: {"):
-                yield json.loads(line[6:])
+                yield strict_json(line[6:])
 
     def close(self) -> None:
         self._lines.close()

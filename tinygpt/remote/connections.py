@@ -51,6 +51,12 @@ class Connections:
             exchange.send("GET", path)
             return exchange.json()
 
+    def post(self, path: str, body: Any) -> Any:
+        """The reply to what can be asked again without harm, as none of it is kept."""
+        with self.exchange() as exchange:
+            exchange.send("POST", path, body)
+            return exchange.json()
+
     def exchange(self) -> "Exchange":
         return Exchange(self, self.max_retries)
 

@@ -1,26 +1,61 @@
 """RemoteLLM: an LLM whose model runs behind a server."""
 
+import base64
 import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygpt.errors import RequestError, ServerError
-from tinygpt.outputs import RequestOutput, StreamChunk
+from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk
+from tinygpt.progress_bar import UseTqdm, with_bar
 from tinygpt.remote.connections import Connections, Exchange
-from tinygpt.remote.wire import PATH, chunk_from_json, output_from_json, params_to_json
-from tinygpt.request.prompts import Prompt, checked_ids, checked_salt, params_list, prompt_list, unsalted
+from tinygpt.remote.remote_tokenizer import RemoteTokenizer
+from tinygpt.remote.wire import (
+    PATH,
+    SCORE_PATH,
+    chunk_from_json,
+    output_from_json,
+    params_to_json,
+    score_from_json,
+    understood,
+)
+from tinygpt.request.prompts import (
+    Prompt,
+    checked_ids,
+    checked_salt,
+    params_list,
+    params_or_fields,
+    prompt_list,
+    unsalted,
+)
 from tinygpt.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    import numpy as np
+
 KEY_VARIABLE = "TINYGPT_API_KEY"
+MAX_CONTINUATIONS = 256  # of one request
+_INSIDE = "what it reads is inside the model, and a server gives no tensors: use an LLM"
+# What an LLM has and this has not, and why.
+ELSEWHERE = {
+    "attentions": _INSIDE,
+    "hidden_states": _INSIDE,
+    "load_session": "a session's keys and values lie in the memory of an LLM: use one",
+    "logits": f"{_INSIDE}; logprobs and prompt_logprobs are there",
+    "num_truncated_tokens": "outputs tell their num_truncated_tokens",
+    "session": "a session's keys and values lie in the memory of an LLM: use one; prompts that begin alike share that "
+    "over there anyway",
+    "step": "the server takes the steps",
+}
 
 
 class RemoteLLM:
-    """The face of an LLM, before a model that `tinygpt serve` runs: `generate`, `stream` and `submit` give
-    what they give in an LLM, to the bit. For asyncio there is AsyncLLM(RemoteLLM(url)).
+    """The face of an LLM, before a model that `tinygpt serve` runs: `generate`, `stream`, `submit`, `score` and `embed`
+    give what they give in an LLM, to the bit. For asyncio there is AsyncLLM(RemoteLLM(url)).
 
     url: the server's address.
     api_key: what the server wants to be sent; None is the variable TINYGPT_API_KEY, if there is one.
@@ -59,22 +94,41 @@ class RemoteLLM:
         self._calls: set[_Call] = set()
         self._is_closed = False
 
-    def generate(self, prompts: Any, params: Any = None) -> list[RequestOutput]:
+    @property
+    def tokenizer(self) -> RemoteTokenizer:
+        """The tokenizer over there: each call of its methods is a request."""
+        self._check_open()
+        return RemoteTokenizer(self._connections, self._split_special_tokens)
+
+    def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
+        """A text or token ids, encoded once, as LLM.read_prompt does; BOS for an empty one is added over there."""
+        given, salt = unsalted(prompt, self._cache_salt)
+        if not isinstance(given, str):
+            return Prompt(None, checked_ids(given), salt)
+        return Prompt(given, self.tokenizer.encode(given, split_special_tokens), salt)
+
+    def generate(
+        self, prompts: Any, params: Any = None, *, use_tqdm: UseTqdm = None, **fields: Any
+    ) -> list[RequestOutput]:
         """Continue each prompt, as LLM.generate does. The first that is refused ends all."""
-        outputs = dict(self.generate_as_finished(prompts, params))
+        prompts = prompt_list(prompts)
+        finished = self.generate_as_finished(prompts, params, **fields)
+        outputs = dict(with_bar(finished, len(prompts), use_tqdm))
         return [outputs[i] for i in sorted(outputs)]
 
-    def generate_as_finished(self, prompts: Any, params: Any = None) -> Iterator[tuple[int, RequestOutput]]:
+    def generate_as_finished(
+        self, prompts: Any, params: Any = None, **fields: Any
+    ) -> Iterator[tuple[int, RequestOutput]]:
         """As `generate`, but yields (index of the prompt, output) as soon as each is finished."""
-        prompts = prompt_list(prompts)
+        prompts, params = prompt_list(prompts), params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         calls = [_Call(self._connections, *self._request(prompt, p)) for prompt, p in pairs]
         return self._run(calls)
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, token by token, as LLM.stream does. Closing the iterator ends the request."""
         self._check_open()
-        _, body = self._request(prompt, params)
+        _, body = self._request(prompt, params_or_fields(params, fields))
         exchange = self._connections.exchange()
         exchange.send("POST", PATH, {**body, "stream": True})
         return _chunks(exchange)
@@ -84,6 +138,7 @@ class RemoteLLM:
         prompt: Any,
         params: SamplingParams | None = None,
         on_chunk: Callable[[StreamChunk], None] | None = None,
+        **fields: Any,
     ) -> "Future[RequestOutput]":
         """Continue one prompt while the caller does something else, as LLM.submit does.
 
@@ -91,7 +146,54 @@ class RemoteLLM:
         """
         if on_chunk is not None and not callable(on_chunk):
             raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
-        return self._start(_Call(self._connections, *self._request(prompt, params), on_chunk))
+        request = self._request(prompt, params_or_fields(params, fields))
+        return self._start(_Call(self._connections, *request, on_chunk))
+
+    def score(
+        self,
+        prompt: Any,
+        continuations: Any,
+        soft_prompt: str | None = None,
+        split_special_tokens: bool | None = None,
+    ) -> list[ContinuationScore]:
+        """How probable each continuation of the prompt is, as LLM.score says."""
+        self._check_open()
+        given, salt = unsalted(prompt, self._cache_salt)
+        body = {
+            "prompt": _sendable(given) or None,
+            "split_special_tokens": self._split_special_tokens
+            if split_special_tokens is None
+            else split_special_tokens,
+            **{name: value for name, value in {"soft_prompt": soft_prompt, "cache_salt": salt}.items() if value},
+        }
+        listed, found = [*map(_sendable, prompt_list(continuations))], []
+        for start in range(0, len(listed), MAX_CONTINUATIONS):
+            part = {**body, "continuations": listed[start : start + MAX_CONTINUATIONS]}
+            reply = self._connections.post(SCORE_PATH, part)
+            with understood():
+                found += map(score_from_json, reply["scores"])
+        return found
+
+    def embed(self, prompts: Any, pooling: str = "last") -> "np.ndarray":
+        """A vector for each text or list of token ids, (len(prompts), C) float32, as LLM.embed makes them.
+
+        One request for each, so that the first which is refused may have others before it. An array needs NumPy.
+        """
+        import numpy as np
+
+        self._check_open()
+        vectors = []
+        for prompt in prompt_list(prompts):
+            body = {
+                "input": _sendable(unsalted(prompt, None)[0]),
+                "pooling": pooling,
+                "encoding_format": "base64",
+                "split_special_tokens": self._split_special_tokens,
+            }
+            reply = self._connections.post("/v1/embeddings", body)
+            with understood():
+                vectors.append(np.frombuffer(base64.b64decode(reply["data"][0]["embedding"]), "<f4"))  # (C,)
+        return np.stack(vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]  # which is as wide
 
     def close(self) -> None:
         """Any later call raises RequestError, and so does every future that is not done."""
@@ -108,6 +210,10 @@ class RemoteLLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        why = ELSEWHERE.get(name, "it is no part of a RemoteLLM")
+        raise AttributeError(f"{type(self).__name__} has no {name}: {why}.")
 
     def _run(self, calls: "list[_Call]") -> Iterator[tuple[int, RequestOutput]]:
         indices = {self._start(call): i for i, call in enumerate(calls)}
@@ -129,13 +235,10 @@ class RemoteLLM:
     def _request(self, prompt: Any, params: SamplingParams | None) -> tuple[str | None, dict[str, Any]]:
         """The prompt's text, if it is one, and what is sent."""
         [checked] = params_list(params, 1)
-        if isinstance(prompt, Prompt):
-            given, salt = (prompt.token_ids if prompt.text is None else prompt.text), prompt.cache_salt
-        else:
-            given, salt = unsalted(prompt, self._cache_salt)
-        text = given if isinstance(given, str) else None
+        given, salt = unsalted(prompt, self._cache_salt)
+        text = prompt.text if isinstance(prompt, Prompt) else given if isinstance(given, str) else None
         body = {
-            "prompt": (checked_ids(given) or None) if text is None else text,
+            "prompt": _sendable(given) or None,
             "split_special_tokens": self._split_special_tokens,
             **params_to_json(checked),
         }
@@ -198,8 +301,13 @@ class _Call:
         return output
 
     def _output(self, found: Any) -> RequestOutput:
-        with _understood():
+        with understood():
             return output_from_json(found, self._text, self._arrival)
+
+
+def _sendable(given: Any) -> str | list[int]:
+    given = given.token_ids if isinstance(given, Prompt) else given
+    return given if isinstance(given, str) else checked_ids(given)
 
 
 def _chunks(exchange: Exchange) -> Iterator[StreamChunk]:
@@ -210,18 +318,8 @@ def _chunks(exchange: Exchange) -> Iterator[StreamChunk]:
 
 
 def _chunk(found: Any) -> StreamChunk:
-    with _understood():
+    with understood():
         return chunk_from_json(found)
-
-
-@contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ServerError(
-            "the server's reply is none that this version reads: are both ends the same version?"
-        ) from error
 
 
 def _card_of(connections: Connections) -> dict[str, Any]:

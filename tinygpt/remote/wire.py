@@ -3,16 +3,17 @@
 An id as a key is a text there, and so is minus infinity, the logarithm of 0, for which JSON has no number.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from tinygpt.errors import RequestError
-from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from tinygpt.errors import RequestError, ServerError
+from tinygpt.outputs import CompletionOutput, ContinuationScore, RequestMetrics, RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
 
-PATH = "/generate"
+PATH, SCORE_PATH = "/generate", "/score_continuations"
 ALWAYS = ("max_tokens", "temperature")  # sent whatever they are: servers have other defaults
 SUMS = ("cumulative_logprob", "score")
 MOMENTS = ("scheduled", "first_token", "finished")  # of RequestMetrics; what it has besides is no time of day
@@ -94,6 +95,14 @@ def chunk_from_json(found: Mapping[str, Any]) -> StreamChunk:
     return StreamChunk(**{**found, **logprobs})
 
 
+def score_to_json(score: ContinuationScore) -> dict[str, Any]:
+    return {**dataclasses.asdict(score), "logprobs": [*map(_number_to_json, score.logprobs)]}
+
+
+def score_from_json(found: Mapping[str, Any]) -> ContinuationScore:
+    return ContinuationScore(**{**found, "logprobs": [*map(_number_from_json, found["logprobs"])]})
+
+
 def _sample_to_json(sample: CompletionOutput) -> dict[str, Any]:
     found = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     sums = {name: _number_to_json(found[name]) for name in SUMS}
@@ -127,3 +136,14 @@ def _number_to_json(number: float | None) -> Number | None:
 
 def _number_from_json(number: Number | None) -> float | None:
     return float(number) if isinstance(number, str) else number
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """ServerError for a reply that has not what its reader looks for."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(
+            "the server's reply is none that this version reads: are both ends the same version?"
+        ) from error

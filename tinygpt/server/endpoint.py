@@ -5,17 +5,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.server.errors import ApiError, from_engine, from_validation
+from tinygpt.server.protocol.fields import Strict
 
 BODY_SECONDS = 30.0  # that a body may take to arrive
 
-Form = TypeVar("Form", bound=BaseModel)
+Form = TypeVar("Form", bound=Strict)
 
 
 class Endpoint(Generic[Form]):
@@ -38,7 +39,7 @@ class Endpoint(Generic[Form]):
         try:
             response = await self._handle(request, form)
         except TinyGPTError as error:
-            raise from_engine(error) from None
+            raise from_engine(error, form.name_of) from None
         await response(scope, receive, send)
 
 

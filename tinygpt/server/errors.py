@@ -1,6 +1,7 @@
 """Refusals in the shape that OpenAI's clients read, whatever has refused."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -46,12 +47,19 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def from_engine(error: TinyGPTError) -> ApiError:
-    """What the engine refuses. Its sentences about a field begin with the field's name."""
+def from_engine(error: TinyGPTError, name_of: Callable[[str], str]) -> ApiError:
+    """What the engine refuses. Its sentences about a field begin with the field's name.
+
+    name_of: what the request calls such a field.
+    """
+    message = str(error)
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
-    field = re.match(r"([a-z_]+)(?==| is | holds )", str(error))
-    return ApiError(400, str(error), param=field[1] if field else None)
+        return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+    field = re.match(r"([a-z_.]+)(?==| is | holds | needs )", message)
+    if field is None:
+        return ApiError(400, message)
+    name = name_of(field[1])
+    return ApiError(400, name + message[field.end() :], param=name)
 
 
 def from_validation(error: ValidationError, form: type[BaseModel]) -> ApiError:

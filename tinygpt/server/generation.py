@@ -38,9 +38,25 @@ class Generation:
         self.token_gaps: list[float] = []
         self._last_tokens: dict[tuple[int, int], float] = {}  # (prompt, sample) -> when its last one came
 
-    def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], is_streamed: bool = False) -> None:
+    async def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], is_streamed: bool = False) -> None:
         """Have all requests run, or none: raises what LLM.submit raises."""
         self._check_size(requests)
+        if all(params.guidance is None for _, params in requests):
+            self._submit(requests, is_streamed)
+            return
+        # Grammars are compiled first, some of them for a second, while the loop goes on.
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, requests, is_streamed))
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            await asyncio.wait({submitting})  # until all is there that is to be cancelled
+            self.cancel()
+            raise
+        if self._reason is not None:  # it came meanwhile
+            self.cancel()
+            raise self._reason
+
+    def _submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], is_streamed: bool) -> None:
         try:
             for i, (prompt, params) in enumerate(requests):
                 on_chunk = partial(self._post, i) if is_streamed else None
@@ -54,7 +70,7 @@ class Generation:
 
     async def run(self, requests: Sequence[tuple[Prompt, SamplingParams]]) -> list[RequestOutput]:
         """Submit them, and wait for what becomes of each. The first error of any of them ends all."""
-        self.submit(requests)
+        await self.submit(requests)
         try:
             return await asyncio.gather(*map(asyncio.wrap_future, self._futures[-len(requests) :]))
         except asyncio.CancelledError:

@@ -35,13 +35,26 @@ async def read_prompts(
     is_split = True if split_special_tokens is None else split_special_tokens
 
     def read() -> list[Prompt]:
-        return [state.llm.read_prompt(_salted(prompt, cache_salt), is_split) for prompt in given]
+        return [state.llm.read_prompt(salted(prompt, cache_salt), is_split) for prompt in given]
 
     length = sum(len(prompt) for prompt in given if isinstance(prompt, str))
     try:
         return read() if length <= LONG_TEXT else await asyncio.to_thread(read)
     except TinyGPTError as error:
         raise ApiError(400, str(error), field) from None
+
+
+def salted(prompt: str | list[int], cache_salt: str | None) -> Any:
+    """As LLM takes a prompt with a salt of its own."""
+    return prompt if cache_salt is None else {"prompt": prompt, "cache_salt": cache_salt}
+
+
+def check_lengths(state: ServerState, prompts: Sequence[Prompt], field: str) -> None:
+    """Refuse prompts that are too long to be read, with nothing behind them."""
+    longest, limit = max(len(prompt.token_ids) for prompt in prompts), state.llm.max_model_len
+    if longest > limit:
+        message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
+        raise ApiError(400, message, field, "context_length_exceeded")
 
 
 def default_max_tokens(state: ServerState, prompts: Sequence[Prompt], most: int | None = DEFAULT_MAX_TOKENS) -> int:
@@ -69,7 +82,3 @@ def check_context(state: ServerState, prompts: Sequence[Prompt], params: Samplin
             param="prompt" if longest >= limit else "max_tokens",
             code="context_length_exceeded",
         )
-
-
-def _salted(prompt: str | list[int], cache_salt: str | None) -> Any:
-    return prompt if cache_salt is None else {"prompt": prompt, "cache_salt": cache_salt}

@@ -13,6 +13,7 @@ from tinygpt.server.protocol.completions import Completion, CompletionRequest
 from tinygpt.server.protocol.embeddings import EmbeddingRequest, Embeddings
 from tinygpt.server.protocol.generate import Generated, GenerateRequest
 from tinygpt.server.protocol.models import Deleted, Health, ModelCard, ModelList, Version
+from tinygpt.server.protocol.scores import ContinuationsRequest, ScoredContinuations, ScoreRequest, Scores
 from tinygpt.server.protocol.tokens import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -95,6 +96,24 @@ OPERATIONS = (
         Embeddings,
         (*OF_BODY, 404, 429, 503),
         example={"input": ["a wolf", "a king"], "pooling": "mean"},
+    ),
+    Operation(
+        "post",
+        "/v1/score",
+        "How alike texts are",
+        ScoreRequest,
+        Scores,
+        (*OF_BODY, 404, 429),
+        example={"text_1": "a wolf", "text_2": ["a fox", "a king"], "pooling": "mean"},
+    ),
+    Operation(
+        "post",
+        "/score_continuations",
+        "How probable continuations of a prompt are",
+        ContinuationsRequest,
+        ScoredContinuations,
+        (*OF_BODY, 404, 429),
+        example={"prompt": "He was the son of the", "continuations": [" king", " spoon"]},
     ),
     Operation("get", "/v1/models", "The names of the model", None, ModelList),
     Operation("get", "/v1/models/{model}", "The model by one of its names", None, ModelCard, (403, 404)),

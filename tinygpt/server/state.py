@@ -21,6 +21,7 @@ from tinygpt.server.mailbox import Mailbox
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.record import record_of
 from tinygpt.server.token_names import TokenNames
+from tinygpt.server.turns import Turns
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
@@ -63,11 +64,11 @@ class ServerState:
     def chat_template(self) -> ChatTemplate | None:
         return self.config.chat_template
 
-    @property
-    def max_waiting(self) -> float:
-        """Requests of one kind that may wait."""
+    @cached_property
+    def turns(self) -> Turns:
+        """For what is no generation."""
         max_queue = self.llm.engine.engine_config.max_queue
-        return math.inf if max_queue is None else max_queue
+        return Turns(math.inf if max_queue is None else max_queue)
 
     def encode(self, text: str) -> list[int]:
         """A text of a client's, apart from its prompt. Special tokens in it are plain text."""

@@ -8,6 +8,7 @@ from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.event_stream import event
+from tinygpt.server.finite import finite
 from tinygpt.server.generation import Generation
 from tinygpt.server.protocol.chat import (
     AssistantMessage,
@@ -107,7 +108,7 @@ class ChatJob:
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         token_bytes = list(self.names.bytes_of(token_id))
-        return {"token": self.names.name(token_id), "logprob": logprob, "bytes": token_bytes}
+        return {"token": self.names.name(token_id), "logprob": finite(logprob), "bytes": token_bytes}
 
     def _usage(self, num_tokens: int) -> Usage:
         return Usage.of(len(self.prompt.token_ids), num_tokens)

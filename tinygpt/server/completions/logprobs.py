@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from tinygpt.server.finite import finite
 from tinygpt.server.protocol.completions import Logprobs
 from tinygpt.server.token_names import Namer, TokenNames
 
@@ -33,9 +34,9 @@ class LogprobArrays:
             arrays.top_token_ids = []
         for token_id, logprobs in tokens:
             arrays.tokens.append(self._name(token_id))
-            arrays.token_logprobs.append(None if logprobs is None else logprobs[token_id])
+            arrays.token_logprobs.append(None if logprobs is None else finite(logprobs[token_id]))
             top = None if logprobs is None else self._top(token_id, logprobs)
-            arrays.top_logprobs.append(top and {self._name(i): logprob for i, logprob in top.items()})
+            arrays.top_logprobs.append(top and {self._name(i): finite(logprob) for i, logprob in top.items()})
             if self._with_ids:
                 arrays.top_token_ids.append(top and {self._name(i): i for i in top})
             arrays.text_offset.append(self._offset)

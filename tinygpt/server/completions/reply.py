@@ -5,6 +5,7 @@ from typing import Any
 
 from tinygpt.outputs import CompletionOutput, RequestOutput
 from tinygpt.server.completions.job import CompletionJob, sampled_tokens
+from tinygpt.server.finite import finite
 from tinygpt.server.protocol.completions import Completion, CompletionChoice, TokenLogprob
 
 
@@ -47,6 +48,6 @@ def _described(job: CompletionJob, token_id: int, entry: dict[int, float] | None
     best = dict(list(entry.items())[: job.form.prompt_logprobs])
     ranks = {i: rank for rank, i in enumerate(best, 1)}
     return {
-        i: TokenLogprob(logprob=logprob, rank=ranks.get(i), decoded_token=job.names.name(i))
+        i: TokenLogprob(logprob=finite(logprob), rank=ranks.get(i), decoded_token=job.names.name(i))
         for i, logprob in (best | {token_id: entry[token_id]}).items()
     }

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 from tinygpt.server.protocol.common import StreamOptions, Usage
 from tinygpt.server.protocol.fields import BestOf, ModelName, NumLogprobs, Positive, Strict, Text
-from tinygpt.server.protocol.sampling import SamplingFields
+from tinygpt.server.protocol.guided import GuidedFields
 
 MAX_MESSAGES = 10_000
 
@@ -22,11 +22,7 @@ class Message(Strict):
     name: str | None = None
 
 
-class ResponseFormat(Strict):
-    type: Literal["text"]
-
-
-class ChatRequest(SamplingFields):
+class ChatRequest(GuidedFields):
     """max_tokens is the older name of max_completion_tokens; without either, all that fits is generated at most."""
 
     model: ModelName | None = None
@@ -38,7 +34,6 @@ class ChatRequest(SamplingFields):
     top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None

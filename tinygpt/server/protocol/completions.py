@@ -14,10 +14,10 @@ from tinygpt.server.protocol.fields import (
     Text,
     TokenIds,
 )
-from tinygpt.server.protocol.sampling import SamplingFields
+from tinygpt.server.protocol.guided import GuidedFields
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(GuidedFields):
     """A prompt that is null or empty starts at the BOS token."""
 
     model: ModelName | None = None

@@ -18,6 +18,10 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    def name_of(self, field: str) -> str:
+        """What this request calls what the engine calls `field`."""
+        return field
+
 
 def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value

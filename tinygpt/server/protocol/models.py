@@ -6,6 +6,8 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
+    """The last two are what a request may ask for at most."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -13,6 +15,7 @@ class ModelCard(BaseModel):
     root: str
     parent: str | None
     max_model_len: int
+    max_logprobs: int
 
 
 class ModelList(BaseModel):

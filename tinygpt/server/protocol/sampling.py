@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tinygpt.guided_grammar import MAX_CHARACTERS
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.protocol.fields import (
     Bias,
@@ -24,6 +25,9 @@ from tinygpt.server.protocol.fields import (
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_STOP_STRINGS = 64  # evaluation harnesses send all of a task's
+Choices = Annotated[list[Text], Field(min_length=1)]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+Schema = dict[str, Any] | Pattern
 
 
 class RepetitionDetectionFields(Strict):
@@ -80,6 +84,10 @@ class SamplingFields(Strict):
     overflow: Literal["refuse", "clamp", "truncate", "slide"] | None = None
     stride: Positive | None = None
     soft_prompt: Text | None = None
+    guided_choice: Choices | None = None
+    guided_regex: Pattern | None = None
+    guided_json: Schema | None = Field(None, description="a JSON schema, or the same as a text")
+    guided_grammar: Pattern | None = None
 
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
         """encode: for the texts among logit_bias's keys. others: fields that each kind of request has its own way to

@@ -29,6 +29,7 @@ class TokenizeReply(BaseModel):
 class DetokenizeRequest(Strict):
     model: ModelName | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+    skip_special_tokens: bool | None = None
 
 
 class DetokenizeReply(BaseModel):

@@ -2,7 +2,7 @@
 
 from starlette.routing import Route
 
-from tinygpt.server.routes import chat, completions, embeddings, generate, health, models, openapi, page, tokens
+from tinygpt.server.routes import chat, completions, embeddings, generate, health, models, openapi, page, scores, tokens
 from tinygpt.server.state import ServerState
 
 
@@ -13,6 +13,7 @@ def all_routes(state: ServerState) -> list[Route]:
         *chat.routes(state),
         *generate.routes(state),
         *embeddings.routes(state),
+        *scores.routes(state),
         *models.routes(state),
         *tokens.routes(state),
         *health.routes(state),

@@ -28,7 +28,7 @@ def routes(state: ServerState) -> list[Route]:
         generation = state.new_generation(request)
         job = await _read(state, template, form)
         if form.stream:
-            generation.submit([(job.prompt, job.params)], is_streamed=True)
+            await generation.submit([(job.prompt, job.params)], is_streamed=True)
             return EventStream(job.events(generation))
         [output] = await generation.run([(job.prompt, job.params)])
         return json_reply(job.reply(output))

@@ -36,7 +36,7 @@ def routes(state: ServerState) -> list[Route]:
             return json_reply(completion(job, await _outputs(state, generation, job, suffix)))
         if form.max_tokens == 0:
             return EventStream(_whole(state, generation, job))
-        generation.submit([(prompt, job.params) for prompt in job.prompts], is_streamed=True)
+        await generation.submit([(prompt, job.params) for prompt in job.prompts], is_streamed=True)
         return EventStream(CompletionStream(job, generation).events())
 
     endpoint = Endpoint(CompletionRequest, complete, state.config.max_body_bytes)

@@ -25,7 +25,7 @@ def routes(state: ServerState) -> list[Route]:
         prompts = await read_prompts(state, [form.prompt or ""], form.split_special_tokens, form.cache_salt)
         requests = [(prompts[0], _params(state, form))]
         if form.stream:
-            generation.submit(requests, is_streamed=True)
+            await generation.submit(requests, is_streamed=True)
             return EventStream(_events(generation))
         [output] = await generation.run(requests)
         return Response(compact(output_to_json(output)), media_type="application/json")

@@ -37,6 +37,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
         root=state.model_name,
         parent=None,
         max_model_len=state.llm.max_model_len,
+        max_logprobs=state.config.max_logprobs,
     )
 
 

@@ -36,7 +36,7 @@ def routes(state: ServerState) -> list[Route]:
     async def detokenize(request: Request, form: DetokenizeRequest) -> Response:
         state.check_model(form.model)
         state.check_token_ids("tokens", form.tokens)
-        text = await asyncio.to_thread(state.llm.tokenizer.decode, form.tokens)
+        text = await asyncio.to_thread(state.llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
         return json_reply(DetokenizeReply(prompt=text))
 
     async def info(request: Request) -> Response:

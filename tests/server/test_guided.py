@@ -1,0 +1,194 @@
+"""Guided texts over HTTP: by each of the names that clients know them by, the library's to the bit."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+
+import json
+import re
+import sys
+import threading
+
+from support.gate import Gate
+from support.serving import served, until
+from tinygpt import SamplingParams
+from tinygpt.sampling.guided import Guidance
+from tinygpt.server.chat.template import ChatTemplate
+
+PROMPT = "In the house lived"
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+REGEX, CHOICES, GRAMMAR = "[A-Z][a-z]{2,8} [0-9]{1,2}", ["a king", "a wolf"], 'start: "(" start ")" | "here"'
+SAMPLED = {"max_tokens": 60, "temperature": 0.9, "seed": 3}
+# What a client sends, and the field of SamplingParams that it is.
+SPELLINGS = {
+    "choice": ({"guided_choice": CHOICES}, {"guided_choice": CHOICES}),
+    "regex": ({"guided_regex": REGEX}, {"guided_regex": REGEX}),
+    "JSON": ({"guided_json": PERSON}, {"guided_json": PERSON}),
+    "JSON as a text": ({"guided_json": json.dumps(PERSON)}, {"guided_json": PERSON}),
+    "grammar": ({"guided_grammar": GRAMMAR}, {"guided_grammar": GRAMMAR}),
+    "vLLM's choice": ({"structured_outputs": {"choice": CHOICES}}, {"guided_choice": CHOICES}),
+    "vLLM's regex": ({"structured_outputs": {"regex": REGEX, "disable_fallback": True}}, {"guided_regex": REGEX}),
+    "vLLM's JSON": ({"structured_outputs": {"json": PERSON, "regex": None}}, {"guided_json": PERSON}),
+    "vLLM's object": ({"structured_outputs": {"json_object": True}}, {"guided_json": {"type": "object"}}),
+    "vLLM's grammar": ({"structured_outputs": {"grammar": GRAMMAR}}, {"guided_grammar": GRAMMAR}),
+    "OpenAI's schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": PERSON, "strict": True},
+            }
+        },
+        {"guided_json": PERSON},
+    ),
+    "OpenAI's object": ({"response_format": {"type": "json_object"}}, {"guided_json": {"type": "object"}}),
+    "OpenAI's text": ({"response_format": {"type": "text"}}, {}),
+    "nothing": ({"structured_outputs": {"json_object": False}, "guided_json": None}, {}),
+}
+# A body, the field that the refusal names, and a part of its sentence.
+REFUSED = {
+    "expression": ({"guided_regex": "("}, "guided_regex", "is not possible"),
+    "a choice of nothing": ({"guided_choice": []}, "guided_choice", "at least 1"),
+    "an empty choice": ({"guided_choice": [""]}, "guided_choice", "at least 1"),
+    "no schema": ({"guided_json": 5}, "guided_json", "a JSON schema"),
+    "text that is no schema": ({"guided_json": "[1]"}, "guided_json", "a JSON schema"),
+    "a type that is none": ({"guided_json": {"type": "bogus"}}, "guided_json", "bogus"),
+    "infinity": ({"guided_json": {"const": float("inf")}}, "guided_json", "a JSON schema"),
+    "grammar": ({"guided_grammar": "start: nowhere"}, "guided_grammar", "nowhere"),
+    "long": ({"guided_regex": "a" * 65_537}, "guided_regex", "65536"),
+    "vLLM's": ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "is not possible"),
+    "vLLM's that is none": (
+        {"structured_outputs": {"structural_tag": "{}"}},
+        "structured_outputs",
+        "structured_outputs.structural_tag",
+    ),
+    "OpenAI's": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "bogus"}}}},
+        "response_format.json_schema.schema",
+        "bogus",
+    ),
+    "OpenAI's without a schema": ({"response_format": {"type": "json_schema"}}, "response_format", "required"),
+    "another format": ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "given beside guided_choice"),
+    "two spellings": (
+        {"structured_outputs": {"json": {}, "choice": ["a"]}, "response_format": {"type": "json_object"}},
+        "response_format",
+        "given beside structured_outputs.json and structured_outputs.choice",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def chatting(llm):
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
+    with served(llm, chat_template=template) as server:
+        yield server
+
+
+def asked_in(chatting, path, body, **more):
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    return chatting.ask(path, {**prompt, **SAMPLED, **body, **more})
+
+
+def text_of(choice) -> str:
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_each_spelling_is_the_librarys_field(chatting, llm, name, path):
+    sent, field = SPELLINGS[name]
+    [expected] = llm.generate(PROMPT, SamplingParams(**SAMPLED, **field))[0].outputs
+    [choice] = asked_in(chatting, path, sent).json["choices"]
+    assert (text_of(choice), choice["stop_reason"]) == (expected.text, expected.stop_reason)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_streams_too(chatting, path):
+    whole = text_of(asked_in(chatting, path, {"guided_regex": REGEX}).json["choices"][0])
+    assert re.fullmatch(REGEX, whole)
+    parts = [event["choices"][0] for event in asked_in(chatting, path, {"guided_regex": REGEX}, stream=True).events]
+    assert "".join(part.get("text", part.get("delta", {}).get("content", "")) for part in parts) == whole
+    assert parts[-1]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_none_is_a_sentence_that_names_the_field(chatting, name, path, is_streamed):
+    body, field, part = REFUSED[name]
+    data = json.dumps({**body, "stream": is_streamed})[1:].replace("Infinity", "1e999")
+    prompt = '{"prompt": "a", ' if path == "/v1/completions" else '{"messages": [{"role": "user", "content": "a"}], '
+    reply = chatting.ask(path, (prompt + data).encode())
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert part in reply.error["message"]
+    assert reply.error["message"].startswith((field, "unrecognized request argument"))
+
+
+def test_without_the_package_the_sentence_says_so(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    bodies = {  # that no test has asked for, or they would be known already
+        "guided_regex": {"guided_regex": "x7+"},
+        "structured_outputs.json": {"structured_outputs": {"json": {"title": "Nobody's"}}},
+    }
+    for field, body in bodies.items():
+        reply = server.complete(prompt="a", **body)
+        assert (reply.status, reply.error["param"]) == (400, field)
+        assert 'pip install "tinygpt[guided]"' in reply.error["message"]
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Grammars are compiled when `allowed` is set; `begun` is set when one would be."""
+    begun, allowed, check = threading.Event(), threading.Event(), Guidance.check
+
+    def wait_and_check(self, field, value):
+        begun.set()
+        assert allowed.wait(60)
+        check(self, field, value)
+
+    monkeypatch.setattr(Guidance, "check", wait_and_check)
+    yield begun, allowed
+    allowed.set()
+
+
+def test_others_are_served_while_a_grammar_is_compiled(server, compiling):
+    begun, allowed = compiling
+    client = server.begin(prompt=PROMPT, guided_choice=CHOICES, stream=True)
+    assert begun.wait(60)
+    assert server.complete(prompt="Once", max_tokens=2).status == 200
+    allowed.set()
+    assert "".join(event["choices"][0]["text"] for event in client.events()) in CHOICES
+    client.close()
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compiling):
+    begun, allowed = compiling
+    server.forget()
+    with llm.engine.wrapped(Gate) as gate:
+        client = server.begin(prompt=PROMPT, guided_regex="[a-z ]+", max_tokens=400)
+        assert begun.wait(60)
+        client.close()
+        allowed.set()
+        assert server.ended()["status"] == 499
+        gate.allow(1)
+        until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+
+
+def test_a_server_that_shuts_down_meanwhile_says_so(llm, compiling):
+    begun, allowed = compiling
+    with served(llm, drain_seconds=0.0) as server, llm.engine.wrapped(Gate) as gate:
+        client = server.begin(prompt=PROMPT, guided_regex="[a-z ]+", max_tokens=400)
+        assert begun.wait(60)
+        [generation] = server.state._generations
+        server.terminate()
+        until(lambda: generation._reason is not None)
+        allowed.set()
+        assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
+        gate.allow(1)
+        client.close()
