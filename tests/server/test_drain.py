@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
+import asyncio
 import os
 import re
 import signal
@@ -16,6 +17,10 @@ from support.gate import Gate
 from support.http_client import RawRequest, ask
 from support.paths import ROOT
 from support.serving import served, until
+from tinygpt.server.app import create_app
+from tinygpt.server.config import ServerConfig
+from tinygpt.server.listen import listen
+from tinygpt.server.serve import server_of
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
@@ -81,6 +86,15 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
         plain.close()
 
 
+def test_a_signal_before_the_server_runs_ends_it(llm):
+    """Nothing has been served, and nothing is to be drained."""
+    config = ServerConfig(served_model_names=("demo",))
+    server = server_of(create_app(llm, config), 60.0, lambda: None)
+    server.handle_exit(signal.SIGTERM, None)
+    with listen("127.0.0.1", 0) as listener:
+        asyncio.run(asyncio.wait_for(server.serve([listener]), 60))
+
+
 class Process:
     """`tinygpt serve` as a user starts it."""
 
@@ -105,13 +119,13 @@ class Process:
         return self._process.returncode
 
 
-def test_sigterm_ends_the_process_with_status_0_and_a_second_one_at_once():
-    """One process that has nothing to do, and one that would go on for its 100 seconds."""
+def test_a_signal_ends_the_process_with_status_0_and_a_second_one_at_once():
+    """One process that has nothing to do, by Ctrl-C, and one that would go on for its 100 seconds."""
     idle, busy = Process(), Process("--drain-seconds", "100", "--log-format", "json")
     assert ask(idle.port, "/health").json == {"status": "ok"}
     client = RawRequest(busy.port, "/v1/completions", {**LONG, "max_tokens": 500, "n": 100, "stream": True})
     next(client.events())
-    idle.signal(signal.SIGTERM)
+    idle.signal(signal.SIGINT)
     assert idle.end() == 0
     busy.signal(signal.SIGTERM)
     until(lambda: not can_connect(busy.port))

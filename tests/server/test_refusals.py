@@ -29,6 +29,8 @@ BODIES = {
     "an empty stop": (b'{"stop": ""}', "stop", "none of them empty"),
     "an id to stop at outside": (b'{"stop_token_ids": [9999]}', "stop_token_ids", "0 to 8192"),
     "a biased id outside": (b'{"logit_bias": {"9999": 1}}', "logit_bias", "0 to 8192"),
+    "a biased id of 5000 digits": (b'{"logit_bias": {"' + b"1" * 5000 + b'": 1}}', "logit_bias", "1000"),
+    "a biased id of 1000 digits": (b'{"logit_bias": {"' + b"1" * 1000 + b'": 1}}', "logit_bias", "token ids"),
     "a large bias": (b'{"logit_bias": {"5": 101}}', "logit_bias", "100"),
     "best_of below n": (b'{"best_of": 1, "n": 2}', "best_of", "n=2"),
     "best_of in a stream": (b'{"best_of": 2, "stream": true}', "best_of", "stream"),
@@ -67,17 +69,18 @@ def test_a_bad_body_is_a_sentence(server, llm, name):
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("body", "param", "numbers"),
     [
-        ({"prompt": [1] * 600}, "prompt"),
-        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens"),
-        ({"max_tokens": 2**31 - 1}, "max_tokens"),
+        ({"prompt": [1] * 600}, "prompt", (601, 600, 1)),
+        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", (513, 500, 13)),
+        ({"max_tokens": 2**31 - 1}, "max_tokens", (2**31, 1, 2**31 - 1)),
     ],
 )
-def test_what_does_not_fit_is_told_with_the_numbers(server, body, param):
+def test_what_does_not_fit_is_told_with_the_numbers(server, body, param, numbers):
     error = server.complete(**body).error
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    assert "512 tokens" in error["message"]
+    said = "has 512 tokens, and {} were asked for: {} in the prompt and {} to generate."
+    assert said.format(*numbers) in error["message"]
 
 
 def test_what_overflow_allows_is_served(server):

@@ -14,6 +14,7 @@ from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.errors import ApiError
 from tinygpt.server.mailbox import Inbox, Mailbox
+from tinygpt.server.threads import in_thread
 
 
 class PromptChunk(NamedTuple):
@@ -44,12 +45,9 @@ class Generation:
         if all(params.guidance is None for _, params in requests):
             self._submit(requests, is_streamed)
             return
-        # Grammars are compiled first, some of them for a second, while the loop goes on.
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, requests, is_streamed))
-        try:
-            await asyncio.shield(submitting)
+        try:  # grammars are compiled first, some of them for a second
+            await in_thread(self._submit, requests, is_streamed)
         except asyncio.CancelledError:
-            await asyncio.wait({submitting})  # until all is there that is to be cancelled
             self.cancel()
             raise
         if self._reason is not None:  # it came meanwhile

@@ -52,6 +52,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float, on_start: Callable[[], None]):
         super().__init__(config)
         self._state, self._drain_seconds, self._on_start = state, drain_seconds, on_start
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -72,7 +73,8 @@ class Server(uvicorn.Server):
         if self.should_exit:
             os._exit(128 + sig)
         self.should_exit = True
-        self._loop.call_soon_threadsafe(self._drain)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
         self._state.drain()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from tinygpt.server.errors import ApiError
+from tinygpt.server.threads import in_thread
 
 Result = TypeVar("Result")
 
@@ -32,4 +33,4 @@ class Turns:
 
     async def _run_one(self, piece: Callable[[], Result]) -> Result:
         async with self._lock:
-            return await asyncio.to_thread(piece)
+            return await in_thread(piece)

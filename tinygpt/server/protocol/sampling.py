@@ -25,6 +25,7 @@ from tinygpt.server.protocol.fields import (
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_STOP_STRINGS = 64  # evaluation harnesses send all of a task's
+MAX_BIASED = 1000  # characters, of an id or a text
 Choices = Annotated[list[Text], Field(min_length=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 Schema = dict[str, Any] | Pattern
@@ -66,7 +67,7 @@ class SamplingFields(Strict):
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     no_repeat_ngram_size: Count | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: dict[Annotated[str, Field(max_length=MAX_BIASED)], Bias] | None = None
     bad_words: Text | list[Text] | None = Field(None, description="a text or a list of texts, none of them empty")
     bad_words_ids: list[TokenIds] | None = None
     allowed_token_ids: TokenIds | None = None
