@@ -305,6 +305,7 @@ OPTIONAL = {
     "yaml",
     "prometheus_client",
     "starlette",
+    "tritonclient.grpc",
     "tritonclient.grpc.model_config_pb2",
 }
 

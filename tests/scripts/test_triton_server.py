@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tritonclient", reason="tritonclient, with gRPC, is not installed")
+pytest.importorskip("tritonclient.grpc", reason="tritonclient, with gRPC, is not installed")
 if importlib.util.find_spec("pytriton") is None:
     pytest.skip("nvidia-pytriton, whose wheel has a tritonserver, is not installed", allow_module_level=True)
 
