@@ -288,7 +288,7 @@ def test_obfuscated_events_have_equal_lengths(server):
 
 # What leaves most tokens no probability, of which the logarithm would be no number of JSON.
 IMPROBABLE = {
-    "a low temperature": {"temperature": 1e-30},
+    "a low temperature": {"temperature": 1e-30, "top_k": 0, "top_p": 1.0},
     "allowed tokens": {"allowed_token_ids": [262, 263]},
     "top-k": {"top_k": 2},
     "suppressed tokens": {"suppress_tokens": list(range(1, 8000))},

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import tinygpt
+from support.http_client import RawRequest
 from support.serving import until
 
 
@@ -143,6 +144,30 @@ def test_too_many_wait_for_their_turn(server, llm):
             assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         release.set()
         assert [each.result().status for each in asked] == [200] * 3
+
+
+def test_who_leaves_keeps_his_turn_until_his_work_has_ended(server, llm):
+    """A thread cannot be stopped, so the next one's work waits for its end."""
+    running, release, embed, inside = threading.Event(), threading.Event(), llm.embed, []
+
+    def slow(prompt, pooling):
+        inside.append(threading.current_thread())
+        running.set()
+        assert release.wait(60)
+        assert len(inside) == 1
+        return embed(inside.pop() and prompt, pooling)
+
+    with ThreadPoolExecutor() as clients, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "embed", slow)
+        leaving = RawRequest(server.port, "/v1/embeddings", {"input": "a"})
+        assert running.wait(60)
+        leaving.close()
+        until(lambda: server.num_connections == 0)
+        asked = clients.submit(server.ask, "/v1/embeddings", {"input": "b"})
+        until(lambda: server.num_connections == 1)
+        until(lambda: server.state.turns._num_waiting == 2 or len(inside) == 2)
+        release.set()
+        assert asked.result().status == 200
 
 
 def test_version(server):
