@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -88,6 +89,24 @@ def test_an_extra_that_is_not_installed():
     assert (result.returncode, result.stdout) == (2, "")
     sentence = 'serve needs uvicorn, which comes with: pip install ".[serve]" where tinygpt was cloned.'
     assert result.stderr == f"tinygpt: error: {sentence}\n"
+
+
+def test_thread_pools_are_sized_before_libraries_read_it():
+    """NumPy's reads its variable once, when it is imported, which is long before the model is loaded."""
+    code = """
+import os, sys
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "numpy":
+            print(os.environ.get("OPENBLAS_NUM_THREADS"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder)
+from tinygpt.__main__ import main
+main(["serve", "--threads", "1", "--port", "0"])
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("1\n", "")
 
 
 def test_one_line_says_where(run, started):

@@ -87,6 +87,10 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    _check(args)
+    # As load_llm would, but before the server's modules, NumPy among them, are imported.
+    loading.set_thread_pools(args.threads)
+    gc.set_threshold(loading.COLLECT_AFTER)
     try:
         from tinygpt.server.app import create_app
         from tinygpt.server.listen import listen, url_of
@@ -94,7 +98,6 @@ def run(args: argparse.Namespace) -> None:
         from tinygpt.server.serve import serve
     except ImportError as error:
         raise RequestError(f"serve needs {error.name}, which comes with: {how_to_install('serve')}.") from None
-    _check(args)
     with listen(args.host, args.port) as listener:
         configure_logging(args.log_format)
         url = url_of(listener)
