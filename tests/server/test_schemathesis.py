@@ -13,13 +13,21 @@ from tinygpt.server.chat.template import ChatTemplate
 
 COMMAND = os.environ.get("SCHEMATHESIS")  # it has dependencies of its own, so an environment of its own
 SECONDS = os.environ.get("SCHEMATHESIS_SECONDS", "60")
-# What JSON Schema cannot say: prompt and max_tokens together, best_of and n, what the queue has room for.
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate")
+# What JSON Schema cannot say: prompt and max_tokens together, best_of and n, as many texts here as there, whether a
+# text is a grammar, what the queue has room for.
+COMPUTING = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/generate",
+    "/v1/embeddings",
+    "/v1/score",
+    "/score_continuations",
+)
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 SETTINGS = "[output.sanitization]\nenabled = false\n" + "".join(
     f'[[operations]]\ninclude-path = "{path}"\n'
     "checks.positive_data_acceptance.expected-statuses = [200, 400, 404, 429]\n"
-    for path in GENERATING
+    for path in COMPUTING
 )
 
 
