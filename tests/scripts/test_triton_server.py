@@ -1,6 +1,7 @@
 """The Triton model repository behind a real `tritonserver`: the one in nvidia-pytriton's wheel, which needs no Docker.
 
-To run it: an environment with nvidia-pytriton, tritonclient[grpc], pytest and tinygpt.
+To run it: an environment with nvidia-pytriton, tritonclient[grpc] and what tinygpt's tests need, with a NumPy before
+2.0, for that server reads texts wrongly with later ones.
 """
 
 import importlib.util
@@ -49,12 +50,14 @@ def address(tmp_path_factory):
     command = [WHEEL / "bin" / "tritonserver", "--model-repository", ROOT / "scripts" / "deploy" / "triton"]
     command += ["--backend-directory", folder / "backends", "--grpc-address", "127.0.0.1"]
     command += ["--grpc-port", address.rpartition(":")[2], "--allow-http", "false", "--allow-metrics", "false"]
+    # The stub's Python reads no PYTHONPATH: its modules are those of the first `python` in PATH, and the folder's.
+    libraries, paths = [SITE / "nvidia_pytriton.libs", Path(sys.base_prefix) / "lib"], [Path(sys.executable).parent]
     environment = {
-        "LD_LIBRARY_PATH": os.pathsep.join(map(str, (SITE / "nvidia_pytriton.libs", Path(sys.base_prefix) / "lib"))),
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SITE))),
+        "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+        "PATH": os.pathsep.join([*map(str, paths), os.environ["PATH"]]),
     }
     with log.open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environment})
+        server = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **environment})
     try:
         wait_for(address, server, log)
         yield address
