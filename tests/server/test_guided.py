@@ -13,6 +13,7 @@ import threading
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import SamplingParams
+from tinygpt.errors import how_to_install
 from tinygpt.sampling.guided import Guidance
 from tinygpt.server.chat.template import ChatTemplate
 
@@ -139,7 +140,7 @@ def test_without_the_package_the_sentence_says_so(server, monkeypatch):
     for field, body in bodies.items():
         reply = server.complete(prompt="a", **body)
         assert (reply.status, reply.error["param"]) == (400, field)
-        assert 'pip install "tinygpt[guided]"' in reply.error["message"]
+        assert how_to_install("guided") in reply.error["message"]
 
 
 @pytest.fixture
