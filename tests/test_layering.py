@@ -29,7 +29,7 @@ INTO_KERNELS = {
         "tinygpt.kernels.cpu.simd.tiles",
         "tinygpt.kernels.cuda.runtime.jit",
     },
-    "tinygpt.cli.loading": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},
+    "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.ahead", "tinygpt.kernels.cpu.jit"},
     "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},
     "tinygpt.compile_ahead": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},
     "tinygpt.engine.engine": {"tinygpt.kernels.compiling"},

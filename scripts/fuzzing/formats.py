@@ -86,7 +86,7 @@ def _foreign() -> list[Format]:
         Format(
             form,
             partial(foreign_seeds.foreign, form),
-            {name: _kinds_of(name) for name in foreign_seeds.foreign(form)},
+            {name: _kinds_of(name, data) for name, data in foreign_seeds.foreign(form).items()},
             loaders.tensors,
             foreign_seeds.check_verified if form == "openai_tf" else foreign_seeds.check_foreign,
             foreign_seeds.seal_table if form == "openai_tf" else None,
@@ -95,13 +95,17 @@ def _foreign() -> list[Format]:
     ]
 
 
-def _kinds_of(file: str) -> list[Mutator]:
-    """How a file is damaged, by what its name says."""
+def _kinds_of(file: str, data: bytes) -> list[Mutator]:
+    """How a file is damaged, by its name and its first bytes."""
     if file.endswith(".json"):
         return JSON
     if file.endswith(".pt"):
-        return TORCH
-    return TEXT if file.endswith((".ini", ".txt")) else mutators.BYTES
+        return TORCH if data.startswith(b"PK") else LEGACY
+    if file.endswith(".txt"):  # it holds a number, and nothing else
+        return [mutators.set_number, mutators.truncate]
+    if file.endswith(".ini"):
+        return TEXT
+    return [mutator for mutator in mutators.BYTES if mutator is not mutators.set_number]  # none is spelt out
 
 
 def _adapters() -> list[Format]:

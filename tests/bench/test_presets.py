@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+import tinygpt
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM
 from tinygpt.bench.formats import table
@@ -325,8 +326,9 @@ def test_a_server_without_its_extra_is_refused_before_any_work(monkeypatch):
     monkeypatch.setattr("tinygpt.bench.presets.rerun.LLM", None)
     for module in [name for name in sys.modules if name.startswith("tinygpt.server")]:
         monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(tinygpt, "server", None, raising=False)  # importing it anew sets it, which is undone
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(RequestError, match=r'--remote needs uvicorn, .* pip install "tinygpt\[serve\]"'):
+    with pytest.raises(RequestError, match=r'--remote needs uvicorn, .* pip install "\.\[serve\]"'):
         run_preset("batch-inference", PresetOptions("demo", remote=True))
 
 

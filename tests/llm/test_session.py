@@ -309,7 +309,7 @@ def rewritten(saved, tmp_path, arrays=(), **metadata):
     ("metadata", "message"),
     [
         ({"format": None}, "is no session that tinygpt saved"),
-        ({"version": "0"}, "is in version 0 of its format and this tinygpt reads version 1"),
+        ({"version": "0"}, "is in version '0' of its format and this tinygpt reads version 1"),
         ({"crc32": "00000000"}, "does not have the checksum in its header"),
         ({"first": "7"}, "does not have the checksum"),
         ({"made_by": "{"}, "does not have the checksum"),
@@ -346,9 +346,9 @@ def test_a_file_of_another_model(saved, tmp_path, small_demo):
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", tiny_checkpoint.random_tensors())
     for options, message in (
         ({"model": str(folder)}, f"n_embd is {SMALL['n_embd']} there and"),
-        ({"dtype": "int8"}, "dtype is float32 there and int8 here"),
-        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is float32 there and bfloat16 here"),
-        ({"device": "reference"}, "device is cpu there and reference here"),
+        ({"dtype": "int8"}, "dtype is 'float32' there and 'int8' here"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'float32' there and 'bfloat16' here"),
+        ({"device": "reference"}, "device is 'cpu' there and 'reference' here"),
     ):
         with LLM(**{"model": small_demo, **options}) as llm, pytest.raises(CheckpointError, match=message):
             llm.load_session(saved)
@@ -364,7 +364,7 @@ def test_a_file_of_the_same_model_with_other_weights(tmp_path):
         session = llm.session()
         session.extend([1, 2, 3])
         session.save(tmp_path / "saved")
-    with llm_of("other", 1) as llm, pytest.raises(CheckpointError, match=r"weights is [0-9a-f]{8} there and"):
+    with llm_of("other", 1) as llm, pytest.raises(CheckpointError, match=r"weights is '[0-9a-f]{8}' there and"):
         llm.load_session(tmp_path / "saved")
 
 

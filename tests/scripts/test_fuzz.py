@@ -139,9 +139,16 @@ def test_every_mutator_of_a_format_changes_its_files(name):
 def test_seals_make_checksums_right(bench):
     for format in FORMATS.values():
         if format.seal:
-            (file,) = [name for name, mutators in format.targets.items() if edit_metadata in mutators]
-            undamaged = format.files()[file]
-            other = undamaged[:-1] + bytes([undamaged[-1] ^ 1])
+            is_table = format.name == "openai_tf"  # whose checksums are in the midst of its index
+            (file,) = [
+                name
+                for name, mutators in format.targets.items()
+                if (name.endswith(".index") if is_table else edit_metadata in mutators)
+            ]
+            undamaged, place = format.files()[file], 20 if is_table else -1
+            other = bytearray(undamaged)
+            other[place] ^= 1
+            other = bytes(other)
             assert bench.run(Input(format.name, file, other)).kind == "refused"
             assert "checksum" not in bench.run(Input(format.name, file, format.seal(other, Random(0)))).detail
 

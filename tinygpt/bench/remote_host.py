@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, how_to_install
 from tinygpt.remote.remote_llm import KEY_VARIABLE, RemoteLLM
 
 POLL_SECONDS = 0.05
@@ -24,7 +24,7 @@ def check_server() -> None:
         import tinygpt.server.app
         import tinygpt.server.serve  # noqa: F401
     except ImportError as error:
-        raise RequestError(f'--remote needs {error.name}, which comes with: pip install "tinygpt[serve]".') from None
+        raise RequestError(f"--remote needs {error.name}, which comes with: {how_to_install('serve')}.") from None
 
 
 @contextmanager
