@@ -61,9 +61,9 @@ def test_async_plain_and_streamed(server, expected):
     assert with_async_client(server, main) == (expected, expected)
 
 
-def test_many_at_once(llm):
-    with LLM("demo", max_num_seqs=4) as own, served(own) as server:
-        outputs = llm.generate([f"Chapter {i}" for i in range(16)], SamplingParams(max_tokens=5))
+def test_many_at_once(small_demo):
+    with LLM(small_demo, max_num_seqs=4) as own, served(own) as server:
+        outputs = own.generate([f"Chapter {i}" for i in range(16)], SamplingParams(max_tokens=5))
 
         async def main(client):
             asked = {"model": "demo", "max_tokens": 5, "temperature": 0}
