@@ -13,7 +13,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt import SamplingParams
+from tinygpt import LLM, SamplingParams
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TEXT = "Once upon a time there was a king"
@@ -135,10 +135,10 @@ def test_a_text_is_read_when_the_page_opens(server, llm, visit):
     assert found[1:] == pytest.approx(expected, abs=0.006)
 
 
-def test_surprise_is_the_strength_of_a_colour(server, visit):
-    visitor = visit(server)
-    shown = visitor.tokens.evaluate_all("""all => all.map(each =>
-        [Number(each.style.getPropertyValue('--bits')), getComputedStyle(each).backgroundImage])""")
+def test_surprise_is_the_strength_of_a_colour(visit):
+    with LLM("demo") as trained, served(trained) as server:  # a random model is surprised by everything
+        shown = visit(server).tokens.evaluate_all("""all => all.map(each =>
+            [Number(each.style.getPropertyValue('--bits')), getComputedStyle(each).backgroundImage])""")
     alphas = [float(re.search(r"/ ([\d.]+)\)", image)[1]) for _, image in sorted(shown)]
     assert len(set(alphas)) >= 5
     assert alphas == sorted(alphas)
