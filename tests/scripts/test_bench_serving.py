@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytest.importorskip("h11", reason="h11, of the extra `serve`, is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
 from scripts.serving import newcomers
 from scripts.serving.client import Exchange, exchange
