@@ -347,29 +347,26 @@ def test_the_file_and_then_its_name_reach_the_disk(tmp_path, monkeypatch):
     assert events == [("fsync", size), ("replace", "a"), ("fsync", "folder")]
 
 
-def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path, monkeypatch):
-    """Some file systems have no such call; the file is there by then."""
+def fail_for_folders(monkeypatch, code: int, message: str) -> None:
     fsync = os.fsync
 
-    def refuse_folders(descriptor):
+    def fail(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(code, message)
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", refuse_folders)
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path, monkeypatch):
+    """Some file systems have no such call; the file is there by then."""
+    fail_for_folders(monkeypatch, errno.EINVAL, "Invalid argument")
     write_session(tmp_path / "a", SavedSession(TOKEN_IDS, 0, kv(), kv()), MADE_BY)
     assert read(tmp_path / "a").token_ids == TOKEN_IDS
 
 
 def test_a_disk_that_fails_to_keep_the_name_is_an_error(tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def fail_for_folders(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    fail_for_folders(monkeypatch, errno.EIO, "Input/output error")
     with pytest.raises(CheckpointError, match=r"cannot be written to .*Input/output error"):
         write_session(tmp_path / "a", SavedSession(TOKEN_IDS, 0, kv(), kv()), MADE_BY)
 

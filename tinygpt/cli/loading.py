@@ -107,12 +107,12 @@ def _is_first_run(args: argparse.Namespace) -> bool:
 
 def _start_compiling_share(args: argparse.Namespace) -> subprocess.Popen | None:
     from tinygpt.execution.backend import load_backend
+    from tinygpt.execution.model_source import resolve_kv_cache_dtype
     from tinygpt.sampling.metadata import Warpers
 
     # A converted checkpoint may have another dtype than its flag says: it then finds no attention, and compiles it.
     dtype = "float32" if args.dtype == "auto" else args.dtype
-    usual = load_backend("cpu", dtype).kv_cache_dtypes(dtype)[0]
-    kv_cache_dtype = usual if args.kv_cache_dtype == "auto" else args.kv_cache_dtype
+    kv_cache_dtype = resolve_kv_cache_dtype(args.kv_cache_dtype, load_backend("cpu", dtype), dtype)
     asked = {name: getattr(args, name) for name in Warpers._fields} if args.temperature > 0 else None
     nowhere = subprocess.DEVNULL
     with suppress(OSError):
