@@ -33,6 +33,9 @@ BORDERS, SAMPLING = "tests/sampling/test_warper_borders.py", "tests/sampling/tes
 DRAW = "tests/sampling/test_draw.py"
 SLOTS, SCHEDULER = "tests/engine/test_kv_slots.py", "tests/engine/test_scheduler.py"
 PROCESSORS = "tests/sampling/test_processors.py"
+LINEAR, DTYPES = "tests/kernels/cpu/test_linear.py", "tests/kernels/cpu/test_dtype_kernels.py"
+# Without those of products, which take long to compile.
+OPERANDS = "(operand or activations or convert or zeros or bfloat16_is) and not linear_to"
 # Each file, and the tests that know it: those that most mutants fail come first. The last three load no model.
 TESTS = {
     "kernels/reference/warpers.py": [BORDERS, SAMPLING, "-k", "reference and not cpu_"],
@@ -41,7 +44,7 @@ TESTS = {
     "kernels/cpu/sampling/row.py": [BORDERS, SAMPLING, "-k", "cpu"],
     "kernels/cpu/sampling/sampling.py": [DRAW, SAMPLING, "-k", "cpu or test_draw.py"],
     "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu or round"],
-    "kernels/cpu/layers/operands.py": ["tests/kernels/cpu/test_dtype_kernels.py", "tests/kernels/cpu/test_linear.py"],
+    "kernels/cpu/layers/operands.py": [LINEAR, DTYPES, "-k", OPERANDS],
     "tinygpt/engine/scheduler.py": [SCHEDULER],
     "tinygpt/engine/kv_slots.py": [SLOTS, SCHEDULER],
     "tinygpt/engine/prefix_sharing.py": [SCHEDULER],

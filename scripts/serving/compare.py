@@ -68,10 +68,14 @@ def compare(servers: list[Server], plan: Plan, llm: LLM | None) -> list[dict[str
         for repeat in range(plan.repeats + 1):  # the first touches memory, and compiles
             for load in loads(plan):
                 work = Workload("", plan.prompt_words, plan.new_tokens, seed=repeat, vocab_size=plan.vocab_size)
-                measured = {
-                    server.name: load.of_server(url, replace(work, model=server.model, more=server.more))
-                    for server, url in addresses.items()
-                }
+                measured = {}
+                for server, url in list(addresses.items()):
+                    try:
+                        asked = replace(work, model=server.model, more=server.more)
+                        measured[server.name] = load.of_server(url, asked)
+                    except OSError as error:  # it has crashed: the others go on without it
+                        rows.append({"server": server.name, "load": load.name, "error": f"it has ended: {error}"})
+                        del addresses[server]
                 if llm is not None and load.of_library is not None:
                     measured[load.call] = load.of_library(llm, work)
                 rows += [{"server": name, "load": load.name, **found} for name, found in measured.items() if repeat]
@@ -112,7 +116,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         groups.setdefault((row["load"], row["server"]), []).append(row)
     cells = [[server, load, *_cells(group)] for (load, server), group in groups.items()]
     parts = [table(COLUMNS, cells, COLUMNS[2:])]
-    waits = [row for row in rows if row["load"].startswith("newcomers")]
+    waits = [row for row in rows if row["load"].startswith("newcomers") and "error" not in row]
     if {row["server"] for row in waits} >= {SUBMIT, OURS}:
         parts.append(newcomers.sentence(waits, OURS, SUBMIT))
     return "\n\n".join(parts)
@@ -122,7 +126,7 @@ def picture_of(rows: list[dict[str, Any]], note: str) -> Picture:
     """Tokens a second against clients, a line for each server."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
-        if row["load"].endswith("clients"):
+        if row["load"].endswith("clients") and "error" not in row:
             clients = int(row["load"].split()[0])
             found.setdefault(row["server"], {}).setdefault(clients, []).append(row["tokens_per_second"])
     lines = [
@@ -133,8 +137,9 @@ def picture_of(rows: list[dict[str, Any]], note: str) -> Picture:
 
 
 def _cells(group: list[dict[str, Any]]) -> list[str]:
-    if "error" in group[0]:
-        return [group[0]["error"].splitlines()[-1]] + ["-"] * 8
+    for row in group:
+        if "error" in row:
+            return [row["error"].splitlines()[-1]] + ["-"] * 8
     paths = [("tokens_per_second",), ("goodput",)]
     paths += [("ttft_ms", p) for p in ("p50", "p90", "p99")] + [
         ("tpot_ms", "p50"),

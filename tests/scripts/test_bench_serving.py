@@ -129,6 +129,32 @@ def test_a_server_that_does_not_start_is_named_and_the_others_are_measured():
     assert "no such model" in markdown(rows)
 
 
+MORTAL = """
+import http.server, os, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        os._exit(1)
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_that_ends_amid_the_loads_is_named_and_the_others_are_measured():
+    plan = Plan((1,), (50.0,), 3, 4, each=2, seconds=0.02, repeats=2, level=LEVEL)
+    mortal = Server("another", "bench", (sys.executable, "-c", MORTAL, "{port}"))
+    with LLM("demo", max_num_seqs=1) as llm:
+        rows = compare([mortal], plan, llm)
+    assert [row["load"] for row in rows if row["server"] == "another"] == ["1 clients"]
+    assert [row["load"] for row in rows if row["server"] == "LLM.generate"] == ["1 clients"] * 2
+    assert "another | 1 clients | it has ended: " in markdown(rows)
+    assert [line.label for line in picture_of(rows, "").panels[0].lines] == ["LLM.generate"]
+
+
 def test_how_late_a_newcomer_is_told_in_steps():
     rows = [
         {"server": name, "ttft_ms": {"p50": wait}, "itl_ms": {"p50": 4.0}}
