@@ -148,11 +148,21 @@ def run_convert(team, operand, x, factors, layer):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])  # an operand of float32 is the array itself
-def test_convert_puts_every_row(dtype):
-    x = random_values(11, 70)
+@pytest.mark.parametrize("shape", [(11, 70), (11, 3)])
+def test_convert_puts_every_row(shape, dtype):
+    x = random_values(*shape)
     operand = new_operand(dtype, *x.shape)
     run_convert(solo_team(), operand, x, NO_FACTORS, ONLY)
     assert_same_operand(operand, operand_of(x, dtype))
+
+
+def test_convert_is_no_phase_for_float32():
+    """Its operand is made of the rows themselves."""
+    x, team = random_values(11, 70), solo_team()
+    operand, phase = operand_of(x), team.phase.copy()
+    run_convert(team, operand, 2 * x, NO_FACTORS, ONLY)
+    same_bits(operand.values, x)
+    np.testing.assert_array_equal(team.phase, phase)
 
 
 def test_convert_multiplies_by_the_factors_of_its_layer():
