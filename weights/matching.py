@@ -1,6 +1,5 @@
 """From what files hold to the parameters of a model, by the rules of its family: total, or one error that lists all."""
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,9 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers import read_weights
 from tinygpt.weights.containers.container import StoredTensor
-from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.families import family_of
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
-from tinygpt.weights.messages import listed
+from tinygpt.weights.messages import listed, of_any_layer
 from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
 from tinygpt.weights.tensor import Constant, Tensor
 
@@ -89,7 +87,7 @@ class _Found:
         self, rules: Mapping[str, Rule], shapes: Mapping[str, tuple[int, ...]], described_by: str
     ) -> dict[str, list[tuple[str, str]]]:
         """Names and remarks, by the kind of what is wrong."""
-        missing, misshapen, not_floating = [], [], []
+        missing, misshapen, unreadable = [], [], []
         for parameter, rule in rules.items():
             if self._is_left_out(rule):
                 continue
@@ -102,11 +100,10 @@ class _Found:
                         missing.append((name, f" (part {part})" if there else ""))
                         continue
                     tensor = there[part].tensor
-                    if tensor.shape != wanted:
-                        misshapen.append((name, f" is {tensor.shape} and {described_by} asks for {wanted}"))
                     if not tensor.is_floating:
-                        remark = f" is {tensor.dtype} and only {', '.join(STORED_AS)} are implemented"
-                        not_floating.append((name, remark))
+                        unreadable.append((name, f" is {tensor.dtype}"))
+                    elif tensor.shape != wanted:
+                        misshapen.append((name, f" is {tensor.shape} and {described_by} asks for {wanted}"))
         known = {name for rule in rules.values() for name in rule.sources}
         unknown = [one for name, parts in self.tensors.items() if name not in known for one in parts.values()]
         unexpected = [(one.file_name, "") for one in unknown]
@@ -115,7 +112,7 @@ class _Found:
             "missing": missing,
             "unexpected": unexpected,
             "misshapen": misshapen,
-            "not floating-point": not_floating,
+            "of a dtype that is not implemented": unreadable,
             "not the same in all parts": [
                 (name, f" (part {part})")
                 for rule in rules.values()
@@ -180,7 +177,7 @@ def _grouped(found: list[tuple[str, str]]) -> list[str]:
     """One text for what many layers share, because a wrong config.json misshapes hundreds of tensors at once."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, remark in found:
-        groups.setdefault((re.sub(r"\b(h|layers|blk)\.\d+\.", "", name), remark), []).append(name)
+        groups.setdefault((of_any_layer(name), remark), []).append(name)
     texts = [
         (", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]} ({len(names)} layers)") + remark
         for (_, remark), names in groups.items()

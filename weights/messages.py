@@ -1,9 +1,17 @@
 """How messages name what files hold, of which there may be any number and any size."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 MAX_NAMED, MAX_SHOWN = 8, 200  # names, characters
+# The number of a layer, as families write it: h.3.ln_1, layers.3.mlp, blk.3.attn_qkv, model/h3/attn.
+_LAYER = re.compile(r"\b(h\.|layers\.|blk\.|h)\d+(?=[./])")
+
+
+def of_any_layer(name: str) -> str:
+    """A tensor's name with * for the number of its layer, by which what layers share is brought together."""
+    return _LAYER.sub(r"\1*", name)
 
 
 def listed(names: Sequence[str], most: int = MAX_NAMED) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support import foreign, tiny_checkpoint
+from support.gguf_writer import gguf_bytes
 from support.paths import DEMO
 from tinygpt.cli import main as cli
 
@@ -144,6 +145,28 @@ def test_text_groups_what_layers_share(capsys, folder):
     assert "n_embd 8" in lines
     assert "converted_to none" in lines
     assert lines[-2:] == ["refused", "nothing"]
+
+
+FORMS = {
+    "gguf": "blk.*.ffn_up.weight",
+    "openai_tf": "model/h*/mlp/c_fc/w",
+    "megatron": "mp_rank_00/model.language_model.encoder.layers.*.mlp.dense_h_to_4h.weight",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_text_groups_what_layers_share_in_other_programs_files(capsys, tmp_path, form):
+    path = foreign.WRITERS[form](tmp_path / "there", tiny_checkpoint.random_tensors(prefix=""))
+    assert cli.main(["info", str(path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-3:] for line in lines if line[:1] == [FORMS[form]]] == [["x", "640", "B"]]
+
+
+def test_sizes_of_blocks_are_those_in_the_file(capsys, tmp_path):
+    blocks = {"a": ((64,), 2, bytes(36)), "b": ((256,), 14, bytes(210))}
+    (tmp_path / "x.gguf").write_bytes(gguf_bytes(foreign.GGUF_KEYS, blocks))
+    tensors = info(capsys, tmp_path / "x.gguf")["tensors"]
+    assert [(tensor["dtype"], tensor["size"]) for tensor in tensors.values()] == [("Q4_0", 36), ("Q6_K", 210)]
 
 
 def test_text_says_what_is_refused(capsys, folder):

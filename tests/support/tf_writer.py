@@ -66,7 +66,7 @@ def successor(key: bytes) -> bytes:
     return bytes([key[0] + 1]) if key and key[0] < 255 else key + b"\0"
 
 
-def table(records: list[tuple[bytes, bytes]], per_block: int = 10**6) -> bytes:
+def table(records: list[tuple[bytes, bytes]], per_block: int = 10**6, restart: int = 16) -> bytes:
     out = b""
 
     def put(content: bytes) -> bytes:
@@ -76,7 +76,7 @@ def table(records: list[tuple[bytes, bytes]], per_block: int = 10**6) -> bytes:
         return handle
 
     parts = [records[i : i + per_block] for i in range(0, len(records), per_block)]
-    handles = [put(block(part, 16)) for part in parts]
+    handles = [put(block(part, restart)) for part in parts]
     statistics = put(block([], 16))
     separators = [part[-1][0] + b"\0" for part in parts[:-1]] + [successor(parts[-1][-1][0])]
     index = put(block(list(zip(separators, handles, strict=True)), 1))

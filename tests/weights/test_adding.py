@@ -98,6 +98,10 @@ class ScaledTensor:
     def shape(self):
         return self.values.shape
 
+    @property
+    def nbytes(self):
+        return self.values.nbytes
+
     def float32(self):
         return self.values * np.float32(self.scale)
 

@@ -9,6 +9,7 @@ from support.tf_writer import field
 from support.tiny_checkpoint import CONFIG, random_tensors, write_json
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.onnx_file import read_onnx
+from tinygpt.weights.containers.protobuf import Message
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed
 
@@ -122,6 +123,22 @@ def test_weights_outside_the_folder(tmp_path, location):
     (folder / "away").symlink_to(tmp_path)
     path = write(folder, tensors=[w.tensor("a", VALUES, "external", location=location, length=48)])
     with pytest.raises(CheckpointError, match="refused"):
+        read_onnx(path)
+
+
+def test_weights_in_the_hubs_cache(tmp_path):
+    """Every file of a snapshot is a link to a blob of the same repository; one of another is refused."""
+    for repository in ("models--a", "models--b"):
+        (tmp_path / repository / "blobs").mkdir(parents=True)
+        (tmp_path / repository / "blobs" / "123").write_bytes(VALUES.tobytes())
+    folder = tmp_path / "models--a" / "snapshots" / "main" / "onnx"
+    folder.mkdir(parents=True)
+    (folder / "data").symlink_to("../../../blobs/123")
+    path = write(folder, tensors=[w.tensor("a", VALUES, "external", location="data")])
+    np.testing.assert_array_equal(read_onnx(path).tensors["a"].float32(), VALUES)
+    (folder / "data").unlink()
+    (folder / "data").symlink_to(tmp_path / "models--b" / "blobs" / "123")
+    with pytest.raises(CheckpointError, match="is a link: refused"):
         read_onnx(path)
 
 
@@ -280,6 +297,38 @@ def test_heads_and_epsilon_of_fused_operations(tmp_path):
     ]
     config = open_checkpoint(write_model(tmp_path, tensors, [*onnx_nodes(tensors), *fused], {})).config
     assert (config.n_head, config.layer_norm_epsilon) == (4, 0.25)
+
+
+def test_the_epsilon_of_layer_norms_that_are_taken_apart(tmp_path):
+    """Exporters did so before LayerNormalization was an operation."""
+    tensors = onnx_tensors(TENSORS)
+    norm = [w.node("Add", ["variance", "epsilon"], ["sum"]), w.node("Sqrt", ["sum"], ["deviation"])]
+    nodes = [*onnx_nodes(tensors)[1:], w.node("Sqrt", ["size"], ["scale"])]
+    tensors["epsilon"] = np.array(1e-6, np.float32)
+    checkpoint = open_checkpoint(write_model(tmp_path, tensors, [*norm, *nodes]))
+    assert (checkpoint.config.layer_norm_epsilon, checkpoint.quirks) == (1e-6, ())
+    unknown = open_checkpoint(write_model(tmp_path, tensors, nodes))
+    assert unknown.quirks == ("layer_norm_epsilon is 1e-05, as the graph does not show it",)
+    write_json(tmp_path / "config.json", {"layer_norm_epsilon": 1e-4})
+    said = open_checkpoint(tmp_path)
+    assert (said.config.layer_norm_epsilon, said.quirks) == (1e-4, ())
+
+
+def test_nodes_that_say_nothing_of_a_model_are_not_kept(tmp_path):
+    """Each takes two bytes of a file, and much more in memory."""
+    nodes = [b"", w.node("Shape", ["x"], ["y"]), w.node("Tanh", ["x"], ["y"])] * 50
+    container = read_onnx(write(tmp_path, nodes, [A]))
+    assert {node.kind for node in container.metadata["graph"].nodes} == {"Tanh"}
+
+
+@pytest.mark.parametrize("numbers", [[0], [1, 127, 128, 16383, 16384, 65535, 2**35, 2**63], [], [300] * 5])
+def test_packed_numbers(numbers):
+    data = b"".join(map(w.varint, numbers))
+    packed = Message(memoryview(data), 0, len(data))
+    assert packed.varint_array().tolist() == packed.varints() == numbers
+    for damaged in (data + b"\x80", data + b"\x80" * 10 + b"\0"):
+        with pytest.raises(ValueError, match="has no end"):
+            Message(memoryview(damaged), 0, len(damaged)).varint_array()
 
 
 def test_a_config_json_beside_it_is_the_models_own(tmp_path):

@@ -246,6 +246,13 @@ def test_an_index_that_is_damaged_or_not_implemented(tmp_path, case):
     assert str(tmp_path / "x") in str(error.value)
 
 
+def test_keys_that_share_more_than_a_file_holds(tmp_path):
+    records = [(b"", HEADER[1]), *((b"a" * 900 + f"{i:03}".encode(), b"") for i in range(500))]
+    (tmp_path / "x.index").write_bytes(table(records, restart=1000))
+    with pytest.raises(CheckpointError, match="and keys of more than 20 times as many"):
+        read_tf_bundle(tmp_path / "x.index")
+
+
 def test_variables_of_tensorflow_2s_objects_are_refused_by_name(tmp_path):
     arrays = {f"{name}/.ATTRIBUTES/VARIABLE_VALUE": array for name, array in tf_arrays(TENSORS).items()}
     with pytest.raises(CheckpointError, match="objects of TensorFlow 2"):

@@ -23,6 +23,10 @@ class StoredTensor(Tensor, Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
+    def nbytes(self) -> int:
+        """How many bytes of the file it takes; 0 where that is not known."""
+
+    @property
     def is_floating(self) -> bool:
         """Whether `float32` can read it. The others are masks, which nobody reads, or a mistake."""
 

@@ -12,7 +12,7 @@ import numpy as np
 P = 0x82F63B78  # its bit 31 stands for x^0, as those of all remainders do
 ONE = 1 << 31
 WORD = 64  # bits
-# x^(64 A) + x^(64 B) + x^(64 C) + 1 is a multiple of P; `tests/weights/test_crc32c.py` divides it.
+# x^(64 A) + x^(64 B) + x^(64 C) + 1 is a multiple of P; `tests/weights/test_tf_bundle.py` divides it.
 A, B, C = 5685, 1362, 426
 BLOCK = 40 * A  # words that are folded together: they and the copy of them fit in a cache
 

@@ -61,6 +61,10 @@ class Float8Tensor:
         return self.codes.shape
 
     @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
     def is_floating(self) -> bool:
         return True
 

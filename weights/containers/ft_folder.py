@@ -12,7 +12,7 @@ from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.messages import shown
 
-CONFIG = "config.ini"
+FORMAT, CONFIG = "FasterTransformer folder", "config.ini"
 MAX_FILES = 100_000
 DTYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}
 
@@ -39,7 +39,7 @@ def read_ft_folder(folder: Path) -> Container:
     files = sorted(folder.glob("model.*.bin"))
     if len(files) > MAX_FILES:
         raise CheckpointError(f"{folder} holds {len(files)} files, which are more than any model has.")
-    return Container("FasterTransformer folder", {file.stem: _tensor(file, *DTYPES[given]) for file in files}, sections)
+    return Container(FORMAT, {file.stem: _tensor(file, *DTYPES[given]) for file in files}, sections)
 
 
 def _tensor(path: Path, dtype: str, itemsize: int) -> MappedTensor:

@@ -45,6 +45,10 @@ class BlockTensor:
         return self.file.path
 
     @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // BLOCKS[self.dtype].values * BLOCKS[self.dtype].bytes
+
+    @property
     def is_floating(self) -> bool:
         return True
 
@@ -57,8 +61,7 @@ class BlockTensor:
         return values
 
     def release(self) -> None:
-        size = math.prod(self.shape) // BLOCKS[self.dtype].values * BLOCKS[self.dtype].bytes
-        MappedTensor(self.file, "float32", (size // 4,), (1,), self.offset).release()
+        MappedTensor(self.file, "float32", (self.nbytes // 4,), (1,), self.offset).release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class UnreadableTensor:
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    nbytes = 0
     is_floating = False
 
     def float32(self) -> np.ndarray:

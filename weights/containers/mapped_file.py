@@ -1,7 +1,9 @@
 """A file mapped into memory, and the arrays that lie in it."""
 
+import math
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,6 +18,8 @@ from tinygpt.regular_file import open_regular
 
 # How each floating-point dtype lies in a file: little-endian, and bfloat16, unknown to NumPy, as its bits.
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
+# Bits of an element by its dtype's name, which safetensors writes short where a tensor cannot be a weight.
+_BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
 # What a tensor's sizes are believed to be, and how many it has: beyond, their products alone could take for ever.
 MAX_DIMENSIONS, MAX_SIZE = 8, 2**48
 
@@ -84,6 +88,11 @@ class MappedTensor:
     @property
     def path(self) -> Path:
         return self.file.path
+
+    @property
+    def nbytes(self) -> int:
+        bits = _BITS.fullmatch(self.dtype)  # none in bool, and in kinds of float8
+        return math.prod(self.shape) * (int(bits[1]) // 8 if bits else 1)
 
     @property
     def is_floating(self) -> bool:

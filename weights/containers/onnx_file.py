@@ -4,7 +4,7 @@ Format: onnx.proto3 of https://github.com/onnx/onnx. Read without the package `o
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -30,6 +30,13 @@ FLOATS, INT32S, DOUBLES = 4, 5, 10  # fields of a tensor for elements one by one
 MAX_SHARING = 100  # of a file's bytes, by all tensors in it: several may be one
 MAX_DEPTH = 8  # of graphs in nodes, such as the branches of an If
 EXTERNAL = 1
+# The kinds of nodes that are kept: those that show how a model is built, or how its weights lie. There may be any
+# number of others, each of a few bytes.
+PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "Transpose"}
+QUANTISED = {"MatMulNBits", "QAttention", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"}
+NORMS = {"LayerNormalization", "SkipLayerNormalization", "Add", "Sqrt"}
+ACTIVATIONS = {"Tanh", "FastGelu", "Erf", "BiasGelu", "Gelu", "Relu"}
+KEPT = {"Identity", "Attention"} | PRODUCTS | QUANTISED | NORMS | ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -61,19 +68,29 @@ class ListedTensor:
     elements: tuple[Message | int, ...]
     is_floating = True
 
+    @property
+    def nbytes(self) -> int:
+        return sum(len(element) if isinstance(element, Message) else 1 for element in self.elements)
+
     def float32(self) -> np.ndarray:
         """Of floats, packed; or of bits of halves, which are numbers."""
         if self.dtype in ("float32", "float64"):
             kind = np.dtype(self.dtype).newbyteorder("<")
             data = b"".join(element.bytes() for element in self.elements)
             return np.frombuffer(data, kind).astype(np.float32).reshape(self.shape)
-        bits = np.array([bits for element in self.elements for bits in numbers_of(element)], np.uint64)
+        bits = _bits(self.elements)
         if self.dtype == "float16":
             return bits.astype(np.uint16).view(np.float16).astype(np.float32).reshape(self.shape)
         return (bits.astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
 
     def release(self) -> None:
         """They are in a copy."""
+
+
+def _bits(elements: Sequence[Message | int]) -> np.ndarray:
+    """Numbers one by one, or packed, or both."""
+    arrays = [element.varint_array() if isinstance(element, Message) else [element] for element in elements]
+    return np.concatenate([np.empty(0, np.uint64), *(np.array(array, np.uint64) for array in arrays)])
 
 
 def is_onnx(peek: Peek) -> bool:
@@ -160,7 +177,8 @@ class _Reader:
                     self._constant(names[2], content)
                 elif content is not None:
                     attributes[name] = content
-        self.graph.nodes.append(Node(kind, tuple(names[1]), tuple(names[2]), attributes))
+        if kind in KEPT:
+            self.graph.nodes.append(Node(kind, tuple(names[1]), tuple(names[2]), attributes))
 
     def _constant(self, outputs: list[str], content: Message) -> None:
         """A tensor in a Constant node is an initialiser by another name."""
@@ -237,13 +255,13 @@ class _Reader:
     def _listed(self, name: str, dtype: str, shape: tuple[int, ...], elements: dict[int, list]) -> ListedTensor:
         kind = {"float32": FLOATS, "float64": DOUBLES}.get(dtype, INT32S)
         values = elements.get(kind, [])
+        is_half = True
         if kind == INT32S:
-            count = sum(len(numbers_of(value)) for value in values)
+            bits = _bits(values)
+            count, is_half = len(bits), not (bits > 0xFFFF).any()
         else:  # floats are packed; one by one they are numbers, which exporters do not write
             count = sum(len(message(value)) for value in values) // (4 if kind == FLOATS else 8)
-        if count != math.prod(shape) or (
-            kind == INT32S and any(bits > 0xFFFF for v in values for bits in numbers_of(v))
-        ):
+        if count != math.prod(shape) or not is_half:
             raise ValueError(f"{shown(name)} of shape {shape} has {count} elements")
         return ListedTensor(self.file.path, dtype, shape, tuple(values))
 
@@ -260,7 +278,7 @@ class _Reader:
         if location not in self.files:
             folder = self.file.path.parent
             target = folder / path
-            if not target.resolve().is_relative_to(folder.resolve()):
+            if not any(target.resolve().is_relative_to(place) for place in _places(folder)):
                 raise CheckpointError(f"{target}, where {self.file.path} keeps weights, is a link: refused.")
             self.files[location] = MappedFile(target)
         file, begin = self.files[location], _decimal(external.get("offset", "0"))
@@ -270,6 +288,13 @@ class _Reader:
                 f"{file.path} has {len(file)} bytes, and {shown(name)} reaches to byte {begin + there}: copy it again."
             )
         return file, begin, there
+
+
+def _places(folder: Path) -> list[Path]:
+    """Where what lies in a folder may be: there, or among the blobs to which the Hub's cache links from snapshots."""
+    folder = folder.absolute()
+    blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
+    return [place.resolve() for place in (folder, *blobs)]
 
 
 def _decimal(text: str) -> int:

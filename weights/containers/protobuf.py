@@ -6,7 +6,10 @@ Format: https://protobuf.dev/programming-guides/encoding
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+MAX_VARINT = 10  # bytes
 _FIXED = {FIXED64: 8, FIXED32: 4}
 
 
@@ -55,11 +58,27 @@ class Message:
             numbers.append(number)
         return numbers
 
+    def varint_array(self) -> np.ndarray:
+        """Packed numbers, of which there may be very many, as uint64s."""
+        data = np.frombuffer(self.buffer[self.start : self.stop], np.uint8)
+        ends = np.flatnonzero(data < 0x80)
+        if len(data) and (not len(ends) or ends[-1] != len(data) - 1):
+            raise ValueError("a number has no end")
+        lengths = np.diff(ends, prepend=-1)
+        if (lengths > MAX_VARINT).any():
+            raise ValueError("a number has no end")
+        numbers = np.zeros(len(ends), np.uint64)
+        for byte in range(lengths.max(initial=0)):
+            (longer,) = np.nonzero(lengths > byte)
+            digits = data[ends[longer] - lengths[longer] + 1 + byte] & 0x7F
+            numbers[longer] |= digits.astype(np.uint64) << np.uint64(7 * byte)
+        return numbers
+
 
 def read_varint(buffer: memoryview, place: int, stop: int) -> tuple[int, int]:
     """A number, 7 bits a byte, the low ones first; and where it ends. ValueError if that is not before `stop`."""
     number = 0
-    for shift in range(0, 70, 7):
+    for shift in range(0, 7 * MAX_VARINT, 7):
         if place >= stop:
             break
         byte = buffer[place]

@@ -4,11 +4,12 @@ The tensors of each file stand under the name of its rank, such as "mp_rank_01/m
 metadata, by rank. A file alone has no rank.
 """
 
+import os
 import re
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular, read_regular_text
@@ -43,6 +44,17 @@ class Member:
                 return file.read(len(self.part)).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{self.path} has a text that cannot be read: {error}.") from error
+
+
+class _Bounded:
+    """A file for tarfile, which reads as many bytes as a header claims: never more than there are."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, self._size))
 
 
 class _ByRank(dict):
@@ -111,7 +123,7 @@ def read_nemo(path: Path) -> Container:
     """A .nemo archive, whose members are read where they lie. CheckpointError when it is damaged or another archive."""
     members = {}
     try:
-        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with open_regular(path) as file, tarfile.open(fileobj=_Bounded(file), mode="r:") as archive:
             for count, info in enumerate(archive):
                 name = info.name.removeprefix("./")
                 if count >= MAX_MEMBERS or name in members or not (info.isreg() or info.isdir()):
@@ -120,7 +132,7 @@ def read_nemo(path: Path) -> Container:
                     )
                 if info.isreg() and not info.issparse():
                     members[name] = Member(path, range(info.offset_data, info.offset_data + info.size))
-    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
+    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} is a damaged archive ({error}): download it again.") from error

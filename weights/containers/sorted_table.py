@@ -12,6 +12,7 @@ MAGIC = bytes.fromhex("57fb808b247547db")
 FOOTER = 48  # bytes, MAGIC included
 TRAILER = 5  # bytes behind a block: how it is compressed, and its checksum
 MAX_KEY = 1000  # bytes: each key repeats the beginning of the one before, so that long ones would grow without end
+MAX_SHARING = 20  # of a table's bytes, by all keys: writers put every 16th as a whole
 
 
 def read_table(data: memoryview) -> dict[bytes, Message]:
@@ -24,13 +25,16 @@ def read_table(data: memoryview) -> dict[bytes, Message]:
     start, place = read_varint(data, place, len(data))
     size, _ = read_varint(data, place, len(data))
     records: dict[bytes, Message] = {}
-    end = 0
+    end = length = 0
     for _, handle in _records_of(data, start, size):
         start, size = handle.varints()
         if start < end:
             raise ValueError("its blocks are laid over one another")
         end = start + size
         for key, value in _records_of(data, start, size):
+            length += len(key)
+            if length > MAX_SHARING * len(data):
+                raise ValueError(f"it has {len(data)} bytes and keys of more than {MAX_SHARING} times as many")
             if key in records:
                 raise ValueError(f"two records {key!r}")
             records[key] = value

@@ -8,8 +8,9 @@ the elements.
 
 import io
 import math
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,9 +20,9 @@ import numpy as np
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
-from tinygpt.weights.containers.mapped_file import MappedFile, VerifiedTensor, element_extent
+from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, VerifiedTensor, element_extent
 from tinygpt.weights.containers.peek import Peek
-from tinygpt.weights.containers.pickle_reader import STORAGE_DTYPES, PickleReader, Storage, StridedView, fields_of
+from tinygpt.weights.containers.pickle_reader import STORAGE_DTYPES, PickleReader, Storage, StridedView, Stub, fields_of
 from tinygpt.weights.containers.read_ahead import ReadAhead
 from tinygpt.weights.containers.zip_entries import read_entries
 from tinygpt.weights.messages import listed, shown
@@ -33,6 +34,10 @@ MAX_DEPTH, MAX_VISITS = 8, 1_000_000  # of dictionaries in dictionaries
 # Tensors may share a storage, as the layers of some models do. All of them together must not be larger than a file of
 # so many such layers: memory stays in proportion to the file.
 MAX_SHARING = 100
+
+# What functions and classes are called that make tensors: of other kinds, such as quantised, sparse or NumPy's.
+UNREADABLE = re.compile("rebuild|reconstruct|Tensor|Param")
+MAX_KIND = 100  # characters of such a name that are looked at: one name may stand for any number of tensors
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,23 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
     file, format, structure, storages = _open(path, has_stubs=True, part=part)
     if not isinstance(structure, dict):
         raise CheckpointError(f"{path} holds a {type(structure).__name__} and must hold a state dict.")
-    tensors: dict[str, StridedView] = {}
-    for name, view in _flat(structure, (), count()):
-        if name in tensors:
+    found: dict[str, StridedView | Stub] = {}
+    length = 0  # of all names: what stands once in the file may be part of many
+    for name, value in _flat(structure, (), count()):
+        if name in found:
             raise CheckpointError(f"{path} holds two tensors {shown(name)}: save it again.")
-        tensors[name] = view
-    return _container(file, format, tensors, fields_of(structure), storages)
+        found[name] = value
+        length += len(name)
+        if length > len(file):
+            raise CheckpointError(f"{path} has {len(file)} bytes and names of more: it is hostile.")
+    views = {name: value for name, value in found.items() if isinstance(value, StridedView)}
+    container = _container(file, format, views, fields_of(structure), storages)
+    unreadable = {
+        name: MappedTensor(file, stub.name[-MAX_KIND:], (), (), 0)
+        for name, stub in found.items()
+        if isinstance(stub, Stub)
+    }
+    return replace(container, tensors={**container.tensors, **unreadable})
 
 
 def _open(
@@ -80,16 +96,23 @@ def _open(
     return file, "torch zip" if is_zip else "torch legacy", *(_read_zip if is_zip else _read_legacy)(file, has_stubs)
 
 
-def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iterator[tuple[str, StridedView]]:
-    """The tensors in nested dictionaries. What a pickle builds may contain itself: depth and number are bounded."""
+def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iterator[tuple[str, StridedView | Stub]]:
+    """The tensors in nested dictionaries, and what stands for those that cannot be read.
+
+    What a pickle builds may contain itself: depth and number are bounded.
+    """
     for key, value in structure.items():
         if next(visits) > MAX_VISITS:
             raise CheckpointError("A torch file holds dictionaries in dictionaries without end: it is hostile.")
         name = (*path, str(key))
-        if isinstance(value, StridedView):
+        if isinstance(value, StridedView) or (isinstance(value, Stub) and _is_tensor(value)):
             yield ".".join(name), value
         elif isinstance(value, dict) and len(name) < MAX_DEPTH:
             yield from _flat(value, name, visits)
+
+
+def _is_tensor(stub: Stub) -> bool:
+    return bool(UNREADABLE.search(stub.name[-MAX_KIND:].rpartition(".")[2]))
 
 
 def _container(

@@ -1,5 +1,6 @@
 """GPT-2 as ONNX: initialisers by the names of Hugging Face's model, and of the graph what no initialiser shows."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import StoredTensor
-from tinygpt.weights.containers.onnx_file import Graph, Node
+from tinygpt.weights.containers.onnx_file import PRODUCTS, QUANTISED, Graph, Node
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
@@ -22,9 +23,7 @@ _NAME = re.compile(
     r"h\.\d{1,6}\.(?:ln_[12]|attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.(?:weight|bias))(?:_merged_\d+)?"
 )
 _QUANTISED = re.compile(r".*(_quantized|_scale|_zero_point|_Q4|_Q4G\d*)")
-_QUANTISED_KINDS = {"MatMulNBits", "QAttention", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"}
 _ACTIVATIONS = {"Tanh": "gelu_new", "FastGelu": "gelu_new", "Erf": "gelu", "BiasGelu": "gelu", "Relu": "relu"}
-_PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "Transpose"}
 _UNUSED = "of the graph: "
 _MAX_CONSTANT = 1  # elements: what a graph computes with beside the weights
 
@@ -61,7 +60,7 @@ def _head(source: Source) -> str | None:
     if len(tables) != 1:
         return None
     shape = tensors[tables[0]].shape[::-1]
-    products = (node for node in reversed(_graph(source).nodes) if node.kind in _PRODUCTS and len(node.inputs) > 1)
+    products = (node for node in reversed(_graph(source).nodes) if node.kind in PRODUCTS and len(node.inputs) > 1)
     heads = (node.inputs[1] for node in products if node.inputs[1] in tensors and node.inputs[1] not in names.values())
     return next((name for name in heads if tensors[name].shape == shape and tensors[name].is_floating), None)
 
@@ -70,14 +69,14 @@ def _config(source: Source) -> ModelConfig:
     _refuse_quantised(source)
     if (source.config_json or {}).get("model_type") == "gpt2":  # exporters copy it from the model
         return model_config(source.config_json, source.json("generation_config.json"))
-    graph, placed = _graph(source), {one.name: one.tensor for one in _place(source)}
+    placed = {one.name: one.tensor for one in _place(source)}
     shapes = Shapes(source, {name: tensor.shape for name, tensor in placed.items()})
     embedding = EMBEDDING if EMBEDDING in placed else HEAD
     V = shapes.size(embedding, 0)
     values = {
         **ends_of(V),
         **from_config_json(source),
-        **_seen(graph),
+        **_seen(source),
         "vocab_size": V,
         "n_embd": shapes.size(embedding, 1),
         "n_positions": shapes.size("wpe.weight", 0),
@@ -94,7 +93,7 @@ def _config(source: Source) -> ModelConfig:
 
 
 def _refuse_quantised(source: Source) -> None:
-    kinds = {node.kind for node in _graph(source).nodes} & _QUANTISED_KINDS
+    kinds = {node.kind for node in _graph(source).nodes} & QUANTISED
     names = [name for name in source.container.tensors if _QUANTISED.fullmatch(name)]
     if kinds or names:
         raise CheckpointError(
@@ -103,9 +102,10 @@ def _refuse_quantised(source: Source) -> None:
         )
 
 
-def _seen(graph: Graph) -> dict[str, Any]:
+def _seen(source: Source) -> dict[str, Any]:
     """What operations show: heads, the activation, and the epsilon of layer norms."""
-    seen = {}
+    graph, seen = _graph(source), {}
+    sums = {node.outputs[0]: node for node in graph.nodes if node.kind == "Add" and node.outputs}
     for name, shape in graph.inputs.items():  # of what has been computed before: (B, H, T, D), or (2, B, H, T, D)
         axis = {4: 1, 5: 2}.get(len(shape))
         if name.startswith("past") and axis is not None and isinstance(shape[axis], int):
@@ -114,18 +114,26 @@ def _seen(graph: Graph) -> dict[str, Any]:
         if node.kind == "Attention" and "num_heads" in node.attributes:
             seen["n_head"] = node.attributes["num_heads"]
         elif node.kind in ("LayerNormalization", "SkipLayerNormalization") and "epsilon" in node.attributes:
-            seen["layer_norm_epsilon"] = float(f"{node.attributes['epsilon']:.7g}")  # it was stored as a float32
+            seen["layer_norm_epsilon"] = _decimal(node.attributes["epsilon"])
+        elif node.kind == "Sqrt" and node.inputs and node.inputs[0] in sums:  # of a variance, and epsilon
+            for name in sums[node.inputs[0]].inputs:
+                tensor = source.container.tensors.get(name)
+                if tensor is not None and tensor.is_floating and math.prod(tensor.shape) == 1:
+                    seen["layer_norm_epsilon"] = _decimal(tensor.float32().reshape(()))
         elif activation := _activation(node):
             seen["activation_function"] = activation
     return seen
 
 
+def _decimal(number: Any) -> float:
+    """A number that was stored as a float32, as it was written before."""
+    return float(f"{float(number):.7g}")
+
+
 def _activation(node: Node) -> str | None:
     if node.kind == "Gelu":
         return "gelu_new" if node.attributes.get("approximate") == "tanh" else "gelu"
-    return {"Tanh": "gelu_new", "FastGelu": "gelu_new", "Erf": "gelu", "BiasGelu": "gelu", "Relu": "relu"}.get(
-        node.kind
-    )
+    return _ACTIVATIONS.get(node.kind)
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
@@ -147,9 +155,15 @@ def _transposed(graph: Graph, tensors: Mapping[str, StoredTensor]) -> set[str]:
     for node in graph.nodes:
         if node.kind == "Transpose" and node.inputs and node.inputs[0] in tensors:
             turned.add(node.inputs[0])
-        elif node.kind in _PRODUCTS and len(node.inputs) > 1 and node.attributes.get("transB"):
+        elif node.kind in PRODUCTS and len(node.inputs) > 1 and node.attributes.get("transB"):
             turned.add(node.inputs[1])
     return turned
+
+
+def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    if "layer_norm_epsilon" in {**(source.config_json or {}), **_seen(source)}:
+        return []
+    return [f"layer_norm_epsilon is {config.layer_norm_epsilon}, as the graph does not show it"]
 
 
 FAMILY = Family(
@@ -160,6 +174,7 @@ FAMILY = Family(
     rules=_rules,
     place=_place,
     is_ignored=lambda name: name.startswith(_UNUSED),
+    quirks=_quirks,
     advice="Exporters may merge tensors that are equal, and one of two names is lost then: export a model in which no "
     "two are.",
 )

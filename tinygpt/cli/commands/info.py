@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 USAGE = "tinygpt info [flags] [CHECKPOINT]"
 SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what would be refused"
-# Bits of an element by its dtype's name, which safetensors writes short where a tensor cannot be a weight.
-BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +38,7 @@ def describe(path: Path) -> dict[str, Any]:
     """The report on the checkpoint `path`. Each part is read by itself: what is wrong with one hides no other.
 
     `refused` lists why the checkpoint cannot be loaded; fields such as `config` are None where that keeps them
-    from being known. Sizes are in bytes, as the tensors lie in the files.
+    from being known. Sizes are in bytes, as the tensors lie in the files; 0 for formats that are not known.
     """
     from tinygpt.weights.containers.container import Container
     from tinygpt.weights.families import family_of
@@ -106,9 +103,12 @@ def _check_packed(path: Path) -> tuple[str, bool]:
 
 
 def _tensor(tensor: "StoredTensor") -> dict[str, Any]:
-    bits = BITS.fullmatch(tensor.dtype)  # none in bool, and in kinds of float8
-    size = math.prod(tensor.shape) * (int(bits[1]) // 8 if bits else 1)
-    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "size": size, "file": tensor.path.name}
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "size": tensor.nbytes,
+        "file": tensor.path.name,
+    }
 
 
 def _tokenizer(source: "Source", checkpoint: "Checkpoint | None") -> dict[str, Any]:
@@ -191,9 +191,11 @@ def _summary(report: dict[str, Any]) -> dict[str, Any]:
 
 def _rows(tensors: dict[str, dict[str, Any]]) -> Iterable[tuple[str, ...]]:
     """One row for what layers share: there are hundreds of tensors, of a dozen kinds."""
+    from tinygpt.weights.messages import of_any_layer
+
     groups: dict[tuple, list[str]] = {}
     for name, tensor in tensors.items():
-        kind = re.sub(r"\bh\.\d+\.", "h.*.", name), tensor["dtype"], tuple(tensor["shape"]), tensor["size"]
+        kind = of_any_layer(name), tensor["dtype"], tuple(tensor["shape"]), tensor["size"]
         groups.setdefault(kind, []).append(name)
     for (pattern, dtype, shape, size), names in groups.items():
         count = f"{len(names)} x " if len(names) > 1 else ""
