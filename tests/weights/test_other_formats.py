@@ -53,6 +53,15 @@ def test_hugging_faces_layout_and_its_own_files(tmp_path):
     assert sorted(container.tensors) == sorted(random_tensors())
 
 
+@pytest.mark.parametrize("flags", [["--to", "safetensors"], ["--to", "npz"], ["--dtype", "float8"]])
+def test_a_head_of_its_own_is_said_to_be(tmp_path, flags):
+    """Whoever believes tie_word_embeddings would drop the head."""
+    arrays = random_tensors() | {HEAD: TENSORS["wte.weight"] + 1}
+    source = write_checkpoint(tmp_path / "source", arrays, tie_word_embeddings=True)
+    assert convert(source, tmp_path / "there", *flags) == 0
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_transformers_computes_the_same_of_a_foreign_checkpoint(tmp_path):
     torch = pytest.importorskip("torch", reason=MISSING)
     transformers = pytest.importorskip("transformers", reason=MISSING)

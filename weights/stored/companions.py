@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from tinygpt.weights.stored.plain import config_json
 
 def write_companions(folder: Path, checkpoint: Checkpoint) -> None:
     """Copies of the checkpoint's own files where it has them in Hugging Face's form; otherwise they are written."""
-    if _config_beside(checkpoint.folder) == checkpoint.config:
+    # A head that differs from the embedding counts, whatever the checkpoint's own file says; others go by the file.
+    config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
+    if _config_beside(checkpoint.folder) == config:
         _copy(CONFIG_FILES, checkpoint.folder, folder)
     else:
-        _write(folder / "config.json", config_json(checkpoint.config))
+        _write(folder / "config.json", config_json(config))
     try:
         spec = checkpoint.read_tokenizer()
     except CheckpointError:  # token ids work without it, there as here
