@@ -65,6 +65,7 @@ def layer_state(arrays: Arrays, i: int, form: Form, rank: int) -> dict[str, np.n
     state["mlp.dense_4h_to_h.weight"] = cut(own["mlp.c_proj.weight"].T, 1, form, rank)
     if "attn.c_attn.bias" in own:
         state["attention.query_key_value.bias"] = share_of(own["attn.c_attn.bias"], form, rank)
+    if "attn.c_proj.bias" in own:
         state["attention.dense.bias"] = own["attn.c_proj.bias"]
         state["mlp.dense_h_to_4h.bias"] = cut(own["mlp.c_fc.bias"], 0, form, rank)
         state["mlp.dense_4h_to_h.bias"] = own["mlp.c_proj.bias"]
@@ -94,11 +95,15 @@ def named(name: str, form: Form) -> str:
     return name.replace("attention.", f"{form.attention}.", 1) if name.startswith("attention.") else name
 
 
+def _layers(arrays: Arrays) -> int:
+    return 1 + max(int(name.split(".")[1]) for name in arrays if name.startswith("h."))
+
+
 def stage_state(arrays: Arrays, form: Form, rank: int, stage: int, part: int) -> dict[str, np.ndarray]:
     """Of one part of one stage on one GPU, by names without the wrappers of the whole."""
     layers = "decoder" if form.core else form.layers
     embedding = "embedding" if form.core else "language_model.embedding"
-    count = 1 + max(int(name.split(".")[1]) for name in arrays if name.startswith("h."))
+    count = _layers(arrays)
     local = count // (form.pp * form.vpp)
     first = local * (part * form.pp + stage)
     state = {}
@@ -116,25 +121,29 @@ def stage_state(arrays: Arrays, form: Form, rank: int, stage: int, part: int) ->
     return state
 
 
-def args(form: Form, **settings: object) -> Namespace:
+def args(arrays: Arrays, form: Form, **settings: object) -> Namespace:
     """With objects of Megatron's own among them, and of NumPy's."""
-    return Namespace(
-        num_attention_heads=form.heads,
-        layernorm_epsilon=1e-5,
-        tensor_model_parallel_size=form.tp,
-        pipeline_model_parallel_size=form.pp,
-        params_dtype=Global("torch float16"),
-        model_type=Call("megatron.core.enums ModelType", 1),
-        rng_state=Call("numpy.core.multiarray _reconstruct", Global("numpy ndarray"), (0,), "b"),
-        hostile=Call("os system", "touch witness"),
-        **settings,
-    )
+    said = {
+        "num_layers": _layers(arrays),
+        "hidden_size": arrays["wpe.weight"].shape[1],
+        "ffn_hidden_size": arrays["h.0.mlp.c_fc.weight"].shape[1],
+        "max_position_embeddings": arrays["wpe.weight"].shape[0],
+        "num_attention_heads": form.heads,
+        "layernorm_epsilon": 1e-5,
+        "tensor_model_parallel_size": form.tp,
+        "pipeline_model_parallel_size": form.pp,
+        "params_dtype": Global("torch float16"),
+        "model_type": Call("megatron.core.enums ModelType", 1),
+        "rng_state": Call("numpy.core.multiarray _reconstruct", Global("numpy ndarray"), (0,), "b"),
+        "hostile": Call("os system", "touch witness"),
+    }
+    return Namespace(**said | settings)
 
 
 def rank_file(arrays: Arrays, form: Form, rank: int = 0, stage: int = 0, **settings: object) -> dict:
     file = {
         "iteration": 7,
-        "args": args(form, **settings),
+        "args": args(arrays, form, **settings),
         "optimizer": {"step": 3},
         "rng_state": [Global("os environ")],
     }
@@ -161,7 +170,9 @@ def megatron(folder: Path, arrays: Arrays, form: Form = Form(), **settings: obje
 NEMO_CONFIG = """\
 num_attention_heads: {heads}
 layernorm_epsilon: 1e-5
-hidden_size: 8
+num_layers: {layers}
+hidden_size: {width}
+ffn_hidden_size: {inner}
 activation: gelu
 normalization: layernorm
 position_embedding_type: learned_absolute
@@ -177,8 +188,10 @@ VOCAB, MERGES = '{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}', "#version: 0.2\
 
 
 def nemo_members(arrays: Arrays, form: Form, prefix: str = "model.", more: str = "") -> dict[str, bytes]:
+    sizes = {"width": arrays["wpe.weight"].shape[1], "inner": arrays["h.0.mlp.c_fc.weight"].shape[1]}
+    settings = NEMO_CONFIG.format(heads=form.heads, layers=_layers(arrays), tp=form.tp, pp=form.pp, more=more, **sizes)
     members = {
-        "./model_config.yaml": NEMO_CONFIG.format(heads=form.heads, tp=form.tp, pp=form.pp, more=more).encode(),
+        "./model_config.yaml": settings.encode(),
         "./0123_vocab.json": VOCAB.encode(),
         "./0123_merges.txt": MERGES.encode(),
     }

@@ -7,7 +7,7 @@ import pytest
 
 from support.foreign import WRITERS, nanogpt_state
 from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
-from support.torch_files import own_bytes
+from support.torch_files import Call, own_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.open import open_checkpoint
@@ -80,6 +80,39 @@ def test_a_nanogpt_that_lacks_one_bias_is_refused(tmp_path):
     arrays = {name: array for name, array in TENSORS.items() if name != "h.1.ln_2.bias"}
     with pytest.raises(CheckpointError, match=r"missing: h\.1\.ln_2\.bias"):
         open_nanogpt(tmp_path, arrays)
+
+
+def test_a_nanogpt_that_lost_the_biases_that_its_arguments_say(tmp_path):
+    arrays = {name: array for name, array in TENSORS.items() if not name.endswith("c_attn.bias")}
+    for arguments in ({}, {"bias": None}):
+        with pytest.raises(CheckpointError, match=r"missing: h\.0\.attn\.c_attn\.bias"):
+            open_nanogpt(tmp_path, arrays, **arguments)
+    with pytest.raises(CheckpointError, match=r"unexpected: .*model\.transformer\.h\.0\.ln_1\.bias"):
+        open_nanogpt(tmp_path, arrays, bias=False)
+
+
+@pytest.mark.parametrize(
+    "kind", ["torch._utils _rebuild_qtensor", "torch._utils _rebuild_sparse_tensor", "torch.nn DTensor"]
+)
+def test_a_tensor_of_a_kind_that_cannot_be_read_is_not_lost(tmp_path, kind):
+    """A head that vanished would be tied."""
+    state = nanogpt_state(TENSORS)
+    state["model"]["lm_head.weight"] = Call(kind, 1, 2)
+    state["optimizer"]["more"] = Call(kind)
+    (tmp_path / "ckpt.pt").write_bytes(own_bytes(state))
+    with pytest.raises(
+        CheckpointError, match=f"of a dtype that is not implemented: lm_head.weight is {kind.replace(' ', '.')}\n"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_names_that_are_longer_than_their_file(tmp_path):
+    """A key that stands once in a pickle may be part of any number of names."""
+    inner = {i: TENSORS["ln_f.bias"] for i in range(50)}
+    for key, sentence in (("k" * 20_000, "names of more: it is hostile"), ("k", "named as in no model")):
+        (tmp_path / "x.pt").write_bytes(own_bytes({key: inner}))
+        with pytest.raises(CheckpointError, match=sentence):
+            open_checkpoint(tmp_path)
 
 
 def test_a_padded_vocabulary_keeps_its_rows(tmp_path):

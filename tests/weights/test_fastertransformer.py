@@ -38,6 +38,19 @@ def test_a_head_of_its_own_and_copies_for_int8(tmp_path):
     assert len(checkpoint.ignored) == 4
 
 
+def test_heads_that_gpus_cannot_share(tmp_path):
+    fastertransformer(tmp_path, TENSORS, 2, head_num=1, size_per_head=8)
+    with pytest.raises(CheckpointError, match="has 1 heads for 2 GPUs"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_torch_file_that_has_such_names_is_none(tmp_path):
+    state = {"epoch": 3, "model": {"wte": np.ones((5, 4), np.float32)}, "x": {"head_num": 2}}
+    (tmp_path / "x.pt").write_bytes(own_bytes(state))
+    with pytest.raises(CheckpointError, match="named as in no model that is implemented"):
+        open_checkpoint(tmp_path)
+
+
 def test_halves(tmp_path):
     halves = {name: array.astype(np.float16) for name, array in TENSORS.items()}
     checkpoint = open_checkpoint(fastertransformer(tmp_path, halves, weight_data_type="fp16"))

@@ -1,13 +1,15 @@
 """Megatron-LM's and NeMo's checkpoints: every version, however many GPUs it was cut for, is one model to the bit."""
 
+import io
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
 
 from support.megatron_writer import Form, megatron, nemo, nemo_members, ordered, rank_file, tar_bytes
 from support.tiny_checkpoint import write_json
-from support.torch_files import own_bytes
+from support.torch_files import Call, own_bytes
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
@@ -133,6 +135,10 @@ def test_models_trained_without_biases(tmp_path):
     assert any("which the files leave out" in quirk for quirk in checkpoint.quirks)
 
 
+def without(*ends):
+    return {name: array for name, array in ARRAYS.items() if not name.endswith(ends)}
+
+
 @pytest.mark.parametrize(
     ("settings", "activation"),
     [
@@ -145,6 +151,41 @@ def test_the_activation_that_settings_decide(tmp_path, settings, activation):
     assert open_checkpoint(megatron(tmp_path, ARRAYS, form(), **settings)).config.activation == activation
 
 
+def test_biases_are_those_that_the_settings_say(tmp_path):
+    """A bias that is lost is missed, and one that should not be there is not used."""
+    lost = without(".c_attn.bias", ".c_proj.bias", ".c_fc.bias")
+    with pytest.raises(CheckpointError, match=r"missing: layers\.0\.attention\.query_key_value\.bias"):
+        open_checkpoint(megatron(tmp_path / "lost", lost, form(), add_bias_linear=True))
+    with pytest.raises(CheckpointError, match=r"unexpected: .*query_key_value\.bias"):
+        open_checkpoint(megatron(tmp_path / "more", ARRAYS, form(), add_bias_linear=False))
+    path = nemo(tmp_path / "nemo", lost, form(), more="bias: false")
+    assert not open_checkpoint(path).tensor("h.1.mlp.c_fc.bias").any()
+
+
+@pytest.mark.parametrize(("linear", "queries"), [("add_bias_linear", "add_qkv_bias"), ("bias", "qkv_bias")])
+def test_biases_of_queries_keys_and_values_alone(tmp_path, linear, queries):
+    arrays = without(".c_proj.bias", ".c_fc.bias")
+    checkpoint = open_checkpoint(megatron(tmp_path, arrays, form(), **{linear: False, queries: True}))
+    np.testing.assert_array_equal(checkpoint.tensor("h.1.attn.c_attn.bias"), ARRAYS["h.1.attn.c_attn.bias"])
+    assert not checkpoint.tensor("h.1.mlp.c_fc.bias").any()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("num_layers", r"missing: layers\.4\.input_layernorm\.weight"),
+        ("hidden_size", r"is \(18, 24\) and its settings asks for \(18, 30\)"),
+        ("ffn_hidden_size", r"is \(36,\) and its settings asks for \(42,\)"),
+        ("max_position_embeddings", r"is \(5, 24\) and its settings asks for \(11, 24\)"),
+    ],
+)
+def test_sizes_are_those_that_the_settings_say(tmp_path, name, wanted):
+    """A file that lost its last layers is no shorter model."""
+    sizes = {"num_layers": 5, "hidden_size": 30, "ffn_hidden_size": 42, "max_position_embeddings": 11}
+    with pytest.raises(CheckpointError, match=wanted):
+        open_checkpoint(megatron(tmp_path, ARRAYS, form(), **{name: sizes[name]}))
+
+
 REFUSED = {
     "swiglu": True,
     "squared_relu": True,
@@ -154,6 +195,9 @@ REFUSED = {
     "apply_residual_connection_post_layernorm": True,
     "num_experts": 8,
     "qk_layernorm": True,
+    "apply_layernorm_1p": True,
+    "transformer_block_type": "post_ln",
+    "normalize_attention_scores": False,
 }
 
 
@@ -163,10 +207,13 @@ def test_settings_that_change_the_arithmetic_are_refused_by_name(tmp_path, name)
         open_checkpoint(megatron(tmp_path, ARRAYS, form(), **{name: REFUSED[name]}))
 
 
-def test_a_version_that_is_not_known(tmp_path):
-    state = rank_file(ARRAYS, form()) | {"checkpoint_version": 4.0}
+@pytest.mark.parametrize(
+    "version", [4.0, [3], True, Call("numpy.core.multiarray scalar", 3.0)], ids=["4", "list", "bool", "object"]
+)
+def test_a_version_that_is_not_known(tmp_path, version):
+    state = rank_file(ARRAYS, form()) | {"checkpoint_version": version}
     (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state))
-    with pytest.raises(CheckpointError, match=r"checkpoint_version 4\.0"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_version .* is not implemented"):
         open_checkpoint(tmp_path)
 
 
@@ -238,10 +285,18 @@ def test_a_compressed_archive_and_a_damaged_one(tmp_path):
         open_checkpoint(path)
 
 
-def test_an_archive_with_a_link(tmp_path):
-    import io
-    import tarfile
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE])
+@pytest.mark.parametrize(("size", "count"), [(1, 5000), (2**45, 1), (2**62, 1)])
+def test_an_archive_whose_headers_claim_names_without_end(tmp_path, kind, size, count):
+    """No more is read than there is, and what is chained is not followed for ever."""
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = kind, size
+    (tmp_path / "x.nemo").write_bytes((header.tobuf(tarfile.GNU_FORMAT) + bytes(512)) * count)
+    with pytest.raises(CheckpointError, match="damaged archive"):
+        open_checkpoint(tmp_path / "x.nemo")
 
+
+def test_an_archive_with_a_link(tmp_path):
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:") as archive:
         link = tarfile.TarInfo("./model_weights.ckpt")

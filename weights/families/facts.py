@@ -10,6 +10,15 @@ from tinygpt.weights.families.family import Source
 
 # What no tensor shows. Where a file does not say it either, it is taken from a config.json beside the file.
 UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
+# Megatron's names of a layer's modules, which FasterTransformer has taken over.
+MEGATRON_MODULES = {
+    "ln_1": "input_layernorm",
+    "attn.c_attn": "attention.query_key_value",
+    "attn.c_proj": "attention.dense",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.dense_h_to_4h",
+    "mlp.c_proj": "mlp.dense_4h_to_h",
+}
 GPT2_END = ModelConfig.bos_token_id  # the id of <|endoftext|>, which begins and ends texts
 
 
@@ -22,6 +31,14 @@ def ends_of(vocab_size: Any) -> dict[str, Any]:
     """The ids that begin and end a text where nothing says them: GPT-2's, if the vocabulary has them."""
     end = GPT2_END if isinstance(vocab_size, int) and vocab_size > GPT2_END else None
     return {"bos_token_id": end, "eos_token_id": end}
+
+
+def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
+    """A parameter's name where layers are `layers`.3, from the names of modules and of what is in no layer."""
+    if parameter in top:
+        return top[parameter]
+    layer, module, kind = re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", parameter).groups()
+    return f"{layers}.{layer}.{modules[module]}.{kind}"
 
 
 class Shapes:

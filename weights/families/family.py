@@ -46,16 +46,25 @@ class Placed:
     part: int = 0
 
 
+def as_named(source: Source) -> Iterable[Placed]:
+    """Where the names in files are those in the tables."""
+    return (Placed(name, name, tensor) for name, tensor in source.container.tensors.items())
+
+
 @dataclass(frozen=True)
 class Rule:
     """The tensors, by their names in a family's files, that a parameter is made of, and how.
 
-    default: what a parameter consists of that files may leave out, such as 0 for a bias; None: they may not.
+    default: what a parameter consists of that files leave out, such as 0 for a bias; None: they may not.
     """
 
     sources: tuple[str, ...]
     transform: Transform = AS_IS
     default: float | None = None
+
+
+# Of a model that was trained without biases: one that is there after all is unexpected.
+NO_BIAS = Rule((), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class Family:
     detect: Callable[[Source], bool]
     config: Callable[[Source], ModelConfig]
     rules: Callable[[Source, ModelConfig], Mapping[str, Rule]]
-    place: Callable[[Source], Iterable[Placed]]
+    place: Callable[[Source], Iterable[Placed]] = as_named
     is_ignored: Callable[[str], bool] = lambda name: False
     parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()

@@ -1,29 +1,21 @@
 """GPT as FasterTransformer's converters write it: Megatron's names, every matrix (in, out), in files without shapes."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.containers.ft_folder import FORMAT
 from tinygpt.weights.families.config_fields import checked_config
-from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
+from tinygpt.weights.families.facts import MEGATRON_MODULES, Shapes, ends_of, from_config_json, name_in_tables
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
-from tinygpt.weights.families.transforms import Shape, Transform
+from tinygpt.weights.families.transforms import Shape, Transform, flat, flat_queries_keys_values
 from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 
 _TOP = {EMBEDDING: "model.wte", POSITIONS: "model.wpe", HEAD: "model.lm_head.weight"}
 _TOP |= {"ln_f.weight": "model.final_layernorm.weight", "ln_f.bias": "model.final_layernorm.bias"}
-_MODULES = {
-    "ln_1": "input_layernorm",
-    "attn.c_attn": "attention.query_key_value",
-    "attn.c_proj": "attention.dense",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h",
-}
 # Along which axis of the parameter GPUs share it; of queries, keys and values, each has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
 _GPU = re.compile(r"(.+)\.(\d{1,4})")
@@ -41,8 +33,8 @@ _PLAIN = {
 
 
 def _detect(source: Source) -> bool:
-    return _TOP[EMBEDDING] in source.container.tensors and any(
-        isinstance(section, dict) and "head_num" in section for section in source.container.metadata.values()
+    return source.container.format == FORMAT and any(
+        "head_num" in section for section in source.container.metadata.values()
     )
 
 
@@ -77,6 +69,8 @@ def _config(source: Source) -> ModelConfig:
             f"{source.path}: head_num is {shown(heads)} and size_per_head {shown(head_size)}; both must be whole "
             "numbers from 1 up. Correct config.ini."
         )
+    if heads % _parts(source):
+        raise CheckpointError(f"{source.path} has {heads} heads for {_parts(source)} GPUs: correct config.ini.")
     C, placed = heads * head_size, list(_place(source))
     shapes = Shapes(source, {one.name: one.tensor.shape for one in placed if one.part == 0})
     V = shapes.size(_TOP[EMBEDDING], 0) // C
@@ -134,25 +128,12 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
 
 
 def _file_name(parameter: str) -> str:
-    if parameter in _TOP:
-        return _TOP[parameter]
-    layer, module, kind = re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", parameter).groups()
-    return f"model.layers.{layer}.{_MODULES[module]}.{kind}"
+    return name_in_tables(parameter, _TOP, "model.layers", MEGATRON_MODULES)
 
 
 def _transform(parameter: str, shape: Shape, n: int) -> Transform:
-    """Files have no shapes: a part gets its own first."""
     kind = parameter.partition(".")[2].partition(".")[2]
-    if kind.startswith("attn.c_attn."):  # (..., 3, C of the part)
-        part = (*shape[:-1], 3, shape[-1] // 3 // n)
-        return _numbers(part, len(part) - 1, lambda array: array.reshape(shape))
-    axis = _AXES.get(kind)
-    part = shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
-    return _numbers(part, axis, None)
-
-
-def _numbers(part: Shape, axis: int | None, of_whole: Any) -> Transform:
-    return Transform(lambda shape, n: (math.prod(part),), lambda array: array.reshape(part), axis, of_whole)
+    return flat_queries_keys_values(shape, n) if kind.startswith("attn.c_attn.") else flat(shape, n, _AXES.get(kind))
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:

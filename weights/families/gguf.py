@@ -1,14 +1,14 @@
 """GPT-2 as llama.cpp names it in GGUF files, with its tokenizer (llama.cpp, gguf-py's constants.py)."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
-from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
-from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, name_in_tables
+from tinygpt.weights.families.family import Family, Rule, Source
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
@@ -36,15 +36,11 @@ _KEYS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 
 
 def gguf_name(parameter: str) -> str:
     """What GGUF files call a parameter: h.3.attn.c_attn.weight is blk.3.attn_qkv.weight."""
-    if parameter in TOP:
-        return TOP[parameter]
-    layer, module, kind = re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", parameter).groups()
-    return f"blk.{layer}.{MODULES[module]}.{kind}"
+    return name_in_tables(parameter, TOP, "blk", MODULES)
 
 
 def _config(source: Source) -> ModelConfig:
@@ -65,10 +61,6 @@ def _config(source: Source) -> ModelConfig:
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     transforms = {True: transposed(), False: AS_IS}
     return {name: Rule((gguf_name(name),), transforms[is_transposed(name)]) for name in parameter_shapes(config)}
-
-
-def _place(source: Source) -> Iterable[Placed]:
-    return (Placed(name, name, tensor) for name, tensor in source.container.tensors.items())
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
@@ -113,20 +105,14 @@ def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
     used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
     begin = about.get("bos_token_id") if about.get("add_bos_token") else None
     end = about.get("eos_token_id")
-    return {
-        "version": "1.0",
-        "model": {"type": "BPE", "vocab": _ids(used), "merges": about.get("merges") or []},
-        "added_tokens": [
-            {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
-            for i, token, kind in used
-            if kind in (CONTROL, USER_DEFINED)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": dict(_BYTE_LEVEL),
-        "post_processor": None if begin is None else _beginning_with(tokens[begin], begin),
-        "decoder": dict(_BYTE_LEVEL),
-        **({} if end is None else {"eos_token": tokens[end]}),
-    }
+    added = [
+        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
+        for i, token, kind in used
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    start = None if begin is None else _beginning_with(tokens[begin], begin)
+    spec = byte_level_tokenizer(_ids(used), about.get("merges") or [], added, start)
+    return spec if end is None else {**spec, "eos_token": tokens[end]}
 
 
 def _ids(used: Iterable[tuple[int, str, int]]) -> dict[str, int]:
@@ -152,7 +138,6 @@ FAMILY = Family(
     detect=lambda source: isinstance(source.container.metadata.get(ARCHITECTURE), str),
     config=_config,
     rules=_rules,
-    place=_place,
     quirks=_quirks,
     tokenizer=_tokenizer,
 )

@@ -9,16 +9,22 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.pickle_reader import fields_of
 from tinygpt.weights.containers.ranks import NEMO_CONFIG, RANK, members_of, metadata_by_rank
+from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
-from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
-from tinygpt.weights.families.family import Family, Placed, Rule, Source
-from tinygpt.weights.families.transforms import AS_IS, Transform, as_is, transposed
+from tinygpt.weights.families.facts import (
+    MEGATRON_MODULES,
+    Shapes,
+    ends_of,
+    from_config_json,
+    name_in_tables,
+    need_heads,
+)
+from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source
+from tinygpt.weights.families.transforms import AS_IS, Transform, as_is, queries_keys_values, transposed
 from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 from tinygpt.weights.yaml_text import read_yaml_object
@@ -39,14 +45,6 @@ _CORE = {
 }
 _TOP = {EMBEDDING: "embedding.word_embeddings.weight", POSITIONS: "embedding.position_embeddings.weight"}
 _TOP |= {HEAD: "output_layer.weight", "ln_f.weight": "final_layernorm.weight", "ln_f.bias": "final_layernorm.bias"}
-_MODULES = {
-    "ln_1": "input_layernorm",
-    "attn.c_attn": "attention.query_key_value",
-    "attn.c_proj": "attention.dense",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h",
-}
 # Along which axis of the parameter GPUs have shared it.
 _AXES = {
     EMBEDDING: 0,
@@ -56,19 +54,25 @@ _AXES = {
     "mlp.c_fc.bias": 0,
     "mlp.c_proj.weight": 0,
 }
-# How each version orders the rows of one GPU, as axes to be brought to (3, heads, head size).
-_ORDERS = {0: ("3hd", (0, 1, 2)), 1: ("hd3", (2, 0, 1)), 2: ("h3d", (1, 0, 2)), 3: ("h3d", (1, 0, 2))}
-# Settings that change the arithmetic: what they must be.
-_PLAIN = {
-    "swiglu": False,
-    "squared_relu": False,
-    "gated_linear_unit": False,
-    "qk_layernorm": False,
-    "apply_residual_connection_post_layernorm": False,
-    "use_rotary_position_embeddings": False,
-    "num_experts": None,
-    "expert_num": None,
-    "multi_query_attention": False,
+# How each version orders the rows of one GPU: its heads, their size, and queries, keys and values.
+_ORDERS = {0: "3hd", 1: "hd3", 2: "h3d", 3: "h3d"}
+# Settings that change the arithmetic: what they may be where they are there.
+_PLAIN: dict[str, tuple] = {
+    "swiglu": (False,),
+    "squared_relu": (False,),
+    "gated_linear_unit": (False,),
+    "qk_layernorm": (False,),
+    "apply_layernorm_1p": (False,),  # whose weights are less by 1
+    "apply_residual_connection_post_layernorm": (False,),
+    "use_rotary_position_embeddings": (False,),
+    "num_experts": (0,),
+    "expert_num": (0,),
+    "multi_query_attention": (False,),
+    "normalize_attention_scores": (True,),
+    "transformer_block_type": ("pre_ln",),
+    "normalization": ("LayerNorm", "layernorm"),
+    "position_embedding_type": ("learned_absolute", "learned"),
+    "activation": ("gelu",),
 }
 
 
@@ -93,11 +97,10 @@ def _place(source: Source) -> Iterable[Placed]:
     """Layers are numbered within a stage of the pipeline, and where stages alternate, within a part of it."""
     found = [(*_rank_of(name), name, tensor) for name, tensor in source.container.tensors.items()]
     stages = 1 + max((pipeline for _, pipeline, *_ in found), default=0)
-    parts = 1 + max((_virtual(name) for _, _, name, *_ in found), default=0)
     local = _layers_of_a_stage(name for _, _, name, *_ in found)
     for rank, pipeline, name, file_name, tensor in found:
         first = (_virtual(name) * stages + pipeline) * local
-        yield Placed(_name_of(name, first, first + local if stages * parts > 1 else None), file_name, tensor, rank)
+        yield Placed(_name_of(name, first), file_name, tensor, rank)
 
 
 def _virtual(name: str) -> int:
@@ -111,7 +114,7 @@ def _layers_of_a_stage(names: Iterable[str]) -> int:
     return 1 + max(numbers, default=-1)
 
 
-def _name_of(name: str, first: int, stop: int | None) -> str:
+def _name_of(name: str, first: int) -> str:
     """The name in the tables, with the number that a layer has in the whole model."""
     model = _MODEL.match(name)
     if model is None:
@@ -119,8 +122,7 @@ def _name_of(name: str, first: int, stop: int | None) -> str:
     name = name[model.end() :]
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        name = re.sub(rf"^{_LAYERS}", "", name).replace("word_embeddings_for_head", "output_layer")
-        return name
+        return re.sub(rf"^{_LAYERS}", "", name).replace("word_embeddings_for_head", "output_layer")
     rest = re.sub(r"^(self_)?attention\.", "attention.", layer[2])
     for core, before in _CORE.items():
         if rest.removeprefix("attention.").startswith(core):
@@ -138,10 +140,7 @@ def _parts(source: Source) -> int:
 
 
 def _file_name(parameter: str) -> str:
-    if parameter in _TOP:
-        return _TOP[parameter]
-    layer, module, kind = re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", parameter).groups()
-    return f"layers.{layer}.{_MODULES[module]}.{kind}"
+    return name_in_tables(parameter, _TOP, "layers", MEGATRON_MODULES)
 
 
 # Configuration
@@ -164,7 +163,7 @@ def _version(source: Source) -> int:
     """Files of Megatron core and NeMo's are of the last version, whether they say so or not; others of the first."""
     is_new = members_of(source.container) or any(".linear_qkv." in name for name in source.container.tensors)
     version = _first_rank(source).get("checkpoint_version", 3 if is_new else 0)
-    if version not in _ORDERS:
+    if type(version) not in (int, float) or version not in _ORDERS:
         raise CheckpointError(f"{source.path} is of checkpoint_version {shown(version)}, which is not implemented.")
     return int(version)
 
@@ -181,12 +180,12 @@ def _config(source: Source) -> ModelConfig:
         "n_head": 16 if not settings and C == 1024 else None,  # the one model that was published without them
         "activation_function": _activation(settings),
         **from_config_json(source),
-        **{ours: _number(settings[theirs]) for theirs, ours in _SETTINGS.items() if settings.get(theirs) is not None},
         "vocab_size": V * n,
         "n_embd": C,
         "n_positions": shapes.size(_TOP[POSITIONS], 0),
         "n_inner": shapes.size("layers.0.mlp.dense_h_to_4h.weight", 0) * n,
         "n_layer": shapes.layers(r"layers\.(\d{1,9})\."),
+        **_said(settings),
         "tie_word_embeddings": not settings.get("untie_embeddings_and_output_weights", False),
     }
     need_heads(source, values)
@@ -196,8 +195,25 @@ def _config(source: Source) -> ModelConfig:
     return config
 
 
-_SETTINGS = {"num_attention_heads": "n_head", "layernorm_epsilon": "layer_norm_epsilon"}
-_SETTINGS |= {"norm_epsilon": "layer_norm_epsilon"}
+_SETTINGS = {
+    "num_attention_heads": "n_head",
+    "layernorm_epsilon": "layer_norm_epsilon",
+    "norm_epsilon": "layer_norm_epsilon",
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "ffn_hidden_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def _said(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the settings say wins over what tensors show, so that layers that were lost are missed."""
+    return {ours: _number(settings[theirs]) for theirs, ours in _SETTINGS.items() if _is_value(settings.get(theirs))}
+
+
+def _is_value(value: Any) -> bool:
+    """Not a reference to another setting, as NeMo writes it."""
+    return value is not None and not (isinstance(value, str) and value.startswith("${"))
 
 
 def _number(value: Any) -> Any:
@@ -219,15 +235,8 @@ def _check_settings(source: Source, settings: Mapping[str, Any]) -> None:
     wrong = [
         f"{name} is {shown(settings[name])}"
         for name, plain in _PLAIN.items()
-        if settings.get(name) not in (plain, None, 0)
+        if settings.get(name) not in (None, *plain)
     ]
-    for name, allowed in {
-        "normalization": ("LayerNorm", "layernorm", "layernorm1p_off"),
-        "position_embedding_type": ("learned_absolute", "learned"),
-        "activation": ("gelu",),
-    }.items():
-        if settings.get(name) not in (None, *allowed):
-            wrong.append(f"{name} is {shown(settings[name])}")
     heads, groups = settings.get("num_attention_heads"), settings.get("num_query_groups")
     if groups not in (None, heads) and (settings.get("group_query_attention", True)):
         wrong.append(f"num_query_groups is {shown(groups)} for {shown(heads)} heads")
@@ -255,42 +264,39 @@ def _check_ranks(source: Source, settings: Mapping[str, Any]) -> None:
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     version = _version(source)
-    has_bias = any(name.endswith(("query_key_value.bias", "linear_qkv.bias")) for name in source.container.tensors)
-    rules = {}
-    for name in parameter_shapes(config):
-        transform = _transform(name, version, config.head_size)
-        is_linear = name.endswith(".bias") and ".ln_" not in f".{name}"
-        rules[name] = Rule((_file_name(name),), transform, default=0.0 if is_linear and not has_bias else None)
-    return rules
+    without = _without_bias(source)
+    return {
+        name: NO_BIAS
+        if name.endswith(without)
+        else Rule((_file_name(name),), _transform(name, version, config.head_size))
+        for name in parameter_shapes(config)
+    }
+
+
+_QKV_BIAS, _LINEAR_BIASES = "attn.c_attn.bias", ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
+
+
+def _without_bias(source: Source) -> tuple[str, ...]:
+    """The parameters, by the ends of their names, that a model was trained without."""
+    settings = _settings(source)
+    said = settings.get("add_bias_linear", settings.get("bias"))
+    if not isinstance(said, bool):
+        modules = tuple(f"{MEGATRON_MODULES[name.removesuffix('.bias')]}.bias" for name in (_QKV_BIAS, *_LINEAR_BIASES))
+        said = any(one.name.endswith(modules) for one in _place(source))
+    if said:
+        return ()
+    has_queries = settings.get("add_qkv_bias", settings.get("qkv_bias")) is True
+    return _LINEAR_BIASES if has_queries else (_QKV_BIAS, *_LINEAR_BIASES)
 
 
 def _transform(parameter: str, version: int, head_size: int) -> Transform:
     kind = parameter if parameter in _AXES else parameter.partition(".")[2].partition(".")[2]
     if kind.startswith("attn.c_attn."):
-        return _queries_keys_values(version, head_size, is_bias=kind.endswith(".bias"))
+        return queries_keys_values(_ORDERS[version], head_size)
     axis = _AXES.get(kind)
     if kind.endswith("weight") and kind.split(".")[-2] in ("c_proj", "c_fc"):
         return transposed(axis)
     return AS_IS if axis is None else as_is(axis)
-
-
-def _queries_keys_values(version: int, head_size: int, is_bias: bool) -> Transform:
-    """The rows of each GPU have its own heads: they are ordered first, and then joined along the heads."""
-    order, axes = _ORDERS[version]
-    sizes = tuple({"3": 3, "h": -1, "d": head_size}[letter] for letter in order)
-
-    def of_part(array: np.ndarray) -> np.ndarray:
-        rest = array.shape[1:]
-        ordered = array.reshape(*sizes, *rest).transpose(*axes, *range(3, 3 + len(rest)))  # (3, heads, head size, ...)
-        return ordered.reshape(3, -1, *rest)  # (3, C of the part, ...)
-
-    def of_whole(array: np.ndarray) -> np.ndarray:
-        return array.reshape(-1) if is_bias else array.reshape(-1, array.shape[-1]).T
-
-    def stored_shape(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-        return (shape[-1] // n, *shape[:-1])
-
-    return Transform(stored_shape, of_part, 1, of_whole)
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
@@ -314,18 +320,10 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{source.path} has a vocabulary that is not valid JSON: give token ids.") from error
     lines = merges.text().removesuffix("\n").split("\n")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     end = "<|endoftext|>"
     has_end = isinstance(ids, dict) and type(ids.get(end)) is int
-    return {
-        "version": "1.0",
-        "model": {"type": "BPE", "vocab": ids, "merges": lines[lines[0].startswith("#version") :]},
-        "added_tokens": [{"id": ids[end], "content": end, "special": True, "normalized": False}] if has_end else [],
-        "normalizer": None,
-        "pre_tokenizer": dict(byte_level),
-        "post_processor": None,
-        "decoder": byte_level,
-    }
+    added = [{"id": ids[end], "content": end, "special": True, "normalized": False}] if has_end else []
+    return byte_level_tokenizer(ids, lines[lines[0].startswith("#version") :], added)
 
 
 FAMILY = Family(

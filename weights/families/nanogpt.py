@@ -15,7 +15,7 @@ from tinygpt.weights.containers.pickle_reader import fields_of, read_plain_pickl
 from tinygpt.weights.families.characters import character_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
-from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source
 from tinygpt.weights.families.hugging_face import canonical_name, is_causal_mask
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
@@ -94,14 +94,15 @@ def _mingpt_heads(source: Source) -> Any:
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     """Trained without biases, a model has none anywhere, nor have its layer norms."""
-    has_bias = any(name.endswith("attn.c_attn.bias") for name in source.container.tensors)
+    has_bias = fields_of(source.container.metadata.get("model_args")).get("bias")
+    names = parameter_shapes(config).keys()
+    biases = {name for name in names if name.endswith(".bias")}
+    if not isinstance(has_bias, bool):
+        has_bias = any(canonical_name(name) in biases for name in source.container.tensors)
+    absent = set() if has_bias else biases
     return {
-        name: Rule(
-            (name,),
-            transposed() if is_transposed(name) else AS_IS,
-            default=0.0 if name.endswith(".bias") and not has_bias else None,
-        )
-        for name in parameter_shapes(config)
+        name: NO_BIAS if name in absent else Rule((name,), transposed() if is_transposed(name) else AS_IS)
+        for name in names
     }
 
 

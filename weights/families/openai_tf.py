@@ -1,13 +1,12 @@
 """GPT-2 as OpenAI published it: TensorFlow's variables (openai/gpt-2, src/model.py), and hparams.json beside them."""
 
 import re
-from collections.abc import Iterable
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
-from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.family import Family, Rule, Source
 from tinygpt.weights.families.transforms import AS_IS, WITHOUT_FIRST_AXIS
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 
@@ -72,16 +71,11 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     }
 
 
-def _place(source: Source) -> Iterable[Placed]:
-    return (Placed(name, name, tensor) for name, tensor in source.container.tensors.items())
-
-
 FAMILY = Family(
     name="GPT-2 of OpenAI's TensorFlow",
     described_by="hparams.json",
     detect=_detect,
     config=_config,
     rules=_rules,
-    place=_place,
     is_ignored=lambda name: bool(_OPTIMIZER.fullmatch(name)),
 )

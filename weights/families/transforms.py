@@ -4,6 +4,7 @@ A parameter may lie in several parts: matrices of its own for queries, keys and 
 model was trained on. Each part is brought into the parameter's order first, and then they are joined.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,3 +58,36 @@ def transposed(axis: int | None = None) -> Transform:
 
 # Of matrices that were convolutions of width 1.
 WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape), lambda array: array[0])
+
+
+def queries_keys_values(order: str, head_size: int) -> Transform:
+    """Of parts that are (out, in) matrices or biases, each with its own heads, which are joined.
+
+    order: in which a part's rows lie: those of h heads, of head size d, of 3 matrices, such as "h3d".
+    """
+    sizes = tuple({"3": 3, "h": -1, "d": head_size}[letter] for letter in order)
+    axes = tuple(order.index(letter) for letter in "3hd")
+
+    def of_part(array: np.ndarray) -> np.ndarray:
+        rest = array.shape[1:]
+        ordered = array.reshape(*sizes, *rest).transpose(*axes, *range(3, 3 + len(rest)))  # (3, heads, head size, ...)
+        return ordered.reshape(3, -1, *rest)  # (3, C of the part, ...)
+
+    def of_whole(array: np.ndarray) -> np.ndarray:
+        return array.reshape(-1, *array.shape[2:]).T  # (..., 3 C)
+
+    return Transform(lambda shape, n: (shape[-1] // n, *shape[:-1]), of_part, 1, of_whole)
+
+
+def flat(shape: Shape, n: int, axis: int | None) -> Transform:
+    """Of n parts without shapes, which lie as the parameter does."""
+    return _flat(_shared(shape, axis, n), axis)
+
+
+def flat_queries_keys_values(shape: Shape, n: int) -> Transform:
+    """Of n parts without shapes, each with its own heads of all three: (..., 3, C of the part)."""
+    return _flat((*shape[:-1], 3, shape[-1] // 3 // n), len(shape), lambda array: array.reshape(shape))
+
+
+def _flat(part: Shape, axis: int | None, of_whole: Callable[[np.ndarray], np.ndarray] | None = None) -> Transform:
+    return Transform(lambda shape, n: (math.prod(part),), lambda array: array.reshape(part), axis, of_whole)
