@@ -90,7 +90,7 @@ def test_a_type_that_is_not_implemented_is_named(tmp_path):
     tensors = {gguf_name(name): plain(array) for name, array in linear(TENSORS).items()}
     tensors["blk.1.ffn_up.weight"] = ((20, 8), 19, b"\0" * 99)
     (tmp_path / "x.gguf").write_bytes(gguf_bytes(GGUF_KEYS, tensors))
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is ggml type 19 and only"):
+    with pytest.raises(CheckpointError, match=r"not implemented: blk\.1\.ffn_up\.weight is ggml type 19\n"):
         open_checkpoint(tmp_path / "x.gguf")
 
 
