@@ -31,6 +31,8 @@ INTO_KERNELS = {
     },
     "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.ahead", "tinygpt.kernels.cpu.jit"},
     "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},
+    "tinygpt.parallel.cut": {"tinygpt.kernels.cpu.rank"},
+    "tinygpt.parallel.rank_model": {"tinygpt.kernels.cpu.rank"},
     "tinygpt.compile_ahead": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},
     "tinygpt.engine.engine": {"tinygpt.kernels.compiling"},
     "tinygpt.engine.throughput": {"tinygpt.kernels.compiling"},
@@ -60,6 +62,7 @@ FOREIGN = {
     "tinygpt.cli.commands.doctor": {"llvmlite"},
     "tinygpt.evaluation.golden": {"torch", "transformers"},
     "tinygpt.bench.plot": {"matplotlib"},
+    "tinygpt.parallel.mpi": {"mpi4py"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
 
@@ -307,6 +310,7 @@ OPTIONAL = {
     "starlette",
     "tritonclient.grpc",
     "tritonclient.grpc.model_config_pb2",
+    "mpi4py",
 }
 
 

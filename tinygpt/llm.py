@@ -59,6 +59,10 @@ class LLM:
     cache_salt: a text: the salt of prompts that come without one. Only prompts of equal salts, or of none, share what
         they begin with, so that the time that one takes tells nothing of any other.
 
+    tensor_parallel_size, pipeline_parallel_size: so many ranks share each layer, and the layers are dealt out to so
+        many stages, in a program that `mpiexec -n` has started with the product of both (extra "mpi"). Rank 0 runs the
+        program; in all others, LLM does not return: they serve rank 0 until it ends. threads are each rank's.
+
     Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
     Results do not depend on threads, on these sizes or on what else is running, to the last bit. Several Python
     threads may call one LLM: their requests share its steps.
@@ -82,9 +86,12 @@ class LLM:
         soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
         split_special_tokens: bool = False,
         cache_salt: str | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
     ):
+        ranks = _ranks(tensor_parallel_size, pipeline_parallel_size)
         cache_salt = checked_salt(cache_salt)
-        threads = thread_count(threads)
+        threads = thread_count(threads) if ranks is None else ranks.threads(threads)
         sizes = EngineConfig(
             max_num_seqs, prefix_cache_seqs, max_model_len, max_num_batched_tokens, max_queue, num_speculative_tokens
         )
@@ -99,8 +106,11 @@ class LLM:
         if draft_model is not None:
             draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
             check_draft(draft_model, draft_source, source.config)
-        runner = ModelRunner(source, engine_config, threads)
         draft = None if draft_source is None else DraftModel(draft_source, engine_config, threads)
+        if ranks is None:
+            runner = ModelRunner(source, engine_config, threads)
+        else:
+            runner = ranks.new_runner(source, (model, dtype, device, kv_cache_dtype, lora), engine_config)
         self.engine = Engine(runner, engine_config, draft)
         self._service = Service(self.engine)
         self._description = f"{model!r}, dtype={self.dtype!r}, device={device!r}, max_num_seqs={max_num_seqs}"
@@ -332,6 +342,15 @@ class LLM:
         if on_chunk is not None and (params.best_of or params.n) > params.n:
             raise RequestError(f"best_of is {params.best_of} and a stream cannot choose among samples: use generate.")
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
+
+
+def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
+    """The ranks that a model is to run on, seen from rank 0; None where it is this process alone."""
+    if tensor_parallel_size == pipeline_parallel_size == 1:
+        return None
+    from tinygpt.parallel.start import join  # with it come the CPU's kernels
+
+    return join(tensor_parallel_size, pipeline_parallel_size)
 
 
 def _single_prompt(prompt: Any) -> Any:

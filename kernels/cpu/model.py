@@ -71,7 +71,7 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     write_kv(team, k, v, qkv, step.positions, step.token_slots)
     attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale)  # (N, C)
     convert(team, b.heads, attended, params.attended_factors, layer)
-    add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments)  # (N, C)
+    add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)  # (N, C)
 
 
 @inline
@@ -80,7 +80,7 @@ def mlp_block(team, params, layer, x, buffers):
     b, n, activation = buffers, x.shape[0], params.activation
     layer_norm(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)  # (N, C)
     linear_to_operand(team, b.inner, b.normed, params.c_fc, layer, params.embd_segments, activation, n)  # (N, F)
-    add_projection(team, x, b.inner, params.mlp_proj, layer, params.inner_segments)  # (N, C)
+    add_projection(team, x, b.inner, params.mlp_proj, layer, params.inner_segments, b.ranks)  # (N, C)
 
 
 @inline

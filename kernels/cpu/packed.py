@@ -3,9 +3,10 @@
 import numpy as np
 
 from tinygpt.kernels.cpu.packing.pack import panel_count
+from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE
 from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, weight_layout
-from tinygpt.kernels.cpu.params import Params, new_params
+from tinygpt.kernels.cpu.params import FACTORS_BEFORE, Params, new_params, no_head, no_positions, to_panels
 from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
 from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
@@ -53,6 +54,31 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
         if f"{name}.panels" in arrays:
             given[name] = record(*(arrays[f"{name}.{field}"] for field in record._fields))
     return new_params(config, dtype, given)
+
+
+def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part) -> Params:
+    """As params_of, of one of several ranks. What is not cut is used as it lies; what is cut is a copy."""
+    whole, layers = params_of(arrays, config, dtype), slice(part.layers.start, part.layers.stop)
+    given = {name: getattr(whole, name) for name in ("wte_factors", "wpe", "head_factors")}
+    if not part.is_first:
+        given["wpe"] = no_positions(config)
+    for norm in NORMS:
+        given |= {f"{norm}_{kind}": array[layers] for kind, array in zip(KINDS, getattr(whole, norm), strict=True)}
+    given |= {f"ln_f_{kind}": array[0] for kind, array in zip(KINDS, whole.ln_f, strict=True)}
+    for name in LINEARS:
+        linear = getattr(whole, name)
+        given[name] = part.weight(name, type(linear.weight)(*(array[layers] for array in linear.weight)))
+        given[f"{name}_bias"] = part.values(name, linear.bias[layers])
+    factors = {"attn_proj": whole.attended_factors, "mlp_proj": whole.c_fc.factors}
+    given |= {FACTORS_BEFORE[name]: to_panels(part.factors(name, f[layers])) for name, f in factors.items() if f.size}
+    is_tied = whole.wte is whole.lm_head.weight
+    if part.is_last or (part.is_first and is_tied):
+        given["lm_head"] = part.weight("lm_head", whole.lm_head.weight)
+    else:
+        given["lm_head"] = no_head(config, head_dtype_of(dtype))
+    if part.is_first and not is_tied:
+        given["wte"] = part.weight("wte", whole.wte)
+    return new_params(config, dtype, given, part)
 
 
 def _weight_layout(name: str, dtype: str, layers: int, n: int, k: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -15,7 +15,8 @@ def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tup
     The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
     """
     layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
-    hidden, queries = np.empty((layers + 1, n, c), np.float32), np.empty((layers, n, c), np.float32)
+    width = workspace.buffers.attended.shape[1]  # C, or what a rank has of it
+    hidden, queries = np.empty((layers + 1, n, c), np.float32), np.empty((layers, n, width), np.float32)
     fill(workspace.buffers, batch)
     workspace.team.run(take_steps, params, kv_cache, workspace.buffers._replace(hidden=hidden, queries=queries))
     hidden[-1] = final_norm(params, hidden[-1])

@@ -10,6 +10,7 @@ from tinygpt.kernels.cpu.jit import inline
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
+from tinygpt.kernels.cpu.layers.ranks import ALONE
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
 from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.tiles import GROUP, TILE_ROWS
@@ -43,6 +44,7 @@ class Buffers(NamedTuple):
     queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
     step: Step
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
+    ranks: Any  # of layers/ranks.py: nobody, or those that sum their parts of a product with this one
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
     """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
-    n, r, c = max_num_tokens, max_num_logits, config.n_embd
-    attended, nothing = zeros((n, c)), np.empty((0, 0, 0), np.float32)
+    n, r, c, width = max_num_tokens, max_num_logits, config.n_embd, config.n_head * config.head_size
+    attended, nothing = zeros((n, width)), np.empty((0, 0, 0), np.float32)
     buffers = Buffers(
         x=zeros((n, c)),
         normed=new_operand(dtype, n, c),
-        qkv=zeros((n, 3 * c)),
+        qkv=zeros((n, 3 * width)),
         attended=attended,
-        heads=Float32Operand(attended) if dtype == "float32" else new_operand(dtype, n, c),
+        heads=Float32Operand(attended) if dtype == "float32" else new_operand(dtype, n, width),
         inner=new_operand(dtype, n, config.inner_size),
         final=new_operand(dtype, r, c),
         logits=zeros((r, config.vocab_size)),
@@ -80,6 +82,7 @@ def new_workspace(
             logit_rows=np.zeros(r, np.int32),
         ),
         sizes=np.zeros(3, np.int64),
+        ranks=ALONE,
     )
     scratch = max(SCRATCH, scratch_size(config.head_size), c)
     return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))

@@ -34,6 +34,8 @@ def test_defaults_are_the_contract():
         "prefix_cache_seqs": 4,
         "draft_model": None,
         "num_speculative_tokens": 4,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "split_special_tokens": False,
         "lora": None,
         "soft_prompt": None,
@@ -171,6 +173,8 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         "prefix_cache_seqs": 2,
         "draft_model": "d",
         "num_speculative_tokens": 7,
+        "tensor_parallel_size": 1,  # another number would start processes: parallel/test_mpi.py
+        "pipeline_parallel_size": 1,
         "split_special_tokens": True,
         "lora": "a",
         "soft_prompts": {"n": "p=q"},

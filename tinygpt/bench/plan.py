@@ -38,6 +38,7 @@ class Plan:
     cases: tuple[Case, ...]
     repetitions: int
     config: ModelConfig
+    ranks: tuple[int, int] = (1, 1)  # tensor_parallel_size and pipeline_parallel_size
 
     def __len__(self) -> int:
         return len(self.dtypes) * len(self.threads) * len(self.cases)
@@ -102,6 +103,7 @@ def make_plan(
     prompt_lengths: Sequence[int],
     new_tokens: Sequence[int],
     repetitions: int,
+    ranks: tuple[int, int] = (1, 1),
 ) -> Plan:
     """Raises RequestError for what is impossible, and CheckpointError if the model cannot be found."""
     _check_numbers("--batch-sizes", batch_sizes, 1)
@@ -113,7 +115,7 @@ def make_plan(
     resolved, config = tuple(dict.fromkeys(source.dtype for source in sources)), sources[0].config
     cases = cases_of(batch_sizes, prompt_lengths, new_tokens)
     _check_length(model, config, max(cases, key=lambda case: case.length))
-    return Plan(model, resolved, counts, cases, repetitions, config)
+    return Plan(model, resolved, counts, cases, repetitions, config, ranks)
 
 
 def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None] | None = None) -> None:
@@ -160,7 +162,7 @@ def _run_together(
 
 def _record(plan: Plan, build: Build, cpu: str, test: Measured, found: Findings) -> Record:
     limits = found.limits[test.threads]
-    setup = Setup(build, cpu, plan.model, plan.config, test.dtype, test.threads, plan.step_tokens, limits)
+    setup = Setup(build, cpu, plan.model, plan.config, test.dtype, test.threads, plan.step_tokens, limits, plan.ranks)
     return record_of(setup, test.measurement, test.case.new_tokens > 0, test.ended)
 
 
@@ -174,6 +176,8 @@ def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
             max_model_len=plan.max_length,
             max_num_batched_tokens=plan.step_tokens,
             prefix_cache_seqs=0,
+            tensor_parallel_size=plan.ranks[0],
+            pipeline_parallel_size=plan.ranks[1],
         )
     except RequestError as error:
         raise RequestError(

@@ -47,7 +47,7 @@ WITHOUT_MEANING = {
     "cpu_strict": False,
     "poll": 0,
     "n_gpu_layers": 0,
-    "split_mode": "none",
+    "split_mode": "none",  # but for ranks
     "main_gpu": 0,
     "no_kv_offload": False,
     "flash_attn": False,
@@ -71,6 +71,7 @@ class Setup:
     threads: int
     step_tokens: int  # new tokens in a step, at most
     limits: MachineLimits
+    ranks: tuple[int, int] = (1, 1)  # tensor and pipeline parallel; threads, and limits, are those of each
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def record_of(setup: Setup, measurement: Measurement, is_generation: bool, ended
     return {
         **_about(setup),
         **WITHOUT_MEANING,
+        **({} if setup.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*setup.ranks)}),
         **counts,
         "test_time": ended.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **_times(efforts, measurement.batch_size * (n_prompt + n_gen)),

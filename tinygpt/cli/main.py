@@ -14,6 +14,7 @@ from tinygpt.cli.commands import eval as evaluate
 from tinygpt.cli.compile_notice import compiling_shown
 from tinygpt.cli.messages import log_shown
 from tinygpt.cli.parser import Help, Parser, hyphenated
+from tinygpt.cli.ranks import start_ranks
 from tinygpt.cli.suggestions import nearest_command, nearest_flag
 from tinygpt.cli.wording import Worded, for_shell
 from tinygpt.errors import RequestError, TinyGPTError
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         subparser.refuse_unknown(unknown)
     try:
+        start_ranks(args, words)
         with log_shown(args.debug), compiling_shown():
             COMMANDS[args.command].run(args)
         return DONE

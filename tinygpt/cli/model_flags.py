@@ -85,6 +85,21 @@ FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "N",
         "help": "tokens that it drafts at a time (default: %(default)s)",
     },
+    "tensor_parallel_size": {
+        "flag": "--tensor-parallel",
+        "type": whole_number,
+        "default": 1,
+        "metavar": "N",
+        "help": "processes that share each layer, up to 4, started by mpiexec: by this one, or by the one that has "
+        "started it (default: %(default)s)",
+    },
+    "pipeline_parallel_size": {
+        "flag": "--pipeline-parallel",
+        "type": whole_number,
+        "default": 1,
+        "metavar": "N",
+        "help": "stages that the layers are dealt out to, each of --tensor-parallel processes (default: %(default)s)",
+    },
     "split_special_tokens": {
         "flag": "--no-special-tokens",
         "action": "store_true",
@@ -92,6 +107,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "unknown origin (default: it is that token)",
     },
 }
+RANK_FLAGS = ("tensor_parallel_size", "pipeline_parallel_size")
 # Those of every command that loads a model into the CPU's kernels.
 CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")
 

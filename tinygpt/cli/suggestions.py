@@ -47,6 +47,8 @@ MEANT: dict[str, str] = {
     "--kv-cache-dtype": "--cache-type-k --cache-type-v -ctk -ctv --kv-dtype --cache-dtype",
     "--threads": "--num-threads --n-threads --nthreads --cpu-threads --cpus --cores --threads-batch -tb "
     "--intra-op-threads",
+    "--tensor-parallel": "--tensor-parallel-size --tp -tp --tp-size --tensor-para-size",
+    "--pipeline-parallel": "--pipeline-parallel-size --pp -pp --pp-size --pipeline-para-size",
     "--device cuda": "--gpu --cuda --n-gpu-layers -ngl --gpu-layers --gpus --use-gpu",
     "--device cpu": "--cpu --no-cuda --no-gpu",
     "--lora": "--adapter --peft --lora-path --enable-lora --lora-modules",
@@ -92,8 +94,8 @@ WITHOUT: dict[str, str] = {
     "stdout has the result alone: leave it out, or add 2> /dev/null": "--quiet -q --silent --log-disable --no-perf "
     "--disable-log-stats --disable-log-requests --no-progress --disable-tqdm --color -co --simple-io",
     "the log goes to stderr: give --debug, and redirect it by 2> FILE": "--log-file --logfile",
-    "one device runs the whole model: leave it out": "--tensor-parallel-size -tp --pipeline-parallel-size -pp "
-    "--data-parallel-size -dp --device-map --main-gpu -mg --split-mode -sm --tensor-split -ts --num-gpus",
+    "one device runs the whole model: leave it out": "--device-map --main-gpu -mg --split-mode -sm "
+    "--tensor-split -ts --num-gpus",
     "the memory that is taken follows from the model, --max-num-seqs and --max-model-len: leave it out": "--swap-space "
     "--gpu-memory-utilization --cpu-offload-gb --max-memory --mlock --no-mmap --no-kv-offload -nkvo --offload-folder",
     "there is one way to run a model, the fast one: leave it out": "--flash-attn -fa --attn-implementation "
@@ -111,7 +113,7 @@ WITHOUT: dict[str, str] = {
     "it is not implemented; --top-p, --min-p and --typical-p are": "--mirostat --mirostat-lr --mirostat-ent "
     "--top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dynatemp-range --dynatemp-exp "
     "--samplers --sampling-seq --penalty-alpha --top-a --tfs --tail-free --guidance-scale",
-    "one process serves all clients: leave it out": "--workers --num-workers --reload",
+    "one process serves all clients: leave it out": "--workers --num-workers --data-parallel-size -dp --reload",
     "start a proxy in front for TLS": "--ssl-keyfile --ssl-certfile --ssl",
     "give --interactive, which has :save and :load": "--prompt-cache --prompt-cache-all --session",
 }

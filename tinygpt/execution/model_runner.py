@@ -112,12 +112,16 @@ class ModelRunner:
     def origin(self) -> dict[str, Any]:
         """What keys and values depend on, beside the tokens. Reads all weights on first use."""
         self._check_file()
+        return self._origin_with(self._params)
+
+    def _origin_with(self, params: Any) -> dict[str, Any]:
+        """`origin`, where these are the weights of the whole model."""
         about = {**asdict(self.config), "device": name_of(self._backend)}
         return {
             **about,
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
-            "weights": fingerprint(self._params),
+            "weights": fingerprint(params),
         }
 
     def close(self) -> None:

@@ -1,9 +1,12 @@
 """ModelSource: which checkpoint runs on which backend in which dtypes, decided and checked before a weight is read."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
@@ -59,9 +62,18 @@ class ModelSource:
         """
         if not isinstance(self.checkpoint, PackedCheckpoint):
             return self.backend.load_params(self.checkpoint, self.dtype, threads)
-        packed, config = self.backend.PACKED, self.checkpoint.config
-        layout = packed.layout_of(config, self.dtype, self.checkpoint.tied)
-        return packed.params_of(self.checkpoint.arrays(layout, packed.PACKING), config, self.dtype)
+        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype)
+
+    def load_part(self, threads: int, part: Any, load: Callable) -> Any:
+        """As load_params, what one of several ranks holds. `part` and `load` are of the CPU's kernels, which alone can
+        do this."""
+        if not isinstance(self.checkpoint, PackedCheckpoint):
+            return load(self.checkpoint, self.dtype, threads, part)
+        return self.backend.PACKED.params_of_part(self._packed_arrays(), self.config, self.dtype, part)
+
+    def _packed_arrays(self) -> dict[str, np.ndarray]:
+        packed = self.backend.PACKED
+        return self.checkpoint.arrays(packed.layout_of(self.config, self.dtype, self.checkpoint.tied), packed.PACKING)
 
 
 def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:

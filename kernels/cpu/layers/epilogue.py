@@ -51,6 +51,8 @@ def finish_tile(out, tile, linears, layer, segments, activation, add, columns, s
             add_row(y, y + SEGMENT_BYTES)
             add_row(y + 2 * SEGMENT_BYTES, y + 3 * SEGMENT_BYTES)
             add_row(y, y + 2 * SEGMENT_BYTES)
+        elif segments.size == 3:  # a rank's half of them
+            add_row(y, y + SEGMENT_BYTES)
         if has_bias:
             add_row(y, biases)
         if activation != NONE:

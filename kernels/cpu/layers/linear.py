@@ -11,7 +11,8 @@ import numpy as np
 from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import NONE
 from tinygpt.kernels.cpu.layers.epilogue import SEGMENT_BYTES, expect_tile, finish_tile
-from tinygpt.kernels.cpu.layers.formats import Int4Weight, Int8Weight
+from tinygpt.kernels.cpu.layers.formats import Int4Weight, Int8Weight, Linear
+from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange_partials
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.tiles import (
@@ -60,16 +61,6 @@ def linear_to_operand(team, out, x, linears, layer, segments, activation, rows):
     for_each_tile(team, out, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1])
 
 
-@inline
-def add_projection(team, x, y, linears, layer, segments):
-    """x (N, C) += y @ weight.T + bias: the end of each block, and the place where tensor-parallel ranks will sum.
-
-    A rank will have some of the segments of K. Its threads then put their sums where the other ranks read them, and one
-    more phase, of a C function that this compiled code calls, waits for theirs and adds all to x in the order of K.
-    """
-    linear(team, x, y, linears, layer, segments, NONE, ADD)
-
-
 @kernel
 def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows, columns):
     weight = linears.weight
@@ -88,6 +79,23 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
+
+
+def _add_alone(team, x, y, linears, layer, segments, ranks):
+    linear(team, x, y, linears, layer, segments, NONE, ADD)
+
+
+def _add_among_ranks(team, x, y, linears, layer, segments, ranks):
+    """A rank has some of the segments of K, so the sum over the others comes before the bias."""
+    partial = ranks.partial[: x.shape[0]]
+    linear(team, partial, y, Linear(linears.weight, ranks.no_bias, linears.factors), layer, segments, NONE, REPLACE)
+    exchange_partials(team, ranks, x.size)
+    add_partials(team, x, ranks.gathered, ranks.status.size, linears.bias, layer)
+
+
+# add_projection(team, x, y, linears, layer, segments, ranks): x (N, C) += y @ weight.T + bias: the end of each block,
+# and the place where tensor-parallel ranks sum. `ranks` is of ranks.py.
+add_projection = by_type({Ranks: _add_among_ranks}, otherwise=_add_alone, argument=6)
 
 
 def _few_rows(weight):

@@ -28,15 +28,21 @@ def head_dtype_of(dtype: str) -> str:
 
 
 def pack_layers(
-    checkpoint, names, dtype: str, pool: ThreadPoolExecutor, factors_of: Callable | None = None
+    checkpoint,
+    names,
+    dtype: str,
+    pool: ThreadPoolExecutor,
+    factors_of: Callable | None = None,
+    keep: Callable | None = None,
 ) -> tuple[tuple, np.ndarray]:
     """Weights of one shape (N, K), one after another, and the factors (L, K) that they were multiplied by.
 
     factors_of(layer, weight) gives those of a layer, (K,) float32; without it they are ones.
+    keep(weight) gives what is to be kept of one packed layer; without it, all is.
     """
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
-    arrays = new_weight(dtype, len(names), n, k)
+    arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k), None
     all_factors = np.ones((len(names), k), np.float32)
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
@@ -44,9 +50,15 @@ def pack_layers(
             all_factors[layer] = factors_of(layer, weight)
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
-        _in_shares(pool, pack, panel_count(n), source, is_transposed, all_factors[layer], *(a[layer] for a in arrays))
+        places = [array[0 if keep else layer] for array in arrays]
+        _in_shares(pool, pack, panel_count(n), source, is_transposed, all_factors[layer], *places)
         checkpoint.release(name)
-    return record(*arrays), all_factors
+        if keep:
+            piece = keep(record(*arrays))
+            kept = kept or [zeros((len(names), *array.shape[1:]), array.dtype) for array in piece]
+            for target, array in zip(kept, piece, strict=True):
+                target[layer] = array[0]
+    return record(*(kept or arrays)), all_factors
 
 
 def _in_shares(pool: ThreadPoolExecutor, pack: Callable, panels: int, *arguments) -> None:

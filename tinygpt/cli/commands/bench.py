@@ -9,7 +9,7 @@ from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY, WITH_REMOTE
 from tinygpt.cli import loading
 from tinygpt.cli.flags import dtypes, lowered, whole_number, whole_numbers
 from tinygpt.cli.messages import counted, put, say
-from tinygpt.cli.model_flags import CHECKPOINT, DTYPE, add_flag
+from tinygpt.cli.model_flags import CHECKPOINT, DTYPE, RANK_FLAGS, add_flag
 from tinygpt.cli.report import table_format
 from tinygpt.cli.results_file import check_writable, write
 from tinygpt.errors import RequestError, TinyGPTError
@@ -76,6 +76,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--dtype", type=dtypes, metavar="LIST", help=f"{DTYPE} (default: auto)")
     add_flag(group, "threads", type=whole_numbers, metavar="LIST")
+    for name in RANK_FLAGS:
+        add_flag(group, name)
 
 
 def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
@@ -115,6 +117,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """RequestError for what needs no library and no model to be seen."""
+    if _is_on_ranks(args) and (args.compare is not None or args.preset is not None):
+        raise RequestError("--tensor-parallel and --pipeline-parallel are for cases: omit --preset and --compare.")
     if args.compare is not None:
         _refuse(args, NOT_OF_COMPARISONS, "--compare measures nothing")
     if args.preset is not None:
@@ -149,6 +153,11 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 
 def _prepare(args: argparse.Namespace) -> None:
     """Size the thread pools, before any library is imported, and check what needs these."""
+    if args.threads is None and _is_on_ranks(args):
+        from tinygpt.parallel.follower import rank_threads
+        from tinygpt.parallel.mpi import process_world
+
+        args.threads = (rank_threads(None, process_world()),)
     threads = args.threads or (None,)
     loading.set_thread_pools(None if None in threads else max(threads))
     args.model = args.model or "demo"
@@ -172,7 +181,8 @@ def _run_cases(args: argparse.Namespace) -> None:
     from tinygpt.bench.plot import check_lines, plot
 
     cases = args.batch_sizes, args.prompt_lengths, args.new_tokens
-    plan = make_plan(args.model, args.dtype, args.threads, *cases, args.repetitions)
+    ranks = args.tensor_parallel_size, args.pipeline_parallel_size
+    plan = make_plan(args.model, args.dtype, args.threads, *cases, args.repetitions, ranks)
     if args.plot is not None:
         check_lines(plan.outline)
     say(f"{counted(len(plan), 'case')} of {args.model}")
@@ -182,6 +192,10 @@ def _run_cases(args: argparse.Namespace) -> None:
     finally:  # what was measured before an interruption is not lost
         if records:
             _hand_over(args, records, lambda: plot(records, args.plot))
+
+
+def _is_on_ranks(args: argparse.Namespace) -> bool:
+    return (args.tensor_parallel_size, args.pipeline_parallel_size) != (1, 1)
 
 
 def _run_preset(args: argparse.Namespace) -> None:

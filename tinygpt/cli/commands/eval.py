@@ -10,7 +10,7 @@ from tinygpt.bench.formats import aligned, records_table
 from tinygpt.cli import loading
 from tinygpt.cli.flags import dtypes, lowered, whole_number
 from tinygpt.cli.messages import put, say
-from tinygpt.cli.model_flags import CPU_FLAGS, add_group
+from tinygpt.cli.model_flags import CPU_FLAGS, RANK_FLAGS, add_group
 from tinygpt.cli.report import table_format
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.texts import read_rows, read_text
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     lambada.add_argument("--limit", type=whole_number, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
-    names = (*CPU_FLAGS, "max_model_len", "split_special_tokens")
+    names = (*CPU_FLAGS, "max_model_len", "split_special_tokens", *RANK_FLAGS)
     group = add_group(parser, names, dtype={"type": dtypes}, max_model_len=window)
     group.description = "--dtype may name several, separated by commas, to be compared in one table."
 
@@ -108,6 +108,8 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> l
         max_model_len=args.max_model_len,
         kv_cache_dtype=args.kv_cache_dtype,
         split_special_tokens=args.split_special_tokens,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
     ) as llm:
         if args.stride is not None:
             check_stride(llm, args.stride)

@@ -1,0 +1,128 @@
+"""What one of several ranks holds of a model, and cutting it out of packed weights.
+
+A weight is packed whole before it is cut: the scales of a quantised column, and the factors that even out channels, are
+those of the whole matrix on every rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
+from tinygpt.kernels.cpu.simd.memory import zeros
+from tinygpt.kernels.cpu.simd.tiles import PANEL, WEIGHT_GROUP
+
+# Of each array of a weight: how many values of K an index of axis 2 stands for, and the axis of a panel's columns.
+LAYOUTS = {
+    Float32Weight: {"panels": (1, 3)},
+    BFloat16Weight: {"panels": (2, 3)},
+    Int8Weight: {"panels": (4, 3), "scales": None},  # (L, P * PANEL): a value for each column
+    Int4Weight: {"panels": (8, 3), "group_scales": (WEIGHT_GROUP, 4)},
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The layers of a pipeline stage, and of each the heads and hidden units of a tensor-parallel rank.
+
+    It has what a ModelConfig has for the KV cache and the workspace: their sizes are those of the part.
+    """
+
+    layers: range
+    heads: range
+    inner: range
+    vocab: range  # tokens whose rows of wte, or of the head, are here
+    segments: range  # which of the four segments of K
+    n_embd: int
+    head_size: int
+    is_first: bool  # stage: it embeds
+    is_last: bool  # stage: it has ln_f and the head
+    tensor_size: int  # ranks that share these layers
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.layers)
+
+    @property
+    def n_head(self) -> int:
+        return len(self.heads)
+
+    @property
+    def inner_size(self) -> int:
+        return len(self.inner)
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of this part's logits. A stage without a head has one, which nothing is written to."""
+        return len(self.vocab) if self.is_last else 1
+
+    def columns(self, name: str) -> list[range] | None:
+        """Which outputs of a linear layer, by our name, are here; None is all."""
+        if name == "c_attn":  # of q, of k, of v
+            start, stop = self.heads.start * self.head_size, self.heads.stop * self.head_size
+            return [range(i * self.n_embd + start, i * self.n_embd + stop) for i in range(3)]
+        return {"c_fc": [self.inner], "lm_head": [self.vocab], "wte": [self.vocab]}.get(name)
+
+    def inputs(self, name: str) -> range | None:
+        """Which inputs of a linear layer are here; None is all."""
+        if name == "attn_proj":
+            return range(self.heads.start * self.head_size, self.heads.stop * self.head_size)
+        return self.inner if name == "mlp_proj" else None
+
+    def keep(self, name: str) -> Callable | None:
+        """What takes one packed layer of a linear layer to what is here of it; None where all is."""
+        return None if self.tensor_size == 1 else partial(self.weight, name)
+
+    def weight(self, name: str, weight: Any) -> Any:
+        """What is here of layers of a packed weight: views where nothing is cut."""
+        columns, inputs = self.columns(name), self.inputs(name)
+        if self.tensor_size == 1:
+            return weight
+        cut = {}
+        for field, layout in LAYOUTS[type(weight)].items():
+            array = getattr(weight, field)
+            if layout is None:
+                cut[field] = array if columns is None else take_columns(_in_panels(array), 2, columns)
+                cut[field] = cut[field].reshape(len(array), -1)
+                continue
+            per_index, axis = layout
+            if inputs is not None:
+                array = array[:, :, inputs.start // per_index : -(-inputs.stop // per_index)]
+                aligned = zeros(array.shape, array.dtype)
+                aligned[...] = array
+                array = aligned
+            cut[field] = array if columns is None else take_columns(array, axis, columns)
+        return type(weight)(**cut)
+
+    def values(self, name: str, array: np.ndarray) -> np.ndarray:
+        """What is here of a bias (L, N) of a linear layer."""
+        columns = self.columns(name)
+        return array if columns is None else np.concatenate([array[:, c.start : c.stop] for c in columns], axis=1)
+
+    def factors(self, name: str, array: np.ndarray) -> np.ndarray:
+        """What is here of factors (L, K) for a linear layer's inputs."""
+        inputs = self.inputs(name)
+        return array if inputs is None else array[:, inputs.start : inputs.stop]
+
+
+def take_columns(array: np.ndarray, axis: int, columns: list[range]) -> np.ndarray:
+    """Panels (L, P, ...) with these columns alone, laid end to end; `axis` is that of a panel's columns."""
+    count = sum(map(len, columns))
+    taken = zeros((array.shape[0], -(-count // PANEL), *array.shape[2:]), array.dtype)
+    source, target, at = np.moveaxis(array, axis, 2), np.moveaxis(taken, axis, 2), 0
+    for run in columns:
+        first = run.start
+        while first < run.stop:
+            size = min(PANEL - first % PANEL, PANEL - at % PANEL, run.stop - first)
+            piece = source[:, first // PANEL, first % PANEL : first % PANEL + size]
+            target[:, at // PANEL, at % PANEL : at % PANEL + size] = piece
+            first, at = first + size, at + size
+    return taken
+
+
+def _in_panels(scales: np.ndarray) -> np.ndarray:
+    """(L, P * PANEL) -> (L, P, PANEL)."""
+    return scales.reshape(len(scales), -1, PANEL)

@@ -1,0 +1,214 @@
+"""The same bits for any number of ranks: logits, hidden states, keys and values, text.
+
+Ranks are threads here (support/thread_world.py); test_mpi.py has processes. The measure is an LLM of one process, which
+shares no code with what is tried but the kernels.
+"""
+
+import atexit
+import hashlib
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tinygpt.llm
+from support.golden_models import golden_array, write_model
+from support.thread_world import Threads, running
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+from tinygpt.parallel.follower import follow
+from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.runner import Lead
+from tinygpt.parallel.start import Ranks
+
+# Heads that no number of ranks divides, a vocabulary that is no multiple of anything.
+FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
+ODD_HEADS = {"n_embd": 35, "n_head": 7, "n_layer": 4, "vocab_size": 97, "n_positions": 90, "n_inner": 83}
+XL_HEADS = {"n_embd": 1600, "n_head": 25, "n_layer": 4, "vocab_size": 211, "n_positions": 90}
+UNTIED = {**FIVE_HEADS, "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}
+SMALL_XL = {"n_embd": 200, "n_head": 25, "n_layer": 4, "vocab_size": 131, "n_positions": 90}
+MODELS = {"five": FIVE_HEADS, "odd": ODD_HEADS, "small-xl": SMALL_XL, "xl": XL_HEADS, "untied": UNTIED}
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+ALL = [(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2, 4) if (tp, pp) != (1, 1)]
+FEW = [
+    ("five", "float32", (2, 1)),
+    ("five", "int8", (3, 1)),
+    ("five", "int4", (2, 2)),
+    ("untied", "bfloat16", (4, 2)),
+    ("untied", "int8", (1, 2)),
+    ("odd", "float32", (3, 4)),
+    ("small-xl", "float32", (4, 1)),
+    ("small-xl", "bfloat16", (2, 1)),
+]
+# Every layout in every dtype, and of the other models a few.
+REST = [("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five", dtype, layout) not in FEW] + [
+    ("xl", "bfloat16", (4, 2)),
+    ("xl", "int8", (2, 1)),
+    ("xl", "int4", (3, 1)),
+    ("untied", "float32", (3, 1)),
+    ("untied", "int4", (2, 4)),
+    ("odd", "float32", (2, 2)),
+    ("small-xl", "bfloat16", (3, 2)),
+]
+CASES = FEW + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(name: str) -> str:
+        if name not in made:
+            made[name] = str(write_model(tmp_path_factory.mktemp(name), **MODELS[name]))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """What one process makes of a model in a dtype."""
+    found = {}
+
+    def of(model: str, dtype: str) -> dict[str, str]:
+        if (model, dtype) not in found:
+            with LLM(folders(model), **OPTIONS, dtype=dtype) as llm:
+                found[model, dtype] = everything(llm)
+        return found[model, dtype]
+
+    return of
+
+
+OPTIONS = {"threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+
+
+@contextmanager
+def on_ranks(monkeypatch, layout, model, delivered=None, **options):
+    """An LLM over ranks that are threads, and what they share."""
+    layout = Layout(*layout)
+    threads = Threads(layout.size, delivered)
+    lead = Lead.of(running(threads, follow))
+    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda tensor, pipeline: Ranks(lead, Layout(tensor, pipeline)))
+    sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
+    try:
+        with LLM(model, **{**OPTIONS, **sizes, **options}) as llm:
+            yield llm, threads
+    except BaseException:
+        atexit.unregister(lead.end)
+        threads.abort(1)
+        raise
+    lead.end()
+
+
+def everything(llm: LLM) -> dict[str, str]:
+    """Hashes of what an LLM computes: prompts read in pieces beside others that decode, sampling, beams, a session."""
+    size = llm.config.vocab_size
+    ids = [i * 7 % size for i in range(70)]
+    prompts = [ids[:3], ids[5:60], [4], ids[:30], ids[9:20]]
+    params = SamplingParams(max_tokens=9, temperature=0.9, top_k=20, seed=3, logprobs=2, ignore_eos=True)
+    sampled = llm.generate(prompts, params)
+    beams = llm.generate(prompts[:2], SamplingParams(max_tokens=6, num_beams=3, n=2))
+    embeds = golden_array("embeds", (3, llm.config.n_embd))
+    embedded = llm.generate([ids[:4], ids[40:43]], replace(params, prompt_embeds=embeds))
+    session = llm.session()
+    session.extend(ids[:12])
+    session.generate(params)
+    fork = session.fork()
+    fork.extend(ids[20:24])
+    fork.generate(params)
+    return {
+        "logits": digest(llm.logits(ids)),
+        "hidden states": digest(llm.hidden_states(ids[:50])),
+        "attentions": digest(llm.attentions(ids[:20])),
+        "tokens": digest(*(np.array(output.outputs[0].token_ids) for output in sampled)),
+        "log probabilities": digest(*(np.array([*d.values()]) for o in sampled for d in o.outputs[0].logprobs)),
+        "embeds": digest(*(np.array(output.outputs[0].token_ids) for output in embedded)),
+        "beams": digest(*(np.array(s.token_ids) for output in beams for s in output.outputs)),
+        "session": digest(np.array(session.token_ids), np.array(fork.token_ids)),
+        "scores": digest(np.array([s.cumulative_logprob for s in llm.score(ids[:5], [ids[5:9], ids[9:10]])])),
+    }
+
+
+def digest(*arrays: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(("model", "dtype", "layout"), CASES)
+def test_ranks_give_the_bits_of_one_process(monkeypatch, folders, alone, model, dtype, layout):
+    expected = alone(model, dtype)
+    with on_ranks(monkeypatch, layout, folders(model), dtype=dtype) as (llm, _):
+        assert everything(llm) == expected
+
+
+def test_a_wrong_order_of_sums_is_seen(monkeypatch, folders, alone):
+    """(s0 + s2) + (s1 + s3), as a library's reduction might choose to add them."""
+    expected = alone("five", "float32")
+    with on_ranks(monkeypatch, (4, 1), folders("five"), delivered=(0, 2, 1, 3)) as (llm, _):
+        found = everything(llm)
+    assert found["logits"] != expected["logits"]
+
+
+def test_a_saved_session_goes_on_with_another_number_of_ranks(monkeypatch, folders, tmp_path):
+    """Keys and values of all ranks in one file, and its check that the model is the same."""
+    params = SamplingParams(max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
+    with LLM(folders("five"), **OPTIONS) as llm:
+        session = llm.session()
+        session.extend(range(5, 30))
+        session.generate(params)
+        session.save(tmp_path / "alone")
+        session.generate(params)
+        expected = session.token_ids
+    with on_ranks(monkeypatch, (2, 2), folders("five")) as (llm, _):
+        session = llm.load_session(tmp_path / "alone")
+        session.save(tmp_path / "ranks")
+        session.generate(params)
+        assert session.token_ids == expected
+    monkeypatch.undo()
+    with LLM(folders("five"), **OPTIONS) as llm:
+        session = llm.load_session(tmp_path / "ranks")
+        session.generate(params)
+        assert session.token_ids == expected
+
+
+def test_a_draft_model_is_rank_0s_alone(monkeypatch, folders):
+    """The model drafts for itself: every draft is right, so that nine tokens take a few steps."""
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    with LLM(folders("five"), **OPTIONS) as llm:
+        expected = llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    with on_ranks(monkeypatch, (2, 1), folders("five"), draft_model=folders("five")) as (llm, threads):
+        before = threads.num_broadcasts
+        assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == expected
+        assert threads.num_broadcasts - before < 5
+
+
+def test_models_follow_one_another(monkeypatch, folders):
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
+        with pytest.raises(RequestError, match="another LLM of several ranks is open in this program: close it first"):
+            LLM(folders("odd"), **OPTIONS, **sizes)
+        llm.close()
+        with LLM(folders("odd"), **OPTIONS, **sizes) as second:
+            assert len(second.generate([[5]], max_tokens=3, ignore_eos=True)[0].outputs[0].token_ids) == 3
+
+
+def test_a_model_that_cannot_be_shared_leaves_the_ranks_waiting_for_the_next(monkeypatch, folders):
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
+        llm.close()
+        with pytest.raises(RequestError, match="cannot be shared in int8 with the same results"):
+            LLM(folders("odd"), **OPTIONS, **sizes, dtype="int8")
+        with LLM(folders("five"), **OPTIONS, **sizes) as second:
+            second.generate([[5]], max_tokens=3)
+
+
+def test_a_step_is_one_broadcast_and_two_exchanges_a_layer(monkeypatch, folders):
+    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, threads):
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+        broadcasts, sent = threads.num_broadcasts, threads.num_sent
+        llm.generate([[5, 6, 7, 8]], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+        # one copy of a known prefix at most, and one step
+        assert threads.num_broadcasts - broadcasts in (1, 2)
+        new = 1 if threads.num_broadcasts - broadcasts == 2 else 4
+        layers, width, half = 4, 320, 101 // 2
+        assert (threads.num_sent - sent) in [2 * layers * 2 * n * width + half for n in range(1, new + 1)]

@@ -1,0 +1,115 @@
+"""Who holds what: every head, hidden unit, token and layer is held once, and nothing more is held."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.golden_models import write_model
+from tinygpt.config import ModelConfig
+from tinygpt.errors import RequestError
+from tinygpt.execution.model_source import ModelSource
+from tinygpt.kernels.cpu.packing.bias_correction import unpack
+from tinygpt.kernels.cpu.rank import load_part
+from tinygpt.parallel.cut import check_cut, part_of_rank, stage_layers
+from tinygpt.parallel.layout import Layout
+
+XL = ModelConfig(n_embd=1600, n_layer=48, n_head=25)
+
+
+@given(st.integers(4, 25), st.sampled_from((101, 50257)), st.integers(1, 4), st.integers(1, 5))
+def test_all_parts_together_are_the_model(heads, vocab_size, tensor_size, pipeline_size):
+    config = ModelConfig(n_embd=heads * 4, n_head=heads, n_layer=5, vocab_size=vocab_size)
+    layout = Layout(tensor_size, pipeline_size)
+    parts = [part_of_rank(layout, rank, config, "float32") for rank in range(layout.size)]
+    for stage in range(pipeline_size):
+        own = parts[stage * tensor_size : (stage + 1) * tensor_size]
+        assert [head for part in own for head in part.heads] == list(range(heads))
+        assert [unit for part in own for unit in part.inner] == list(range(config.inner_size))
+        assert [token for part in own for token in part.vocab] == list(range(vocab_size))
+        assert len({part.layers for part in own}) == 1
+    assert [layer for part in parts[::tensor_size] for layer in part.layers] == list(range(5))
+
+
+@pytest.mark.parametrize(("size", "heads"), [(2, [13, 12]), (3, [13, 6, 6]), (4, [7, 6, 6, 6])])
+def test_the_25_heads_of_xl(size, heads):
+    assert [len(part_of_rank(Layout(size), rank, XL, "int8").heads) for rank in range(size)] == heads
+
+
+def test_50257_tokens_are_shared_without_padding():
+    assert [len(part_of_rank(Layout(2), rank, XL, "int4").vocab) for rank in range(2)] == [25129, 25128]
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "counts"),
+    [
+        (ModelConfig(), 1, [12]),
+        (ModelConfig(), 2, [9, 3]),
+        (XL, 2, [25, 23]),
+        (ModelConfig(n_layer=4), 4, [1, 1, 1, 1]),
+    ],
+)
+def test_stages_are_balanced_by_bytes(config, stages, counts):
+    """The head of 124M weighs as much as 5.4 of its layers, that of xl as 2.6."""
+    assert list(map(len, stage_layers(config, stages))) == counts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
+    """To the bit, column by column and layer by layer; and a rank of 4 holds about a quarter of it."""
+    shape = {"n_embd": 320, "n_head": 5, "n_layer": 3, "vocab_size": 101, "tie_word_embeddings": tied}
+    source = ModelSource.open(str(write_model(tmp_path, **shape)), dtype)
+    whole = source.load_params(1)
+    layout = Layout(4, 2)
+    for rank in range(layout.size):
+        part = part_of_rank(layout, rank, source.config, dtype)
+        params = source.load_part(1, part, load_part)
+        for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj"):
+            mine, all_of_it = getattr(params, name), getattr(whole, name)
+            for i, layer in enumerate(part.layers):
+                n, k = shape_of(name, source.config)
+                expected = unpacked(dtype, all_of_it.weight, layer, n, k)
+                columns = [c for run in part.columns(name) or [range(n)] for c in run]
+                inputs = part.inputs(name) or range(k)
+                found = unpacked(dtype, mine.weight, i, len(columns), len(inputs))
+                np.testing.assert_array_equal(found, expected[columns][:, inputs.start : inputs.stop])
+                np.testing.assert_array_equal(mine.bias[i], all_of_it.bias[layer][columns])
+        assert len(params.c_attn.weight.panels) == len(part.layers)
+        assert (params.lm_head.weight.panels.shape[1] == 1) or part.is_last or (part.is_first and tied)
+
+
+def shape_of(name: str, config: ModelConfig) -> tuple[int, int]:
+    width, inner = config.n_embd, config.inner_size
+    return {"c_attn": (3 * width, width), "attn_proj": (width, width), "c_fc": (inner, width)}.get(name, (width, inner))
+
+
+def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
+    """(N, K) of one layer of a packed weight."""
+    arrays = tuple(array[layer] for array in weight)
+    if dtype in ("int8", "int4"):
+        return unpack(dtype, arrays, n, k)
+    panels = arrays[0]  # (P, K, PANEL) or (P, K / 2, PANEL, 2)
+    if dtype == "bfloat16":
+        panels = panels.transpose(0, 1, 3, 2).reshape(len(panels), -1, panels.shape[2])
+    return panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[:n, :k]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "dtype", "device", "said"),
+    [
+        (Layout(2), {}, "float32", "cuda", "device is 'cuda', tensor_parallel_size is 2"),
+        (Layout(1, 13), {}, "float32", "cpu", "pipeline_parallel_size is 13 and this model has 12 layers"),
+        (Layout(2), {"n_embd": 96, "n_head": 3}, "float32", "cpu", "3 heads of 32 and 384 hidden units"),
+        (Layout(2), {"n_embd": 96, "n_head": 4}, "int8", "cpu", "cannot be shared in int8 with the same results"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, said):
+    with pytest.raises(RequestError, match=said):
+        check_cut(layout, ModelConfig(**fields), dtype, device)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (5, 1), (True, 2), ("2", 1), (1, -1), (1, 2.0)])
+def test_impossible_sizes_are_refused(sizes):
+    with pytest.raises(RequestError, match="must be a whole number from 1 to"):
+        Layout.of(*sizes)

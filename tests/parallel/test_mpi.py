@@ -1,0 +1,184 @@
+"""Real ranks: processes that mpiexec starts on this machine, as users start them, and how they end.
+
+Skipped where mpi4py or mpiexec is not there: pip install "tinygpt[mpi]".
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.golden_models import write_model
+from support.paths import ROOT
+
+pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec, which the extra mpi brings")
+SHARED_MEMORY = Path("/dev/shm")
+# Once a rank is gone the others end within 5 seconds; before that it may have to compile.
+TO_START, TO_END = 300, 5
+FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
+GENERATE = ("generate", "--json", "--temperature", "0.9", "--seed", "5", "--max-tokens", "20", "-t", "1", "A wolf")
+
+HASHES = """
+import hashlib, sys
+from tinygpt import LLM, SamplingParams
+model, dtype, tensor, pipeline = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+with LLM(model, dtype, threads=1, max_num_seqs=3, max_num_batched_tokens=20, **sizes) as llm:
+    ids = [i * 7 % 101 for i in range(60)]
+    prompts = [ids[:3], ids[5:50], [4], ids[9:20]]
+    params = SamplingParams(max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
+    tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    print(hashlib.sha256(llm.logits(ids).tobytes()).hexdigest(), tokens)
+"""
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("five"), **FIVE_HEADS))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    before = {path.name for path in SHARED_MEMORY.glob("*")} if SHARED_MEMORY.is_dir() else set()
+    yield
+    if SHARED_MEMORY.is_dir():
+        mpich = {path.name for path in SHARED_MEMORY.glob("mpich_shm_*")}
+        assert not mpich - before
+
+
+def command(*words: str, ranks: int | None = None) -> list[str]:
+    front = [] if ranks is None else [MPIEXEC, "-n", str(ranks)]
+    return [*front, sys.executable, *words]
+
+
+def start(*words: str, ranks: int | None = None, **options) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command(*words, ranks=ranks), env=environment, cwd=ROOT, **{**pipes, **options})
+
+
+def run(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
+    process = start(*words, ranks=ranks)
+    out, err = process.communicate(timeout=TO_START)
+    return process.returncode, out, err
+
+
+def hashes(model: str, dtype: str, tensor: int, pipeline: int) -> str:
+    ranks = tensor * pipeline
+    status, out, err = run("-c", HASHES, model, dtype, str(tensor), str(pipeline), ranks=ranks if ranks > 1 else None)
+    assert status == 0, err
+    return out
+
+
+CASES = [("float32", 2, 1), ("int8", 1, 2)]
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (3, 1), (4, 1)]  # test_bits.py has all
+REST = [
+    (dtype, *layout)
+    for dtype in ("float32", "bfloat16", "int8", "int4")
+    for layout in LAYOUTS
+    if (dtype, *layout) not in CASES
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tensor", "pipeline"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
+)
+def test_processes_give_the_bits_of_one(five, dtype, tensor, pipeline):
+    assert hashes(five, dtype, tensor, pipeline) == hashes(five, dtype, 1, 1)
+
+
+def test_a_command_starts_its_ranks_and_says_the_same(five):
+    status, out, err = run("-m", "tinygpt", *GENERATE, "--tensor-parallel", "2")
+    assert status == 0, err
+    _, alone, _ = run("-m", "tinygpt", *GENERATE)
+    assert text_of(out) == text_of(alone)
+
+
+def text_of(record: str) -> str:
+    return record.partition('"outputs"')[2].partition('"metrics"')[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "said"),
+    [
+        (("--tensor-parallel", "2", "-m", "/nowhere", "x"), None, "/nowhere"),
+        (("--tensor-parallel", "2", "x"), 3, "takes 2 processes and mpiexec has started 3: give it -n 2"),
+        (("--tensor-parallel", "5", "x"), None, "--tensor-parallel is 5 and must be a whole number from 1 to 4"),
+        (("--tensor-parallel", "2", "--device", "reference", "x"), None, "ranks compute on the CPU alone"),
+        (("--pipeline-parallel", "7", "x"), None, "--pipeline-parallel is 7 and this model has 6 layers"),
+    ],
+)
+def test_what_is_impossible_is_one_sentence(words, ranks, said):
+    status, out, err = run("-m", "tinygpt", "generate", *words, ranks=ranks)
+    assert (status, out) == (2, "") or (status, out) == (1, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_model_that_one_rank_lacks_is_one_sentence(tmp_path, five):
+    """As on hosts whose disks differ: the second rank looks in another folder."""
+    program = (
+        "import os, sys; os.chdir(sys.argv[1 + int(os.environ['PMI_RANK'])]); sys.argv[1:] = sys.argv[3:]; "
+        "from tinygpt.cli.main import main; sys.exit(main())"
+    )
+    words = ("generate", "--no-stream", "--json", "-m", "./model", "--tensor-parallel", "2", "x")
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    (here / "model").symlink_to(five)
+    status, out, err = run("-c", program, str(here), str(there), *words, ranks=2)
+    assert (status, out) == (1, "")
+    assert "rank 1 of 2, on " in err
+    assert len(err.splitlines()) == 1
+
+
+ENDLESS = """
+import os, sys, time
+from tinygpt import LLM, SamplingParams
+import tinygpt.parallel.rank_model as rank_model
+print(os.getpid(), flush=True)
+forward, steps = rank_model.RankModel.forward, []
+def failing(self, batch):
+    steps.append(1)
+    if len(steps) == 30 and os.environ["PMI_RANK"] == sys.argv[1]:
+        if sys.argv[2] == "raise":
+            raise OSError("the disk is on fire")
+        os.kill(os.getpid(), 9)
+    return forward(self, batch)
+rank_model.RankModel.forward = failing
+llm = LLM("demo", threads=1, max_num_seqs=2, tensor_parallel_size=2)
+while True:
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    print("round", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_when_a_rank_ends_all_do(rank, how):
+    process = start("-c", ENDLESS, rank, how, ranks=2)
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    assert process.stdout.readline() == "round\n"
+    _, err = process.communicate(timeout=TO_START)
+    assert process.returncode != 0
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    if how == "raise":
+        assert "the disk is on fire" in err
+
+
+def test_ctrl_c_ends_all(five):
+    process = start("-c", ENDLESS, "2", "never", ranks=2)
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    assert process.stdout.readline() == "round\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=TO_END)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

@@ -1,0 +1,142 @@
+"""Ranks that are threads of this process: a World without MPI, for tests.
+
+What a kernel calls in place of MPI_Allgather is Python here. `delivered` says in which order the parts of the ranks are
+handed over, so that a test may have them mixed up.
+"""
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Queue
+from typing import Any, NoReturn
+
+import numpy as np
+
+ALLGATHER = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p, *[ctypes.c_int64] * 3
+)
+PATIENCE = 600  # seconds after which a rank that waits gives up: a test that hangs says nothing
+
+
+class Aborted(Exception):
+    """A rank has ended all."""
+
+
+class Meeting:
+    """Where the ranks of a group exchange what they have."""
+
+    def __init__(self, size: int):
+        self._barrier, self._values = threading.Barrier(size), [None] * size
+
+    def exchange(self, place: int, value: Any) -> list[Any]:
+        """What each has brought, to all of them."""
+        self._values[place] = value
+        self._barrier.wait(PATIENCE)
+        values = list(self._values)
+        self._barrier.wait(PATIENCE)
+        return values
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class Threads:
+    """What all ranks of one world share."""
+
+    def __init__(self, size: int, delivered: Sequence[int] | None = None):
+        self.size, self.delivered = size, delivered
+        self.meeting = Meeting(size)
+        self.groups: dict[int, Meeting] = {}
+        self.mail: dict[tuple[int, int], Queue] = {(a, b): Queue() for a in range(size) for b in range(size)}
+        self.lock = threading.Lock()
+        self.num_broadcasts = 0
+        self.num_sent = 0  # float32 values that went from one rank to another
+        self.aborted: int | None = None
+
+    def abort(self, status: int) -> None:
+        self.aborted = status
+        for meeting in (self.meeting, *self.groups.values()):
+            meeting.abort()
+
+    def worlds(self) -> "list[ThreadWorld]":
+        return [ThreadWorld(self, rank) for rank in range(self.size)]
+
+
+class ThreadWorld:
+    """One rank's view: see tinygpt/parallel/world.py."""
+
+    host = "here"
+
+    def __init__(self, threads: Threads, rank: int):
+        self._threads, self.rank, self.size, self.local_size = threads, rank, threads.size, threads.size
+
+    def broadcast(self, values: np.ndarray) -> None:
+        values[:] = self.broadcast_object(values.copy() if self.rank == 0 else None)
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        if self.rank == 0:
+            self._threads.num_broadcasts += 1
+            for rank in range(1, self.size):
+                self._threads.mail[0, rank].put(value)
+            return value
+        return self._threads.mail[0, self.rank].get()
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        found = self._threads.meeting.exchange(self.rank, value)
+        return found if self.rank == 0 else None
+
+    def send(self, values: np.ndarray, rank: int) -> None:
+        assert values.flags.c_contiguous
+        assert values.dtype == np.float32
+        self._threads.num_sent += values.size
+        self._threads.mail[self.rank, rank].put(values.copy())
+
+    def receive(self, values: np.ndarray, rank: int) -> None:
+        assert values.flags.c_contiguous
+        values[...] = self._threads.mail[rank, self.rank].get(timeout=PATIENCE)
+
+    def group(self, ranks: list[int]) -> "ThreadGroup":
+        with self._threads.lock:
+            meeting = self._threads.groups.setdefault(ranks[0], Meeting(len(ranks)))
+        return ThreadGroup(self._threads, meeting, ranks.index(self.rank), len(ranks))
+
+    def abort(self, status: int) -> NoReturn:
+        self._threads.abort(status)
+        raise Aborted
+
+
+class ThreadGroup:
+    def __init__(self, threads: Threads, meeting: Meeting, place: int, size: int):
+        self._threads, self._meeting, self._place, self._size = threads, meeting, place, size
+        self._function = ALLGATHER(self._allgather)  # kept alive: kernels have its address
+        self.allgather = np.array([ctypes.cast(self._function, ctypes.c_void_p).value, 0, 0], np.int64)
+
+    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, counts: list[int]) -> None:
+        assert len(mine) == counts[self._place]
+        rows[...] = np.concatenate(self._meeting.exchange(self._place, mine.copy()))
+
+    def _allgather(self, send, count, datatype, receive, receive_count, receive_type, communicator) -> int:
+        try:
+            mine = np.ctypeslib.as_array(ctypes.cast(send, ctypes.POINTER(ctypes.c_float)), (count,))
+            parts = self._meeting.exchange(self._place, mine.copy())
+            order = range(self._size) if self._threads.delivered is None else self._threads.delivered
+            into = np.ctypeslib.as_array(ctypes.cast(receive, ctypes.POINTER(ctypes.c_float)), (self._size, count))
+            into[...] = [parts[i] for i in order]
+            self._threads.num_sent += count * (self._size - 1)
+        except threading.BrokenBarrierError:
+            return 1
+        return 0
+
+
+def running(threads: Threads, follow: Callable[[ThreadWorld], None]) -> ThreadWorld:
+    """Have all ranks but 0 follow in threads of their own; rank 0's world."""
+
+    def run(world: ThreadWorld) -> None:
+        with suppress(Aborted):
+            follow(world)
+
+    first, *others = threads.worlds()
+    for world in others:
+        threading.Thread(target=run, args=(world,), daemon=True, name=f"rank-{world.rank}").start()
+    return first

@@ -1,0 +1,56 @@
+"""How a model is cut: the layers of each stage, and what each rank holds of them."""
+
+from itertools import pairwise
+
+from tinygpt.config import ModelConfig
+from tinygpt.errors import RequestError
+from tinygpt.kernels.cpu.rank import Part, can_share, part_of
+from tinygpt.parallel.layout import Layout
+
+
+def part_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> Part:
+    """What a rank holds."""
+    stage, tensor_rank = layout.place_of(rank)
+    layers = stage_layers(config, layout.pipeline_size)[stage]
+    return part_of(config, dtype, layers, tensor_rank, layout.tensor_size)
+
+
+def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> None:
+    """RequestError if a model cannot be cut in this way."""
+    if device != "cpu":
+        raise RequestError(
+            f"device is {device!r}, tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is "
+            f"{layout.pipeline_size}: ranks compute on the CPU alone, so leave device at 'cpu', or both sizes at 1."
+        )
+    if layout.pipeline_size > config.n_layer:
+        raise RequestError(
+            f"pipeline_parallel_size is {layout.pipeline_size} and this model has {config.n_layer} layers: each "
+            "stage takes one or more."
+        )
+    if layout.tensor_size > 1 and not can_share(config, dtype):
+        raise RequestError(
+            f"tensor_parallel_size is {layout.tensor_size} and this model's {config.n_head} heads of "
+            f"{config.head_size} and {config.inner_size} hidden units cannot be shared in {dtype} with the same "
+            "results: it takes 4 heads or more, and sizes that are whole groups of 64 in int8 and int4: use "
+            "another dtype, or pipeline_parallel_size."
+        )
+
+
+def stage_layers(config: ModelConfig, stages: int) -> list[range]:
+    """The layers of each stage, so that the one with the most bytes has as few as possible: the last has the head too.
+
+    A layer of GPT-2 124M has 7 million weights and the head 39, so two stages take 9 and 3 layers.
+    """
+    width, layers = config.n_embd, config.n_layer
+    layer, head = width * (4 * width + 2 * config.inner_size), width * config.vocab_size
+    if stages == 1:
+        return [range(layers)]
+    others = stages - 1
+
+    def largest(in_last: int) -> int:
+        return max(in_last * layer + head, -(-(layers - in_last) // others) * layer)
+
+    in_last = min(range(1, layers - others + 1), key=largest)
+    share, longer = divmod(layers - in_last, others)
+    bounds = [i * share + min(i, longer) for i in range(stages)] + [layers]
+    return [range(*pair) for pair in pairwise(bounds)]

@@ -1,0 +1,113 @@
+"""What ranks other than 0 do: load what rank 0 opens, and take part in its steps until it ends."""
+
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinygpt.engine_config import EngineConfig
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+from tinygpt.execution.model_source import ModelSource
+from tinygpt.hardware.threads import physical_cores
+from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.plan import NO_PLAN, Order, batch_of, plan_size
+from tinygpt.parallel.rank_model import RankModel
+from tinygpt.parallel.world import World
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A model that all ranks are to load: what ModelSource.open takes, and the sizes of the engine."""
+
+    source: tuple
+    layout: Layout
+    sizes: EngineConfig  # as its `for_model` gives it
+    threads: int | None
+
+
+def rank_threads(threads: int | None, world: World) -> int:
+    """How many threads a rank computes with: its share of the host's cores, unless it was told."""
+    return max(physical_cores() // world.local_size, 1) if threads is None else threads
+
+
+def load_together(world: World, opening: Opening, source: ModelSource | None = None) -> RankModel | TinyGPTError:
+    """Load this rank's part beside the others, or say what is wrong on any rank. All ranks get on or none does.
+
+    source: what rank 0 has opened already.
+    """
+    layout = opening.layout
+    group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
+    model = error = config = None
+    try:
+        source = source or ModelSource.open(*opening.source)
+        config = source.config, source.dtype, source.kv_cache_dtype
+        model = RankModel(world, group, layout, source, opening.sizes, rank_threads(opening.threads, world))
+    except Exception as caught:  # whatever it is, the others wait
+        error = caught if isinstance(caught, TinyGPTError) else CheckpointError(f"{type(caught).__name__}: {caught}")
+    found = world.gather_objects((error, config, world.host))
+    failure = None if found is None else _first_failure(found)
+    failure = world.broadcast_object(failure)
+    return failure or model
+
+
+def _first_failure(found: list[tuple]) -> TinyGPTError | None:
+    if found[0][0] is not None:
+        return found[0][0]
+    for rank, (error, config, host) in enumerate(found):
+        where = f"rank {rank} of {len(found)}, on {host}"
+        if error is not None:
+            kind = CheckpointError if isinstance(error, CheckpointError) else RequestError
+            return kind(f"{where}: {error}")
+        if config != found[0][1]:
+            return CheckpointError(f"{where}, has another model than rank 0: give all hosts the same files.")
+    return None
+
+
+def follow(world: World) -> None:
+    """Take part in all that rank 0 does, until it ends. If anything goes wrong here, all ranks end."""
+    try:
+        plan = np.zeros(NO_PLAN, np.int32)
+        world.broadcast(plan)
+        while plan[0] != Order.END:
+            opening: Opening = world.broadcast_object()
+            model = load_together(world, opening)
+            if isinstance(model, RankModel):
+                _take_part(world, model, opening.sizes)
+            del model
+            world.broadcast(plan)
+    except BaseException as error:
+        print(f"tinygpt: error: rank {world.rank} of {world.size}, on {world.host}: {error!r}", file=sys.stderr)
+        sys.stderr.flush()
+        world.abort(1)
+
+
+def follow_as_process(world: World) -> None:
+    """`follow`, for a process that does nothing else: stdin, signals and what is said of compiling are rank 0's."""
+    logging.getLogger("tinygpt").setLevel(logging.ERROR)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    follow(world)
+
+
+def _take_part(world: World, model: RankModel, sizes: EngineConfig) -> None:
+    plan = np.zeros(plan_size(sizes), np.int32)
+    while True:
+        world.broadcast(plan)
+        order, numbers = plan[0], plan[1:5].tolist()
+        if order == Order.CLOSE:
+            return
+        model.check_file()
+        if order == Order.FORWARD:
+            model.forward(batch_of(plan))
+        elif order == Order.TRACE:
+            model.trace(batch_of(plan))
+        elif order == Order.COPY:
+            model.copy_positions(*numbers)
+        elif order == Order.READ:
+            model.read_positions(*numbers[:3])
+        else:
+            model.write_positions(*numbers[:2], *world.broadcast_object())

@@ -1,0 +1,98 @@
+"""MpiWorld: ranks that mpiexec has started."""
+
+import os
+import time
+from contextlib import suppress
+from ctypes import CDLL, c_void_p, cast
+from functools import cache
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tinygpt.errors import RequestError
+
+INSTALL = 'pip install "tinygpt[mpi]"'
+SPIN_SECONDS = 0.005  # for which an idle rank asks again and again: a step follows another sooner than that
+FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
+SHARED_MEMORY = "/dev/shm/mpich_shm_"  # MPICH's, which it would leave behind when ranks are killed
+
+
+@cache
+def process_world() -> "MpiWorld":
+    """The world that this process is a rank of. RequestError without mpi4py, or an MPI library that it can use."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.thread_level = "serialized"  # the engine's threads take turns
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RequestError(f"several ranks need mpi4py and an MPI library ({error}): {INSTALL}.") from None
+    return MpiWorld(MPI)
+
+
+class MpiWorld:
+    """See World. Messages travel on communicators of its own, so that a program may use MPI beside it."""
+
+    def __init__(self, mpi: Any):
+        self._mpi, self._all = mpi, mpi.COMM_WORLD.Dup()
+        local = self._all.Split_type(mpi.COMM_TYPE_SHARED)
+        self.rank, self.size, self.local_size = self._all.rank, self._all.size, local.size
+        self.host = mpi.Get_processor_name()
+        local.Barrier()  # all have it open: its name is needed no longer
+        if local.rank == 0:
+            _unlink_shared_memory()
+
+    def broadcast(self, values: np.ndarray) -> None:
+        request = self._all.Ibcast(values, 0)
+        if self.rank == 0:
+            request.Wait()
+            return
+        deadline, nap = time.monotonic() + SPIN_SECONDS, FIRST_NAP
+        while not request.Test():
+            if time.monotonic() > deadline:
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP)
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        return self._all.bcast(value, 0)
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        return self._all.gather(value, 0)
+
+    def send(self, values: np.ndarray, rank: int) -> None:
+        self._all.Send(values, rank)
+
+    def receive(self, values: np.ndarray, rank: int) -> None:
+        self._all.Recv(values, rank)
+
+    def group(self, ranks: list[int]) -> "MpiGroup":
+        return MpiGroup(self._mpi, self._all.Split(ranks[0], self.rank))
+
+    def abort(self, status: int) -> NoReturn:
+        with suppress(OSError):  # MPI would say once more that it was told to
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        self._all.Abort(status)
+
+
+class MpiGroup:
+    """See Group. Kernels call the library's function themselves, without Python and its lock."""
+
+    def __init__(self, mpi: Any, communicator: Any):
+        self._mpi, self._communicator = mpi, communicator
+        function = cast(CDLL(mpi.__file__).MPI_Allgather, c_void_p).value
+        handles = mpi._handleof(mpi.FLOAT), mpi._handleof(communicator)
+        # MPICH's handles are ints, whose sign a 64-bit register carries on.
+        self.allgather = np.array([function, *(handle % 2**64 for handle in handles)], np.uint64).view(np.int64)
+
+    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, counts: list[int]) -> None:
+        sizes = [count * rows.shape[1] for count in counts]
+        self._communicator.Allgatherv(mine, [rows, sizes])
+
+
+def _unlink_shared_memory() -> None:
+    with suppress(OSError):
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            paths = {line.split()[5] for line in file if SHARED_MEMORY in line}
+        for path in paths:
+            with suppress(OSError):
+                os.unlink(path)

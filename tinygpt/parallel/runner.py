@@ -1,0 +1,156 @@
+"""ParallelRunner: a model that runs on several ranks, seen from rank 0: a ModelRunner for the engine."""
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.execution.batch import Batch
+from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.execution.model_source import ModelSource
+from tinygpt.parallel.follower import Opening, load_together, rank_threads
+from tinygpt.parallel.plan import NO_PLAN, Order, plan_size, put_batch, put_numbers
+from tinygpt.parallel.rank_model import RankModel
+from tinygpt.parallel.world import World
+
+
+@dataclass
+class Lead:
+    """Rank 0's knowledge of what the others are doing: `model_is_open`, or waiting for one. For one thread at a time.
+
+    is_between_orders: False while an order is carried out, and for ever once that failed: nobody knows where the others
+    are then, and all that is left is to end them.
+    """
+
+    world: World
+    plan: np.ndarray
+    process: int
+    model_is_open: bool = False
+    is_between_orders: bool = True
+
+    @classmethod
+    def of(cls, world: World) -> "Lead":
+        lead = cls(world, np.zeros(NO_PLAN, np.int32), os.getpid())
+        atexit.register(lead.end)
+        return lead
+
+    @contextmanager
+    def order(self) -> Iterator[None]:
+        """In the block, something is done by all ranks."""
+        if not self.is_between_orders:
+            raise TinyGPTError("a step over several ranks has failed, so that they have to be started again.")
+        with _interrupts_put_off():
+            self.is_between_orders = False
+            yield
+            self.is_between_orders = True
+
+    def end(self) -> None:
+        """Let the others end, at the end of this process."""
+        if os.getpid() != self.process:
+            return
+        if not self.is_between_orders:
+            self.world.abort(1)
+        if self.model_is_open:
+            put_numbers(self.plan, Order.CLOSE)
+            self.world.broadcast(self.plan)
+        plan = np.zeros(NO_PLAN, np.int32)
+        put_numbers(plan, Order.END)
+        self.world.broadcast(plan)
+        self.is_between_orders = False
+        atexit.unregister(self.end)
+
+
+class ParallelRunner(ModelRunner):
+    """Runs steps of one model on all ranks of a world. For one thread at a time; sampling is rank 0's alone."""
+
+    def __init__(self, lead: Lead, source: ModelSource, opening: Opening):
+        """Have all ranks load their parts. Raises CheckpointError or RequestError, naming the rank where it is another
+        one that cannot, and all wait for the next model then."""
+        if lead.model_is_open:
+            raise RequestError("another LLM of several ranks is open in this program: close it first.")
+        self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
+        self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
+        self._threads = rank_threads(opening.threads, lead.world)
+        self._workspace, self._kv_cache, self._file = None, None, source.file
+        with lead.order():
+            put_numbers(lead.plan, Order.OPEN)
+            lead.world.broadcast(lead.plan)
+            lead.world.broadcast_object(opening)
+            loaded = load_together(lead.world, opening, source)
+        if not isinstance(loaded, RankModel):
+            raise loaded
+        self._params = loaded
+        lead.plan, lead.model_is_open = np.zeros(plan_size(opening.sizes), np.int32), True
+
+    def forward(self, batch: Batch) -> Any:
+        return self._ordered(lambda plan: put_batch(plan, Order.FORWARD, batch), lambda model: model.forward(batch))
+
+    def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return self._ordered(lambda plan: put_batch(plan, Order.TRACE, batch), lambda model: model.trace(batch))
+
+    def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
+        numbers = source_slot, target_slot, start, stop
+        self._ordered(lambda plan: put_numbers(plan, Order.COPY, *numbers), lambda m: m.copy_positions(*numbers))
+
+    def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        numbers = slot, start, stop
+        return self._ordered(lambda plan: put_numbers(plan, Order.READ, *numbers), lambda m: m.read_positions(*numbers))
+
+    def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
+        def write(model: RankModel) -> None:
+            self._lead.world.broadcast_object((keys, values))
+            model.write_positions(slot, start, keys, values)
+
+        self._ordered(lambda plan: put_numbers(plan, Order.WRITE, slot, start), write)
+
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        """As one process has it. Rank 0 packs the whole model for that, once, and forgets it."""
+        self._check_file()
+        return self._origin_with(self._source.load_params(self._threads))
+
+    def close(self) -> None:
+        if self.is_closed:
+            return
+        self._params, lead = None, self._lead
+        if lead.is_between_orders and lead.model_is_open:
+            with lead.order():
+                put_numbers(lead.plan, Order.CLOSE)
+                lead.world.broadcast(lead.plan)
+        lead.plan, lead.model_is_open = np.zeros(NO_PLAN, np.int32), False
+
+    def _ordered(self, put: Callable[[np.ndarray], None], do: Callable[[RankModel], Any]) -> Any:
+        if os.getpid() != self._process:
+            raise RequestError("this process was forked from a rank: its LLM is the parent's alone.")
+        self._params.check_file()
+        with self._lead.order():
+            put(self._lead.plan)
+            self._lead.world.broadcast(self._lead.plan)
+            return do(self._params)
+
+
+@contextmanager
+def _put_off() -> Iterator[None]:
+    """Ctrl-C in the block is felt at its end."""
+    seen: list[tuple] = []
+    handler = signal.signal(signal.SIGINT, lambda *arguments: seen.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if seen and callable(handler):
+        handler(*seen[0])
+
+
+def _interrupts_put_off() -> Any:
+    """Where this thread is the one that feels them, and Python hears of them."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return _put_off() if is_main and signal.getsignal(signal.SIGINT) is not None else nullcontext()

@@ -1,0 +1,46 @@
+"""World: what ranks need of whatever connects them. `mpi.py` is one, and tests have one of threads."""
+
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+
+class Group(Protocol):
+    """Some ranks of a world: those that share a stage's layers. Arrays are contiguous."""
+
+    # (3,) int64: the address of MPI_Allgather, or of a C function that is called as it is; its datatype for float32,
+    # and its communicator
+    allgather: np.ndarray
+
+    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, counts: list[int]) -> None:
+        """Fill rows (N, C) float32 on every rank with counts[r] rows of each rank r, in the order of ranks."""
+
+
+class World(Protocol):
+    """All ranks. Each call that is not `send`, `receive` or `abort` is made by all of them, in one order."""
+
+    rank: int
+    size: int
+    local_size: int  # ranks on this host
+    host: str
+
+    def broadcast(self, values: np.ndarray) -> None:
+        """Fill int32 values with rank 0's. The others may wait for long, and sleep meanwhile."""
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        """What rank 0 has given."""
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """What each rank has given, to rank 0; None to others."""
+
+    def send(self, values: np.ndarray, rank: int) -> None:
+        """Give float32 values to a rank, which receives them."""
+
+    def receive(self, values: np.ndarray, rank: int) -> None:
+        """Fill float32 values with those that a rank sends."""
+
+    def group(self, ranks: list[int]) -> Group:
+        """Those ranks, of which this is one. Every rank asks for its own group."""
+
+    def abort(self, status: int) -> NoReturn:
+        """End all ranks at once, wherever they are."""
