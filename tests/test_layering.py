@@ -29,6 +29,7 @@ INTO_KERNELS = {
         "tinygpt.kernels.cpu.simd.tiles",
         "tinygpt.kernels.cuda.runtime.jit",
     },
+    "tinygpt.cli.workers": {"tinygpt.kernels.cpu.packed"},
     "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.ahead", "tinygpt.kernels.cpu.jit"},
     "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},
     "tinygpt.parallel.cut": {"tinygpt.kernels.cpu.rank"},

@@ -40,6 +40,7 @@ def test_defaults_are_the_contract():
         "lora": None,
         "soft_prompt": None,
         "interactive": False,
+        "workers": 1,
         "max_tokens": 128,
         "temperature": 0.8,
         "top_k": 40,

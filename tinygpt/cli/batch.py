@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,8 @@ from tinygpt.cli.cut_texts import num_cut
 from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
 from tinygpt.cli.prompts_file import PromptRecord, in_json_words, read_prompts, refuse
-from tinygpt.cli.records import record_line
 from tinygpt.cli.statistics import rates
+from tinygpt.cli.workers import Answer, Reader, Task, answers_of, started
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
@@ -48,7 +49,9 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
         encoded.extend(_encode(llm, source, pending))
 
     with _writer(target, earlier) as write:
-        if pending:
+        if pending and args.workers > 1:
+            _answer_by_workers(args, source, target, earlier, pending, len(prompts), write)
+        elif pending:
             llm, load_seconds = loading.load_llm(args, check)
             before = llm.engine.throughput
             _answer(llm, args, pending, encoded, len(prompts), write)
@@ -56,7 +59,27 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
             say(f"{done}; load {load_seconds:.2f} s; seeds in their records")
 
 
-def _encode(llm: "LLM", source: Path, pending: list[PromptRecord]) -> list["Prompt"]:
+def _answer_by_workers(
+    args: argparse.Namespace,
+    source: Path,
+    target: Path | None,
+    earlier: Earlier,
+    pending: list[PromptRecord],
+    total: int,
+    write: Callable[[str], None],
+) -> None:
+    reader = Reader(args)
+    check_dtype(target, earlier, reader.dtype)
+    encoded = _encode(reader, source, pending)
+    tasks = [Task(i, pending[i].id, prompt, pending[i].params) for i, prompt in enumerate(encoded)]
+    began = time.perf_counter()
+    with reader.setup() as setup, started(args.workers, setup) as workers:
+        _write_all(args, answers_of(workers, tasks, setup.room), pending, total, write)
+    seconds = time.perf_counter() - began
+    say(f"{counted(len(pending), 'prompt')} by {args.workers} workers in {seconds:.2f} s; seeds in their records")
+
+
+def _encode(llm: "LLM | Reader", source: Path, pending: list[PromptRecord]) -> list["Prompt"]:
     """Every prompt, encoded once. RequestError, for all lines at once, for what only the model can refuse."""
     encoded, problems = [], {}
     for record in pending:
@@ -78,21 +101,31 @@ def _answer(
     total: int,
     write: Callable[[str], None],
 ) -> None:
-    """Generate, with a progress bar on a terminal."""
+    outputs = llm.generate_as_finished(encoded, [record.params for record in pending])
+    answers = (Answer.of(i, pending[i].id, args.model, llm.dtype, output) for i, output in outputs)
+    _write_all(args, answers, pending, total, write)
+
+
+def _write_all(
+    args: argparse.Namespace,
+    answers: Iterator[Answer],
+    pending: list[PromptRecord],
+    total: int,
+    write: Callable[[str], None],
+) -> None:
+    """Write each record as it comes, with a progress bar on a terminal; then say which texts were cut."""
     from tqdm import tqdm
 
     num_truncated, num_unfinished, num_answered = 0, 0, total - len(pending)
     check = functools.lru_cache(GRAMMARS)(text_check)
-    outputs = llm.generate_as_finished(encoded, [record.params for record in pending])
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
         try:
-            for i, output in outputs:
-                write(record_line(pending[i].id, args.model, llm.dtype, output))
+            for answer in answers:
+                write(answer.line)
                 num_answered += 1
-                num_truncated += output.num_truncated_tokens > 0
-                samples = [(sample.text, sample.finish_reason) for sample in output.outputs]
-                num_unfinished += num_cut(pending[i].params, samples, check)
+                num_truncated += answer.is_truncated
+                num_unfinished += num_cut(pending[answer.index].params, answer.samples, check)
                 bar.update()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_how_to_go_on(args.output, num_answered, total)) from None

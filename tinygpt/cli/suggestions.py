@@ -49,6 +49,7 @@ MEANT: dict[str, str] = {
     "--intra-op-threads",
     "--tensor-parallel": "--tensor-parallel-size --tp -tp --tp-size --tensor-para-size",
     "--pipeline-parallel": "--pipeline-parallel-size --pp -pp --pp-size --pipeline-para-size",
+    "--workers": "--processes --num-processes",
     "--device cuda": "--gpu --cuda --n-gpu-layers -ngl --gpu-layers --gpus --use-gpu",
     "--device cpu": "--cpu --no-cuda --no-gpu",
     "--lora": "--adapter --peft --lora-path --enable-lora --lora-modules",
@@ -113,7 +114,7 @@ WITHOUT: dict[str, str] = {
     "it is not implemented; --top-p, --min-p and --typical-p are": "--mirostat --mirostat-lr --mirostat-ent "
     "--top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dynatemp-range --dynatemp-exp "
     "--samplers --sampling-seq --penalty-alpha --top-a --tfs --tail-free --guidance-scale",
-    "one process serves all clients: leave it out": "--workers --num-workers --data-parallel-size -dp --reload",
+    "one process serves all clients: leave it out": "--num-workers --data-parallel-size -dp --reload",
     "start a proxy in front for TLS": "--ssl-keyfile --ssl-certfile --ssl",
     "give --interactive, which has :save and :load": "--prompt-cache --prompt-cache-all --session",
 }

@@ -8,11 +8,13 @@ from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
 from tinygpt.cli.cut_texts import Ended, say_cut
+from tinygpt.cli.flags import whole_number
 from tinygpt.cli.interactive import run_interactive
 from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
 from tinygpt.cli.statistics import rates
 from tinygpt.cli.text_input import STDIN, decoded, read_bytes, read_stdin
+from tinygpt.cli.workers import check_workers
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.sampling_params import SamplingParams
@@ -67,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that the same command continues an interrupted run; records of another --model or --dtype are refused, and "
         "other settings are not compared (default: stdout, as -)",
     )
+    group.add_argument(
+        "--workers",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="processes that share the prompts of --input and one copy of the weights (default: %(default)s)",
+    )
     group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
     group.add_argument(
         "--no-stream", action="store_true", help="print the text once it is complete (default: as it is made)"
@@ -85,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
     if args.output == STDIN:
         args.output = None
     _check_combination(args)
+    check_workers(args)
     soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
     params = sampling.params_of(args, soft_prompt=soft_prompt)
     if params.guidance is not None:

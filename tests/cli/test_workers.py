@@ -1,0 +1,149 @@
+"""`generate --workers`: the records of one process, by several; whoever is killed, each prompt is answered once."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from support.commands import Result, run_process
+from tinygpt.cli import workers as workers_module
+from tinygpt.cli.workers import Answer, Task, answers_of
+from tinygpt.errors import TinyGPTError
+from tinygpt.request.prompts import Prompt
+from tinygpt.sampling_params import SamplingParams
+
+OF_THE_RUN = ("metrics", "num_cached_tokens")
+FLAGS = ["--max-tokens", "9", "--seed", "5", "--max-num-seqs", "2", "-t", "1"]
+
+
+def prompts(folder, count=12):
+    path = folder / "prompts.jsonl"
+    lengths = [(1 + i % 5, 3 + 7 * i % 11) for i in range(count)]
+    lines = [{"id": f"p{i}", "prompt": "The fox said " * n, "max_tokens": new} for i, (n, new) in enumerate(lengths)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def records(path):
+    """By their ids, without what depends on which others were there: times, and what a prompt shared with another."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    by_id = {record["id"]: {k: v for k, v in record.items() if k not in OF_THE_RUN} for record in found}
+    assert len(by_id) == len(found)
+    return by_id
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_two_workers_write_the_records_of_one_process(tmp_path, dtype):
+    given, alone, together = prompts(tmp_path), tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
+    for path, more in ((alone, []), (together, ["--workers", "2"])):
+        result = run_process(
+            "generate", "--input", given, "--output", path, "--dtype", dtype, *FLAGS, *more, text=True, timeout=600
+        )
+        assert result.returncode == 0, result.stderr
+    assert records(together) == records(alone)
+    again = run_process("generate", "--input", given, "--output", together, *FLAGS, "--workers", "2", text=True)
+    assert "12 of 12 prompts skipped" in again.stderr
+
+
+class FakeWorker:
+    """A worker whose tasks are answered, or that ends, when the test says so."""
+
+    def __init__(self):
+        self.tasks, self.given, self.inbox = {}, [], []
+        self.connection, self.process = self, self
+        self.exitcode = -signal.SIGKILL
+
+    @property
+    def cost(self):
+        return sum(task.cost for task in self.tasks.values())
+
+    def give(self, task):
+        self.tasks[task.index] = task
+        self.given.append(task.index)
+
+    def recv(self):
+        action = self.inbox.pop(0)
+        if action == "end":
+            raise EOFError
+        return action
+
+    def join(self):
+        pass
+
+
+def tasks_of(*lengths):
+    return [Task(i, i, Prompt(None, [1] * length), SamplingParams(max_tokens=1)) for i, length in enumerate(lengths)]
+
+
+@pytest.fixture
+def waiting_on(monkeypatch):
+    """Who is ready: those with something in their inbox."""
+    monkeypatch.setattr(workers_module, "wait", lambda connections: [c for c in connections if c.inbox])
+
+
+def test_the_longest_are_begun_first_by_whoever_has_least_to_do(waiting_on):
+    one, two = FakeWorker(), FakeWorker()
+    answers = answers_of([one, two], tasks_of(5, 50, 20, 21), room=2)
+    one.inbox = [Answer(1), Answer(0)]
+    two.inbox = [Answer(3), Answer(2)]
+    assert sorted(answer.index for answer in answers) == [0, 1, 2, 3]
+    assert (one.given, two.given) == ([1, 0], [3, 2])
+
+
+def test_what_a_killed_worker_had_is_done_by_the_others(waiting_on, capsys):
+    one, two = FakeWorker(), FakeWorker()
+    answers = answers_of([one, two], tasks_of(5, 50, 20, 21), room=2)
+    one.inbox, two.inbox = ["end"], [Answer(3), Answer(2), Answer(1), Answer(0)]
+    assert sorted(answer.index for answer in answers) == [0, 1, 2, 3]
+    assert sorted(two.given) == [0, 1, 2, 3]
+    assert "a worker has ended (exit status -9): 1 other will do its 2 prompts" in capsys.readouterr().err
+
+
+def test_when_all_are_killed_one_sentence_says_so(waiting_on):
+    one = FakeWorker()
+    one.inbox = ["end"]
+    with pytest.raises(TinyGPTError, match="the last worker has ended"):
+        list(answers_of([one], tasks_of(5), room=2))
+
+
+def test_a_worker_that_is_killed_loses_no_prompt(tmp_path, monkeypatch, capsys):
+    """A real one, by SIGKILL, once the first answer has come."""
+    output, killed = tmp_path / "out.jsonl", []
+    plain = workers_module.answers_of
+
+    def killing(workers, tasks, room):
+        for answer in plain(workers, tasks, room):
+            if not killed:
+                killed.append(workers[0].process.pid)
+                os.kill(killed[0], signal.SIGKILL)
+            yield answer
+
+    monkeypatch.setattr("tinygpt.cli.batch.answers_of", killing)
+    flags = ["--input", str(prompts(tmp_path, 40)), "--output", str(output), "--workers", "2", *FLAGS]
+    result = Result(capsys, "generate", flags)
+    assert result.code == 0, result.err
+    assert killed
+    assert len(records(output)) == 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--workers", "2", "x"], "--workers share the prompts of a file: give it with --input"),
+        (["--workers", "0", "x"], "--workers is 0 and must be a whole number from 1"),
+        (["--workers", "2", "--input", "x", "--device", "reference"], "--workers are processes of the CPU"),
+    ],
+)
+def test_what_is_impossible_is_refused(capsys, flags, said):
+    result = Result(capsys, "generate", flags)
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_lines_that_cannot_be_used_are_listed_before_any_work(tmp_path, capsys):
+    given = tmp_path / "prompts.jsonl"
+    given.write_text('{"prompt": "x", "max_tokens": 9999}\n{"prompt": [99999]}\n', encoding="utf-8")
+    result = Result(capsys, "generate", ["--input", str(given), "--workers", "2"])
+    assert result.code == 2
+    assert "2 lines of" in result.err
