@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tinygpt.llm
+from support.golden_adapters import SOFT_PROMPTS, write_lora, write_soft_prompt
 from support.golden_models import golden_array, write_model
 from support.thread_world import Threads, running
 from tinygpt import LLM, SamplingParams
@@ -39,7 +40,7 @@ FEW = [
     ("untied", "int8", (1, 2)),
     ("odd", "float32", (3, 4)),
     ("small-xl", "float32", (4, 1)),
-    ("small-xl", "bfloat16", (2, 1)),
+    ("small-xl", "bfloat16", (2, 1)),  # 13 + 12 heads
 ]
 # Every layout in every dtype, and of the other models a few.
 REST = [("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five", dtype, layout) not in FEW] + [
@@ -139,6 +140,29 @@ def test_ranks_give_the_bits_of_one_process(monkeypatch, folders, alone, model, 
     expected = alone(model, dtype)
     with on_ranks(monkeypatch, layout, folders(model), dtype=dtype) as (llm, _):
         assert everything(llm) == expected
+
+
+@pytest.mark.parametrize(("model", "layout"), [("small-xl", (2, 1)), ("five", (3, 2))])
+def test_adapters_and_soft_prompts_know_nothing_of_ranks(monkeypatch, folders, tmp_path, model, layout):
+    """25 heads are 13 + 12 with an adapter's weights, too. The keys and values of a prefix are cut by heads."""
+    fields = MODELS[model]
+    adapter = write_lora(tmp_path / "lora", 3, ["c_attn", "c_proj", "c_fc"], has_head=False, **fields)
+    soft = {kind: write_soft_prompt(tmp_path / kind, kind, 5, **fields) for kind in SOFT_PROMPTS}
+    options = {"lora": adapter, "soft_prompts": soft}
+
+    def texts(llm: LLM) -> list[str]:
+        params = [SamplingParams(max_tokens=9, soft_prompt=kind, seed=3, ignore_eos=True) for kind in (*soft, None)]
+        found = llm.generate([[5, 6, 7]] * len(params), params)
+        scores = [llm.score([5, 6], [[7, 8, 9]], soft_prompt=kind)[0].cumulative_logprob for kind in soft]
+        return [digest(llm.logits([5, 6, 7])), str([o.outputs[0].token_ids for o in found]), digest(np.array(scores))]
+
+    with LLM(folders(model), **OPTIONS) as llm:
+        plain = digest(llm.logits([5, 6, 7]))
+    with LLM(folders(model), **OPTIONS, **options) as llm:
+        expected = texts(llm)
+    assert expected[0] != plain
+    with on_ranks(monkeypatch, layout, folders(model), **options) as (llm, _):
+        assert texts(llm) == expected
 
 
 def test_a_wrong_order_of_sums_is_seen(monkeypatch, folders, alone):

@@ -1,8 +1,9 @@
 """Real ranks: processes that mpiexec starts on this machine, as users start them, and how they end.
 
-Skipped where mpi4py or mpiexec is not there: pip install "tinygpt[mpi]".
+Skipped where mpi4py or mpiexec is not there: pip install ".[mpi]".
 """
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.golden_models import write_model
+from support.http_client import ask
 from support.paths import ROOT
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
@@ -146,6 +148,7 @@ forward, steps = rank_model.RankModel.forward, []
 def failing(self, batch):
     steps.append(1)
     if len(steps) == 30 and os.environ["PMI_RANK"] == sys.argv[1]:
+        print("now", flush=True)
         if sys.argv[2] == "raise":
             raise OSError("the disk is on fire")
         os.kill(os.getpid(), 9)
@@ -164,13 +167,56 @@ def test_when_a_rank_ends_all_do(rank, how):
     process = start("-c", ENDLESS, rank, how, ranks=2)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     assert process.stdout.readline() == "round\n"
-    _, err = process.communicate(timeout=TO_START)
+    while process.stdout.readline() != "now\n":
+        pass
+    _, err = process.communicate(timeout=TO_END)
     assert process.returncode != 0
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     if how == "raise":
         assert "the disk is on fire" in err
+
+
+DYING = """
+import os, sys
+import tinygpt.parallel.rank_model as rank_model
+forward, steps = rank_model.RankModel.forward, []
+def failing(self, batch):
+    steps.append(1)
+    if len(steps) == 40 and self._world.rank == 1:
+        os.kill(os.getpid(), 9)
+    return forward(self, batch)
+rank_model.RankModel.forward = failing
+from tinygpt.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_a_batch_goes_on_after_a_rank_was_killed(tmp_path, five):
+    """The same command: what was answered stays, every prompt is answered once, and as one process would."""
+    given = tmp_path / "in.jsonl"
+    lines = [json.dumps({"id": i, "prompt": [5 + i, 6], "max_tokens": 3 + i}) for i in range(20)]
+    given.write_text("\n".join(lines), encoding="utf-8")
+    words = ("generate", "-m", five, "--input", str(given), "--seed", "3", "--max-num-seqs", "2", "-t", "1")
+    broken, whole = [*words, "--output", str(tmp_path / "out")], [*words, "--output", str(tmp_path / "alone")]
+    ranks = ["--tensor-parallel", "2"]
+    status, _, _ = run("-c", DYING, *broken, *ranks, ranks=2)
+    assert status != 0
+    before = records(tmp_path / "out")
+    assert 0 < len(before) < 20
+    status, _, err = run("-m", "tinygpt", *broken, *ranks)
+    assert (status, f"{len(before)} of 20 prompts skipped" in err) == (0, True), err
+    assert run("-m", "tinygpt", *whole)[0] == 0
+    assert records(tmp_path / "out") == records(tmp_path / "alone")
+
+
+def records(path: Path) -> dict[int, list]:
+    """The texts by id, each of which is there once; a last line that is half written is none."""
+    complete = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+    found = [json.loads(line) for line in complete]
+    assert len({record["id"] for record in found}) == len(found)
+    return {record["id"]: record["outputs"] for record in found}
 
 
 def test_ctrl_c_ends_all(five):
@@ -182,3 +228,19 @@ def test_ctrl_c_ends_all(five):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
+    """Status 0, as one process has it."""
+    pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+    process = start("-m", "tinygpt", "serve", "-m", five, "-t", "1", "--port", "0", "--tensor-parallel", "2")
+    for line in process.stderr:
+        if "serving" in line:
+            break
+    port = int(line.rpartition(":")[2])
+    body = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    reply = ask(port, "/v1/completions", body).json
+    assert len(reply["choices"][0]["token_ids"]) == 5
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=TO_START)
+    assert process.returncode == 0

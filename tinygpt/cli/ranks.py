@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, how_to_install
 from tinygpt.parallel.layout import Layout
 
 # What MPICH, Open MPI and ours leave in the environment of a process that they start.
@@ -44,7 +44,7 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
         missing = "mpi4py" if mpiexec else "mpiexec"
         raise RequestError(
             f"tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is {layout.pipeline_size}, which "
-            f'needs {missing}: it comes with pip install "tinygpt[mpi]".'
+            f"needs {missing}: it comes with {how_to_install('mpi')}."
         )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

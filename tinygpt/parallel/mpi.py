@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, how_to_install
 
-INSTALL = 'pip install "tinygpt[mpi]"'
 SPIN_SECONDS = 0.005  # for which an idle rank asks again and again: a step follows another sooner than that
 FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
 SHARED_MEMORY = "/dev/shm/mpich_shm_"  # MPICH's, which it would leave behind when ranks are killed
@@ -26,7 +25,9 @@ def process_world() -> "MpiWorld":
         mpi4py.rc.thread_level = "serialized"  # the engine's threads take turns
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise RequestError(f"several ranks need mpi4py and an MPI library ({error}): {INSTALL}.") from None
+        raise RequestError(
+            f"several ranks need mpi4py and an MPI library ({error}): {how_to_install('mpi')}."
+        ) from None
     return MpiWorld(MPI)
 
 

@@ -61,6 +61,8 @@ class Part:
 
     def columns(self, name: str) -> list[range] | None:
         """Which outputs of a linear layer, by our name, are here; None is all."""
+        if self.tensor_size == 1:
+            return None
         if name == "c_attn":  # of q, of k, of v
             start, stop = self.heads.start * self.head_size, self.heads.stop * self.head_size
             return [range(i * self.n_embd + start, i * self.n_embd + stop) for i in range(3)]
@@ -68,6 +70,8 @@ class Part:
 
     def inputs(self, name: str) -> range | None:
         """Which inputs of a linear layer are here; None is all."""
+        if self.tensor_size == 1:
+            return None
         if name == "attn_proj":
             return range(self.heads.start * self.head_size, self.heads.stop * self.head_size)
         return self.inner if name == "mlp_proj" else None
@@ -78,10 +82,9 @@ class Part:
 
     def weight(self, name: str, weight: Any) -> Any:
         """What is here of layers of a packed weight: views where nothing is cut."""
-        columns, inputs = self.columns(name), self.inputs(name)
-        if self.tensor_size == 1:
+        columns, inputs, cut = self.columns(name), self.inputs(name), {}
+        if columns is None and inputs is None:
             return weight
-        cut = {}
         for field, layout in LAYOUTS[type(weight)].items():
             array = getattr(weight, field)
             if layout is None:
