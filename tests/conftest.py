@@ -1,12 +1,14 @@
 """Settings for every test."""
 
 import gc
+from pathlib import Path
 
 import pytest
 
-from support import examples
+from support import demo_tokenizer, examples
 from support.cuda_compile import need_toolchain
 from support.golden_models import write_small_demo
+from tinygpt.weights import open as checkpoints
 
 
 def pytest_addoption(parser):
@@ -38,6 +40,20 @@ def _toolchain(request):
         need_toolchain()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _demo_tokenizer():
+    with demo_tokenizer.made_once():
+        yield
+
+
 @pytest.fixture(scope="session")
 def small_demo(tmp_path_factory) -> str:
     return str(write_small_demo(tmp_path_factory.mktemp("small-demo")))
+
+
+@pytest.fixture(scope="module")
+def demo_is_small(small_demo):
+    """Commands that leave the model at `demo` load the small one: for what does not depend on the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "DEMO", Path(small_demo))
+        yield

@@ -34,6 +34,7 @@ from tinygpt.weights.random_checkpoint import SHAPES
 MODULES = (batch_inference, batching_notebook, cpu_study, onnx_study, fastertransformer)
 SMALL = {module: module.SMALL for module in MODULES}  # as --small has it
 TEXT = "The old king and the wolf went to the house, and it was dark. " * 40
+SIZE = "0M parameters"  # of the small demo
 KEYS = {"preset", "model_filename", "dtype", "n_threads", "batch_size", "num_prompts", "n_prompt", "n_gen"}
 KEYS |= {"avg_ns", "stddev_ns", "samples_ns", "first_token_ns", "num_steps", "peak_memory"}
 
@@ -92,7 +93,7 @@ def test_the_five_studies():
 def test_a_preset_runs_to_its_end(name, report_of):
     report = report_of(name)
     assert report.text.startswith(f"## {name}: ")
-    assert "Here: demo, 7M parameters, 2 threads of " in report.text
+    assert f"Here: demo, {SIZE}, 2 threads of " in report.text
     assert "with fewer sizes and runs than the study has" in report.text
     assert tables(report.text)
     for record in report.records:
@@ -105,7 +106,7 @@ def test_a_preset_runs_to_its_end(name, report_of):
 @pytest.mark.parametrize("name", PRESETS)
 def test_its_picture_names_the_model_and_has_units(name, report_of, tmp_path):
     picture = report_of(name).picture
-    assert picture.title.endswith(", demo, 7M parameters")
+    assert picture.title.endswith(f", demo, {SIZE}")
     assert picture.note.split("\n")[-1].startswith("Published: ")
     for panel in picture.panels:
         assert "(" in panel.y_label or panel.y_label.endswith("/s")
@@ -208,7 +209,9 @@ def test_models_of_another_size_are_said_to_be(report_of):
     assert "GPT-2 124M, on the CPU, not named, of a Linux workstation." in text
     assert "This is another size than the study's GPT-2 124M, so the figures are not of the same work." in text
     study, options = fastertransformer.STUDY, PresetOptions("random:355M", threads=1)
-    assert "another size" not in Rerun(study, options, SHAPES["355M"], []).here
+    here = Rerun(study, options, SHAPES["355M"], []).here
+    assert "355M parameters" in here
+    assert "another size" not in here
     assert "study's GPT-350M" in Rerun(study, options, SHAPES["124M"], []).here
 
 
@@ -270,9 +273,9 @@ def test_batch_inference_counts_as_the_study(report_of):
 
 @pytest.fixture(scope="module")
 def remote_report():
-    """Two methods of four queries, each here and behind a server."""
+    """Four queries, here and behind a server."""
     pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-    few = batch_inference.Protocol(4, (3, 5), 6, (1, 2), num_warmup_queries=1, num_callers=3, repetitions=2)
+    few = batch_inference.Protocol(4, (3, 5), 6, (2,), num_warmup_queries=1, num_callers=3, repetitions=2)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(batch_inference, "SMALL", few)
         options = PresetOptions("random:tiny", ("float32",), threads=1, small=True, remote=True)
@@ -280,19 +283,13 @@ def remote_report():
 
 
 def test_batch_inference_asks_a_server_the_same(remote_report):
-    rows = tables(remote_report.text)[0][:4]
-    names = [f"tinygpt, float32, batch {size}{where}" for size in (1, 2) for where in ("", ", remote")]
-    assert [row["Method"] for row in rows] == names
-    assert [row["Generated Token Count"] for row in rows] == ["24"] * 4
-    assert [row["Inference Count"] for row in rows] == ["24", "-", "12", "-"]
-    assert [row["Avg Batch Size"] for row in rows] == ["1", "-", "2", "-"]
+    rows = tables(remote_report.text)[0][:2]
+    assert [row["Method"] for row in rows] == ["tinygpt, float32, batch 2", "tinygpt, float32, batch 2, remote"]
+    assert [row["Generated Token Count"] for row in rows] == ["24"] * 2
+    assert [row["Inference Count"] for row in rows] == ["12", "-"]
+    assert [row["Avg Batch Size"] for row in rows] == ["2", "-"]
     records = remote_report.records
-    assert [(record["remote"], record["num_steps"]) for record in records] == [
-        (False, 24),
-        (True, None),
-        (False, 12),
-        (True, None),
-    ]
+    assert [(record["remote"], record["num_steps"]) for record in records] == [(False, 12), (True, None)]
     assert len({tuple(record) for record in records}) == 1
     baseline = sum(records[0]["samples_ns"])
     for row, record in zip(rows, records, strict=True):

@@ -11,6 +11,11 @@ from tinygpt.kernels.cpu import jit
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _demo_is_small(demo_is_small):
+    """No command depends on the model."""
+
+
 @pytest.fixture
 def run(capsys):
     """`generate` in this process, as run("Once --seed 7")."""

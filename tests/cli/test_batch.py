@@ -420,14 +420,20 @@ def test_a_terminal_shows_a_progress_bar(jobs, monkeypatch):
     assert "4/4" in terminal.getvalue()
 
 
-def test_lines_take_every_field(jobs):
+def test_lines_take_every_field(jobs, llm):
     """As JSON spells them: token ids of logit_bias are texts there."""
+    embeds = [[0.5] * llm.config.n_embd] * 3
     lines = [
         {"prompt": "The fox", "logit_bias": {"11": -5, "13": 2.5}, "repetition_penalty": 1.2, "min_p": 0.1},
         {"prompt": "The fox", "temperature": 0, "num_beams": 3, "n": 2, "early_stopping": "never"},
         {"prompt": "The fox", "repetition_detection": {"max_pattern_size": 2, "min_count": 3}, "bad_words": ["the"]},
         {"prompt": "The fox", "prompt_logprobs": 1, "logprobs_mode": "processed", "logprobs": 0},
-        {"prompt": "The fox", "prompt_embeds": [[0.5] * 256] * 3, "top_p_rule": "openai", "typical_p": 0.9},
+        {
+            "prompt": "The fox",
+            "prompt_embeds": embeds,
+            "top_p_rule": "openai",
+            "typical_p": 0.9,
+        },
     ]
     jobs.write(lines)
     assert jobs.run() == 0
@@ -461,10 +467,10 @@ def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):
     assert jobs.run(*flags) == 0
 
 
-def test_soft_prompts_are_for_all_lines_or_chosen_by_name(jobs, tmp_path):
-    paths = {}
+def test_soft_prompts_are_for_all_lines_or_chosen_by_name(jobs, llm, tmp_path):
+    paths, width = {}, llm.config.n_embd
     for name in ("one", "two"):
-        embeds = np.random.default_rng(len(paths)).normal(size=(4, 256)).astype(np.float32)
+        embeds = np.random.default_rng(len(paths)).normal(size=(4, width)).astype(np.float32)
         paths[name] = tmp_path / f"{name}.safetensors"
         save_file({"prompt_embeddings": embeds}, paths[name])
     jobs.write([{"prompt": "The"}, {"prompt": "The", "soft_prompt": "two"}, {"prompt": "The", "soft_prompt": None}])

@@ -10,7 +10,6 @@ from dataclasses import fields
 import pytest
 
 from support.commands import STATS
-from support.paths import ROOT
 from tinygpt import SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.kernels import cpu as kernels
@@ -81,9 +80,9 @@ def test_stop_ends_the_text_before_it(run):
     assert stopped.out == whole[: whole.index(stop)] + "\n"
 
 
-def test_ignore_eos_goes_on(run, llm, tmp_path):
+def test_ignore_eos_goes_on(run, llm, small_demo, tmp_path):
     third = llm.generate("Once", SamplingParams(max_tokens=3))[0].outputs[0].token_ids[2]
-    folder = shutil.copytree(ROOT / "weights" / "demo", tmp_path / "model")
+    folder = shutil.copytree(small_demo, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": third}))
     arguments = ["Once", "--model", str(folder), "--temperature", "0", "--max-tokens", "8"]
     assert int(STATS.search(run(arguments).err)[1]) <= 2

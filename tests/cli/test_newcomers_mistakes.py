@@ -62,12 +62,18 @@ NAMES = {*FILES, "new", "many/new"}  # which a user has, or makes up
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    for name, data in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: LIMITS)  # not the machine's: it takes a while
     return tmp_path
+
+
+def write_files(folder: Path, mistake: Mistake) -> None:
+    """Those that are spoken of."""
+    lines = "\n".join([mistake.command, *mistake.followed])
+    for name, data in FILES.items():
+        if name.partition("/")[0] in lines:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
 
 
 @pytest.fixture
@@ -97,7 +103,8 @@ def test_there_are_a_hundred():
 
 
 @pytest.mark.parametrize("mistake", read_script(), ids=lambda mistake: mistake.command)
-def test_a_newcomers_mistake(type_, mistake):
+def test_a_newcomers_mistake(type_, folder, mistake):
+    write_files(folder, mistake)
     outcome = type_(mistake.command)
     answer = " ".join(f"{outcome.out}\n{outcome.err}".split())
     assert outcome.code == mistake.code, answer

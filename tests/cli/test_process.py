@@ -30,10 +30,10 @@ def test_help_of_a_command_imports_nothing_heavy():
     assert not {"numpy", "numba", "tiktoken", "tqdm", "safetensors"} & set(result.stdout.split())
 
 
-def test_a_process_separates_stdout_and_stderr():
+def test_a_process_separates_stdout_and_stderr(small_demo):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     threads = str((os.cpu_count() or 1) + 3)
-    arguments = ["generate", "--echo", "--seed", "7", "--max-tokens", "8"]
+    arguments = ["generate", "--model", small_demo, "--echo", "--seed", "7", "--max-tokens", "8"]
     options = {"env": environment, "input": "Été 🦊".encode()}
     result = run_process(*arguments, "--threads", threads, **options)
     assert result.returncode == 0
@@ -74,10 +74,10 @@ def test_a_name_that_is_no_text_is_still_reported():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGPIPE")
-def test_a_closed_pipe_ends_the_run_quietly():
+def test_a_closed_pipe_ends_the_run_quietly(small_demo):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--max-tokens", "8"]
+    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--max-tokens", "8", "--model", small_demo]
     result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")

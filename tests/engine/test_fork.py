@@ -3,14 +3,12 @@
 import functools
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 
 import pytest
 
-from support.paths import ROOT
+from support.apart import printed
 from tinygpt import LLM
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -63,9 +61,7 @@ def run(small_demo) -> Callable[[str], str]:
 
 def run_program(model: str, program: str) -> str:
     """What the program prints: DONE if nothing in it was wrong."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGINNING + program + END, model]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
-    return result.stdout if result.returncode == 0 else f"{result.returncode}: {result.stdout}{result.stderr}"
+    return printed(BEGINNING + program + END, model, patience=10 * PATIENCE)
 
 
 def test_forks_while_other_threads_take_steps(run):
@@ -219,7 +215,7 @@ is_over, generator = False, random.Random(0)
 threads = [threading.Thread(target=compute, daemon=True) for _ in range(3)]
 for thread in threads:
     thread.start()
-for _ in range(12):
+for _ in range(6):
     time.sleep(0.05 * generator.random())
     assert in_child(lambda: llm.generate("Once", guided)[0].outputs == guided_outputs)
 is_over = True

@@ -253,14 +253,14 @@ def test_process_that_dies_says_why_and_what_it_had_measured_stays(monkeypatch, 
 
 def test_process_that_hangs_is_stopped(monkeypatch, tmp_path):
     begin = time.time()
-    results = answers_of(f"{FIRST_ANSWER}time.sleep(300)", monkeypatch, tmp_path, patience=3)
+    results = answers_of(f"{FIRST_ANSWER}time.sleep(300)", monkeypatch, tmp_path, patience=2)
     assert time.time() - begin < 60
     assert len(results.rows) == 1
     assert results.failed == {PREFILL_NAME: "it hung, and was stopped"}
 
 
 def test_process_is_stopped_at_the_time_bound(monkeypatch, tmp_path):
-    results = answers_of(f"{FIRST_ANSWER}time.sleep(300)", monkeypatch, tmp_path, seconds=3, patience=100)
+    results = answers_of(f"{FIRST_ANSWER}time.sleep(300)", monkeypatch, tmp_path, seconds=2, patience=100)
     assert results.failed == {PREFILL_NAME: "it was stopped at the time bound"}
 
 

@@ -42,12 +42,14 @@ def bench(tmp_path_factory):
 # --- files
 
 
-def test_a_sample_of_damaged_files():
-    report = Campaign(seed=12, formats=ALL, inputs=1500, seconds=None, workers=2, limits=PATIENT).run()
+@pytest.mark.parametrize(("inputs", "lucky"), [(500, 5), pytest.param(1500, 0, marks=pytest.mark.slow)])
+def test_a_sample_of_damaged_files(inputs, lucky):
+    """lucky: of how many formats every damage may matter."""
+    report = Campaign(seed=12, formats=ALL, inputs=inputs, seconds=None, workers=2, limits=PATIENT).run()
     assert [f"{outcome.what} by {case}" for found in report.findings.values() for case, outcome in found] == []
-    assert report.counts.total() == 1500
+    assert report.counts.total() == inputs
     # Of a TensorFlow bundle hardly a byte is without a checksum.
-    assert {name for name, kind in report.counts if kind == "right"} | {"openai_tf"} == {*ALL}
+    assert len({*ALL} - {"openai_tf"} - {name for name, kind in report.counts if kind == "right"}) <= lucky
     # A kernel that is damaged is not refused: it is compiled again.
     assert {name for name, kind in report.counts if kind == "refused"} == {*ALL} - {"kernel"}
 
@@ -132,8 +134,8 @@ def test_every_mutator_of_a_format_changes_its_files(name):
     for file, mutators in format.targets.items():
         for mutator in mutators:
             case = Case(name, file, (Mutation(mutator.__name__, 0),))
-            changed = [replace(case, mutations=(Mutation(mutator.__name__, i),)).input(files[file]) for i in range(20)]
-            assert any(given.data != files[file] for given in changed), mutator.__name__
+            tries = (replace(case, mutations=(Mutation(mutator.__name__, i),)) for i in range(20))
+            assert any(tried.input(files[file]).data != files[file] for tried in tries), mutator.__name__
 
 
 def test_seals_make_checksums_right(bench):

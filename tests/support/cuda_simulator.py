@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import math
+import operator
 import random
 import textwrap
 import types
@@ -132,7 +133,7 @@ class Cuda:
     def fma(self, a, b, c):
         if isinstance(a, np.float64):
             return np.float64(a * b + c)
-        return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+        return np.float32(float(a) * float(b) + float(c))
 
     def ldcg(self, array, index):
         return array[index]
@@ -169,7 +170,8 @@ class Simulated:
         definition = tree.body[0]
         definition.decorator_list = []
         names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-        known = {name: _stand_in(name, value) for name, value in names.items() if name in _names_in(definition)}
+        used = _names_in(definition)
+        known = {name: _stand_in(name, value) for name, value in names.items() if name in used}
         rewriter = _Rewriter(known, function.__qualname__)
         rewriter.visit(definition)
         self.waits = rewriter.waits
@@ -318,21 +320,26 @@ def _vote(decide: Callable[[list], int]) -> Callable[[list[Thread]], None]:
 
 
 def _multiply(members: list[Thread]) -> None:
-    """mma.m16n8k16 of bfloat16: ptx.py says which lane holds what."""
+    """mma.m16n8k16 of bfloat16: ptx.py says which lane holds what, lane 4 g + q in group g of 8 and quad q of 4."""
     assert len(members) == WARP, "a product of a warp needs all its lanes"
-    a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
-    for thread in members:
-        g, q = thread.lane >> 2, thread.lane & 3
-        of_a, of_b, of_c = thread.operation[1:]
-        for row, column, word in ((g, 0, 0), (g + 8, 0, 1), (g, 8, 2), (g + 8, 8, 3)):
-            a[row, column + 2 * q : column + 2 * q + 2] = _pair(of_a[word])
-        for row in (0, 1):
-            b[8 * row + 2 * q : 8 * row + 2 * q + 2, g] = _pair(of_b[row])
-        c[g, 2 * q : 2 * q + 2], c[g + 8, 2 * q : 2 * q + 2] = of_c[:2], of_c[2:]
+    members = sorted(members, key=_lane)
+    of_a, of_b, of_c = zip(*(thread.operation[1:] for thread in members), strict=True)
+    a = _pairs(of_a).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)  # (M, K)
+    b = _pairs(of_b).reshape(8, 4, 2, 2).transpose(2, 1, 3, 0).reshape(16, 8)  # (K, N)
+    c = np.array(of_c, np.float64).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)  # (M, N)
     result = (c + a @ b).astype(np.float32)
-    for thread in members:
-        g, q = thread.lane >> 2, thread.lane & 3
-        thread.answer = (*result[g, 2 * q : 2 * q + 2], *result[g + 8, 2 * q : 2 * q + 2])
+    answers = result.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
+    for thread, answer in zip(members, answers, strict=True):
+        thread.answer = tuple(answer)
+
+
+_lane = operator.attrgetter("lane")
+
+
+def _pairs(words: Sequence[Sequence[int]]) -> np.ndarray:
+    """The two bfloat16 in each word, as float64: (lanes, words, 2)."""
+    bits = np.array(words, np.uint32)
+    return np.stack([bits << 16, bits & 0xFFFF0000], axis=-1).view(np.float32).astype(np.float64)
 
 
 OPERATIONS = {
@@ -384,7 +391,7 @@ def pack_bfloat16(low, high):
 
 
 def bits_to_float32(bits):
-    return np.uint32(bits).view(np.float32)
+    return (bits if isinstance(bits, np.uint32) else np.uint32(bits)).view(np.float32)
 
 
 def float32_to_bits(value):
@@ -396,8 +403,8 @@ def rounded_product(a, b):
 
 
 def int8_to_bfloat16(word):
-    values = np.array([word], np.uint32).view(np.int8).astype(np.float32)
-    return pack_bfloat16(*values[:2]), pack_bfloat16(*values[2:])
+    one, two, three, four = (_BFLOAT16_OF_INT8[byte] for byte in int(word).to_bytes(4, "little"))
+    return np.uint32(one | two << 16), np.uint32(three | four << 16)
 
 
 def shared_address(array: np.ndarray) -> int:
@@ -484,15 +491,28 @@ class _Math:
         return lambda x: getattr(np, numpy_name)(x)
 
 
-NUMBERS = {
-    "int32": int,
-    "int64": int,
-    "uint16": lambda value: np.uint16(int(value) & 0xFFFF),
-    "uint32": lambda value: np.uint32(int(value) & 0xFFFFFFFF),
-    "uint64": lambda value: np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF),
-    "float32": np.float32,
-    "float64": np.float64,
-}
+# Numba's types in a kernel: they convert, and their names are those of an array's types.
+def int32(value):
+    return int(value)
+
+
+def int64(value):
+    return int(value)
+
+
+def uint16(value):
+    return np.uint16(int(value) & 0xFFFF)
+
+
+def uint32(value):
+    return np.uint32(int(value) & 0xFFFFFFFF)
+
+
+def uint64(value):
+    return np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF)
+
+
+NUMBERS = {number.__name__: number for number in (int32, int64, uint16, uint32, uint64, np.float32, np.float64)}
 TYPES = {getattr(numba, name): name for name in NUMBERS}
 
 
@@ -504,16 +524,6 @@ def _literal_range(*bounds):
 BUILTINS = {"range": _literal_range}
 
 
-class Number:
-    """A type of Numba's in a kernel: it converts, and names the type of an array."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self, value):
-        return NUMBERS[self.name](value)
-
-
 def _stand_in(name: str, value: Any) -> Any:
     """What a kernel finds under a name in place of what CUDA's compiler would."""
     if getattr(value, "__name__", "") in ("numba.cuda", "numba_cuda.numba.cuda"):
@@ -521,7 +531,7 @@ def _stand_in(name: str, value: Any) -> Any:
     if value is math:
         return _Math()
     if isinstance(value, numba.types.Type) and value in TYPES:
-        return Number(TYPES[value])
+        return NUMBERS[TYPES[value]]
     if hasattr(value, "py_func"):
         return _simulated(value.py_func)
     intrinsic = getattr(value, "_name", None) or getattr(value, "__name__", None)
@@ -542,8 +552,7 @@ def _names_in(definition: ast.AST) -> set[str]:
 
 
 def _numpy_type(dtype):
-    name = dtype.name if isinstance(dtype, Number) else str(dtype)
-    return np.dtype(name)
+    return np.dtype(getattr(dtype, "__name__", None) or str(dtype))
 
 
 def _local_array(shape, dtype):
@@ -551,13 +560,12 @@ def _local_array(shape, dtype):
     return np.full(shape, np.nan if dtype.kind == "f" else -1 if dtype.kind == "i" else 0, dtype)
 
 
-def _pair(word) -> np.ndarray:
-    return (np.array([int(word) & 0xFFFF, int(word) >> 16], np.uint32) << 16).view(np.float32)
-
-
 def _rounded(value) -> np.uint32:
     """The bits of the nearest bfloat16, ties to even."""
-    bits = int(np.float32(value).view(np.uint32))
+    bits = int((value if isinstance(value, np.float32) else np.float32(value)).view(np.uint32))
     if bits & 0x7FFFFFFF > 0x7F800000:  # NaN
         return np.uint32(0x7FFF)
     return np.uint32((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+_BFLOAT16_OF_INT8 = [int(_rounded(np.float32(np.uint8(byte).view(np.int8)))) for byte in range(256)]

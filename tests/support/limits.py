@@ -1,35 +1,17 @@
-"""A program in a process that is ended when it takes too long or too much memory: a limit, and no measurement."""
+"""Work in a process that is ended when it takes too long or too much memory: a limit, and no measurement."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from support.paths import ROOT
-
-# Everything is imported before the limits begin, so that they are those of the work alone.
-PROGRAM = """
-import resource, sys
+from support.apart import told
 from tinygpt.errors import TinyGPTError
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
 from tinygpt.weights.open import open_checkpoint
 
-used = resource.getrusage(resource.RUSAGE_SELF)
-seconds = int(used.ru_utime + used.ru_stime) + 1 + int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-pages = int(open("/proc/self/statm").read().split()[0])
-space = pages * resource.getpagesize() + int(sys.argv[2]) * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (space, space))
-for expression, folder in zip(sys.argv[3::2], sys.argv[4::2]):
-    try:
-        eval(expression)
-    except TinyGPTError as error:
-        print(error)
-    else:
-        print("loaded")
-"""
+NAMES = {name.__name__: name for name in (Tokenizer, merge_lora, read_soft_prompt, open_checkpoint)}
+PATIENCE = 120  # seconds, for what waits without working, as the reader of a FIFO does
 
 
 def outcome(expression: str, folder: Path, cpu_seconds: int = 10, megabytes: int = 1000) -> str:
@@ -38,14 +20,31 @@ def outcome(expression: str, folder: Path, cpu_seconds: int = 10, megabytes: int
 
 
 def outcomes(pairs: list[tuple[str, Path]], cpu_seconds: int = 10, megabytes: int = 1000) -> str:
-    """What came of all of these, one after the other in one process."""
-    arguments = [str(cpu_seconds), str(megabytes), *(str(part) for pair in pairs for part in pair)]
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,  # for what waits without working, as the reader of a FIFO does
-    )
-    assert result.returncode == 0, f"ended by {result.returncode}: {result.stderr[-500:]}"
-    return result.stdout
+    """What came of all of these, a line each, one after the other in one process."""
+    heard = told(_within_limits, pairs, cpu_seconds, megabytes, patience=PATIENCE)
+    return "".join(f"{sentence}\n" for sentence in heard)
+
+
+def _within_limits(
+    tell: Callable[[str], None], pairs: list[tuple[str, Path]], cpu_seconds: int, megabytes: int
+) -> None:
+    _limit(cpu_seconds, megabytes)
+    for expression, folder in pairs:
+        try:
+            eval(expression, dict(NAMES), {"folder": str(folder)})
+        except TinyGPTError as error:
+            tell(str(error))
+        else:
+            tell("loaded")
+
+
+def _limit(cpu_seconds: int, megabytes: int) -> None:
+    """From now on, so much more than has been used: importing is no part of the work."""
+    import resource  # not on Windows
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + 1 + cpu_seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    space = pages * resource.getpagesize() + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (space, space))

@@ -70,8 +70,8 @@ PARTS = (
     "_a_",
 )
 RUNS = ("a", " ", "\n", "ab", "é", "!", " \n", "'")
-# Of each class of the pattern one, and white space both at an end and before a word.
-EVERYDAY_RUNS = {("a", ""), ("é", "x"), ("!", "x"), ("'", ""), (" ", ""), (" ", "x"), ("\n", "x"), (" \n", "")}
+# Of letters and of others one, and white space both at an end and before a word.
+EVERYDAY_RUNS = {("é", "x"), ("!", ""), (" ", "x"), (" \n", "")}
 texts = st.one_of(
     st.text(),
     st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=12).map("".join),

@@ -3,8 +3,6 @@
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -12,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
-from support.paths import ROOT
+from support.apart import printed
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.runtime.team import (
     CLAIMS,
@@ -400,6 +398,4 @@ assert tokens() == before
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_computes_too():
     """Threads do not come along: the child makes its own."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE, check=False)
-    assert result.stdout == "child 0\n" * 3, result.stderr
+    assert printed(FORK, patience=4 * PATIENCE) == "child 0\n" * 3
