@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support import demo_tokenizer, examples
+from support import demo_tokenizer, examples, settled
 from support.cuda_compile import need_toolchain
 from support.golden_models import write_small_demo
 from tinygpt.weights import open as checkpoints
@@ -13,10 +13,12 @@ from tinygpt.weights import open as checkpoints
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked `slow`, too")
+    settled.add_options(parser)
 
 
 def pytest_configure(config):
     examples.choose(config.getoption("--slow"))
+    settled.configure(config)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -26,6 +28,7 @@ def pytest_collection_modifyitems(config, items):
             markers = {marker.name for marker in item.iter_markers()}
             if "slow" in markers and not markers & {"gpu", "toolchain"}:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    settled.leave_out_settled(config, items)
 
 
 def pytest_collection_finish():
