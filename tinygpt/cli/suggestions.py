@@ -137,6 +137,7 @@ COMMANDS_MEANT: dict[str, str] = {
     "eval": "evaluate evaluation lm-eval lm_eval test-quality",
     "eval ppl": "perplexity ppl",
     "eval lambada": "lambada",
+    "eval rouge": "rouge summarization summarisation",
     "info": "show inspect describe list ls config ps model download pull",
     "doctor": "check diagnose system env collect-env collect_env status",
     "parity": "compare verify test validate diff",

@@ -1,4 +1,4 @@
-"""`tinygpt eval`: perplexity and LAMBADA, one row of a table for each dtype."""
+"""`tinygpt eval`: perplexity, LAMBADA and ROUGE, one row of a table for each dtype."""
 
 import argparse
 import json
@@ -18,8 +18,8 @@ from tinygpt.evaluation.texts import read_rows, read_text
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
 
-USAGE = "tinygpt eval [flags] {ppl,lambada} FILE"
-SUMMARY = "measure a checkpoint's quality: perplexity, LAMBADA"
+USAGE = "tinygpt eval [flags] {ppl,lambada,rouge} FILE"
+SUMMARY = "measure a checkpoint's quality: perplexity, LAMBADA, ROUGE"
 # A column of the table -> how a record fills it.
 PPL_COLUMNS = {
     "dtype": "{dtype}",
@@ -39,16 +39,30 @@ LAMBADA_COLUMNS = {
     "perplexity": "{perplexity:4}",
     "change": "{change:+.3%}",
 }
-COLUMNS = {"ppl": PPL_COLUMNS, "lambada": LAMBADA_COLUMNS}
+ROUGE_COLUMNS = {
+    "dtype": "{dtype}",
+    "rows": "{num_rows}",
+    **{kind: f"{{{kind}:.2f}}" for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
+}
+COLUMNS = {"ppl": PPL_COLUMNS, "lambada": LAMBADA_COLUMNS, "rouge": ROUGE_COLUMNS}
 WORDS = ("dtype", "protocol")  # columns of words; the others are numbers
 FORMATS = ("text", "md", "jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "task", type=lowered(*COLUMNS), choices=COLUMNS, metavar="{ppl,lambada}", help="what to measure, see below"
+        "task",
+        type=lowered(*COLUMNS),
+        choices=COLUMNS,
+        metavar="{ppl,lambada,rouge}",
+        help="what to measure, see below",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help='text in UTF-8; for lambada, lines of {"text": ...}')
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        type=Path,
+        help='text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}',
+    )
     parser.add_argument(
         "--format",
         type=lowered(*FORMATS),
@@ -65,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: a full window, without overlap)",
     )
     lambada = parser.add_argument_group(
-        "lambada", "accuracy and perplexity of what ends each text, by word and by token"
+        "lambada, rouge",
+        "accuracy and perplexity of what ends each text, by word and by token; ROUGE of summaries (extra eval)",
     )
     lambada.add_argument("--limit", type=whole_number, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
@@ -77,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Evaluate with each dtype and print the table. RequestError, before any work, for impossible arguments."""
     _check_flags(args)
-    given = read_text("FILE", args.file) if args.task == "ppl" else read_rows("FILE", args.file)[: args.limit]
+    given = _read(args)
     loading.set_thread_pools(args.threads)
     found = [_evaluate(args, dtype, given) for dtype in args.dtype]
     records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
@@ -89,14 +104,29 @@ def run(args: argparse.Namespace) -> None:
         put(table if (args.format or table_format()) == "md" else aligned(table))
 
 
+def _read(args: argparse.Namespace) -> "str | list[Any]":
+    """What the task is about. RequestError, before a model is loaded, for what cannot be used."""
+    if args.task == "ppl":
+        return read_text("FILE", args.file)
+    if args.task == "lambada":
+        return read_rows("FILE", args.file)[: args.limit]
+    from tinygpt.evaluation.summaries import new_scorer, read_articles
+
+    articles = read_articles("FILE", args.file)[: args.limit]
+    new_scorer()
+    return articles
+
+
 def _table(task: str, records: list[dict[str, Any]]) -> str:
     columns = dict(COLUMNS[task])
-    if len({record["dtype"] for record in records}) == 1:  # there is nothing that it could be changed from
+    if (
+        "change" in columns and len({record["dtype"] for record in records}) == 1
+    ):  # there is nothing that it could be changed from
         del columns["change"]
     return records_table(records, columns, [title for title in columns if title not in WORDS])
 
 
-def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> list[dict[str, Any]]:
+def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") -> list[dict[str, Any]]:
     from tinygpt.evaluation.perplexity import NUM_TOGETHER, check_stride
     from tinygpt.llm import LLM
 
@@ -117,6 +147,8 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: str | list[str]) -> l
         about = {"task": args.task, "file": str(args.file), "model": args.model, "dtype": llm.dtype}
         if args.task == "ppl":
             return [about | _perplexity(llm, given, args.stride)]
+        if args.task == "rouge":
+            return [about | _rouge(llm, given)]
         return [about | found for found in _lambada(llm, given)]
 
 
@@ -135,16 +167,24 @@ def _lambada(llm: "LLM", texts: list[str]) -> list[dict[str, Any]]:
     return [asdict(found) | {"accuracy": found.accuracy} for found in lambada(llm, texts, show_progress=True)]
 
 
+def _rouge(llm: "LLM", articles: list[Any]) -> dict[str, Any]:
+    from tinygpt.evaluation.summaries import rouge, summarize
+
+    return {"num_rows": len(articles)} | rouge(summarize(llm, articles, show_progress=True), articles)
+
+
 def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
     """How far a perplexity is above that of the first dtype, as a share of that."""
+    if record["task"] == "rouge":
+        return {}
     name = "token_perplexity" if "token_perplexity" in record else "perplexity"
     return {"change": record[name] / first[name] - 1}
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    flag, task = ("stride", "ppl") if args.task == "lambada" else ("limit", "lambada")
+    flag, tasks = ("limit", "lambada or rouge") if args.task == "ppl" else ("stride", "ppl")
     if getattr(args, flag) is not None:
-        raise RequestError(f"--{flag} is for eval {task}: omit it, or run that.")
+        raise RequestError(f"--{flag} is for eval {tasks}: omit it, or run that.")
     if args.json and args.format not in (None, "jsonl"):
         raise RequestError(f"--json is --format jsonl and --format is {args.format}: give one of them.")
     if args.limit is not None and args.limit < 1:
