@@ -10,18 +10,24 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
         return np.stack([row - np.log(np.exp(row).sum()) for row in rows])  # (R, V)
 
 
-def attention_maps(queries: np.ndarray, keys: np.ndarray, scales: list[float]) -> np.ndarray:
+def attention_maps(
+    queries: np.ndarray, keys: np.ndarray, scales: list[float], slopes: tuple[float, ...] = ()
+) -> np.ndarray:
     """softmax(scale q·k) over the positions up to each query's, (L, H, T, T) float32.
 
-    queries (L, T, C) float32; keys (L, H, T, D) as a KV cache holds them: float32, or bfloat16 in uint16; scales (L,).
+    queries (L, T, C) float32; keys (L, H, T, D) as a KV cache holds them: float32, or bfloat16 in uint16; scales (L,);
+    slopes (H,) of ALiBi, or (): none.
     """
     layers, heads, length, size = keys.shape
     maps = np.zeros((layers, heads, length, length), np.float32)
     is_past = np.tri(length, dtype=bool)  # (T, T)
+    back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
     for layer in range(layers):
         q = queries[layer].reshape(length, heads, size).swapaxes(0, 1)  # (H, T, D)
         scores = q @ _float32(keys[layer]).swapaxes(1, 2)  # (H, T, T)
         scores *= np.float32(scales[layer])
+        if slopes:
+            scores -= np.float32(slopes)[:, None, None] * back
         scores[:, ~is_past] = -np.inf
         np.exp(scores - scores.max(-1, keepdims=True), out=maps[layer])
         maps[layer] /= maps[layer].sum(-1, keepdims=True)

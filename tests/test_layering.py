@@ -53,7 +53,7 @@ LIBRARIES = {
         "typing_extensions",
         "uvicorn",
     },
-    "tinygpt": {"numpy", "tiktoken", "tokenizers", "tqdm", "lm_eval", "llguidance"},
+    "tinygpt": {"numpy", "tiktoken", "tokenizers", "tqdm", "lm_eval", "llguidance", "rouge_score"},
 }
 # What single modules import besides: doctor asks LLVM for the CPU's name, parity is with transformers, matplotlib draws
 # bench's pictures, and two modules alone speak to CUDA.
@@ -299,6 +299,7 @@ OPTIONAL = {
     "onnxscript",
     "optimum.exporters.onnx",
     "lm_eval",
+    "rouge_score",
     "tenacity",
     "matplotlib",
     "numba_cuda",

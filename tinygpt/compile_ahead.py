@@ -42,8 +42,10 @@ def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto
 
 
 def kernels_of(llm: LLM, kv_cache_dtype: str) -> str:
-    """A name for the kernels that a model runs: they are compiled for its weights' dtype and its KV cache's."""
-    return llm.dtype if kv_cache_dtype == "auto" else f"{llm.dtype}-{kv_cache_dtype}"
+    """A name for the kernels that a model runs: they are compiled for its weights' dtype and its KV cache's, and for
+    what sets it apart from GPT-2."""
+    dtypes = llm.dtype if kv_cache_dtype == "auto" else f"{llm.dtype}-{kv_cache_dtype}"
+    return "-".join([dtypes, *llm.config.structure])
 
 
 class _Counter:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 
 # Rows whose logits are computed together when all are wanted: 64 x 50257 x 4 bytes are 13 MB.
@@ -36,9 +37,10 @@ class EngineConfig:
                 "each sample that runs needs a token of every step, so raise the one or lower the other."
             )
 
-    def for_model(self, n_positions: int, max_step_tokens: int) -> "EngineConfig":
-        """The same for a model of n_positions, on a backend that computes max_step_tokens in a step at best."""
-        if self.max_model_len is not None and self.max_model_len > n_positions:
+    def for_model(self, config: ModelConfig, max_step_tokens: int) -> "EngineConfig":
+        """The same for a model, on a backend that computes max_step_tokens in a step at best."""
+        n_positions = config.n_positions  # with ALiBi, what the model was trained on, and no end
+        if not config.has_alibi and self.max_model_len is not None and self.max_model_len > n_positions:
             raise RequestError(f"max_model_len is {self.max_model_len} and this model has {n_positions} positions.")
         return replace(
             self,

@@ -40,7 +40,7 @@ class LLM:
         slow, float32 weights only).
     threads: how many threads compute; None is one for each physical core.
     max_num_seqs: samples that run at once; more wait their turn.
-    max_model_len: positions kept for each; None is the model's own n_positions.
+    max_model_len: positions kept for each; None is the model's own n_positions. One with ALiBi can have more.
     kv_cache_dtype: "float32", "bfloat16", or "auto": float32 for float32 weights, bfloat16 for the others.
     max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs
         if that is more.
@@ -96,7 +96,7 @@ class LLM:
             max_num_seqs, prefix_cache_seqs, max_model_len, max_num_batched_tokens, max_queue, num_speculative_tokens
         )
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora)
-        engine_config = sizes.for_model(source.config.n_positions, source.backend.MAX_STEP_TOKENS)
+        engine_config = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
         self.checkpoint_path = source.checkpoint.folder
         self._inputs = InputProcessor(

@@ -1,12 +1,13 @@
 """The parameters that the engine asks for: their names, which are Hugging Face's for GPT-2, and their shapes.
 
 Every family of checkpoints is brought to this form. As in Hugging Face's files, the matrices of layers are (in, out) in
-it; embeddings and the head are (out, in), as the engine takes all matrices.
+it; all others are (out, in), as the engine takes all matrices.
 """
 
 from tinygpt.config import ModelConfig
 
 EMBEDDING, POSITIONS, HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
+PROJECT_IN, PROJECT_OUT = "project_in.weight", "project_out.weight"
 
 
 def is_transposed(name: str) -> bool:
@@ -16,26 +17,44 @@ def is_transposed(name: str) -> bool:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, by name."""
-    C, F, V = config.n_embd, config.inner_size, config.vocab_size
-    layer = {
-        "ln_1.weight": (C,),
-        "ln_1.bias": (C,),
-        "attn.c_attn.weight": (C, 3 * C),
-        "attn.c_attn.bias": (3 * C,),
-        "attn.c_proj.weight": (C, C),
-        "attn.c_proj.bias": (C,),
-        "ln_2.weight": (C,),
-        "ln_2.bias": (C,),
-        "mlp.c_fc.weight": (C, F),
-        "mlp.c_fc.bias": (F,),
-        "mlp.c_proj.weight": (F, C),
-        "mlp.c_proj.bias": (C,),
-    }
+    C, E, V = config.n_embd, config.embedding_size, config.vocab_size
+    learned = {POSITIONS: (config.n_positions, C)} if config.positions == "learned" else {}
+    project_in = {PROJECT_IN: (C, E)} if config.embed_dim else {}
+    project_out = {PROJECT_OUT: (E, C)} if config.embed_dim else {}
     return {
-        EMBEDDING: (V, C),
-        POSITIONS: (config.n_positions, C),
-        **{f"h.{i}.{name}": shape for i in range(config.n_layer) for name, shape in layer.items()},
-        "ln_f.weight": (C,),
-        "ln_f.bias": (C,),
-        HEAD: (V, C),
+        EMBEDDING: (V, E),
+        **project_in,
+        **learned,
+        **(_norm("ln_e", C) if config.embed_norm else {}),
+        **{f"h.{i}.{name}": shape for i in range(config.n_layer) for name, shape in _layer(config, i).items()},
+        **(_norm("ln_f", C) if config.final_norm else {}),
+        **project_out,
+        HEAD: (V, E),
     }
+
+
+def _layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    C = config.n_embd
+    attention = {
+        **_norm("ln_1", C),
+        **_linear("attn.c_attn", C, 3 * C),
+        **_linear("attn.c_proj", C, C),
+        **_norm("ln_2", C),
+    }
+    if layer not in config.expert_layers:
+        return attention | _mlp("mlp", config)
+    experts = [_mlp(f"mlp.experts.{e}", config) for e in range(config.num_experts)]
+    return attention | {"mlp.gate.weight": (config.num_experts, C)} | {k: v for one in experts for k, v in one.items()}
+
+
+def _mlp(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    C, F = config.n_embd, config.inner_size
+    return _linear(f"{name}.c_fc", C, F) | _linear(f"{name}.c_proj", F, C)
+
+
+def _linear(name: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (k, n), f"{name}.bias": (n,)}
+
+
+def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}

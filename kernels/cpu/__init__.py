@@ -4,7 +4,7 @@
 below it the kernels that it calls. Imports nothing of another backend, but for the reference's layer norm on the host.
 """
 
-from tinygpt.kernels.any_machine import check_device, check_memory, multi_step
+from tinygpt.kernels.any_machine import check_device, check_memory, check_model, multi_step
 from tinygpt.kernels.cpu import packed as PACKED
 from tinygpt.kernels.cpu.kv_cache import (
     copy_positions,
@@ -27,6 +27,7 @@ __all__ = [
     "PACKED",
     "check_device",
     "check_memory",
+    "check_model",
     "copy_positions",
     "filter_logits",
     "forward",

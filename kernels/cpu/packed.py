@@ -2,11 +2,20 @@
 
 import numpy as np
 
+from tinygpt.kernels.cpu.layers.formats import Nothing, Projection
 from tinygpt.kernels.cpu.packing.pack import panel_count
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE
 from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, weight_layout
-from tinygpt.kernels.cpu.params import FACTORS_BEFORE, Params, new_params, no_head, no_positions, to_panels
+from tinygpt.kernels.cpu.params import (
+    FACTORS_BEFORE,
+    PROJECTIONS,
+    Params,
+    new_params,
+    no_head,
+    no_positions,
+    to_panels,
+)
 from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
 from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
@@ -16,13 +25,18 @@ PACKING = {"packing": 3, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_
 
 def arrays_of(params: Params) -> dict[str, np.ndarray]:
     """Every array that comes from the checkpoint, a weight's as c_attn.panels and so on. A tied wte is left out."""
-    arrays = {name: getattr(params, name) for name in ("wte_factors", "wpe", "head_factors")}
-    norms = {norm: getattr(params, norm) for norm in NORMS} | {"ln_f": [array[0] for array in params.ln_f]}
+    arrays = {name: getattr(params, name) for name in ("wte_factors", "head_factors")}
+    arrays |= {} if isinstance(params.wpe, Nothing) else {"wpe": params.wpe}
+    once = {"ln_f": params.ln_f, "ln_e": params.embed_norm}
+    norms = {norm: getattr(params, norm) for norm in NORMS}
+    norms |= {norm: [array[0] for array in found] for norm, found in once.items() if not isinstance(found, Nothing)}
     arrays |= {f"{name}_{kind}": array for name, norm in norms.items() for kind, array in zip(KINDS, norm, strict=True)}
     arrays |= {f"{name}_bias": getattr(params, name).bias for name in LINEARS}
     factors = {"attended_factors": params.attended_factors, "inner_factors": params.c_fc.factors}
     arrays |= {name: array for name, array in factors.items() if array.size}
     weights = {name: getattr(params, name).weight for name in (*LINEARS, "lm_head")} | {"wte": params.wte}
+    projections = {name: getattr(params, name) for name in PROJECTIONS}
+    weights |= {name: found.linear.weight for name, found in projections.items() if isinstance(found, Projection)}
     if params.wte is params.lm_head.weight:
         del weights["wte"]
     return arrays | {f"{name}.{field}": array for name, w in weights.items() for field, array in w._asdict().items()}
@@ -32,25 +46,28 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
     """The shape and the dtype of each of `arrays_of`, for this model."""
     C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
     float32 = np.dtype(np.float32)
-    layout = {name: ((C,), float32) for name in ("wte_factors", "head_factors")}
-    layout |= {"wpe": ((config.n_positions, C), float32)}
+    E, once = config.embedding_size, ["ln_f"] * config.final_norm + ["ln_e"] * config.embed_norm
+    layout = {name: ((E,), float32) for name in ("wte_factors", "head_factors")}
+    layout |= {} if config.has_alibi else {"wpe": ((config.n_positions, C), float32)}
     layout |= {f"{norm}_{kind}": ((L, C), float32) for norm in NORMS for kind in KINDS}
-    layout |= {f"ln_f_{kind}": ((C,), float32) for kind in KINDS}
+    layout |= {f"{norm}_{kind}": ((C,), float32) for norm in once for kind in KINDS}
+    for name, (n, k) in {"project_in": (C, E), "project_out": (E, C)}.items() if config.embed_dim else ():
+        layout |= _weight_layout(name, dtype, 1, n, k)
     for name, (n, k) in {"c_attn": (3 * C, C), "attn_proj": (C, C), "c_fc": (F, C), "mlp_proj": (C, F)}.items():
         layout |= _weight_layout(name, dtype, L, n, k) | {f"{name}_bias": ((L, n), float32)}
     if dtype in BALANCE:
         sizes = {"attended_factors": C, "inner_factors": F}
         layout |= {name: ((L, panel_count(size) * PANEL), float32) for name, size in sizes.items()}
     for name in ["lm_head"] if tied else ["lm_head", "wte"]:
-        layout |= _weight_layout(name, head_dtype_of(dtype), 1, V, C)
+        layout |= _weight_layout(name, head_dtype_of(dtype), 1, V, E)
     return layout
 
 
 def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
     """The Params whose `arrays_of` these are; they are used as they lie, so panels start on a vector's boundary."""
     given = {name: array for name, array in arrays.items() if "." not in name}
-    for name in [*LINEARS, "lm_head", "wte"]:
-        record, _ = FORMATS[dtype if name in LINEARS else head_dtype_of(dtype)]
+    for name in [*LINEARS, *PROJECTIONS, "lm_head", "wte"]:
+        record, _ = FORMATS[head_dtype_of(dtype) if name in ("lm_head", "wte") else dtype]
         if f"{name}.panels" in arrays:
             given[name] = record(*(arrays[f"{name}.{field}"] for field in record._fields))
     return new_params(config, dtype, given)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS
-from tinygpt.kernels.cpu.layers.formats import Linear, Norm
+from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, Nothing, PostNorm, Projection
 from tinygpt.kernels.cpu.layers.linear import quarters, whole
 from tinygpt.kernels.cpu.packing.bias_correction import bias_correction, unpack
 from tinygpt.kernels.cpu.packing.pack import panel_count
@@ -20,30 +20,42 @@ from tinygpt.kernels.names import KINDS, LINEARS, NORM_BEFORE, NORMS
 # What evens out the inputs of a c_proj, by its name: quantised activations are multiplied by them.
 FACTORS_BEFORE = {"attn_proj": "attended_factors", "mlp_proj": "inner_factors"}
 NO_BIAS = NO_FACTORS = np.empty((1, 0), np.float32)
+NOTHING = Nothing(np.empty(0, np.float32))
+EXPERT_LINEARS = {"c_fc": "c_fc", "mlp_proj": "c_proj"}  # our name for each linear layer of an expert, and theirs
+PROJECTIONS = ("project_in", "project_out")
 
 
 class Params(NamedTuple):
-    """Packed weights, one record for all layers of a kind, and the numbers that shape the arithmetic."""
+    """Packed weights, one record for all layers of a kind, and the numbers that shape the arithmetic.
 
-    wte: Any  # (V, C)  a weight of formats.py, one layer
-    wte_factors: np.ndarray  # (C,)    what undoes the head's smoothing where it shares wte
-    wpe: np.ndarray  # (n_positions, C)
-    ln_1: Norm  # (L, C)
+    What a model does not have is Nothing. E is the width of its embeddings, C where nothing leads from there to C.
+    """
+
+    wte: Any  # (V, E)  a weight of formats.py, one layer
+    wte_factors: np.ndarray  # (E,)    what undoes the head's smoothing where it shares wte
+    project_in: Any  # (C, E), a Projection
+    wpe: Any  # (n_positions, C), an array
+    embed_norm: Any  # (1, C), a Norm
+    ln_1: Any  # (L, C), a Norm or a PostNorm
     c_attn: Linear  # (L, 3C, C)   to q, k, v
     attended_factors: np.ndarray  # (L, C)    what attended values are multiplied by for attn_proj, or (1, 0): none
     attn_proj: Linear  # (L, C, C)
-    ln_2: Norm  # (L, C)
-    c_fc: Linear  # (L, F, C)
+    ln_2: Any  # (L, C)
+    c_fc: Linear  # (L, F, C), of the layers without experts
     mlp_proj: Linear  # (L, C, F)
-    ln_f: Norm  # (1, C)
-    head_factors: np.ndarray  # (C,)    what ln_f was divided by, and the head multiplied
-    lm_head: Linear  # (1, V, C), no bias; the same arrays as wte where the head is tied
+    experts: Any  # Experts of the other layers
+    ln_f: Any  # (1, C), a Norm
+    head_factors: np.ndarray  # (E,)    what ln_f was divided by, and the head multiplied
+    project_out: Any  # (E, C), a Projection
+    lm_head: Linear  # (1, V, E), no bias; the same arrays as wte where the head is tied
+    alibi: Any  # (H,), an Alibi
     attention_scales: np.ndarray  # (L,)
     embd_segments: np.ndarray  # (2,)  all of C
     head_segments: np.ndarray  # (5,)  C in four runs of whole heads
     inner_segments: np.ndarray  # (5,)  F in four runs; of a tensor-parallel rank, some of these and of those above
     epsilon: np.float32
     activation: int
+    nothing: Nothing
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
@@ -63,45 +75,81 @@ def load_part(checkpoint, dtype: str, threads: int, part: Part) -> Params:
 
 
 def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Params:
-    config, layers, head_dtype = checkpoint.config, part.layers, head_dtype_of(dtype)
-    arrays = {"wpe": _stack(checkpoint, ["wpe.weight"])[0] if part.is_first else no_positions(config)}
+    config, layers = checkpoint.config, part.layers
     with ThreadPoolExecutor(threads) as pool:
-        # First the largest, while little else is in memory: it alone is there twice while it is packed.
-        head_name = "wte.weight" if checkpoint.tied else "lm_head.weight"
-        factors_of = partial(Smoothing(checkpoint, head_dtype).factors, "lm_head")
-        if part.is_last or (part.is_first and checkpoint.tied):
-            arrays["lm_head"], factors = pack_layers(
-                checkpoint, [head_name], head_dtype, pool, factors_of, part.keep("lm_head")
-            )
-        else:
-            arrays["lm_head"], factors = no_head(config, head_dtype), np.ones((1, config.n_embd), np.float32)
-        arrays |= {f"ln_f_{kind}": _divided(checkpoint, ["ln_f"], kind, factors)[0] for kind in KINDS}
-        arrays["head_factors"] = factors[0]
-        arrays["wte_factors"] = (1 / factors[0]) if checkpoint.tied else np.ones(config.n_embd, np.float32)
-        if part.is_first and not checkpoint.tied:
-            arrays["wte"], _ = pack_layers(checkpoint, ["wte.weight"], head_dtype, pool, keep=part.keep("wte"))
+        arrays = _outside_of_layers(checkpoint, dtype, pool, part)
         smoothing = Smoothing(checkpoint, dtype, calibration)
         for ours, name in LINEARS.items():
-            names = [f"h.{i}.{name}.weight" for i in layers]
-            factors_of = partial(_factors_of_layer, smoothing, ours, layers)
-            arrays[ours], factors = pack_layers(checkpoint, names, dtype, pool, factors_of, part.keep(ours))
-            biases = _stack(checkpoint, [f"h.{i}.{name}.bias" for i in layers])
-            arrays[f"{ours}_bias"] = part.values(ours, biases)
+            names = _linear_names(config, ours, layers)
+            weights, factors_of = [f"{n}.weight" for n in names], partial(_factors_of_layer, smoothing, ours, layers)
+            arrays[ours], factors = pack_layers(checkpoint, weights, dtype, pool, factors_of, part.keep(ours))
+            arrays[f"{ours}_bias"] = part.values(ours, _stack(checkpoint, [f"{n}.bias" for n in names]))
             if calibration is not None:
                 arrays[f"{ours}_bias"] += _corrections(
                     checkpoint, dtype, name, arrays[ours], factors, calibration.means
                 )
             if ours in NORM_BEFORE:
                 norms = [f"h.{i}.{NORM_BEFORE[ours]}" for i in layers]
+                norm_factors = factors if len(factors) == len(norms) else np.float32(1)  # with experts, all are 1
                 for kind in KINDS:
-                    arrays[f"{NORM_BEFORE[ours]}_{kind}"] = _divided(checkpoint, norms, kind, factors)  # (L, C)
+                    arrays[f"{NORM_BEFORE[ours]}_{kind}"] = _divided(checkpoint, norms, kind, norm_factors)  # (L, C)
             elif dtype in BALANCE:
                 arrays[FACTORS_BEFORE[ours]] = to_panels(part.factors(ours, 1 / factors))
+        if config.expert_layers:
+            arrays["experts"] = _experts(checkpoint, dtype, pool)
     return new_params(config, dtype, arrays, part)
+
+
+def _outside_of_layers(checkpoint, dtype: str, pool: ThreadPoolExecutor, part: Part) -> dict[str, Any]:
+    """Embeddings and head, and what stands between them and the layers."""
+    config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
+    # First the largest, while little else is in memory: it alone is there twice while it is packed.
+    if part.is_last or (part.is_first and checkpoint.tied):
+        names = ["wte.weight" if checkpoint.tied else "lm_head.weight"]
+        factors_of, keep = partial(Smoothing(checkpoint, head_dtype).factors, "lm_head"), part.keep("lm_head")
+        arrays["lm_head"], factors = pack_layers(checkpoint, names, head_dtype, pool, factors_of, keep)
+    else:
+        arrays["lm_head"], factors = no_head(config, head_dtype), np.ones((1, config.embedding_size), np.float32)
+    arrays["head_factors"] = factors[0]
+    arrays["wte_factors"] = (1 / factors[0]) if checkpoint.tied else np.ones(config.embedding_size, np.float32)
+    if part.is_first and not checkpoint.tied:
+        arrays["wte"], _ = pack_layers(checkpoint, ["wte.weight"], head_dtype, pool, keep=part.keep("wte"))
+    if not config.has_alibi:
+        arrays["wpe"] = _stack(checkpoint, ["wpe.weight"])[0] if part.is_first else no_positions(config)
+    for kind in KINDS if config.embed_norm else ():
+        arrays[f"ln_e_{kind}"] = _stack(checkpoint, [f"ln_e.{kind}"])[0]
+    for kind in KINDS if config.final_norm else ():
+        divisor = factors if config.embed_dim is None else np.float32(1)  # by which the head was multiplied
+        arrays[f"ln_f_{kind}"] = _divided(checkpoint, ["ln_f"], kind, divisor)[0]
+    for name in PROJECTIONS if config.embed_dim else ():
+        arrays[name], _ = pack_layers(checkpoint, [f"{name}.weight"], dtype, pool)
+    return arrays
+
+
+def _linear_names(config, ours: str, layers: range) -> list[str]:
+    """The checkpoint's names of a kind of linear layers. With experts in every layer, one of them stands in for an MLP,
+    which nothing reads."""
+    has_mlp = [i for i in layers if ours not in EXPERT_LINEARS or i not in config.expert_layers]
+    return [f"h.{i}.{LINEARS[ours]}" for i in has_mlp] or [f"h.0.mlp.experts.0.{EXPERT_LINEARS[ours]}"]
 
 
 def _factors_of_layer(smoothing: Smoothing, ours: str, layers: range, index: int, weight: np.ndarray) -> np.ndarray:
     return smoothing.factors(ours, layers[index], weight)
+
+
+def _experts(checkpoint, dtype: str, pool: ThreadPoolExecutor) -> Experts:
+    config, linears = checkpoint.config, {}
+    for ours, part in EXPERT_LINEARS.items():
+        names = [f"h.{i}.mlp.experts.{e}.{part}" for i in config.expert_layers for e in range(config.num_experts)]
+        weight, _ = pack_layers(checkpoint, [f"{name}.weight" for name in names], dtype, pool)
+        linears[ours] = Linear(weight, _stack(checkpoint, [f"{name}.bias" for name in names]), NO_FACTORS)
+    order = [i for i in range(config.n_layer) if i not in config.expert_layers]
+    places = [
+        config.expert_layers.index(i) if i in config.expert_layers else -1 - order.index(i)
+        for i in range(config.n_layer)
+    ]
+    gate = _stack(checkpoint, [f"h.{i}.mlp.gate.weight" for i in config.expert_layers])
+    return Experts(np.array(places, np.int64), gate, **linears, sums_to_one=config.norm_topk_prob)
 
 
 def no_positions(config) -> np.ndarray:
@@ -120,14 +168,24 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = N
     part: what the arrays are of the model; None is all.
     """
     part = part or part_of(config, dtype)
-    norms = {norm: Norm(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
+    norm_record = PostNorm if config.norm_placement == "post" else Norm
+    norms = {norm: norm_record(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
+    slopes = np.array(config.alibi_slopes, np.float32)
+    C, E = config.n_embd, config.embedding_size
     return Params(
-        **{name: arrays[name] for name in ("wte_factors", "wpe", "head_factors")},
+        **{name: arrays[name] for name in ("wte_factors", "head_factors")},
+        wpe=arrays.get("wpe", NOTHING),
+        alibi=Alibi(slopes) if config.has_alibi else NOTHING,
+        embed_norm=_one_norm("ln_e", arrays),
+        project_in=_projection("project_in", arrays, C, E),
+        project_out=_projection("project_out", arrays, E, C),
+        experts=arrays.get("experts", NOTHING),
+        nothing=NOTHING,
         **norms,
         **{name: Linear(arrays[name], arrays[f"{name}_bias"], NO_FACTORS) for name in LINEARS if name != "c_fc"},
         c_fc=Linear(arrays["c_fc"], arrays["c_fc_bias"], arrays.get("inner_factors", NO_FACTORS)),
         attended_factors=arrays.get("attended_factors", NO_FACTORS),
-        ln_f=Norm(*(arrays[f"ln_f_{kind}"][None] for kind in KINDS)),
+        ln_f=_one_norm("ln_f", arrays),
         wte=arrays.get("wte", arrays["lm_head"]),
         lm_head=Linear(arrays["lm_head"], NO_BIAS, NO_FACTORS),
         attention_scales=np.array([config.attention_scale(i) for i in part.layers], np.float32),
@@ -137,6 +195,17 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = N
         epsilon=np.float32(config.layer_norm_epsilon),
         activation=ACTIVATIONS[config.activation],
     )
+
+
+def _one_norm(name: str, arrays: dict[str, Any]) -> Norm | Nothing:
+    """A layer norm that stands once, or not at all."""
+    return Norm(*(arrays[f"{name}_{kind}"][None] for kind in KINDS)) if f"{name}_weight" in arrays else NOTHING
+
+
+def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection | Nothing:
+    if name not in arrays:
+        return NOTHING
+    return Projection(Linear(arrays[name], np.zeros((1, n), np.float32), NO_FACTORS), whole(k))
 
 
 def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> Part:

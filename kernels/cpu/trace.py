@@ -3,6 +3,7 @@
 import numpy as np
 
 from tinygpt.kernels.cpu.kv_cache import KVCache
+from tinygpt.kernels.cpu.layers.formats import Nothing, Projection
 from tinygpt.kernels.cpu.model import take_steps
 from tinygpt.kernels.cpu.params import Params
 from tinygpt.kernels.cpu.workspace import Workspace, fill
@@ -24,5 +25,8 @@ def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tup
 
 
 def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
-    """ln_f of x (N, C), as it was before the head's smoothing divided its weight and bias."""
-    return normalise(x, params.ln_f.weight[0], params.ln_f.bias[0], params.epsilon) * params.head_factors
+    """ln_f of x (N, C), if there is one, as it was before the head's smoothing divided its weight and bias."""
+    if isinstance(params.ln_f, Nothing):
+        return x
+    x = normalise(x, params.ln_f.weight[0], params.ln_f.bias[0], params.epsilon)
+    return x if isinstance(params.project_in, Projection) else x * params.head_factors

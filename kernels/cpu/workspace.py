@@ -21,7 +21,7 @@ class Step(NamedTuple):
     """A batch, as the kernels need it."""
 
     token_ids: np.ndarray  # (N,)
-    embeds: np.ndarray  # (N, C)    in place of the embedding of a token whose id is negative
+    embeds: np.ndarray  # (N, C or E)    in place of the embedding of a token whose id is negative
     positions: np.ndarray  # (N,)
     token_slots: np.ndarray  # (N,)      the KV slot of each token
     tiles: np.ndarray  # (tiles + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
@@ -32,12 +32,17 @@ class Buffers(NamedTuple):
     """Every array of a step."""
 
     x: np.ndarray  # (N, C)   the residual stream
+    stream: Any  # (N, C)   the operand made of x: what a layer norm in place writes to
+    embedded: Any  # (N, E)   embeddings of another width than C, an operand, or (0, 0)
+    to_project: Any  # (N, E)   an operand
     normed: Any  # (N, C)   an operand of formats.py
     qkv: np.ndarray  # (N, 3C)
     attended: np.ndarray  # (N, C)
     heads: Any  # (N, C)   the operand made of `attended`
     inner: Any  # (N, F)   an operand
     final: Any  # (R, C)   an operand
+    to_score: Any  # (R, E)   an operand
+    mixture: "Mixture"
     logits: np.ndarray  # (R, V)
     every: np.ndarray  # (N,)     0, 1, 2, ...: layer norm of all rows
     hidden: np.ndarray  # (L + 1, N, C) x before each layer and at the end, or (0, 0, 0): not kept
@@ -45,6 +50,21 @@ class Buffers(NamedTuple):
     step: Step
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
     ranks: Any  # of layers/ranks.py: nobody, or those that sum their parts of a product with this one
+
+
+class Mixture(NamedTuple):
+    """What layers with experts work on: k of a token's pairs with experts. Of no rows where there are none."""
+
+    normed: Float32Operand  # (N, C)
+    scores: np.ndarray  # (N, experts) float64
+    chosen: np.ndarray  # (N, k) int32
+    shares: np.ndarray  # (N, k) float64
+    bounds: np.ndarray  # (experts + 1,) int32: of each expert's pairs
+    order: np.ndarray  # (N k,) int32: the row of each pair
+    places: np.ndarray  # (N, k) int32: where a row's pairs stand
+    pairs: Any  # (N k, C)   an operand
+    inner: Any  # (N k, F)   an operand
+    outputs: np.ndarray  # (N k, C)
 
 
 @dataclass(frozen=True)
@@ -59,23 +79,29 @@ def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
     """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
-    n, r, c, width = max_num_tokens, max_num_logits, config.n_embd, config.n_head * config.head_size
-    attended, nothing = zeros((n, width)), np.empty((0, 0, 0), np.float32)
+    n, r, c, e = max_num_tokens, max_num_logits, config.n_embd, config.embedding_size
+    width, narrow = config.n_head * config.head_size, bool(config.embed_dim)
+    x, attended, nothing = zeros((n, c)), zeros((n, width)), np.empty((0, 0, 0), np.float32)
     buffers = Buffers(
-        x=zeros((n, c)),
+        x=x,
+        stream=Float32Operand(x),
+        embedded=Float32Operand(zeros((n * narrow, e))),
+        to_project=new_operand(dtype, n * narrow, e),
         normed=new_operand(dtype, n, c),
         qkv=zeros((n, 3 * width)),
         attended=attended,
         heads=Float32Operand(attended) if dtype == "float32" else new_operand(dtype, n, width),
         inner=new_operand(dtype, n, config.inner_size),
         final=new_operand(dtype, r, c),
+        to_score=new_operand(dtype, r * narrow, e),
+        mixture=_new_mixture(config, n if config.expert_layers else 0, dtype),
         logits=zeros((r, config.vocab_size)),
         every=np.arange(n, dtype=np.int32),
         hidden=nothing,
         queries=nothing,
         step=Step(
             token_ids=np.zeros(n, np.int32),
-            embeds=zeros((n, c)),
+            embeds=zeros((n, e)),
             positions=np.zeros(n, np.int32),
             token_slots=np.zeros(n, np.int32),
             tiles=np.zeros(n + 1, np.int32),
@@ -84,8 +110,24 @@ def new_workspace(
         sizes=np.zeros(3, np.int64),
         ranks=ALONE,
     )
-    scratch = max(SCRATCH, scratch_size(config.head_size), c)
+    scratch = max(SCRATCH, scratch_size(config.head_size), c, e)
     return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))
+
+
+def _new_mixture(config, n: int, dtype: str) -> Mixture:
+    k, experts = config.experts_per_token, config.num_experts
+    return Mixture(
+        normed=Float32Operand(zeros((n, config.n_embd))),
+        scores=np.zeros((n, experts)),
+        chosen=np.zeros((n, k), np.int32),
+        shares=np.zeros((n, k)),
+        bounds=np.zeros(experts + 1, np.int32),
+        order=np.zeros(n * k, np.int32),
+        places=np.zeros((n, k), np.int32),
+        pairs=new_operand(dtype, n * k, config.n_embd),
+        inner=new_operand(dtype, n * k, config.inner_size),
+        outputs=zeros((n * k, config.n_embd)),
+    )
 
 
 def new_operand(dtype: str, n: int, k: int):

@@ -15,7 +15,7 @@ from tinygpt.kernels.cuda.kv_cache import (
 from tinygpt.kernels.cuda.memory import check_memory
 from tinygpt.kernels.cuda.model import forward
 from tinygpt.kernels.cuda.multi_step import multi_step
-from tinygpt.kernels.cuda.params import load_params
+from tinygpt.kernels.cuda.params import check_model, load_params
 from tinygpt.kernels.cuda.runtime.device import check_device
 from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
 from tinygpt.kernels.cuda.trace import trace
@@ -27,6 +27,7 @@ __all__ = [
     "PACKED",
     "check_device",
     "check_memory",
+    "check_model",
     "copy_positions",
     "filter_logits",
     "forward",

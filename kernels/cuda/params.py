@@ -10,6 +10,7 @@ from tinygpt.kernels.cuda.layers.linear import Weights
 from tinygpt.kernels.cuda.packing.dtypes import array_type, item_bytes
 from tinygpt.kernels.cuda.packing.layout import PANEL, pack, padded_columns, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.errors import DeviceError
 from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
 
@@ -25,6 +26,24 @@ class Params:
     linears: dict[str, Weights]  # by the names of LINEARS, and lm_head: the same arrays as wte where the head is tied
     norms: dict[str, NormWeights]  # (L, C) of ln_1 and ln_2, (1, C) of ln_f
     final_norm: NormWeights  # ln_f on the host
+
+
+# What models may have that no kernel here does, by its field of the configuration.
+NOT_IMPLEMENTED = {
+    "norm_placement": "layer norms behind its blocks",
+    "positions": "ALiBi in place of position embeddings",
+    "embed_norm": "a layer norm behind its embeddings",
+    "final_norm": "no layer norm before its head",
+    "embed_dim": "embeddings of another width than its own",
+    "expert_layers": "experts",
+}
+
+
+def check_model(config: Any) -> None:
+    """DeviceError, by name, for a model that is not a GPT-2 to these kernels."""
+    found = [named for field, named in NOT_IMPLEMENTED.items() if field in config.structure]
+    if found:
+        raise DeviceError(f"the model has {', '.join(found)}, which no kernel for a GPU computes.")
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:

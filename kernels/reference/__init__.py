@@ -3,7 +3,7 @@
 Imports NumPy and nothing of another backend. `model.py` is the page to read first.
 """
 
-from tinygpt.kernels.any_machine import check_device, check_memory, multi_step
+from tinygpt.kernels.any_machine import check_device, check_memory, check_model, multi_step
 from tinygpt.kernels.reference.kv_cache import (
     copy_positions,
     kv_cache_bytes,
@@ -25,6 +25,7 @@ __all__ = [
     "PACKED",
     "check_device",
     "check_memory",
+    "check_model",
     "copy_positions",
     "filter_logits",
     "forward",

@@ -7,14 +7,16 @@ import numpy as np
 from tinygpt.kernels.reference.params import Params
 
 
-def attend(q, k, v, positions, scale: float) -> np.ndarray:
-    """softmax(scale q·k) v over the keys at or before each query's position.
+def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
+    """softmax(scale q·k - slope * how far back) v over the keys at or before each query's position.
 
-    q (N, H, D), k and v (H, T, D), positions (N,). Returns (N, H, D).
+    q (N, H, D), k and v (H, T, D), positions (N,), slopes (H,) of ALiBi, or (): none. Returns (N, H, D).
     """
     scores = scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
-    future = np.arange(k.shape[1]) > positions[:, None]  # (N, T)
-    scores = np.where(future[:, None, :], -np.inf, scores)
+    back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
+    if len(slopes):
+        scores -= np.float32(slopes)[:, None] * back[:, None, :].astype(np.float64)  # (N, H, T)
+    scores = np.where(back[:, None, :] < 0, -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return np.einsum("nht,htd->nhd", weights, v)  # (N, H, D)
@@ -32,6 +34,22 @@ def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray) -> N
     x += linear(params, name, y)
 
 
+def norm_before(params: Params, name: str, x: np.ndarray) -> np.ndarray:
+    """What a block reads of x (N, C): its layer norm, unless that stands behind the block."""
+    return layer_norm(params, name, x) if params.config.norm_placement == "pre" else x
+
+
+def norm_behind(params: Params, name: str, x: np.ndarray) -> None:
+    """x (N, C) = its layer norm at the end of a block, where that stands there."""
+    if params.config.norm_placement == "post":
+        x[:] = layer_norm(params, name, x)
+
+
+def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
+    """What stands before the head, x (N, C)."""
+    return layer_norm(params, "ln_f", x) if params.config.final_norm else x
+
+
 def layer_norm(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     """The layer norm `name` of each row of x (N, C)."""
     weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
@@ -43,6 +61,39 @@ def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: floa
     centred = x - x.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)
     return centred / np.sqrt(variance + epsilon) * weight + bias
+
+
+def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.ndarray]:
+    """c_attn(ln_1(x)) of x (N, C), in three parts (N, H, D)."""
+    heads = (len(x), params.config.n_head, params.config.head_size)
+    normed = norm_before(params, f"h.{layer}.ln_1", x)  # (N, C)
+    qkv = linear(params, f"h.{layer}.attn.c_attn", normed)  # (N, 3C)
+    return [part.reshape(heads) for part in np.split(qkv, 3, axis=1)]  # (N, H, D)
+
+
+def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
+    """x (N, C) += the experts of each row, weighted: all rows have theirs, whatever their neighbours chose."""
+    name, normed = f"h.{layer}.mlp", norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
+    chosen, shares = choose_experts(params, name, normed)  # (N, k) each
+    y = np.zeros_like(x)  # (N, C)
+    for kth in range(chosen.shape[1]):
+        for expert in np.unique(chosen[:, kth]):
+            rows = np.flatnonzero(chosen[:, kth] == expert)
+            inner = linear(params, f"{name}.experts.{expert}.c_fc", normed[rows])  # (rows, F)
+            inner = ACTIVATIONS[params.config.activation](inner)
+            y[rows] += shares[rows, kth, None] * linear(params, f"{name}.experts.{expert}.c_proj", inner)  # (rows, C)
+    x += y  # (N, C)
+
+
+def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The most probable experts of each row of x (N, C), of equal ones the first, and their weights, (N, k) each."""
+    config = params.config
+    scores = x @ params[f"{name}.gate.weight"].T  # (N, E)
+    probabilities = np.exp(scores - scores.max(-1, keepdims=True))
+    probabilities /= probabilities.sum(-1, keepdims=True)
+    chosen = np.argsort(-scores, axis=1, kind="stable")[:, : config.experts_per_token]  # (N, k)
+    shares = np.take_along_axis(probabilities, chosen, axis=1)  # (N, k)
+    return chosen, shares / shares.sum(-1, keepdims=True) if config.norm_topk_prob else shares
 
 
 def gelu_tanh(x):

@@ -8,7 +8,18 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 import numpy as np
 
 from tinygpt.kernels.reference.kv_cache import KVCache
-from tinygpt.kernels.reference.layers import ACTIVATIONS, add_projection, attend, layer_norm, linear
+from tinygpt.kernels.reference.layers import (
+    ACTIVATIONS,
+    add_projection,
+    attend,
+    expert_block,
+    final_norm,
+    layer_norm,
+    linear,
+    norm_before,
+    norm_behind,
+    queries_keys_values,
+)
 from tinygpt.kernels.reference.params import Params
 
 
@@ -17,26 +28,32 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndar
     x = embed(params, batch)  # (N, C)
     for layer in range(params.config.n_layer):
         attention_block(params, layer, x, batch, kv_cache)
-        mlp_block(params, layer, x)
+        norm_behind(params, f"h.{layer}.ln_1", x)
+        (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x)
+        norm_behind(params, f"h.{layer}.ln_2", x)
     return head(params, x, batch)
 
 
 def embed(params: Params, batch) -> np.ndarray:
-    """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative."""
+    """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative.
+
+    Others than GPT-2 may lead wte through a matrix, have no wpe, or a layer norm here.
+    """
     is_given = batch.token_ids < 0  # (N,)
-    x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(np.float64)  # (N, C)
+    x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(np.float64)  # (N, C) or (N, embed_dim)
     if is_given.any():
         x[is_given] = batch.embeds[-1 - batch.token_ids[is_given]]
-    return x + params["wpe.weight"][batch.positions]
+    if params.config.embed_dim is not None:
+        x = x @ params["project_in.weight"].T  # (N, C)
+    if not params.config.has_alibi:
+        x = x + params["wpe.weight"][batch.positions]
+    return layer_norm(params, "ln_e", x) if params.config.embed_norm else x
 
 
 def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
-    heads = (len(x), params.config.n_head, params.config.head_size)
-    normed = layer_norm(params, f"h.{layer}.ln_1", x)  # (N, C)
-    qkv = linear(params, f"h.{layer}.attn.c_attn", normed)  # (N, 3C)
-    q, k, v = (part.reshape(heads) for part in np.split(qkv, 3, axis=1))  # (N, H, D)
-    attended = np.empty(heads)  # (N, H, D)
+    q, k, v = queries_keys_values(params, layer, x)  # (N, H, D)
+    attended = np.empty_like(q)  # (N, H, D)
     for s, slot in enumerate(batch.slots):
         new = slice(batch.seq_starts[s], batch.seq_starts[s + 1])
         positions, length = batch.positions[new], batch.context_lens[s]
@@ -48,13 +65,14 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
             kv_cache.v[layer, slot, :, :length],  # (H, T, D)
             positions,
             params.config.attention_scale(layer),
+            params.config.alibi_slopes,
         )
     add_projection(params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape))  # (N, C)
 
 
 def mlp_block(params: Params, layer: int, x: np.ndarray) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
-    normed = layer_norm(params, f"h.{layer}.ln_2", x)  # (N, C)
+    normed = norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
     inner = linear(params, f"h.{layer}.mlp.c_fc", normed)  # (N, F)
     inner = ACTIVATIONS[params.config.activation](inner)
     add_projection(params, f"h.{layer}.mlp.c_proj", x, inner)  # (N, C)
@@ -62,5 +80,7 @@ def mlp_block(params: Params, layer: int, x: np.ndarray) -> None:
 
 def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
-    normed = layer_norm(params, "ln_f", x[batch.logit_rows])  # (R, C)
+    normed = final_norm(params, x[batch.logit_rows])  # (R, C)
+    if params.config.embed_dim is not None:
+        normed = normed @ params["project_out.weight"].T  # (R, embed_dim)
     return (normed @ params["lm_head.weight"].T).astype(np.float32)  # (R, V)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.names import KINDS, LINEARS, NORMS
+from tinygpt.kernels.names import KINDS, NORMS, linear_names
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,13 @@ class Params:
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
     """Take the tensors as they are."""
-    names = ["wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias", "lm_head.weight"]
-    for i in range(checkpoint.config.n_layer):
-        names += [f"h.{i}.{part}.{kind}" for part in (*NORMS, *LINEARS.values()) for kind in KINDS]
-    return Params(checkpoint.config, {name: checkpoint.tensor(name) for name in names})
+    config = checkpoint.config
+    names = ["wte.weight", "lm_head.weight"]
+    names += ["wpe.weight"] * (not config.has_alibi)
+    names += ["project_in.weight", "project_out.weight"] * (config.embed_dim is not None)
+    parts = ["ln_e"] * config.embed_norm + ["ln_f"] * config.final_norm
+    for i in range(config.n_layer):
+        parts += [*(f"h.{i}.{norm}" for norm in NORMS), *linear_names(config, i)]
+        names += [f"h.{i}.mlp.gate.weight"] * (i in config.expert_layers)
+    names += [f"{part}.{kind}" for part in parts for kind in KINDS]
+    return Params(config, {name: checkpoint.tensor(name) for name in names})

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tinygpt.kernels.reference.kv_cache import KVCache
-from tinygpt.kernels.reference.layers import layer_norm, linear
+from tinygpt.kernels.reference.layers import expert_block, final_norm, norm_behind, queries_keys_values
 from tinygpt.kernels.reference.model import attention_block, embed, mlp_block
 from tinygpt.kernels.reference.params import Params
 
@@ -16,9 +16,10 @@ def trace(params: Params, batch, kv_cache: KVCache, workspace=None) -> tuple[np.
     x, hidden, queries = embed(params, batch), [], []
     for layer in range(params.config.n_layer):
         hidden.append(x.copy())
-        qkv = linear(params, f"h.{layer}.attn.c_attn", layer_norm(params, f"h.{layer}.ln_1", x))  # (N, 3C)
-        queries.append(qkv[:, : x.shape[1]])
+        queries.append(queries_keys_values(params, layer, x)[0].reshape(x.shape))  # (N, C)
         attention_block(params, layer, x, batch, kv_cache)
-        mlp_block(params, layer, x)
-    hidden.append(layer_norm(params, "ln_f", x))
+        norm_behind(params, f"h.{layer}.ln_1", x)
+        (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x)
+        norm_behind(params, f"h.{layer}.ln_2", x)
+    hidden.append(final_norm(params, x))
     return np.array(hidden, np.float32), np.array(queries, np.float32)

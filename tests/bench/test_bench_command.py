@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.bench_records import LIMITS
+from support.family_models import write_family
 from support.paths import ROOT
 from tinygpt.bench import measure, plan
 from tinygpt.bench.presets import rerun
@@ -53,6 +54,17 @@ def test_the_command_writes_records(no_limits, capsys, tmp_path):
     out = capsys.readouterr().out
     assert out.count("random:tiny, float32, threads 1, batch ") == 4
     assert out.count("+0.0%") >= 8
+
+
+@pytest.mark.slow  # kernels of each kind compile for half a minute
+@pytest.mark.parametrize("name", ["opt", "bloom-6"])
+def test_other_families_are_measured_as_gpt2_is(name, no_limits, capsys, tmp_path):
+    folder = write_family(tmp_path, name)
+    flags = "--batch-sizes 1,2 --prompt-lengths 4 --new-tokens 3 --repetitions 1 --threads 1 --json"
+    assert cli.main(["bench", "--model", str(folder), *flags.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    found = [(r["batch_size"], r["n_prompt"], r["n_gen"], r["n_depth"]) for r in found]
+    assert found == [(size, *counts) for size in (1, 2) for counts in ((4, 0, 0), (0, 3, 4))]
 
 
 def test_a_terminal_has_aligned_columns(no_limits, capsys, monkeypatch):

@@ -1,8 +1,15 @@
 """The work of a pass, counted by hand for GPT-2 124M and a tiny model."""
 
+import numpy as np
+import pytest
+
 from support.bench_records import TINY
+from support.family_models import FAMILY_MODELS, write_family
+from support.moe_models import moe_arrays, write_moe
 from tinygpt.bench import work
 from tinygpt.config import ModelConfig
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import parameter_shapes
 
 
 def test_work_of_a_tiny_model():
@@ -27,3 +34,19 @@ def test_an_untied_head_is_counted():
     assert work.num_parameters(untied) - work.num_parameters(TINY) == 40
     assert work.model_bytes(untied, "int4") - work.model_bytes(TINY, "int4") == 40
     assert work.weight_bytes(untied, "int4") == work.weight_bytes(TINY, "int4")
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_parameters_of_other_families(name, tmp_path):
+    """All that are in the files, and zeros and ones for what they leave out; a table of positions begins at row 2."""
+    checkpoint = open_checkpoint(write_family(tmp_path, name))
+    count = sum(np.prod(shape) for shape in parameter_shapes(checkpoint.config).values())
+    tied = checkpoint.tensor("wte.weight").size if checkpoint.tied else 0
+    assert work.num_parameters(checkpoint.config) == count - tied
+
+
+def test_parameters_of_experts(tmp_path):
+    arrays = moe_arrays()
+    assert work.num_parameters(open_checkpoint(write_moe(tmp_path, arrays)).config) == sum(
+        a.size for a in arrays.values()
+    )

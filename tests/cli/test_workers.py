@@ -7,9 +7,11 @@ import signal
 import pytest
 
 from support.commands import Result, run_process
+from support.moe_models import moe_arrays, write_moe
 from tinygpt.cli import workers as workers_module
 from tinygpt.cli.workers import Answer, Task, answers_of
-from tinygpt.errors import TinyGPTError
+from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.execution.model_source import ModelSource
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 
@@ -44,6 +46,13 @@ def test_two_workers_write_the_records_of_one_process(tmp_path, dtype):
     assert records(together) == records(alone)
     again = run_process("generate", "--input", given, "--output", together, *FLAGS, "--workers", "2", text=True)
     assert "12 of 12 prompts skipped" in again.stderr
+
+
+def test_a_model_that_no_config_json_describes_is_not_shared(tmp_path):
+    """It would be taken for a GPT-2."""
+    source = ModelSource.open(str(write_moe(tmp_path / "model", moe_arrays())), "float32")
+    with pytest.raises(RequestError, match="a Megatron-LM GPT with experts, which --workers cannot share"):
+        workers_module.write_shared(source, "model", tmp_path)
 
 
 class FakeWorker:

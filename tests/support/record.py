@@ -11,6 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ASKING = (
     "tests/evaluation/test_recorded_parity.py",
+    "tests/evaluation/test_families.py",
+    "tests/evaluation/test_experts.py",
     "tests/kernels/cuda/test_parity.py",
     "tests/sampling/test_sampling.py",
     "tests/sampling/test_processors.py",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Library
 
 from support.library_tokenizers import (
@@ -648,3 +648,39 @@ class TestDamagedFiles:
 def test_alphabet():
     assert sorted(_CHARACTERS) == list(range(256))
     assert sorted(_CHARACTERS.values()) == ALPHABET
+
+
+class TestOtherFamilies:
+    def test_opt_begins_every_text_with_its_end_token(self, trained, tmp_path):
+        """GPT-2's two files, and what transformers writes beside them for OPT."""
+        options = {"add_bos_token": True, "bos_token": {"__type": "AddedToken", "content": "</s>"}, "eos_token": "</s>"}
+        write_pair(trained, tmp_path, tokenizer_config=options, added_tokens={"</s>": 700})
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert tokenizer.encode("a man") == [700, *trained.encode("a man").ids]
+        assert tokenizer.eos_token_id == 700
+        assert tokenizer.decode(tokenizer.encode("a man"), skip_special_tokens=True) == "a man"
+
+    def test_blooms_own_splitting_runs_on_the_library(self, tmp_path):
+        library = bpe([("a", "b"), ("Ġ", "ab")])
+        pattern = Regex(" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+")
+        split = pre_tokenizers.Split(pattern, "isolated")
+        library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        ours = save(library, tmp_path)
+        for text in ("ab ab,ab", "ab… ab ab\n(ab|ab)", "é日本"):
+            assert_equal(ours, library, text)
+
+    def test_gpt1_s_two_files(self, tmp_path):
+        """They have the names of GPT-2's, and mean lower-cased words with an end."""
+        merges = [("t", "h"), ("th", "e</w>"), ("c", "a"), ("ca", "t</w>")]
+        letters = [*"thecaq,!é", *(f"{letter}</w>" for letter in "thecaq,!é")]
+        vocab = {token: i for i, token in enumerate(["<unk>", *letters, *map("".join, merges)])}
+        library = Library(models.BPE(vocab, merges, unk_token="<unk>", end_of_word_suffix="</w>"))
+        library.add_special_tokens(["<unk>"])
+        library.normalizer = normalizers.BertNormalizer(lowercase=True)
+        library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        library.decoder = decoders.BPEDecoder(suffix="</w>")
+        write_pair(library, tmp_path)
+        ours = Tokenizer.from_folder(tmp_path)
+        for text in ("The cat, the CAT!", "Q then é", "unheard-of z"):
+            assert_equal(ours, library, text)
+        assert ours.decode(ours.encode("The cat")) == "the cat"

@@ -8,8 +8,8 @@ from support.recorded import needs_transformers
 from support.tiny_checkpoint import CONFIG
 from tinygpt.config import ACTIVATIONS, ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families.hugging_face import MODEL_TYPES
-from tinygpt.weights.families.hugging_face import model_config as read_config
+from tinygpt.weights.families import MODEL_TYPES, NOT_IMPLEMENTED
+from tinygpt.weights.families import model_config as read_config
 
 ACCEPTED = [
     {},
@@ -167,9 +167,21 @@ def test_an_alias_is_refused_by_the_name_it_stands_for():
 
 
 def test_an_architecture_that_is_not_implemented_is_told_those_that_are():
-    for name in MODEL_TYPES:
-        with pytest.raises(CheckpointError, match=f"model_type is 'gpt_neo' and must be .*'{name}'"):
-            read_config({"model_type": "gpt_neo", "n_embd": "what this field means there is not known"})
+    for name in ("gpt2", *MODEL_TYPES):
+        with pytest.raises(CheckpointError, match=f"model_type is 'llama' and must be .*'{name}'"):
+            read_config({"model_type": "llama", "n_embd": "what this field means there is not known"})
+
+
+@pytest.mark.parametrize("name", NOT_IMPLEMENTED)
+def test_an_architecture_that_is_known_is_refused_with_the_reason(name):
+    with pytest.raises(CheckpointError, match=f"model_type is '{name}', {NOT_IMPLEMENTED[name]}, and must be"):
+        read_config({"model_type": name})
+
+
+def test_structure_cannot_be_given_by_the_names_of_our_fields():
+    """Of GPT-2, whose files may have any other field."""
+    others = {"norm_placement": "post", "positions": "alibi", "embed_norm": True, "embed_dim": 3, "num_experts": 8}
+    assert read_config({**CONFIG, **others}) == read_config(CONFIG)
 
 
 def test_all_problems_are_named_at_once():

@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from support.commands import Result
+from support.family_models import write_family
 from support.foreign import GGUF_KEYS, NEED_GGUF, gguf, gguf_name, linear
 from support.gguf_writer import gguf_bytes, plain
 from support.tiny_checkpoint import random_tensors
@@ -82,8 +85,65 @@ def test_a_head_of_its_own(tmp_path):
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
-    with pytest.raises(CheckpointError, match="'bloom' and must hold 'gpt2'"):
-        open_checkpoint(gguf(tmp_path, TENSORS, **{"general.architecture": (8, "bloom")}))
+    with pytest.raises(CheckpointError, match="'mpt' and must hold 'gpt2' or 'bloom'"):
+        open_checkpoint(gguf(tmp_path, TENSORS, **{"general.architecture": (8, "mpt")}))
+
+
+BLOOM_NAMES = {
+    "word_embeddings.": "token_embd.",
+    "word_embeddings_layernorm.": "token_embd_norm.",
+    "ln_f.": "output_norm.",
+    "input_layernorm.": "attn_norm.",
+    "self_attention.query_key_value.": "attn_qkv.",
+    "self_attention.dense.": "attn_output.",
+    "post_attention_layernorm.": "ffn_norm.",
+    "mlp.dense_h_to_4h.": "ffn_up.",
+    "mlp.dense_4h_to_h.": "ffn_down.",
+}
+
+
+def as_llama_cpp_has_it(name, array, heads):
+    for theirs, ours in BLOOM_NAMES.items():
+        name = name.replace(theirs, ours)
+    if "attn_qkv" in name:
+        rows = array.reshape(heads, 3, -1, *array.shape[1:])
+        array = np.concatenate([rows[:, part].reshape(-1, *array.shape[1:]) for part in range(3)])
+    return name.removeprefix("transformer.").replace("h.", "blk."), plain(np.ascontiguousarray(array))
+
+
+def write_bloom(folder, path):
+    """A GGUF file of the BLOOM in a folder."""
+    expected, heads = open_checkpoint(folder), 6
+    tensors = dict(
+        as_llama_cpp_has_it(name, array, heads) for name, array in load_file(folder / "model.safetensors").items()
+    )
+    config = expected.config
+    sizes = {"block_count": config.n_layer, "context_length": config.n_positions, "embedding_length": config.n_embd}
+    sizes |= {"feed_forward_length": config.inner_size, "attention.head_count": heads}
+    keys = {"general.architecture": (8, "bloom"), **{f"bloom.{name}": (4, size) for name, size in sizes.items()}}
+    path.write_bytes(gguf_bytes(keys | {"bloom.attention.layer_norm_epsilon": (6, 1e-5)}, tensors))
+
+
+def test_bloom(tmp_path):
+    """Of the same tensors as Hugging Face's file."""
+    write_bloom(write_family(tmp_path, "bloom-6"), tmp_path / "x.gguf")
+    expected, found = open_checkpoint(tmp_path), open_checkpoint(tmp_path / "x.gguf")
+    assert (found.family, found.config.structure, found.config.n_head) == (
+        "BLOOM of GGUF",
+        expected.config.structure,
+        6,
+    )
+    for name in expected.stored:
+        np.testing.assert_array_equal(found.tensor(name), expected.tensor(name), err_msg=name)
+
+
+@pytest.mark.parametrize("flags", [["--to", "safetensors"], ["--to", "gguf"], ["--dtype", "int8"]])
+def test_a_bloom_of_gguf_is_not_written_as_a_gpt2(tmp_path, capsys, flags):
+    write_bloom(write_family(tmp_path / "bloom", "bloom-6"), tmp_path / "x.gguf")
+    result = Result(capsys, "convert", [str(tmp_path / "x.gguf"), str(tmp_path / "there"), *flags])
+    assert result.code == 1
+    assert "is a BLOOM of GGUF, which convert writes in no format: load it as it is" in result.err
+    assert not (tmp_path / "there").exists()
 
 
 def test_a_type_that_is_not_implemented_is_named(tmp_path):

@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from support.foreign import NEED_GGUF, WRITERS
+from support.foreign import NEED_GGUF, WRITERS, nanogpt_state
 from support.paths import DEMO
 from support.recorded import MISSING
-from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_checkpoint
+from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_checkpoint, write_json
+from support.torch_files import own_bytes
 from tinygpt.cli import main as cli
 from tinygpt.config import ModelConfig
 from tinygpt.execution.model_source import load_tokenizer
@@ -60,6 +61,19 @@ def test_a_head_of_its_own_is_said_to_be(tmp_path, flags):
     source = write_checkpoint(tmp_path / "source", arrays, tie_word_embeddings=True)
     assert convert(source, tmp_path / "there", *flags) == 0
     assert json.loads((tmp_path / "there" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("flags", [["--to", "safetensors"], ["--to", "gguf"], ["--dtype", "float8"]])
+def test_biases_that_a_model_was_trained_without_are_written(tmp_path, flags):
+    """As zeros: no GPT-2 of Hugging Face's or of llama.cpp's lacks them."""
+    arrays = {name: array for name, array in TENSORS.items() if not name.endswith("bias")}
+    state = nanogpt_state(arrays, bias=False)
+    (tmp_path / "ckpt.pt").write_bytes(own_bytes(state))
+    write_json(tmp_path / "config.json", {"activation_function": "gelu_new"})
+    assert convert(tmp_path / "ckpt.pt", tmp_path / "there", *flags) == 0
+    there = open_checkpoint(tmp_path / "there")
+    for name in parameter_shapes(there.config):
+        assert there.tensor(name).any() != name.endswith("bias"), name
 
 
 def test_transformers_computes_the_same_of_a_foreign_checkpoint(tmp_path):

@@ -17,14 +17,15 @@ TILES = {
 
 def num_parameters(config: ModelConfig) -> int:
     """All of them, a tied head counted once."""
-    return block_weights(config) + head_weights(config) * (1 if config.tie_word_embeddings else 2) + _others(config)
+    embeddings = head_weights(config) * (1 if config.tie_word_embeddings else 2)
+    return block_weights(config) + _more_experts(config) + embeddings + _others(config)
 
 
 def model_bytes(config: ModelConfig, dtype: str) -> int:
     """What all parameters take in memory: biases, layer norms and position embeddings are float32."""
     in_block, in_head, _ = BYTES[dtype]
     embeddings = head_weights(config) * (1 if config.tie_word_embeddings else 2)
-    return int(in_block * block_weights(config) + in_head * embeddings + 4 * _others(config))
+    return int(in_block * (block_weights(config) + _more_experts(config)) + in_head * embeddings + 4 * _others(config))
 
 
 def weight_bytes(config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None) -> float:
@@ -50,16 +51,25 @@ def head_operations(config: ModelConfig, num_logit_rows: float) -> float:
 
 
 def block_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of all blocks."""
+    """Numbers in the matrices of all blocks, those of one expert where there are several."""
     return config.n_layer * (4 * config.n_embd * config.n_embd + 2 * config.n_embd * config.inner_size)
 
 
 def head_weights(config: ModelConfig) -> int:
-    return config.vocab_size * config.n_embd
+    return config.vocab_size * config.embedding_size
 
 
 def _others(config: ModelConfig) -> int:
-    """wpe, the biases of the matrices (3C + C + F + C) and the layer norms' weights and biases."""
-    biases = 5 * config.n_embd + config.inner_size
-    norms = 2 * (2 * config.n_layer + 1) * config.n_embd
-    return config.n_positions * config.n_embd + config.n_layer * biases + norms
+    """wpe, the biases of the matrices (3C + C + F + C), the layer norms' weights and biases, and the matrices between
+    embeddings of another width and the model's."""
+    C, experts = config.n_embd, len(config.expert_layers) * (config.num_experts - 1)
+    biases = config.n_layer * (5 * C + config.inner_size) + experts * (config.inner_size + C)
+    norms = 2 * (2 * config.n_layer + config.final_norm + config.embed_norm) * C
+    positions = 0 if config.has_alibi else config.n_positions * C
+    return positions + biases + norms + 2 * C * (config.embed_dim or 0)
+
+
+def _more_experts(config: ModelConfig) -> int:
+    """Numbers in the matrices of all experts of a layer but one, and in its gate."""
+    C, F = config.n_embd, config.inner_size
+    return len(config.expert_layers) * ((config.num_experts - 1) * 2 * C * F + config.num_experts * C)

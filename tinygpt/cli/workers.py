@@ -179,7 +179,7 @@ class Reader:
         names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")
         sizes = EngineConfig(**{name: arguments[name] for name in names})
         self.source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora)
-        sizes = sizes.for_model(self.source.config.n_positions, self.source.backend.MAX_STEP_TOKENS)
+        sizes = sizes.for_model(self.source.config, self.source.backend.MAX_STEP_TOKENS)
         self._inputs = InputProcessor(
             self.source.config,
             sizes,
@@ -216,9 +216,14 @@ def write_shared(source: "ModelSource", name: str, folder: Path) -> None:
     from tinygpt.weights.random_checkpoint import is_random
     from tinygpt.weights.stored.companions import write_companions
     from tinygpt.weights.stored.packed import write_packed
+    from tinygpt.weights.stored.plain import can_be_written
 
     if is_random(name):
         raise RequestError(f"--model is {name}, which has no files to share among --workers: give a checkpoint.")
+    if not can_be_written(source.checkpoint):
+        raise RequestError(
+            f"--model is {name}, a {source.checkpoint.family}, which --workers cannot share: leave --workers out."
+        )
     tied, vocab_size = str(source.checkpoint.tied).lower(), source.config.vocab_size
     metadata = {"dtype": source.dtype, "tied": tied, "vocab_size": vocab_size, "source": name, **PACKING}
     write_packed(folder, arrays_of(source.load_params(physical_cores())), metadata)

@@ -1,5 +1,6 @@
 """What an engine is compared with: another's logits and greedy tokens, just computed or kept in a file."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
+from tinygpt.weights.json_file import read_json_object
 
 FORMAT = "tinygpt golden 1"
 
@@ -32,7 +34,7 @@ def compute_goldens(
     """
     try:
         import torch
-        from transformers import GPT2LMHeadModel
+        from transformers import AutoModelForCausalLM, GPT2LMHeadModel
         from transformers.utils import logging
     except ImportError as error:
         raise RequestError(
@@ -41,8 +43,10 @@ def compute_goldens(
         ) from error
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
+    has_type = "model_type" in read_json_object(path / "config.json")  # GPT-2's first files have none
+    model_class = AutoModelForCausalLM if has_type else GPT2LMHeadModel
     # Eager attention is GPT-2's own, and the only one that takes reorder_and_upcast_attn.
-    model, loading = GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
+    model, loading = model_class.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:4])
         raise CheckpointError(
@@ -58,7 +62,9 @@ def compute_goldens(
 def _compute(model, token_ids: list[int], num_greedy: int, has_states: bool) -> Golden:
     import torch
 
-    output = model(torch.tensor([token_ids]), use_cache=True, output_hidden_states=has_states)
+    has_cache = "past_key_values" in inspect.signature(model.forward).parameters  # transformers' GPT-1 has none
+    cached = {"use_cache": True} if has_cache else {}
+    output = model(torch.tensor([token_ids]), **cached, output_hidden_states=has_states)
     logits = output.logits[0].numpy()
     states = torch.stack(output.hidden_states)[:, 0].numpy() if has_states else None
     greedy_ids, leads = [], []
@@ -68,8 +74,10 @@ def _compute(model, token_ids: list[int], num_greedy: int, has_states: bool) -> 
             return Golden(token_ids, logits, greedy_ids, leads, states)
         greedy_ids.append(ids[0].item())
         leads.append((best[0] - best[1]).item())
-        if len(greedy_ids) < num_greedy:
-            output = model(ids[:1].view(1, 1), past_key_values=output.past_key_values, use_cache=True)
+        if len(greedy_ids) < num_greedy and has_cache:
+            output = model(ids[:1].view(1, 1), past_key_values=output.past_key_values, **cached)
+        elif len(greedy_ids) < num_greedy:
+            output = model(torch.tensor([token_ids + greedy_ids]))
 
 
 def save_goldens(path: Path, goldens: Sequence[Golden]) -> None:

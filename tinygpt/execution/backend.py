@@ -1,9 +1,10 @@
 """The look-up of a backend: the kernel package of a device, whose exports the engine calls by the same names."""
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
-from tinygpt.config import STORAGE_DTYPE
+from tinygpt.config import STORAGE_DTYPE, ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.kernels.errors import DeviceError
 
@@ -28,6 +29,15 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     except DeviceError as error:
         raise RequestError(f"device is {device!r} and cannot be used: {error} Or use device 'cpu'.") from None
     return backend
+
+
+def check_model(backend: ModuleType, config: ModelConfig, path: Path) -> None:
+    """RequestError, by name, for a model that the backend cannot run."""
+    try:
+        backend.check_model(config)
+    except DeviceError as error:
+        device = name_of(backend)
+        raise RequestError(f"device is {device!r} and cannot run {path}: {error} Use device 'cpu'.") from None
 
 
 def name_of(backend: ModuleType) -> str:

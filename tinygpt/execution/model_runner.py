@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
+from tinygpt.config import STRUCTURE, ModelConfig
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import name_of
@@ -92,7 +92,7 @@ class ModelRunner:
     def attention_maps(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """(L, H, T, T) float32: how much each position attends to each; of `trace`'s queries and the cached keys."""
         scales = [self.config.attention_scale(layer) for layer in range(self.config.n_layer)]
-        return host.attention_maps(queries, keys, scales)
+        return host.attention_maps(queries, keys, scales, self.config.alibi_slopes)
 
     # Positions of the KV cache.
 
@@ -116,7 +116,8 @@ class ModelRunner:
 
     def _origin_with(self, params: Any) -> dict[str, Any]:
         """`origin`, where these are the weights of the whole model."""
-        about = {**asdict(self.config), "device": name_of(self._backend)}
+        plain = {name: value for name, value in asdict(self.config).items() if name not in STRUCTURE}
+        about = {**plain, **self.config.structure, "device": name_of(self._backend)}
         return {
             **about,
             "dtype": self.dtype,

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
-from tinygpt.execution.backend import load_backend, name_of
+from tinygpt.execution.backend import check_model, load_backend, name_of
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
@@ -44,6 +44,7 @@ class ModelSource:
         if lora is not None:
             checkpoint = merge_lora(checkpoint, lora)
         dtype = resolve_dtype(dtype, backend, checkpoint)
+        check_model(backend, checkpoint.config, checkpoint.path)
         return cls(backend, checkpoint, dtype, resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype))
 
     @property

@@ -200,8 +200,8 @@ def _ways_to_fit(num_prompt_tokens: int, params: SamplingParams, max_model_len: 
 
 def describe_positions(max_model_len: int, n_positions: int) -> str:
     """How many positions there are, for a message: the model's, or fewer where max_model_len was lowered."""
-    if max_model_len == n_positions:
-        return f"the model has {n_positions} positions"
+    if max_model_len >= n_positions:
+        return f"the model has {max_model_len} positions"
     return f"max_model_len is {max_model_len} (the model has {n_positions} positions, and it can be raised to that)"
 
 

@@ -64,10 +64,10 @@ class SoftPrompts:
         return VirtualTokens(list(range(first, first - len(prompt), -1)), prompt)
 
     def _checked_embeds(self, embeds: np.ndarray) -> np.ndarray:
-        if embeds.shape[1] != self._config.n_embd:
+        if embeds.shape[1] != (width := self._config.embedding_size):
             raise RequestError(
-                f"prompt_embeds has shape {embeds.shape} and this model's embeddings are {self._config.n_embd} wide: "
-                f"give an array of shape (P, {self._config.n_embd})."
+                f"prompt_embeds has shape {embeds.shape} and this model's embeddings are {width} wide: "
+                f"give an array of shape (P, {width})."
             )
         return embeds
 

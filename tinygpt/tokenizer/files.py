@@ -16,6 +16,7 @@ from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
 
 VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+GPT1_UNKNOWN, END_OF_WORD, SPACE = "<unk>", "</w>", "\u0120"
 BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
 
@@ -93,8 +94,8 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
 
 
 def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """GPT-2's tokenizer, whose two files hold the model and leave the rest to be known."""
-    options = GPT2_SPECIAL_TOKENS | options
+    """GPT-2's tokenizer, or GPT-1's, whose two files hold the model and leave the rest to be known."""
+    given, options = options, GPT2_SPECIAL_TOKENS | options
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     spec = {
         "version": "1.0",
@@ -104,10 +105,37 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
         "decoder": byte_level,
     }
     _check_model(spec["model"], vocab)
+    if _marks_ends_of_words(spec["model"]["vocab"]):
+        return _gpt1(spec["model"], given)
     spec["added_tokens"] = read_added_tokens(spec, options)
     before = options["bos_token"] if options.get("add_bos_token") else None
     after = options["eos_token"] if options.get("add_eos_token") else None
     return spec | {"post_processor": _template(before, after, spec["added_tokens"])}
+
+
+def _marks_ends_of_words(vocab: dict[str, int]) -> bool:
+    """Whether this is GPT-1's kind: GPT-2's marks spaces."""
+    return any(token.endswith(END_OF_WORD) for token in vocab) and not any(SPACE in token for token in vocab)
+
+
+def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """BPE of lower-cased words, as transformers' tokenizer of GPT-1 has it where it runs on `tokenizers`."""
+    options = {"unk_token": GPT1_UNKNOWN} | options
+    spec = {
+        "version": "1.0",
+        "model": {**model, "unk_token": content_of(options["unk_token"]), "end_of_word_suffix": END_OF_WORD},
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": True,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": None,
+        "decoder": {"type": "BPEDecoder", "suffix": END_OF_WORD},
+    }
+    return spec | {"added_tokens": read_added_tokens(spec, options)}
 
 
 def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tinygpt.weights.adapters.files import AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.container import StoredTensor
+from tinygpt.weights.families import is_other_layout
 from tinygpt.weights.families.hugging_face import canonical_name, is_ignored
 from tinygpt.weights.messages import listed
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
@@ -65,6 +66,11 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
         raise CheckpointError(
             f"{checkpoint.path} is converted, and an adapter cannot be merged into packed weights: give the "
             "checkpoint that it was made from."
+        )
+    if checkpoint.config.structure or is_other_layout(checkpoint.family):
+        raise CheckpointError(
+            f"{checkpoint.path} is a {checkpoint.family}, and adapters are merged into GPT-2 alone: merge it with "
+            "peft's merge_and_unload, and give the checkpoint that this saves."
         )
     files = read_adapter(adapter, ("LORA",))
     lora = LoraConfig.from_dict(files.path / "adapter_config.json", files.config)

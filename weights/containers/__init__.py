@@ -14,10 +14,12 @@ from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
 from tinygpt.weights.containers.onnx_file import is_onnx, read_onnx
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.ranks import (
+    find_deepspeed,
     find_megatron,
     find_nemo,
     is_gzip,
     is_tar,
+    read_deepspeed,
     read_gzip,
     read_megatron,
     read_nemo,
@@ -49,6 +51,7 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
 # Files that belong together, by what finds in a folder the one to begin with, or the folder itself.
 FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
+    (find_deepspeed, read_deepspeed),
     (find_megatron, read_megatron),
     (find_nemo, read_unpacked_nemo),
     (find_ft_folder, read_ft_folder),

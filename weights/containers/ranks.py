@@ -1,4 +1,5 @@
-"""Checkpoints in a file for each GPU that a model was trained on: Megatron-LM's folders, and NeMo's archives.
+"""Checkpoints in a file for each GPU that a model was trained on: Megatron-LM's folders, DeepSpeed's with a file for
+each expert, and NeMo's archives.
 
 The tensors of each file stand under the name of its rank, such as "mp_rank_01/model.embedding.weight", and so do the
 metadata, by rank. A file alone has no rank.
@@ -20,9 +21,15 @@ from tinygpt.weights.containers.torch_file import read_training_checkpoint
 # What folders of ranks are called: tensor parallel, then pipeline parallel where there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
+# DeepSpeed's: what all experts share, in a folder for each rank or beside one another, and the experts' own.
+DEEPSPEED_FOLDER_FILE = "model_states.pt"
+DEEPSPEED_FILE = re.compile(r"(mp_rank_\d{2,3})_model_states\.pt")
+EXPERT_FILE = re.compile(r"layer_(\d{1,4})_expert_(\d{1,5})_(mp_rank_\d{2,3})_model_states\.pt")
+PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 TRACKER = "latest_checkpointed_iteration.txt"
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 MAX_RANKS, MAX_MEMBERS, MAX_TEXT = 1024, 10_000, 2**25  # files, members of an archive, bytes of a text in it
+MAX_EXPERT_FILES = 16_384
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,50 @@ def read_megatron(folder: Path) -> Container:
 
 def _rank_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*_rank_*") if RANK.fullmatch(path.name) and path.is_dir())
+
+
+# DeepSpeed
+
+
+def find_deepspeed(folder: Path) -> Path | None:
+    """The folder, or the latest of those in it, where that is what DeepSpeed writes of a model with experts."""
+    if (folder / "latest").is_file():
+        name = Member(folder / "latest").text().strip()
+        if not re.fullmatch(r"[\w-]{1,200}", name) or not (folder / name).is_dir():
+            raise CheckpointError(f"{folder / 'latest'} names no folder beside it: give the folder of a step.")
+        folder = folder / name
+    return folder if _deepspeed_files(folder) else None
+
+
+def read_deepspeed(folder: Path) -> Container:
+    """All ranks; an expert's tensors stand under "experts.LAYER.EXPERT." in its rank, where LAYER counts those that
+    have experts. CheckpointError when a file is damaged."""
+    shared = _joined("DeepSpeed", {rank: Member(file) for rank, file in _deepspeed_files(folder).items()}, {})
+    found = [(match, path) for path in sorted(folder.iterdir()) if (match := EXPERT_FILE.fullmatch(path.name))]
+    if len(found) > MAX_EXPERT_FILES:
+        raise CheckpointError(f"{len(found)} files of experts are more than {MAX_EXPERT_FILES}, which any model has.")
+    tensors = dict(shared.tensors)
+    for match, path in found:
+        layer, expert, rank = int(match[1]), int(match[2]), match[3]
+        for name, tensor in read_training_checkpoint(path).tensors.items():
+            tensors[f"{rank}/experts.{layer}.{expert}.{name}"] = tensor
+    return Container(shared.format, tensors, shared.metadata)
+
+
+def _deepspeed_files(folder: Path) -> dict[str, Path]:
+    files = {match[1]: path for path in folder.glob("mp_rank_*") if (match := DEEPSPEED_FILE.fullmatch(path.name))}
+    for rank in _rank_folders(folder):
+        if (rank / DEEPSPEED_FOLDER_FILE).is_file():
+            files[rank.name] = rank / DEEPSPEED_FOLDER_FILE
+    if files and any(PIPELINE_FILE.fullmatch(path.name) for path in folder.glob("layer_*")):
+        raise CheckpointError(
+            f"{folder} holds a file for each layer of a pipeline, which is not implemented: save it without one."
+        )
+    has_experts = any(EXPERT_FILE.fullmatch(path.name) for path in folder.glob("layer_*_expert_*"))
+    if has_experts and not files:  # beside Megatron's own names
+        files = {rank.name: rank / name for rank in _rank_folders(folder) for name in MEGATRON_FILES}
+        files = {rank: path for rank, path in files.items() if path.is_file()}
+    return dict(sorted(files.items()))
 
 
 # NeMo

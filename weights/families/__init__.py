@@ -4,21 +4,58 @@ Belongs here: what names, layouts and configurations mean. Only JSON files besid
 import the model's config, the errors, and weights' containers, parameters, tensors and JSON reader.
 """
 
-from tinygpt.errors import CheckpointError
-from tinygpt.weights.families import fastertransformer, gguf, hugging_face, megatron, nanogpt, onnx, openai_tf
-from tinygpt.weights.families.family import Family, Source
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-# The first that recognises a source has it. Hugging Face's is last: it goes by config.json, which may lie anywhere.
+from tinygpt.config import ModelConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.families import (
+    fastertransformer,
+    gguf,
+    hugging_face,
+    megatron,
+    megatron_moe,
+    nanogpt,
+    onnx,
+    openai_tf,
+)
+from tinygpt.weights.families.bloom import BLOOM
+from tinygpt.weights.families.family import Family, Source
+from tinygpt.weights.families.mpt import MPT
+from tinygpt.weights.families.openai_gpt import OPENAI_GPT
+from tinygpt.weights.families.opt import OPT
+from tinygpt.weights.json_file import read_json_object
+
+# By the model_type in a config.json; GPT-2's own first files have none.
+MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT)}
+# The first that recognises a source has it. Hugging Face's are last: they go by config.json, which may lie anywhere.
 FAMILIES: tuple[Family, ...] = (
+    gguf.BLOOM,
     gguf.FAMILY,
     openai_tf.FAMILY,
     fastertransformer.FAMILY,
+    megatron_moe.FAMILY,
     megatron.FAMILY,
     onnx.FAMILY,
     nanogpt.NANOGPT,
     nanogpt.MINGPT,
+    *(one.family for one in MODEL_TYPES.values()),
     hugging_face.FAMILY,
 )
+# Those that are known and need more than their names, and why they are refused.
+NOT_IMPLEMENTED = {
+    "gpt_neo": "every second layer of which attends to 256 positions only",
+    "gpt_bigcode": "whose heads share keys and values",
+    **dict.fromkeys(("gptj", "gpt_neox", "codegen"), "whose positions are rotary"),
+    "gpt_neox_japanese": "whose positions are rotary",
+    "imagegpt": "which is of images",
+    "ctrl": "whose positions are sinusoids",
+    "xglm": "whose embeddings are scaled",
+    "biogpt": "whose embeddings are scaled",
+    "jais": "which is custom code",
+    "btlm": "which is custom code",
+}
 
 
 def family_of(source: Source) -> Family:
@@ -26,4 +63,41 @@ def family_of(source: Source) -> Family:
     for family in FAMILIES:
         if family.detect(source):
             return family
-    raise CheckpointError(hugging_face.refusal(source))
+    if source.config_json is not None:
+        raise CheckpointError(_unknown_type(source.config_json))
+    raise CheckpointError(
+        f"{source.path} holds {source.container.format} whose tensors are named as in no model that is implemented, "
+        "and no config.json lies beside it: copy that from the model, or take another checkpoint."
+    )
+
+
+def is_other_layout(name: str) -> bool:
+    """Whether the family of this name is one that transformers keeps otherwise than GPT-2."""
+    return any(family.name == name and family.layout is not None for family in FAMILIES)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """What a folder's config.json says, and generation_config.json where there is one. CheckpointError if it cannot be
+    used, with all that is wrong."""
+    generation = folder / "generation_config.json"
+    fields = read_json_object(folder / "config.json")
+    return model_config(fields, read_json_object(generation) if generation.exists() else None)
+
+
+def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """ModelConfig from the fields of config.json and, where there is one, generation_config.json."""
+    if hugging_face.is_gpt2(fields):
+        return hugging_face.model_config(fields, generation)
+    known = next((one for name, one in MODEL_TYPES.items() if name == fields.get("model_type")), None)
+    if known is None:
+        raise CheckpointError(_unknown_type(fields))
+    return known.model_config(fields, generation)
+
+
+def _unknown_type(fields: Mapping[str, Any]) -> str:
+    found, allowed = fields.get("model_type"), ", ".join(map(repr, (*hugging_face.MODEL_TYPES, *MODEL_TYPES)))
+    reason = NOT_IMPLEMENTED.get(found) if isinstance(found, str) else None
+    return (
+        f"config.json cannot be used: model_type is {found!r}{f', {reason},' if reason else ''} and must be one of "
+        f"{allowed}, because no other architecture is implemented. Take another checkpoint."
+    )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tinygpt.config import ACTIVATIONS, ModelConfig
+from tinygpt.config import ACTIVATIONS, STRUCTURE, ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.field_checks import Checks, is_bool, is_number, is_whole, wrong_fields
 
@@ -27,8 +27,11 @@ def checked_config(
     generation: Mapping[str, Any] | None = None,
     checks: Checks = MappingProxyType({}),
     described_by: str = "config.json or generation_config.json",
+    structure: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelConfig:
     """ModelConfig from `values`, which go by its names, and from generation_config.json, where there is one.
+
+    `structure` is what sets the family apart from GPT-2: fields of STRUCTURE, which `values` cannot give.
 
     As in transformers, the ids that end a text come from generation_config.json alone where that exists, even if it
     names none. `checks` are the architecture's own. Raises one CheckpointError that names every field that is
@@ -49,8 +52,15 @@ def checked_config(
         raise CheckpointError(
             f"{described_by} cannot be used: {'; '.join(problems)}. Correct it, or take another checkpoint."
         )
-    fields = {name: values[name] for name in ModelConfig.__dataclass_fields__ if name in values}
-    return ModelConfig(**fields, eos_token_ids=_as_tuple(values["eos_token_id"]))
+    names = ModelConfig.__dataclass_fields__.keys() - {*STRUCTURE, "eos_token_ids"}
+    fields = {name: values[name] for name in names if name in values}
+    return ModelConfig(**fields, **structure, eos_token_ids=_as_tuple(values["eos_token_id"]))
+
+
+def only(allowed: Any, because: str) -> tuple[Callable[[Any], bool], str]:
+    """A check of a field that may have one value, or none at all."""
+    shown = {False: "false", True: "true", None: "null"}.get(allowed, allowed)
+    return lambda value: value is None or value == allowed, f"{shown}, because {because}"
 
 
 def _as_tuple(token_ids: Any) -> tuple[Any, ...]:

@@ -68,6 +68,21 @@ NO_BIAS = Rule((), default=0.0)
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How transformers keeps the models of a family, which `convert` writes.
+
+    rules: as Family's, without a source; every rule's transform has a way back. file_name: what a tensor of the rules
+    is called in the files. is_in_out: whether matrices of layers are (in, out) in them. has_defaults: whether models of
+    the family may be trained without a parameter, which its files then leave out.
+    """
+
+    rules: Callable[[ModelConfig], Mapping[str, Rule]]
+    file_name: Callable[[str], str]
+    is_in_out: bool = False
+    has_defaults: bool = True
+
+
+@dataclass(frozen=True)
 class Family:
     """One way in which files name and lay out a model.
 
@@ -82,6 +97,7 @@ class Family:
     advice: where something does not fit, what may be the reason beside damage.
     tokenizer: the tokenizer that comes with the weights, in the form of a tokenizer.json, or None where its files lie
         beside them. CheckpointError if it cannot be used.
+    layout: of a family that transformers has, beside GPT-2.
     """
 
     name: str
@@ -95,3 +111,4 @@ class Family:
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
     advice: str = ""
     tokenizer: Callable[[Source], dict[str, Any] | None] = lambda source: None
+    layout: Layout | None = None

@@ -1,6 +1,7 @@
-"""GPT-2 as llama.cpp names it in GGUF files, with its tokenizer (llama.cpp, gguf-py's constants.py)."""
+"""GPT-2 and BLOOM as llama.cpp names them in GGUF files, with their tokenizers (llama.cpp, gguf-py's constants.py)."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tinygpt.config import ModelConfig
@@ -17,7 +18,8 @@ ARCHITECTURE = "general.architecture"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # what kind a token is
 TOP = {EMBEDDING: "token_embd.weight", POSITIONS: "position_embd.weight", HEAD: "output.weight"}
 TOP |= {"ln_f.weight": "output_norm.weight", "ln_f.bias": "output_norm.bias"}
-# Of a layer's modules.
+TOP |= {"ln_e.weight": "token_embd_norm.weight", "ln_e.bias": "token_embd_norm.bias"}
+# Of a layer's modules. BLOOM's queries, keys and values are in GPT-2's order already.
 MODULES = {
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
@@ -26,13 +28,15 @@ MODULES = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
+# What each architecture has that GPT-2 has not, by our fields.
+ARCHITECTURES = {"gpt2": {}, "bloom": {"positions": "alibi", "embed_norm": True}}
 _KEYS = {
-    "n_layer": "gpt2.block_count",
-    "n_positions": "gpt2.context_length",
-    "n_embd": "gpt2.embedding_length",
-    "n_inner": "gpt2.feed_forward_length",
-    "n_head": "gpt2.attention.head_count",
-    "layer_norm_epsilon": "gpt2.attention.layer_norm_epsilon",
+    "n_layer": "{}.block_count",
+    "n_positions": "{}.context_length",
+    "n_embd": "{}.embedding_length",
+    "n_inner": "{}.feed_forward_length",
+    "n_head": "{}.attention.head_count",
+    "layer_norm_epsilon": "{}.attention.layer_norm_epsilon",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
@@ -45,17 +49,17 @@ def gguf_name(parameter: str) -> str:
 
 def _config(source: Source) -> ModelConfig:
     metadata = source.container.metadata
-    if metadata[ARCHITECTURE] != "gpt2":
+    name = next((name for name in ARCHITECTURES if name == metadata[ARCHITECTURE]), None)
+    if name is None:
         raise CheckpointError(
-            f"{source.path} holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2', because no "
-            "other one is implemented in GGUF. Take another checkpoint."
+            f"{source.path} holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom', "
+            "because no other one is implemented in GGUF. Take another checkpoint."
         )
     shapes = Shapes(source, {name: tensor.shape for name, tensor in source.container.tensors.items()})
     V = shapes.size(TOP[EMBEDDING], 0)
-    said = {name: metadata[key] for name, key in _KEYS.items() if key in metadata}
-    return checked_config(
-        {**ends_of(V), "vocab_size": V, **from_config_json(source), **said}, described_by="its header"
-    )
+    said = {field: metadata[key.format(name)] for field, key in _KEYS.items() if key.format(name) in metadata}
+    values = {**ends_of(V), "vocab_size": V, **from_config_json(source), **said}
+    return checked_config(values, described_by="its header", structure=ARCHITECTURES[name])
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
@@ -140,4 +144,7 @@ FAMILY = Family(
     rules=_rules,
     quirks=_quirks,
     tokenizer=_tokenizer,
+)
+BLOOM = replace(
+    FAMILY, name="BLOOM of GGUF", detect=lambda source: source.container.metadata.get(ARCHITECTURE) == "bloom"
 )

@@ -7,6 +7,7 @@ and in which order the rows of its queries, keys and values lie (`checkpoint_ver
 import json
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tinygpt.config import ModelConfig
@@ -29,7 +30,7 @@ from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 from tinygpt.weights.yaml_text import read_yaml_object
 
-_MODEL = re.compile(r"(?:state_dict\.)?model(\d*)\.(?:module\.)?(?:language_model\.)?")
+_MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
 _LAYERS = r"(?:encoder|transformer|decoder)\."
 _LAYER = re.compile(rf"{_LAYERS}layers\.(\d{{1,6}})\.(.+)")
 BESIDE = "beside the model: "
@@ -76,14 +77,14 @@ _PLAIN: dict[str, tuple] = {
 }
 
 
-def _detect(source: Source) -> bool:
+def has_names(source: Source) -> bool:
     return any(name.endswith("word_embeddings.weight") and "embedding." in name for name in source.container.tensors)
 
 
 # Ranks and names
 
 
-def _rank_of(name: str) -> tuple[int, int, str]:
+def rank_of(name: str) -> tuple[int, int, str]:
     """Tensor and pipeline parallel rank of a tensor, and its name in that file."""
     folder, slash, rest = name.partition("/")
     found = RANK.fullmatch(folder) if slash else None
@@ -93,14 +94,14 @@ def _rank_of(name: str) -> tuple[int, int, str]:
     return int(tensor), int(pipeline or 0), rest
 
 
-def _place(source: Source) -> Iterable[Placed]:
+def place(source: Source) -> Iterable[Placed]:
     """Layers are numbered within a stage of the pipeline, and where stages alternate, within a part of it."""
-    found = [(*_rank_of(name), name, tensor) for name, tensor in source.container.tensors.items()]
+    found = [(*rank_of(name), name, tensor) for name, tensor in source.container.tensors.items()]
     stages = 1 + max((pipeline for _, pipeline, *_ in found), default=0)
     local = _layers_of_a_stage(name for _, _, name, *_ in found)
     for rank, pipeline, name, file_name, tensor in found:
         first = (_virtual(name) * stages + pipeline) * local
-        yield Placed(_name_of(name, first), file_name, tensor, rank)
+        yield Placed(name_of(name, first), file_name, tensor, rank)
 
 
 def _virtual(name: str) -> int:
@@ -114,7 +115,7 @@ def _layers_of_a_stage(names: Iterable[str]) -> int:
     return 1 + max(numbers, default=-1)
 
 
-def _name_of(name: str, first: int) -> str:
+def name_of(name: str, first: int) -> str:
     """The name in the tables, with the number that a layer has in the whole model."""
     model = _MODEL.match(name)
     if model is None:
@@ -131,12 +132,12 @@ def _name_of(name: str, first: int) -> str:
     return f"layers.{first + int(layer[1])}.{rest}"
 
 
-def _is_ignored(name: str) -> bool:
+def is_ignored(name: str) -> bool:
     return name.startswith(BESIDE) or name.endswith("_extra_state")
 
 
-def _parts(source: Source) -> int:
-    return 1 + max((_rank_of(name)[0] for name in source.container.tensors), default=0)
+def parts_of(source: Source) -> int:
+    return 1 + max((rank_of(name)[0] for name in source.container.tensors), default=0)
 
 
 def _file_name(parameter: str) -> str:
@@ -146,7 +147,7 @@ def _file_name(parameter: str) -> str:
 # Configuration
 
 
-def _settings(source: Source) -> dict[str, Any]:
+def settings_of(source: Source) -> dict[str, Any]:
     """What the training was told: of NeMo's file, or the arguments in the first rank."""
     members = members_of(source.container)
     if members:
@@ -159,7 +160,7 @@ def _first_rank(source: Source) -> Mapping[str, Any]:
     return ranks[min(ranks)]
 
 
-def _version(source: Source) -> int:
+def version_of(source: Source) -> int:
     """Files of Megatron core and NeMo's are of the last version, whether they say so or not; others of the first."""
     is_new = members_of(source.container) or any(".linear_qkv." in name for name in source.container.tensors)
     version = _first_rank(source).get("checkpoint_version", 3 if is_new else 0)
@@ -169,27 +170,37 @@ def _version(source: Source) -> int:
 
 
 def _config(source: Source) -> ModelConfig:
-    settings = _settings(source)
-    _check_settings(source, settings)
-    placed = list(_place(source))
-    shapes = Shapes(source, {one.name: one.tensor.shape for one in placed if one.part == 0})
-    n, V = _parts(source), shapes.size(_TOP[EMBEDDING], 0)
+    settings = settings_of(source)
+    check_settings(source, settings)
+    return config_of(source, settings, place(source))
+
+
+def config_of(
+    source: Source,
+    settings: Mapping[str, Any],
+    tensors: Iterable[Placed],
+    inner: str = "layers.0.mlp.dense_h_to_4h.weight",
+    structure: Mapping[str, Any] = MappingProxyType({}),
+) -> ModelConfig:
+    """The configuration by the shapes of tensors. inner: the one that shows how wide an MLP is."""
+    shapes = Shapes(source, {one.name: one.tensor.shape for one in tensors if one.part == 0})
+    n, V = parts_of(source), shapes.size(_TOP[EMBEDDING], 0)
     C = shapes.size(_TOP[EMBEDDING], 1)
     values = {
         **ends_of(V * n),
         "n_head": 16 if not settings and C == 1024 else None,  # the one model that was published without them
-        "activation_function": _activation(settings),
+        "activation_function": activation_of(settings),
         **from_config_json(source),
         "vocab_size": V * n,
         "n_embd": C,
         "n_positions": shapes.size(_TOP[POSITIONS], 0),
-        "n_inner": shapes.size("layers.0.mlp.dense_h_to_4h.weight", 0) * n,
+        "n_inner": shapes.size(inner, 0) * n,
         "n_layer": shapes.layers(r"layers\.(\d{1,9})\."),
         **_said(settings),
         "tie_word_embeddings": not settings.get("untie_embeddings_and_output_weights", False),
     }
     need_heads(source, values)
-    config = checked_config(values, described_by="its settings")
+    config = checked_config(values, described_by="its settings", structure=structure)
     if config.n_head % n:
         raise CheckpointError(f"{source.path} has {config.n_head} heads on {n} GPUs: its ranks are not of one model.")
     return config
@@ -224,14 +235,14 @@ def _number(value: Any) -> Any:
         return value
 
 
-def _activation(settings: Mapping[str, Any]) -> str:
+def activation_of(settings: Mapping[str, Any]) -> str:
     fused = settings.get("bias_gelu_fusion", settings.get("bias_activation_fusion", True))
     if not settings or settings.get("openai_gelu") or (fused and not settings.get("onnx_safe")):
         return "gelu_new"  # fused or not, it is the same function but for rounding
     return "gelu"
 
 
-def _check_settings(source: Source, settings: Mapping[str, Any]) -> None:
+def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
     wrong = [
         f"{name} is {shown(settings[name])}"
         for name, plain in _PLAIN.items()
@@ -247,7 +258,7 @@ def _check_settings(source: Source, settings: Mapping[str, Any]) -> None:
 
 def _check_ranks(source: Source, settings: Mapping[str, Any]) -> None:
     """All parts must be there: a rank's file alone, or one that is lost, would be half a model."""
-    ranks = {_rank_of(name)[:2] for name in source.container.tensors}
+    ranks = {rank_of(name)[:2] for name in source.container.tensors}
     wanted = tuple(
         settings[name] if isinstance(settings.get(name), int) else 1 + max(rank[axis] for rank in ranks)
         for axis, name in enumerate(("tensor_model_parallel_size", "pipeline_model_parallel_size"))
@@ -263,13 +274,18 @@ def _check_ranks(source: Source, settings: Mapping[str, Any]) -> None:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    version = _version(source)
+    return rules_of(source, config, parameter_shapes(config))
+
+
+def rules_of(source: Source, config: ModelConfig, names: Iterable[str]) -> dict[str, Rule]:
+    """Those of the parameters of these names."""
+    version = version_of(source)
     without = _without_bias(source)
     return {
         name: NO_BIAS
         if name.endswith(without)
         else Rule((_file_name(name),), _transform(name, version, config.head_size))
-        for name in parameter_shapes(config)
+        for name in names
     }
 
 
@@ -278,11 +294,11 @@ _QKV_BIAS, _LINEAR_BIASES = "attn.c_attn.bias", ("attn.c_proj.bias", "mlp.c_fc.b
 
 def _without_bias(source: Source) -> tuple[str, ...]:
     """The parameters, by the ends of their names, that a model was trained without."""
-    settings = _settings(source)
+    settings = settings_of(source)
     said = settings.get("add_bias_linear", settings.get("bias"))
     if not isinstance(said, bool):
         modules = tuple(f"{MEGATRON_MODULES[name.removesuffix('.bias')]}.bias" for name in (_QKV_BIAS, *_LINEAR_BIASES))
-        said = any(one.name.endswith(modules) for one in _place(source))
+        said = any(one.name.endswith(modules) for one in place(source))
     if said:
         return ()
     has_queries = settings.get("add_qkv_bias", settings.get("qkv_bias")) is True
@@ -300,8 +316,8 @@ def _transform(parameter: str, version: int, head_size: int) -> Transform:
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
-    quirks = [f"checkpoint_version {_version(source)}: queries, keys and values brought into one order"]
-    if not _settings(source):
+    quirks = [f"checkpoint_version {version_of(source)}: queries, keys and values brought into one order"]
+    if not settings_of(source):
         quirks.append(f"{config.n_head} heads and {config.activation_function}, as the files have no settings")
     return quirks
 
@@ -309,7 +325,7 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
 def _tokenizer(source: Source) -> dict[str, Any] | None:
     """Of a NeMo archive that has GPT-2's two files."""
     members = members_of(source.container)
-    names = fields_of(_settings(source).get("tokenizer")) if members else {}
+    names = fields_of(settings_of(source).get("tokenizer")) if members else {}
     vocab, merges = (
         members.get(str(names.get(name) or "").removeprefix("nemo:")) for name in ("vocab_file", "merge_file")
     )
@@ -329,12 +345,12 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
 FAMILY = Family(
     name="Megatron-LM GPT",
     described_by="its settings",
-    detect=_detect,
+    detect=has_names,
     config=_config,
     rules=_rules,
-    place=_place,
-    is_ignored=_is_ignored,
-    parts=_parts,
+    place=place,
+    is_ignored=is_ignored,
+    parts=parts_of,
     quirks=_quirks,
     tokenizer=_tokenizer,
     advice="Parts that differ where each has the whole are ranks of two iterations, or have drifted apart in training.",

@@ -20,12 +20,14 @@ class Transform:
     """`of_part` of every part, joined along `axis`, then `of_whole`. An axis of None is for one part alone.
 
     stored_shape: the shape that each of n parts has in the files, from the parameter's shape and n.
+    to_parts: the way back, from the parameter to its n parts, for families whose files are written too.
     """
 
     stored_shape: Callable[[Shape, int], Shape]
     of_part: Callable[[np.ndarray], np.ndarray] | None = None
     axis: int | None = None
     of_whole: Callable[[np.ndarray], np.ndarray] | None = None
+    to_parts: Callable[[np.ndarray, int], list[np.ndarray]] | None = None
 
     def of(self, parts: tuple[Tensor, ...]) -> Tensor:
         """The parameter; where nothing is to be done, the very tensor in the file."""
@@ -44,8 +46,12 @@ def _shared(shape: Shape, axis: int | None, n: int) -> Shape:
     return shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
 
 
+def _split(array: np.ndarray, n: int, axis: int | None) -> list[np.ndarray]:
+    return [array] if axis is None else np.split(array, n, axis)
+
+
 def as_is(axis: int | None = None) -> Transform:
-    return Transform(lambda shape, n: _shared(shape, axis, n), axis=axis)
+    return Transform(lambda shape, n: _shared(shape, axis, n), axis=axis, to_parts=lambda a, n: _split(a, n, axis))
 
 
 AS_IS = as_is()
@@ -53,7 +59,21 @@ AS_IS = as_is()
 
 def transposed(axis: int | None = None) -> Transform:
     """Of matrices that are (out, in), as torch's Linear has them; `axis` is the parameter's."""
-    return Transform(lambda shape, n: _shared(shape, axis, n)[::-1], np.transpose, axis)
+    return Transform(
+        lambda shape, n: _shared(shape, axis, n)[::-1],
+        np.transpose,
+        axis,
+        to_parts=lambda array, n: [part.T for part in _split(array, n, axis)],
+    )
+
+
+def without_rows(count: int) -> Transform:
+    """Of a table whose first rows belong to nothing."""
+    return Transform(
+        lambda shape, n: (shape[0] + count, *shape[1:]),
+        lambda array: array[count:],
+        to_parts=lambda array, n: [np.pad(array, ((count, 0), (0, 0)))],
+    )
 
 
 # Of matrices that were convolutions of width 1.
@@ -76,7 +96,13 @@ def queries_keys_values(order: str, head_size: int) -> Transform:
     def of_whole(array: np.ndarray) -> np.ndarray:
         return array.reshape(-1, *array.shape[2:]).T  # (..., 3 C)
 
-    return Transform(lambda shape, n: (shape[-1] // n, *shape[:-1]), of_part, 1, of_whole)
+    def to_parts(array: np.ndarray, n: int) -> list[np.ndarray]:
+        rest = array.shape[:-1][::-1]
+        heads = np.split(array.T.reshape(3, -1, head_size, *rest), n, axis=1)  # each (3, heads, head size, ...)
+        back = (*np.argsort(axes), *range(3, 3 + len(rest)))
+        return [part.transpose(back).reshape(-1, *rest) for part in heads]
+
+    return Transform(lambda shape, n: (shape[-1] // n, *shape[:-1]), of_part, 1, of_whole, to_parts)
 
 
 def flat(shape: Shape, n: int, axis: int | None) -> Transform:

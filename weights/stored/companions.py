@@ -9,8 +9,9 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.families.hugging_face import read_config
+from tinygpt.weights.families import is_other_layout, read_config
 from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.stored.plain import config_json
 
 
@@ -20,6 +21,10 @@ def write_companions(folder: Path, checkpoint: Checkpoint) -> None:
     config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
     if _config_beside(checkpoint.folder) == config:
         _copy(CONFIG_FILES, checkpoint.folder, folder)
+    elif is_other_layout(checkpoint.family):
+        _copy(CONFIG_FILES, checkpoint.folder, folder)
+        fields = read_json_object(folder / "config.json")
+        _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
     else:
         _write(folder / "config.json", config_json(config))
     try:

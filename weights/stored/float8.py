@@ -11,7 +11,8 @@ import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.float8 import FORMAT, IN_FILES, SCALE, encode
-from tinygpt.weights.parameters import HEAD, POSITIONS, is_transposed
+from tinygpt.weights.parameters import POSITIONS
+from tinygpt.weights.stored.plain import parts_of
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors
 
 FILE = "model.safetensors"
@@ -20,14 +21,11 @@ FILE = "model.safetensors"
 def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
     """Write the folder's FILE."""
     arrays: dict[str, np.ndarray] = {}
-    for name, tensor in checkpoint.stored.items():
-        if name == HEAD and checkpoint.tied:
-            continue
-        array = tensor.float32()
-        if array.ndim == 2 and name != POSITIONS:  # which is small, and added to the residual stream as it is
-            array, arrays[name + SCALE] = encode(array, axis=0 if is_transposed(name) else 1)
-        arrays[name] = array
-        tensor.release()
+    for part in parts_of(checkpoint):
+        array = np.ascontiguousarray(part.array())
+        if array.ndim == 2 and part.parameter != POSITIONS:  # which is small, and added to the residual stream as it is
+            array, arrays[part.short_name + SCALE] = encode(array, axis=1 - part.out_axis)
+        arrays[part.short_name] = array
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
     file = folder / FILE
     entries = {

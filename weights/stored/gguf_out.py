@@ -56,6 +56,11 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
 def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
     """CheckpointError for a model that llama.cpp would compute otherwise, or whose rows are no whole blocks."""
     config = checkpoint.config
+    if config.structure:
+        raise CheckpointError(
+            f"{checkpoint.path} is a {checkpoint.family}, and GGUF files are written of GPT-2 alone: give --to "
+            "safetensors."
+        )
     if config.activation != "gelu_tanh":
         raise CheckpointError(
             f"{checkpoint.path} has the activation {config.activation_function}, and llama.cpp computes gelu_new for "

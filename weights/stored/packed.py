@@ -23,7 +23,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers import CONTAINERS
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
-from tinygpt.weights.families.hugging_face import read_config
+from tinygpt.weights.families import read_config
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors
 
 PACKED_FILE = "model.tinygpt.safetensors"

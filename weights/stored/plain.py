@@ -1,17 +1,24 @@
 """Checkpoints for others to read: Hugging Face's safetensors, or NumPy's npz, in Hugging Face's names and layout."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
+from tinygpt.config import STRUCTURE, ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.parameters import HEAD, parameter_shapes
+from tinygpt.weights.families import FAMILIES
+from tinygpt.weights.families.family import Layout
+from tinygpt.weights.families.hugging_face import LAYOUT as GPT2_LAYOUT
+from tinygpt.weights.families.transforms import Transform
+from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors
+from tinygpt.weights.tensor import Constant, Tensor
 
 SAFETENSORS, NPZ = "model.safetensors", "model.npz"
 DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
@@ -19,29 +26,85 @@ DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
 def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
     """Write the folder's SAFETENSORS, as transformers' save_pretrained does."""
-    shapes = parameter_shapes(checkpoint.config)
     kind, itemsize = DTYPES[dtype]
     entries = {
-        _prefixed(name): Entry(
-            kind, shapes[name], itemsize * int(np.prod(shapes[name])), partial(_read, checkpoint, name, dtype)
-        )
-        for name in _names(checkpoint)
+        part.name: Entry(kind, part.shape, itemsize * math.prod(part.shape), partial(_read, part, dtype))
+        for part in parts_of(checkpoint)
     }
     write_tensors(folder / SAFETENSORS, entries, {"format": "pt"})
     return folder / SAFETENSORS
 
 
 def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
-    """Write the folder's NPZ: an array for each parameter, float32 or float16."""
+    """Write the folder's NPZ: an array for each tensor, float32 or float16."""
     with (folder / NPZ).open("wb") as file:
-        np.savez(file, **{_prefixed(name): _read(checkpoint, name, dtype) for name in _names(checkpoint)})
+        np.savez(file, **{part.name: _read(part, dtype) for part in parts_of(checkpoint)})
     return folder / NPZ
 
 
+@dataclass(frozen=True)
+class Part:
+    """A tensor to write, by its name in Hugging Face's files. out_axis: that of its output channels, if a matrix.
+
+    short_name: without what transformers wraps the model in.
+    """
+
+    name: str
+    short_name: str
+    shape: tuple[int, ...]
+    parameter: str
+    array: Callable[[], np.ndarray]
+    out_axis: int
+
+
+def parts_of(checkpoint: Checkpoint) -> Iterator[Part]:
+    """All tensors: not a head that is tied, nor what transformers leaves out of models that were trained without it.
+
+    CheckpointError for a model that is not written so.
+    """
+    layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
+    for name, rule in layout.rules(checkpoint.config).items():
+        if name == HEAD and checkpoint.tied:
+            continue
+        if layout.has_defaults and isinstance(checkpoint.stored[name], Constant):
+            continue
+        count = len(rule.sources)
+        shape = rule.transform.stored_shape(shapes[name], count)
+        for i, source in enumerate(rule.sources):
+            array = partial(_part, checkpoint.stored[name], rule.transform, i, count)
+            out_axis = 1 if layout.is_in_out and is_transposed(name) else 0
+            yield Part(layout.file_name(source), source, shape, name, array, out_axis)
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout:
+    """How transformers keeps such a model. CheckpointError for one that it does not have, or not as it lies here."""
+    if not can_be_written(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.path} is a {checkpoint.family}, which convert writes in no format: load it as it is."
+        )
+    return _own_layout(checkpoint) or GPT2_LAYOUT
+
+
+def can_be_written(checkpoint: Checkpoint) -> bool:
+    """Whether there is a config.json that says what the model is."""
+    return not checkpoint.config.structure or _own_layout(checkpoint) is not None
+
+
+def _own_layout(checkpoint: Checkpoint) -> Layout | None:
+    return next((family.layout for family in FAMILIES if family.name == checkpoint.family), None)
+
+
+def _part(tensor: Tensor, transform: Transform, i: int, count: int) -> np.ndarray:
+    array = tensor.float32()
+    tensor.release()
+    return transform.to_parts(array, count)[i]
+
+
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config.json with which transformers makes the same model."""
+    """The fields of a config.json with which transformers makes the same GPT-2."""
     eos = list(config.eos_token_ids)
-    fields = {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__ if name != "eos_token_ids"}
+    names = (name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE))
+    fields = {name: getattr(config, name) for name in names}
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -66,19 +129,8 @@ def to_float16(name: str, array: np.ndarray) -> np.ndarray:
     return halves
 
 
-def _names(checkpoint: Checkpoint) -> Iterator[str]:
-    """Parameters that are to be written: not a head that is tied."""
-    return (name for name in parameter_shapes(checkpoint.config) if name != HEAD or not checkpoint.tied)
-
-
-def _prefixed(name: str) -> str:
-    return name if name == HEAD else f"transformer.{name}"
-
-
-def _read(checkpoint: Checkpoint, name: str, dtype: str) -> np.ndarray:
-    tensor = checkpoint.stored[name]
-    array = np.ascontiguousarray(tensor.float32())
-    tensor.release()
+def _read(part: Part, dtype: str) -> np.ndarray:
+    array = np.ascontiguousarray(part.array())
     if dtype == "float16":
-        return to_float16(name, array)
+        return to_float16(part.name, array)
     return to_bfloat16(array) if dtype == "bfloat16" else array

@@ -16,6 +16,7 @@ from numba import types
 
 from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
+from tinygpt.kernels.cpu.layers.formats import Alibi
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
@@ -25,6 +26,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     address,
     expect_write,
     float32_at,
+    fma,
     max_lanes,
     sum_lanes,
     uint16_at,
@@ -84,11 +86,12 @@ def _column(k_cache, slot, head, position):
 
 
 @kernel
-def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale):
+def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
     """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
 
     A phase; an item is a tile of queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one
-    sequence, the last bound being N. Needs scratch_size values of the thread's scratch.
+    sequence, the last bound being N. alibi: an Alibi of formats.py, by which scores lessen with the distance, or
+    Nothing. Needs scratch_size values of the thread's scratch.
     """
     heads, count = k_cache.shape[1], tiles.size - 1
     share = max(min(TILE_ROWS * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)
@@ -98,14 +101,15 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
         head, tile = item // count * share, item % count
         first, last = tiles[tile], tiles[tile + 1]
         for h in range(head, min(head + share, heads)):
-            _attend_tile(first, last, token_slots[first], h, out, qkv, k_cache, v_cache, positions, scale, team.scratch)
+            slot, scratch = token_slots[first], team.scratch
+            _attend_tile(first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
 
 
 @inline
-def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, scratch):
+def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, scratch):
     """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
     rows, steps, columns = last - first, k_cache.shape[3], v_cache.shape[3]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
@@ -131,6 +135,7 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             total = float32_at(totals + r * columns * 4, columns)
+            add_distances(alibi, row_scores, head, first_key - positions[first + r])
             _softmax_step(row_scores, positions[first + r] + 1 - first_key, r, highest, weight_sum, total)
             put_steps(v_cache, weights + r * SCORE_BYTES, row_scores, ONE)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
@@ -160,6 +165,21 @@ def _softmax_step(scores, visible, r, highest, weight_sum, total):
             total[d] *= shrink
         highest[r] = new
     weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)
+
+
+def _no_distances(alibi, scores, head, distance):
+    pass
+
+
+def _add_distances(alibi, scores, head, distance):
+    slope = alibi.slopes[head]
+    for j in range(KEY_BLOCK):
+        scores[j] = fma(slope, np.float32(distance + j), scores[j])
+
+
+# add_distances(alibi, scores, head, distance): lessen a block's scores (KEY_BLOCK,) by how far their keys lie back;
+# `distance` is the first key's from the query, 0 or less for all that are visible.
+add_distances = by_type({Alibi: _add_distances}, otherwise=_no_distances)
 
 
 @kernel

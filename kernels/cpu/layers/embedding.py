@@ -3,7 +3,7 @@
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight
+from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight, Nothing
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
@@ -14,21 +14,47 @@ from tinygpt.kernels.cpu.simd.tiles import PANEL
 def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
     """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) stand for tokens below 0. A phase.
 
-    wte is a weight of one layer, which a tied head shares: token t is column t % PANEL of panel t // PANEL.
+    wte is a weight of one layer, which a tied head shares: token t is column t % PANEL of panel t // PANEL. wpe may be
+    Nothing.
     """
     first, last = claim_rows(team, token_ids.size)
     while first >= 0:
         for n in range(first, last):
             if token_ids[n] < 0:
                 for c in range(x.shape[1]):
-                    x[n, c] = embeds[n, c] + wpe[positions[n], c]
+                    x[n, c] = embeds[n, c] + position_at(wpe, positions[n], c)
                 continue
             panel, column = token_ids[n] // PANEL, token_ids[n] % PANEL
             for c in range(x.shape[1]):
-                x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + wpe[positions[n], c]
+                x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + position_at(wpe, positions[n], c)
         complete_rows(team, token_ids.size)
         first, last = claim_rows(team, token_ids.size)
     finish_phase(team)
+
+
+@kernel
+def add_positions(team, x, positions, wpe):
+    """x (N, C) += wpe[position]. A phase."""
+    first, last = claim_rows(team, positions.size)
+    while first >= 0:
+        for n in range(first, last):
+            for c in range(x.shape[1]):
+                x[n, c] += position_at(wpe, positions[n], c)
+        complete_rows(team, positions.size)
+        first, last = claim_rows(team, positions.size)
+    finish_phase(team)
+
+
+def _position(wpe, position, c):
+    return wpe[position, c]
+
+
+def _no_position(wpe, position, c):
+    return np.float32(0)
+
+
+# position_at(wpe, position, c): one number of a position's embedding.
+position_at = by_type({Nothing: _no_position}, otherwise=_position)
 
 
 def _float32_at(weight, panel, k, column):

@@ -61,3 +61,37 @@ class Norm(NamedTuple):
 
     weight: np.ndarray  # (L, C) float32
     bias: np.ndarray  # (L, C) float32
+
+
+class PostNorm(NamedTuple):
+    """One that stands behind its block, where it makes the residual stream."""
+
+    weight: np.ndarray  # (L, C) float32
+    bias: np.ndarray  # (L, C) float32
+
+
+class Projection(NamedTuple):
+    """A matrix between the width of the embeddings, E, and the model's."""
+
+    linear: Linear
+    segments: np.ndarray  # (2,)  all of its K
+
+
+class Alibi(NamedTuple):
+    slopes: np.ndarray  # (H,) float32
+
+
+class Experts(NamedTuple):
+    """The experts of all layers that have any, one after another."""
+
+    places: np.ndarray  # (L,) int64: a layer's place among those with experts; -1 - its place among the others
+    gate: np.ndarray  # (layers with experts, E, C) float32
+    c_fc: Linear  # (layers with experts * E, F, C)
+    mlp_proj: Linear  # (layers with experts * E, C, F)
+    sums_to_one: bool  # whether the weights of those chosen are scaled so
+
+
+class Nothing(NamedTuple):
+    """What a model does not have: it stands in the place of a record above, or of an array."""
+
+    nothing: np.ndarray  # (0,)

@@ -3,9 +3,13 @@
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.layers.formats import Nothing, PostNorm
 from tinygpt.kernels.cpu.layers.operands import put
+from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
+
+ONE_LAYER = np.int64(0)  # of the norms that stand once: a NumPy scalar, as Numba would compile one more for a constant
 
 
 @kernel
@@ -25,6 +29,39 @@ def layer_norm(team, out, x, rows, norm, layer, epsilon):
         complete_rows(team, rows.size)
         first, last = claim_rows(team, rows.size)
     finish_phase(team)
+
+
+@kernel
+def put_rows(team, out, x, rows):
+    """Row i of the operand `out` = x[rows[i]]. A phase."""
+    first, last = claim_rows(team, rows.size)
+    while first >= 0:
+        for i in range(first, last):
+            put(out, i, 0, float32_at(address(x) + rows[i] * x.shape[1] * 4, x.shape[1]))
+        complete_rows(team, rows.size)
+        first, last = claim_rows(team, rows.size)
+    finish_phase(team)
+
+
+def _normed(team, out, x, rows, norm, layer, epsilon):
+    layer_norm(team, out, x, rows, norm, layer, epsilon)
+
+
+def _as_they_are(team, out, x, rows, norm, layer, epsilon):
+    put_rows(team, out, x, rows)
+
+
+def _nothing(team, out, x, rows, norm, layer, epsilon):
+    pass
+
+
+# norm_before(team, out, x, rows, norm, layer, epsilon): row i of the operand `out` is what a block, or the head, reads
+# of x[rows[i]]: its layer norm, if one stands before it. A phase.
+norm_before = by_type({PostNorm: _as_they_are, Nothing: _as_they_are}, otherwise=_normed, argument=4)
+# norm_behind(...): the same of a layer norm at the end of a block. A phase, unless there is none.
+norm_behind = by_type({PostNorm: _normed}, otherwise=_nothing, argument=4)
+# norm_if_any(...): the same of one that a model may lack. A phase, unless it does.
+norm_if_any = by_type({Nothing: _nothing}, otherwise=_normed, argument=4)
 
 
 @kernel

@@ -7,7 +7,7 @@ those of the whole matrix on every rank.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,16 @@ class Part:
     is_first: bool  # stage: it embeds
     is_last: bool  # stage: it has ln_f and the head
     tensor_size: int  # ranks that share these layers
+
+    # What a model has that ranks do not run: nothing of it.
+    embed_dim: ClassVar[None] = None
+    expert_layers: ClassVar[tuple] = ()
+    num_experts: ClassVar[int] = 0
+    experts_per_token: ClassVar[int] = 1
+
+    @property
+    def embedding_size(self) -> int:
+        return self.n_embd
 
     @property
     def n_layer(self) -> int:

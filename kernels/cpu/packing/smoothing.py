@@ -41,13 +41,24 @@ class Smoothing:
 
     def factors(self, ours: str, layer: int, weight: np.ndarray) -> np.ndarray:
         """(K,) float32 for a linear layer by our name, "lm_head" included, whose weight is (N, K)."""
-        if self.dtype not in BALANCE:
+        if self.dtype not in BALANCE or not self._can_divide(ours):
             return np.ones(weight.shape[1], np.float32)
         measured = None if self.calibration is None else self.calibration.sizes.get(layer_name(ours, layer))
         if measured is not None:
             return smoothing_factors(weight, measured, self.calibration.share)
+        if self.checkpoint.config.norm_placement == "post":  # what comes into a layer is known by no norm of its own
+            return np.ones(weight.shape[1], np.float32)
         share = BALANCE[self.dtype] if ours in NORM_BEFORE or ours == "lm_head" else C_PROJ_BALANCE
         return smoothing_factors(weight, self._sizes(ours, layer), share)
+
+    def _can_divide(self, ours: str) -> bool:
+        """Whether what is divided goes into this layer alone: a norm behind a block makes the residual stream too."""
+        config = self.checkpoint.config
+        if ours == "lm_head":
+            return config.final_norm and config.embed_dim is None
+        if config.expert_layers and ours in ("c_fc", "mlp_proj"):  # one norm stands before the gate too
+            return False
+        return ours not in NORM_BEFORE or config.norm_placement == "pre"
 
     def _sizes(self, ours: str, layer: int) -> np.ndarray:
         """(K,): how large the channels are that go into a linear layer."""

@@ -8,6 +8,8 @@ import pytest
 from support.kernel_tools import bfloat16_bits, check, from_bits, random_values, same_bits, solo_team, unwritten
 from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv
+from tinygpt.kernels.cpu.layers.formats import Alibi
+from tinygpt.kernels.cpu.params import NOTHING
 from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
 from tinygpt.kernels.reference import layers as reference
 
@@ -61,7 +63,9 @@ class Run(NamedTuple):
         return self.qkv.shape[1] // (3 * self.heads)
 
 
-def run_attend(run: Run, dtype: str = "float32", tiles_of=lambda starts: query_tiles(starts, TILE_ROWS)) -> np.ndarray:
+def run_attend(
+    run: Run, dtype: str = "float32", tiles_of=lambda starts: query_tiles(starts, TILE_ROWS), alibi=NOTHING
+) -> np.ndarray:
     """The new tokens' attention, (new tokens, C), after everything was written in two steps."""
     bounds = np.concatenate([[0], np.cumsum(run.lengths)])
     rows = np.arange(len(run.lengths))[::-1] + 1  # no sequence lies in the row of its number
@@ -74,11 +78,11 @@ def run_attend(run: Run, dtype: str = "float32", tiles_of=lambda starts: query_t
     starts = np.concatenate([[0], np.cumsum(np.diff(bounds) - run.cached)]).astype(np.int32)
     qkv, out = run.qkv[is_new], unwritten(is_new.sum(), run.heads * run.size)
     scale, where = np.float32(run.size**-0.5), (positions[is_new], token_slots[is_new])
-    attend(solo_team(run.size), out, qkv, *cache, *where, tiles_of(starts).astype(np.int32), scale)
+    attend(solo_team(run.size), out, qkv, *cache, *where, tiles_of(starts).astype(np.int32), scale, alibi)
     return out
 
 
-def exact_attention(run: Run, dtype: str = "float32") -> np.ndarray:
+def exact_attention(run: Run, dtype: str = "float32", slopes: tuple[float, ...] = ()) -> np.ndarray:
     outs, start = [], 0
     for length, cached in zip(run.lengths, run.cached, strict=True):
         qkv = run.qkv[start : start + length].astype(np.float64).reshape(length, 3, run.heads, run.size)
@@ -86,7 +90,7 @@ def exact_attention(run: Run, dtype: str = "float32") -> np.ndarray:
         q = q.astype(np.float32) * np.float32(run.size**-0.5)
         q, k, v = (rounded(x.astype(np.float32), dtype).astype(np.float64) for x in (q, k, v))
         out = reference.attend(
-            q[cached:], k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length), 1.0
+            q[cached:], k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length), 1.0, slopes
         )  # (N, H, D)
         outs.append(out.reshape(len(out), -1))
         start += length
@@ -126,6 +130,19 @@ def test_attend(length, size, dtype):
     run = random_run([length, length, length, 7], [0, max(length - 7, 0), length - 1, 3], 2, size, spread=1.3)
     kind = "attention" if dtype == "float32" else "bfloat16 attention"
     check(kind, run_attend(run, dtype), exact_attention(run, dtype), np.abs(run.qkv[:, -2 * size :]).max())
+
+
+@CACHES
+@pytest.mark.slow  # compiled for it alone
+@pytest.mark.parametrize("length", [1, 6, 64, 65, 129])
+def test_alibi(length, dtype):
+    """A steep slope and a flat one; the bits of a query do not depend on its tile here either."""
+    run, slopes = random_run([length, 7], [max(length - 7, 0), 3], 2, 20, spread=1.3), (0.5, 2.0**-8)
+    alibi, kind = Alibi(np.array(slopes, np.float32)), "attention" if dtype == "float32" else "bfloat16 attention"
+    out, expected = run_attend(run, dtype, alibi=alibi), exact_attention(run, dtype, slopes)
+    check(kind, out, expected, np.abs(run.qkv[:, -40:]).max())
+    assert length == 1 or not np.allclose(out, exact_attention(run, dtype), atol=0.01)
+    same_bits(run_attend(run, dtype, lambda starts: np.arange(starts[-1] + 1), alibi), out)
 
 
 @CACHES

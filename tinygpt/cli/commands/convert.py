@@ -209,9 +209,11 @@ def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoin
 
 def _unpacked(args: argparse.Namespace, checkpoint: "Checkpoint | PackedCheckpoint") -> "Checkpoint":
     from tinygpt.weights.stored.packed import PackedCheckpoint
+    from tinygpt.weights.stored.plain import layout_of
 
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
+    layout_of(checkpoint)  # before any work
     return checkpoint
 
 

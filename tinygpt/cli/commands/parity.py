@@ -78,6 +78,11 @@ def run(args: argparse.Namespace) -> None:
     from tinygpt.llm import LLM
 
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
+        if args.layers and llm.config.embed_dim is not None:
+            raise RequestError(
+                f"--layers compares hidden states of one width, and those of {args.model} end in transformers at the "
+                f"width of its embeddings, {llm.config.embed_dim}: leave it out."
+            )
         tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
         goldens = _goldens(args, llm)
         with elapsed("computing with tinygpt"):

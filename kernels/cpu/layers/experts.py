@@ -1,0 +1,177 @@
+"""Experts: a gate chooses some MLPs for each token, and each expert computes its own tokens, side by side.
+
+Pairs of a token and one of its experts are sorted by expert, so that an expert's rows are one product. An element's
+chain of operations is that of any product: what others chose changes neither its place in a sum nor any bit.
+"""
+
+import numpy as np
+
+from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.layers.activations import NONE, exp
+from tinygpt.kernels.cpu.layers.epilogue import expect_tile, finish_tile
+from tinygpt.kernels.cpu.layers.formats import Nothing
+from tinygpt.kernels.cpu.layers.layer_norm import norm_before, put_rows
+from tinygpt.kernels.cpu.layers.linear import REPLACE, ROW_BLOCK, Tile, products, tile_rows
+from tinygpt.kernels.cpu.runtime.by_type import by_type
+from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, complete_rows, finish_phase
+
+
+@kernel
+def choose_experts(team, mixture, experts, place, rows):
+    """The most probable experts of each row and their weights, (N, k) each. A phase.
+
+    place: of the layer among those with experts. Sums are in float64, and of equal experts the first is chosen.
+    """
+    normed, scores = mixture.normed.values, mixture.scores
+    first, last = claim_rows(team, rows)
+    while first >= 0:
+        for n in range(first, last):
+            highest = -np.inf
+            for e in range(scores.shape[1]):
+                total = 0.0
+                for c in range(normed.shape[1]):
+                    total += np.float64(normed[n, c]) * np.float64(experts.gate[place, e, c])
+                scores[n, e] = total
+                highest = max(highest, total)
+            _choose(mixture.chosen, mixture.shares, scores, n, highest, experts.sums_to_one)
+        complete_rows(team, rows)
+        first, last = claim_rows(team, rows)
+    finish_phase(team)
+
+
+@kernel
+def _choose(chosen, shares, scores, n, highest, sums_to_one):
+    """Row n of the scores becomes its choice; the scores of those that are chosen are lost."""
+    count, all_of_them, all_chosen = scores.shape[1], 0.0, 0.0
+    for e in range(count):
+        all_of_them += exp(np.float32(scores[n, e] - highest))
+    for j in range(chosen.shape[1]):
+        best = 0
+        for e in range(1, count):
+            if scores[n, e] > scores[n, best]:
+                best = e
+        share = exp(np.float32(scores[n, best] - highest)) / all_of_them
+        chosen[n, j], shares[n, j] = best, share
+        all_chosen += share
+        scores[n, best] = -np.inf
+    if sums_to_one:
+        for j in range(chosen.shape[1]):
+            shares[n, j] /= all_chosen
+
+
+@kernel
+def sort_by_expert(team, mixture, rows):
+    """The pairs of a row and an expert in the experts' order: bounds (E + 1,), the row of each, and each one's place. A
+    phase of one item."""
+    chosen, bounds, order, places = mixture.chosen, mixture.bounds, mixture.order, mixture.places
+    item = claim(team, 1)
+    while item >= 0:
+        pair = 0
+        for e in range(bounds.size - 1):
+            bounds[e] = pair
+            for n in range(rows):
+                for j in range(chosen.shape[1]):
+                    if chosen[n, j] == e:
+                        order[pair], places[n, j] = n, pair
+                        pair += 1
+        bounds[bounds.size - 1] = pair
+        complete(team, 1)
+        item = claim(team, 1)
+    finish_phase(team)
+
+
+@kernel
+def expert_linear(team, out, x, linears, first_layer, bounds, segments, activation, columns):
+    """Rows bounds[e] to bounds[e + 1] of out = activation(x @ weight.T + bias) of layer first_layer + e. A phase.
+
+    An item is a panel and a row block of one expert. Until the next layer with experts, nobody changes the bounds that
+    a thread reads here; one that comes too late claims nothing.
+    """
+    weight = linears.weight
+    height, blocks = tile_rows(weight), 0
+    for e in range(bounds.size - 1):
+        blocks += _blocks(bounds, e)
+    items = weight.panels.shape[1] * max(blocks, 1)
+    item = claim(team, items)
+    while item >= 0:
+        panel, block, expert = item // max(blocks, 1), item % max(blocks, 1), 0
+        while block >= _blocks(bounds, expert):
+            block -= _blocks(bounds, expert)
+            expert += 1
+        start = bounds[expert] + block * ROW_BLOCK
+        stop = min(start + ROW_BLOCK, bounds[expert + 1])
+        for row in range(start, stop, height):
+            tile = Tile(min(height, stop - row), row, panel)
+            expect_tile(out, tile)
+            products(weight, x, tile, first_layer + expert, segments, team.scratch)
+            finish_tile(out, tile, linears, first_layer + expert, segments, activation, REPLACE, columns, team.scratch)
+        complete(team, items)
+        item = claim(team, items)
+    finish_phase(team)
+
+
+@kernel
+def _blocks(bounds, expert):
+    return (bounds[expert + 1] - bounds[expert] + ROW_BLOCK - 1) // ROW_BLOCK
+
+
+@kernel
+def add_experts(team, x, mixture):
+    """x (N, C) += each row's experts, weighted, the most probable first. A phase."""
+    shares, places, outputs = mixture.shares, mixture.places, mixture.outputs
+    first, last = claim_rows(team, x.shape[0])
+    while first >= 0:
+        for n in range(first, last):
+            for c in range(x.shape[1]):
+                total = np.float32(0)
+                for j in range(shares.shape[1]):
+                    total += np.float32(shares[n, j]) * outputs[places[n, j], c]
+                x[n, c] += total
+        complete_rows(team, x.shape[0])
+        first, last = claim_rows(team, x.shape[0])
+    finish_phase(team)
+
+
+def _expert_block(team, experts, params, layer, x, buffers):
+    b, n, place = buffers.mixture, x.shape[0], experts.places[layer]
+    first, bounds, activation = place * experts.gate.shape[1], b.bounds, params.activation
+    inner, width = experts.c_fc.bias.shape[1], x.shape[1]
+    norm_before(team, b.normed, x, buffers.every[:n], params.ln_2, layer, params.epsilon)  # (N, C)
+    choose_experts(team, b, experts, place, n)  # (N, k)
+    sort_by_expert(team, b, n)  # (N k,)
+    put_rows(team, b.pairs, b.normed.values, b.order[: n * b.chosen.shape[1]])  # (N k, C)
+    expert_linear(team, b.inner, b.pairs, experts.c_fc, first, bounds, params.embd_segments, activation, inner)
+    expert_linear(team, b.outputs, b.inner, experts.mlp_proj, first, bounds, params.inner_segments, NONE, width)
+    add_experts(team, x, b)  # (N, C)
+
+
+def _no_block(team, experts, params, layer, x, buffers):
+    pass
+
+
+# expert_block(team, experts, params, layer, x, buffers): x (N, C) += the experts of each row, weighted.
+expert_block = by_type({Nothing: _no_block}, otherwise=_expert_block, argument=1)
+
+
+def _never(experts, layer):
+    return False
+
+
+def _has_place(experts, layer):
+    return experts.places[layer] >= 0
+
+
+# has_experts(experts, layer): whether a layer has them in place of an MLP.
+has_experts = by_type({Nothing: _never}, otherwise=_has_place)
+
+
+def _own_row(experts, layer):
+    return layer
+
+
+def _row_among_others(experts, layer):
+    return -1 - experts.places[layer]
+
+
+# mlp_row(experts, layer): where the MLP of a layer without experts stands among all.
+mlp_row = by_type({Nothing: _own_row}, otherwise=_row_among_others)

@@ -1,0 +1,206 @@
+"""All that the engine offers, on models that are no GPT-2: bits on the CPU, tokens on the reference."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.family_models import T, V, write_family
+from support.golden_models import golden_ids
+from support.moe_models import moe_arrays, write_moe
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+
+NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "experts")
+DEVICES = ["reference", pytest.param("cpu", marks=pytest.mark.slow)]  # kernels of each kind compile for half a minute
+PROMPTS = [golden_ids(length, f"prompt {length}", V) for length in (1, 3, 17, 8, 2, 11)]
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
+
+
+def write(folder: Path, name: str) -> str:
+    return str(write_moe(folder, moe_arrays(), topk=2) if name == "experts" else write_family(folder, name))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(name, tmp_path_factory):
+    return write(tmp_path_factory.mktemp(name), name)
+
+
+@pytest.fixture(scope="module")
+def alone(folder, device):
+    """One request at a time, and nothing is kept in between."""
+    with LLM(folder, device=device, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def busy(folder, device):
+    """Steps of few tokens, with all kinds of sequences in them."""
+    with LLM(folder, device=device, max_num_seqs=4, max_num_batched_tokens=7, prefix_cache_seqs=3) as llm:
+        yield llm
+
+
+@pytest.fixture
+def same(device):
+    """Whether two samples are the same: the reference's products round by their sizes."""
+
+    def check(found, expected):
+        assert found.token_ids == expected.token_ids
+        if device == "cpu":
+            assert found.logprobs == expected.logprobs
+
+    return check
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours(alone, busy, same):
+    together = busy.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, together, strict=True):
+        same(output.outputs[0], alone.generate([prompt], GREEDY)[0].outputs[0])
+
+
+def test_sampling_too(alone, busy, same):
+    params = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=5, n=2, logprobs=0, ignore_eos=True)
+    for found, prompt in zip(busy.generate(PROMPTS[:3], params), PROMPTS, strict=False):
+        for one, other in zip(found.outputs, alone.generate([prompt], params)[0].outputs, strict=True):
+            same(one, other)
+
+
+def test_a_prefix_that_is_cached(alone, busy, same):
+    """Positions of ALiBi are distances: keys that are copied mean the same."""
+    shared = PROMPTS[2]
+    for tail in ([], [4, 9], [7]):
+        found = busy.generate([shared + tail], GREEDY)[0]
+        same(found.outputs[0], alone.generate([shared + tail], GREEDY)[0].outputs[0])
+    assert found.num_cached_tokens == len(shared)
+
+
+def test_a_session_is_a_list_of_tokens(alone, busy, same, tmp_path):
+    session = busy.session()
+    session.extend(PROMPTS[3])
+    first = session.generate(GREEDY)
+    session.save(tmp_path / "session")
+    session.rewind(len(PROMPTS[3]) + 3)
+    session.extend([5, 6])
+    text = PROMPTS[3] + first.outputs[0].token_ids
+    same(
+        session.generate(GREEDY).outputs[0],
+        alone.generate([[*text[: len(PROMPTS[3]) + 3], 5, 6]], GREEDY)[0].outputs[0],
+    )
+    loaded = busy.load_session(tmp_path / "session")
+    assert loaded.token_ids == text
+    same(loaded.generate(GREEDY).outputs[0], alone.generate([text], GREEDY)[0].outputs[0])
+
+
+def test_beams_have_the_scores_of_their_tokens(alone, busy):
+    prompt, params = PROMPTS[3], SamplingParams(max_tokens=6, num_beams=3, n=3, length_penalty=0.0)
+    outputs = busy.generate([prompt, PROMPTS[1]], params)[0].outputs
+    scores = alone.score(prompt, [output.token_ids for output in outputs])
+    assert [output.score for output in outputs] == pytest.approx([s.cumulative_logprob for s in scores], abs=1e-4)
+    assert [output.score for output in outputs] == sorted((output.score for output in outputs), reverse=True)
+    greedy = alone.generate([prompt], SamplingParams(max_tokens=6, temperature=0.0))[0].outputs[0].token_ids
+    assert outputs[0].score >= alone.score(prompt, [greedy])[0].cumulative_logprob - 1e-4
+
+
+def test_speculation_changes_no_token(alone, busy, folder, device, same):
+    repeating = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+    expected = alone.generate([repeating], GREEDY)[0].outputs[0]
+    looked_up = SamplingParams(**{**vars(GREEDY), "prompt_lookup_num_tokens": 3})
+    same(busy.generate([repeating], looked_up)[0].outputs[0], expected)
+    with LLM(folder, device=device, max_num_seqs=2, draft_model=folder) as llm:
+        same(llm.generate([repeating], GREEDY)[0].outputs[0], expected)
+
+
+def test_a_look_inside(alone, name):
+    ids = PROMPTS[2]
+    states, maps = alone.hidden_states(ids), alone.attentions(ids)
+    assert states.shape == (alone.config.n_layer + 1, len(ids), alone.config.n_embd)
+    np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-5)
+    with LLM(alone.checkpoint_path.as_posix(), device="reference") as reference:
+        np.testing.assert_allclose(states, reference.hidden_states(ids), atol=1e-4)
+        np.testing.assert_allclose(maps, reference.attentions(ids), atol=1e-5)
+
+
+def test_embeddings_in_place_of_tokens_are_as_wide_as_the_models(alone, name):
+    """With matrices between, they stand before these."""
+    width = alone.config.embedding_size
+    own = {"opt-350m": 10, "opt-projected": 36}
+    assert width == own.get(name, alone.config.n_embd)
+    params = SamplingParams(max_tokens=4, temperature=0.0, prompt_embeds=np.ones((2, width), np.float32))
+    assert len(alone.generate([[1, 2]], params)[0].outputs[0].token_ids) == 4
+    with pytest.raises(RequestError, match=f"this model's embeddings are {width} wide"):
+        alone.generate([[1, 2]], SamplingParams(prompt_embeds=np.ones((2, width + 1), np.float32)))
+
+
+@pytest.mark.parametrize("name", ["bloom-6", "mpt-6"], scope="module")
+def test_alibi_has_no_last_position(folder, device):
+    """The length that a model was trained on is what it has where nothing else is asked for."""
+    with LLM(folder, device=device) as llm:
+        assert llm.max_model_len == T
+        with pytest.raises(RequestError, match=f"the model has {T} positions"):
+            llm.generate([[1] * T], GREEDY)
+    with LLM(folder, device=device, max_model_len=3 * T) as llm:
+        ids = golden_ids(2 * T, "long", V)
+        logits = llm.logits(ids)
+        assert np.isfinite(logits).all()
+        np.testing.assert_allclose(llm.logits(ids[:T]), logits[:T], atol=1e-4)
+
+
+def test_others_do(tmp_path):
+    with pytest.raises(RequestError, match=f"max_model_len is {T + 1} and this model has {T} positions"):
+        LLM(write(tmp_path, "opt"), device="reference", max_model_len=T + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.05), ("int8", 0.25), ("int4", 1.0)])
+def test_other_dtypes(folder, dtype, limit, tmp_path):
+    """Near float32, where unrelated logits differ by 1.4 std: these models are small and sharp, and a gate may choose
+    another expert. And with bits of their own, whoever else is there."""
+    ids = golden_ids(30, "dtypes", V)
+    with LLM(folder, device="reference") as reference:
+        expected = reference.logits(ids)
+    with LLM(folder, dtype, max_num_batched_tokens=8, max_num_seqs=3) as llm:
+        logits = llm.logits(ids)
+        assert np.sqrt(((logits - expected) ** 2).mean()) < limit * expected.std()
+        together = llm.generate(PROMPTS, GREEDY)
+        for prompt, output in zip(PROMPTS, together, strict=True):
+            assert llm.generate([prompt], GREEDY)[0].outputs[0].logprobs == output.outputs[0].logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "experts"], scope="module")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
+    from support.commands import Result
+
+    assert Result(capsys, "convert", [folder, str(tmp_path / "packed"), "--dtype", dtype]).code == 0
+    ids = golden_ids(30, "dtypes", V)
+    with LLM(folder, dtype) as llm, LLM(str(tmp_path / "packed")) as packed:
+        np.testing.assert_array_equal(llm.logits(ids), packed.logits(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("opt-350m", "layer norms behind its blocks, no layer norm before its head, embeddings of another width"),
+        ("bloom-6", "ALiBi in place of position embeddings, a layer norm behind its embeddings"),
+        ("experts", "experts"),
+    ],
+)
+def test_a_gpu_refuses_them_by_name(name, message, tmp_path):
+    from tinygpt.kernels.cuda import check_model
+    from tinygpt.kernels.errors import DeviceError
+    from tinygpt.weights.open import open_checkpoint
+
+    with pytest.raises(DeviceError, match=message):
+        check_model(open_checkpoint(write(tmp_path, name)).config)
+    check_model(open_checkpoint(write(tmp_path / "opt", "opt")).config)

@@ -1,0 +1,93 @@
+"""A small GPT with experts, as DeepSpeed writes it: the parameters, and its files for any number of GPUs."""
+
+from pathlib import Path
+
+import numpy as np
+
+from support.golden_models import golden_array
+from support.megatron_writer import Form, args, cut, stage_state
+from support.torch_files import own_bytes
+
+V, T, C, H, F, L, E = 64, 32, 24, 4, 40, 4, 5
+EXPERT_LAYERS = (1, 3)
+MLP = {"c_fc.weight": (C, F), "c_fc.bias": (F,), "c_proj.weight": (F, C), "c_proj.bias": (C,)}
+LAYER = {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,), "attn.c_proj.weight": (C, C)}
+LAYER |= {"attn.c_proj.bias": (C,)} | {
+    f"{norm}.{kind}": (C,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")
+}
+PREFIX = "mlp.deepspeed_moe."
+
+
+def moe_arrays(num_experts: int = E, expert_layers: tuple[int, ...] = EXPERT_LAYERS) -> dict[str, np.ndarray]:
+    """By the engine's names; matrices of layers are (in, out)."""
+    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
+    for i in range(L):
+        shapes |= {f"h.{i}.{name}": shape for name, shape in LAYER.items()}
+        if i not in expert_layers:
+            shapes |= {f"h.{i}.mlp.{name}": shape for name, shape in MLP.items()}
+            continue
+        shapes[f"h.{i}.mlp.gate.weight"] = (num_experts, C)
+        for e in range(num_experts):
+            shapes |= {f"h.{i}.mlp.experts.{e}.{name}": shape for name, shape in MLP.items()}
+    arrays = {name: _array(name, shape) for name, shape in shapes.items()}
+    unused = (name for name in arrays if ".experts." in name and name.endswith("c_proj.bias"))
+    return arrays | {name: np.zeros(C, np.float32) for name in unused}
+
+
+def _array(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    numbers = golden_array(f"moe {name}", shape)
+    if ".ln_" in f".{name}" and name.endswith("weight"):
+        return np.sign(numbers) * (np.float32(1) + np.float32(0.3) * numbers)
+    if name.startswith("w") or len(shape) == 1:
+        return numbers if name.startswith("w") else np.float32(0.2) * numbers
+    return numbers * np.float32(3 / np.sqrt(shape[0]) if "gate" not in name else 1)
+
+
+def write_moe(
+    folder: Path, arrays: dict[str, np.ndarray], tp: int = 1, in_folders: bool = False, **settings: object
+) -> Path:
+    """settings: over the training's own arguments, such as topk."""
+    form, layers = Form(tp=tp, heads=H), _expert_layers(arrays)
+    folder.mkdir(parents=True, exist_ok=True)
+    dense = dict(arrays)
+    for i in layers:
+        dense |= {f"h.{i}.mlp.{name}": arrays[f"h.{i}.mlp.experts.0.{name}"] for name in MLP}
+    for rank in range(tp):
+        state = stage_state(dense, form, rank, 0, 0)
+        for i in layers:
+            place = f"language_model.encoder.layers.{i}."
+            for name in [name for name in state if name.startswith(f"{place}mlp.")]:
+                del state[name]
+            state[f"{place}{PREFIX}gate.wg.weight"] = arrays[f"h.{i}.mlp.gate.weight"]
+        file = {
+            "module": state,
+            "args": args(dense, form, num_experts=[_count(arrays)], **settings),
+            "checkpoint_version": 3.0,
+        }
+        name = f"mp_rank_{rank:02}/model_states.pt" if in_folders else f"mp_rank_{rank:02}_model_states.pt"
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(own_bytes({**file, "optimizer": None, "global_steps": 9}))
+        for m, i in enumerate(layers):
+            for e in range(_count(arrays)):
+                data = own_bytes(_expert(arrays, i, e, form, rank))
+                (folder / f"layer_{m}_expert_{e}_mp_rank_{rank:02}_model_states.pt").write_bytes(data)
+    return folder
+
+
+def _expert(arrays: dict[str, np.ndarray], i: int, e: int, form: Form, rank: int) -> dict[str, np.ndarray]:
+    own = {name: arrays[f"h.{i}.mlp.experts.{e}.{name}"] for name in MLP}
+    stem = f"language_model.encoder.layers.{i}.{PREFIX}experts.deepspeed_experts.{e}."
+    return {
+        f"{stem}dense_h_to_4h.weight": cut(own["c_fc.weight"].T, 0, form, rank),
+        f"{stem}dense_h_to_4h.bias": cut(own["c_fc.bias"], 0, form, rank),
+        f"{stem}dense_4h_to_h.weight": cut(own["c_proj.weight"].T, 1, form, rank),
+        f"{stem}dense_4h_to_h.bias": own["c_proj.bias"],
+    }
+
+
+def _expert_layers(arrays: dict[str, np.ndarray]) -> list[int]:
+    return sorted(int(name.split(".")[1]) for name in arrays if name.endswith("gate.weight"))
+
+
+def _count(arrays: dict[str, np.ndarray]) -> int:
+    return next(len(array) for name, array in arrays.items() if name.endswith("gate.weight"))

@@ -1,0 +1,94 @@
+"""Files of DeepSpeed: a folder of ranks and experts."""
+
+import numpy as np
+import pytest
+
+from support.commands import Result
+from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.parameters import is_transposed
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("in_folders", [False, True], ids=["files", "folders"])
+def test_every_parameter(tp, in_folders, tmp_path):
+    """Cut for any number of GPUs that its heads and MLPs can be."""
+    arrays = moe_arrays()
+    checkpoint = open_checkpoint(write_moe(tmp_path, arrays, tp, in_folders))
+    config = checkpoint.config
+    assert checkpoint.family == "Megatron-LM GPT with experts"
+    assert (config.expert_layers, config.num_experts, config.inner_size) == (EXPERT_LAYERS, E, F)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), array.T if is_transposed(name) else array, err_msg=name)
+
+
+@pytest.mark.parametrize(("topk", "is_scaled"), [(1, False), (2, True)])
+def test_weights_of_several_experts_sum_to_1(topk, is_scaled, tmp_path):
+    config = open_checkpoint(write_moe(tmp_path, moe_arrays(), topk=topk)).config
+    assert (config.experts_per_token, config.norm_topk_prob) == (topk, is_scaled)
+
+
+def test_the_latest_of_several_steps(tmp_path):
+    write_moe(tmp_path / "global_step7", moe_arrays())
+    (tmp_path / "latest").write_text("global_step7\n")
+    assert open_checkpoint(tmp_path).config.num_experts == E
+    (tmp_path / "latest").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match="latest names no folder beside it"):
+        open_checkpoint(tmp_path)
+
+
+def test_biases_that_were_never_added_are_left_out(tmp_path):
+    arrays = moe_arrays()
+    name = "h.1.mlp.experts.2.c_proj.bias"
+    checkpoint = open_checkpoint(write_moe(tmp_path, arrays | {name: np.ones(24, np.float32)}))
+    np.testing.assert_array_equal(checkpoint.tensor(name), 0)
+    assert "biases of experts' outputs are left out, as in training" in checkpoint.quirks
+
+
+def test_an_expert_that_is_lost_is_named(tmp_path):
+    write_moe(tmp_path, moe_arrays())
+    (tmp_path / "layer_1_expert_3_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"missing: .*layers\.3\.mlp\.experts\.3\.dense_h_to_4h\.weight"):
+        open_checkpoint(tmp_path)
+
+
+def test_gates_of_experts_that_are_not_there(tmp_path):
+    """A gate of no width could have any number."""
+    write_moe(tmp_path, moe_arrays())
+    for file in tmp_path.glob("layer_*_expert_*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=f"has gates for {2 * E} experts and 0 tensors of experts"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mlp_type": "residual"}, "MLP beside its experts"),
+        ({"topk": 9}, f"topk 9 of {E} experts"),
+        ({"topk": "two"}, "topk 'two'"),
+        ({"swiglu": True}, "swiglu is True"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(settings, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(write_moe(tmp_path, moe_arrays(), **settings))
+
+
+def test_files_of_a_pipeline_are_refused(tmp_path):
+    write_moe(tmp_path, moe_arrays())
+    (tmp_path / "layer_01-model_00-model_states.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="a file for each layer of a pipeline"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--to", "safetensors"], ["--dtype", "int8"], ["--to", "gguf"], ["--dtype", "float8"]]
+)
+def test_nothing_else_can_hold_experts(flags, tmp_path, capsys):
+    source = write_moe(tmp_path / "source", moe_arrays())
+    result = Result(capsys, "convert", [str(source), str(tmp_path / "out"), *flags])
+    assert result.code == 1
+    assert "is a Megatron-LM GPT with experts, which convert writes in no format: load it as it is" in result.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,228 @@
+"""OPT, BLOOM, MPT and GPT-1: names and layouts, what is refused, and the way back to Hugging Face's files."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from support.commands import Result
+from support.family_models import FAMILY_MODELS, write_family
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.adapters.lora import merge_lora
+from tinygpt.weights.families import read_config
+from tinygpt.weights.open import open_checkpoint
+
+FAMILIES = {"opt": "OPT", "bloom": "BLOOM", "mpt": "MPT", "openai-gpt": "GPT-1"}
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_safetensors_of_a_family_are_written_as_they_were(name, tmp_path, capsys):
+    """The same tensors to the last bit: transformers computes the same logits."""
+    source = write_family(tmp_path / "source", name)
+    assert Result(capsys, "convert", [str(source), str(tmp_path / "written"), "--to", "safetensors"]).code == 0
+    there, back = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "written"))
+    assert there.keys() == back.keys()
+    for key, array in there.items():
+        skipped = 2 if key.endswith("embed_positions.weight") else 0  # rows of no position
+        np.testing.assert_array_equal(back[key][skipped:], array[skipped:], err_msg=key)
+    assert json.loads((tmp_path / "written" / "config.json").read_text()) == FAMILY_MODELS[name]
+
+
+@pytest.mark.parametrize("flags", [["--to", "safetensors"], ["--dtype", "float8"]])
+def test_a_head_of_its_own_is_said_to_be(flags, tmp_path, capsys):
+    """Whoever believes tie_word_embeddings would drop the head."""
+    source = write_family(tmp_path / "source", "opt-odd")
+    fields = {**FAMILY_MODELS["opt-odd"], "tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(fields))
+    assert Result(capsys, "convert", [str(source), str(tmp_path / "there"), *flags]).code == 0
+    written = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert written == {**fields, "tie_word_embeddings": False}
+    assert open_checkpoint(tmp_path / "there").family == "OPT"
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_float8_keeps_names_and_layout(name, tmp_path, capsys):
+    source = write_family(tmp_path / "source", name)
+    assert Result(capsys, "convert", [str(source), str(tmp_path / "float8"), "--dtype", "float8"]).code == 0
+    there, back = (open_checkpoint(folder) for folder in (source, tmp_path / "float8"))
+    assert there.config == back.config
+    assert back.auto_dtype == "bfloat16"
+    for key in there.stored:
+        array = there.tensor(key)
+        np.testing.assert_allclose(back.tensor(key), array, atol=np.abs(array).max() / 16, rtol=0, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefixes"),
+    [
+        ("opt", ("", "decoder.", "model.decoder.", "module.model.decoder.", "_orig_mod.model.decoder.")),
+        ("bloom-6", ("", "transformer.", "module.transformer.")),
+        ("mpt-6", ("", "transformer.")),
+        ("gpt-1", ("", "transformer.")),
+    ],
+)
+def test_any_wrapper(name, prefixes, tmp_path):
+    first, *others = (
+        open_checkpoint(write_family(tmp_path / str(i), name, prefix)) for i, prefix in enumerate(prefixes)
+    )
+    assert first.family == FAMILIES[FAMILY_MODELS[name]["model_type"]]
+    for other in others:
+        for key in first.stored:
+            np.testing.assert_array_equal(first.tensor(key), other.tensor(key))
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom-6", "mpt-6", "gpt-1"])
+def test_what_is_missing_and_what_is_too_much_are_named_as_the_files_have_it(name, tmp_path):
+    folder = write_family(tmp_path, name)
+    tensors = load_file(folder / "model.safetensors")
+    gone = next(key for key in tensors if key.endswith(("fc1.weight", "4h.weight", "up_proj.weight", "c_fc.weight")))
+    del tensors[gone]
+    tensors["stranger.weight"] = np.zeros(3, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(folder)
+    assert gone.split(".", 2)[-1].split(".", 1)[-1] in str(error.value)
+    assert "stranger.weight" in str(error.value)
+
+
+def test_biases_that_config_json_denies_are_refused(tmp_path):
+    """transformers would leave them out."""
+    folder = write_family(tmp_path, "opt")
+    (folder / "config.json").write_text(json.dumps({**FAMILY_MODELS["opt"], "enable_bias": False}))
+    with pytest.raises(CheckpointError, match=r"unexpected: .*q_proj\.bias"):
+        open_checkpoint(folder)
+
+
+REFUSED = [
+    ("bloom-4", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is True"),
+    ("mpt-4", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv is 6"),
+    ("mpt-4", {"attn_config": {"alibi_bias_max": 16}}, "attn_config.alibi_bias_max is 16"),
+    ("mpt-4", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
+    ("mpt-4", {"attn_config": {"alibi": False}}, "attn_config.alibi is False"),
+    ("mpt-4", {"attn_config": {"softmax_scale": 0.5}}, "attn_config.softmax_scale is 0.5"),
+    ("mpt-4", {"no_bias": False}, "no_bias is False"),
+    ("gpt-1", {"afn": "relu6"}, "afn is 'relu6'"),
+    ("gpt-1", {"n_head": 5}, "cannot be divided into 5 heads"),
+    ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
+    ("opt", {"do_layer_norm_before": "no"}, "do_layer_norm_before is 'no'"),
+    ("opt", {"activation_function": "gelu_10"}, "activation_function is 'gelu_10'"),
+    ("opt", {"hidden_size": [1]}, r"n_embd is \[1\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(name, fields, message, tmp_path):
+    folder = write_family(tmp_path, name)
+    (folder / "config.json").write_text(json.dumps({**FAMILY_MODELS[name], **fields}))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder)
+
+
+def test_mpt_takes_the_usual_settings_in_full(tmp_path):
+    """As transformers writes them."""
+    attention = {"attn_type": "multihead_attention", "qk_ln": False, "clip_qkv": None, "softmax_scale": None}
+    attention |= {"alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "attn_pdrop": 0.0, "attn_impl": "torch"}
+    plain = open_checkpoint(write_family(tmp_path / "a", "mpt-4"))
+    full = {"attn_config": attention, "no_bias": True, "norm_type": "low_precision_layernorm", "logit_scale": None}
+    assert open_checkpoint(write_family(tmp_path / "b", "mpt-4", **full)).config == plain.config
+
+
+OPT_350M = {
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "ffn_dim": 4096,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": False,
+    "_remove_final_layer_norm": False,
+    "word_embed_proj_dim": 512,
+    "activation_function": "relu",
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "prefix": "</s>",
+    "layerdrop": 0.0,
+}
+BLOOM_560M = {
+    "model_type": "bloom",
+    "vocab_size": 250880,
+    "n_embed": 1024,
+    "n_layer": 24,
+    "num_attention_heads": 16,
+    "layer_norm_epsilon": 1e-05,
+    "seq_length": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pretraining_tp": 1,
+    "slow_but_exact": False,
+    "offset_alibi": 100,
+    "attention_softmax_in_fp32": True,
+}
+GPT1 = {"model_type": "openai-gpt", "afn": "gelu", "n_ctx": 512, "n_embd": 768, "n_head": 12, "n_layer": 12}
+
+
+@pytest.mark.parametrize(
+    ("fields", "structure", "n_positions", "ends"),
+    [
+        (OPT_350M, {"norm_placement": "post", "final_norm": False, "embed_dim": 512}, 2048, (2, (2,))),
+        (BLOOM_560M, {"positions": "alibi", "embed_norm": True}, 2048, (1, (2,))),
+        (GPT1, {"norm_placement": "post", "final_norm": False}, 512, (None, ())),
+        ({"model_type": "opt"}, {}, 2048, (2, (2,))),
+        ({"model_type": "mpt"}, {"positions": "alibi"}, 2048, (None, ())),
+    ],
+)
+def test_published_configurations(fields, structure, n_positions, ends, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_config(tmp_path)
+    assert config.structure == structure
+    assert (config.n_positions, (config.bos_token_id, config.eos_token_ids)) == (n_positions, ends)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12, 14, 112])
+def test_slopes_are_those_of_the_paper_and_of_its_rule_for_other_numbers_of_heads(heads, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**BLOOM_560M, "n_embed": heads, "num_attention_heads": heads}))
+    slopes = read_config(tmp_path).alibi_slopes
+    power = 2 ** int(np.log2(heads))
+    assert slopes[:power] == tuple(2.0 ** (-8 / power * (head + 1)) for head in range(power))
+    twice = tuple(2.0 ** (-8 / (2 * power) * (head + 1)) for head in range(2 * power))
+    assert slopes[power:] == twice[0::2][: heads - power]
+
+
+def test_gguf_is_of_gpt2_alone(tmp_path, capsys):
+    source = write_family(tmp_path / "source", "bloom-4")
+    result = Result(capsys, "convert", [str(source), str(tmp_path / "gguf"), "--to", "gguf"])
+    assert result.code == 1
+    assert "is a BLOOM, and GGUF files are written of GPT-2 alone" in result.err
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt-1"])
+def test_adapters_are_of_gpt2_alone(name, tmp_path):
+    """Of OPT-125m too, whose arithmetic is GPT-2's."""
+    checkpoint = open_checkpoint(write_family(tmp_path, name))
+    with pytest.raises(CheckpointError, match="and adapters are merged into GPT-2 alone: merge it with peft's"):
+        merge_lora(checkpoint, tmp_path / "adapter")
+
+
+def test_info_names_the_family_and_what_was_evened_out(tmp_path, capsys):
+    report = json.loads(Result(capsys, "info", ["--json", str(write_family(tmp_path, "opt-350m"))]).out)
+    assert (report["family"], report["refused"]) == ("OPT", [])
+    assert report["config"]["embed_dim"] == 10
+    assert "positions begin at row 2 of their table" in report["quirks"]
+
+
+VALUES = (None, [], {}, "x", -1, 0, 2**40, 1.5, True, [1, 2], "gelu")
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom-4", "mpt-4", "gpt-1"])
+def test_any_value_of_any_field_is_used_or_refused_in_a_sentence(name, tmp_path):
+    folder = write_family(tmp_path, name)
+    others = ("attn_config", "seq_length", "n_embed", "afn", "word_embed_proj_dim", "do_layer_norm_before", "no_bias")
+    for field in {*FAMILY_MODELS[name], *others} - {"model_type"}:
+        for value in VALUES:
+            (folder / "config.json").write_text(json.dumps({**FAMILY_MODELS[name], field: value}))
+            with contextlib.suppress(CheckpointError):
+                open_checkpoint(folder)

@@ -1,0 +1,70 @@
+"""What families have in common whose config.json says their model_type, as transformers writes it."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tinygpt.config import ModelConfig
+from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source
+from tinygpt.weights.families.hugging_face import is_ignored
+from tinygpt.weights.parameters import HEAD
+
+Fields = Mapping[str, Any]
+_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A model_type of transformers.
+
+    family_name: for messages. model_config: from the fields of config.json, and of generation_config.json where there
+    is one. rules: for every parameter, what it is made of, by the same fields; none: as the usual ones have it.
+    wrappers: what may stand before the names in the rules, and `prefix` what transformers writes there. beside:
+    names that have no prefix. is_in_out: whether matrices of layers are (in, out). quirks: what loading evens out.
+    """
+
+    name: str
+    family_name: str
+    model_config: Callable[[Fields, Fields | None], ModelConfig]
+    rules: Callable[[ModelConfig, Fields], dict[str, Rule]]
+    prefix: str
+    wrappers: str = "transformer|model|module|_orig_mod"
+    beside: tuple[str, ...] = (HEAD,)
+    is_in_out: bool = False
+    quirks: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> Family:
+        return Family(
+            name=self.family_name,
+            described_by="config.json",
+            detect=self._detect,
+            config=lambda source: self.model_config(source.config_json or {}, source.json("generation_config.json")),
+            rules=lambda source, config: self.rules(config, source.config_json or {}),
+            place=self._place,
+            is_ignored=is_ignored,
+            quirks=lambda source, config: self.quirks,
+            layout=Layout(lambda config: self.rules(config, {}), self._file_name, self.is_in_out),
+        )
+
+    def _detect(self, source: Source) -> bool:
+        return source.config_json is not None and source.config_json.get("model_type") == self.name
+
+    def _place(self, source: Source) -> Iterable[Placed]:
+        wrappers = re.compile(rf"(?:(?:{self.wrappers})\.)+")
+        for name, tensor in source.container.tensors.items():
+            found = wrappers.match(name)
+            yield Placed(name[found.end() :] if found else name, name, tensor)
+
+    def _file_name(self, name: str) -> str:
+        return name if name in self.beside else self.prefix + name
+
+
+def split_name(parameter: str) -> tuple[int | None, str, str]:
+    """The layer of a parameter (None: of none), its module and whether it is a weight or a bias."""
+    found = _PARAMETER.fullmatch(parameter)
+    if found is None:
+        module, kind = parameter.rsplit(".", 1)
+        return None, module, kind
+    return int(found[1]), found[2], found[3]
