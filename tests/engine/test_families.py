@@ -161,10 +161,10 @@ def test_others_do(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.05), ("int8", 0.25), ("int4", 1.0)])
+@pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.04), ("int8", 0.055), ("int4", 0.4)])
 def test_other_dtypes(folder, dtype, limit, tmp_path):
-    """Near float32, where unrelated logits differ by 1.4 std: these models are small and sharp, and a gate may choose
-    another expert. And with bits of their own, whoever else is there."""
+    """Near the reference, where unrelated logits differ by 1.4 std: up to 0.027, 0.037 and 0.28 were measured of these
+    small and sharp models. And with bits of their own, whoever else is there."""
     ids = golden_ids(30, "dtypes", V)
     with LLM(folder, device="reference") as reference:
         expected = reference.logits(ids)

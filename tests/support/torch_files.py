@@ -37,8 +37,16 @@ def own_bytes(value: Any, is_legacy: bool = False) -> bytes:
         data = {f"data/{key}": array.tobytes() for key, array in storages.items()}
         entries = {"data.pkl": structure, "byteorder": b"little", **data, "version": b"3\n"}
         for name, content in entries.items():
-            archive.writestr(f"archive/{name}", content)
+            archive.writestr(_aligned(f"archive/{name}", buffer.tell()), content)
     return buffer.getvalue()
+
+
+def _aligned(name: str, offset: int) -> zipfile.ZipInfo:
+    """An entry whose data begin at a multiple of 64 bytes, by a field that means nothing, as torch has it."""
+    info, header = zipfile.ZipInfo(name), 30
+    size = -(offset + header + len(name) + 4) % 64
+    info.extra = b"FB" + size.to_bytes(2, "little") + b"Z" * size
+    return info
 
 
 def _with_tensors(value: Any, made: dict[int, Any]) -> Any:

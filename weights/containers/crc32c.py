@@ -14,7 +14,7 @@ ONE = 1 << 31
 WORD = 64  # bits
 # x^(64 A) + x^(64 B) + x^(64 C) + 1 is a multiple of P; `tests/weights/test_tf_bundle.py` divides it.
 A, B, C = 5685, 1362, 426
-BLOCK = 40 * A  # words that are folded together: they and the copy of them fit in a cache
+BLOCK = 10 * A  # words that are folded together: they and the copy of them fit in a cache
 
 
 def crc32c(data: memoryview) -> int:
