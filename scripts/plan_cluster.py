@@ -11,9 +11,11 @@ machine could do that it reaches, as `tinygpt bench` shows it. Figures are predi
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tinygpt.bench.machine_limits import MachineLimits, measure_limits
 from tinygpt.bench.work import (
@@ -33,6 +35,20 @@ from tinygpt.parallel.cut import part_of_rank
 from tinygpt.parallel.layout import Layout
 
 FLOAT, GIB = 4, 2**30  # bytes
+# Ranks gather a row of GPT-2 XL from each other, as they do twice a layer; the median, in seconds.
+GATHER = """
+import statistics, time
+import numpy as np
+from mpi4py import MPI
+ranks = MPI.COMM_WORLD
+mine, all_rows, seconds = np.ones(1600, np.float32), np.empty(ranks.size * 1600, np.float32), []
+for _ in range(2000):
+    start = time.perf_counter()
+    ranks.Allgather(mine, all_rows)
+    seconds.append(time.perf_counter() - start)
+if ranks.rank == 0:
+    print(statistics.median(seconds))
+"""
 HEADER = "| hosts | tensor x pipeline x replicas | GiB a host | ms a step | tokens/s | KB sent a step |"
 
 
@@ -129,11 +145,26 @@ def layouts(config: ModelConfig, hosts: int) -> list[tuple[Layout, int]]:
     return [(Layout(t, p), hosts // (t * p)) for t, p in sizes]
 
 
+def local_latency(ranks: int) -> float:
+    """Seconds of a message between ranks of this machine."""
+    if ranks == 1:
+        return 0.0
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec"
+    command = [mpiexec, "-n", str(ranks), sys.executable, "-c", GATHER]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
 def check(args: argparse.Namespace, config: ModelConfig, dtype: str, load: Load) -> None:
     """Predicted beside measured: ranks of this machine, which share its cores and its memory's bandwidth."""
-    rows = []
+    cores, rows = physical_cores(), []
+    if max(args.check) > cores:
+        raise SystemExit(
+            f"--check is {max(args.check)} and there are {cores} cores: a rank that waits keeps a core busy, so give "
+            f"{cores} at most."
+        )
+    limits = measure_limits(dtype, cores)
     for ranks in args.check:
-        threads = max(physical_cores() // ranks, 1)
+        threads = cores // ranks
         cases = {"--batch-sizes": load.batch_size, "--prompt-lengths": load.context - 32, "--new-tokens": 64}
         flags = [word for flag, value in cases.items() for word in (flag, str(value))]
         model = ["--random", args.model.removeprefix("random:")] if "random:" in args.model else ["-m", args.model]
@@ -142,13 +173,13 @@ def check(args: argparse.Namespace, config: ModelConfig, dtype: str, load: Load)
             [sys.executable, "-m", "tinygpt", *command, "--json"], check=True, capture_output=True, text=True
         )
         record = next(record for record in json.loads(found.stdout) if record["n_gen"])
-        rows.append((ranks, record["ms_per_token"] / 1e3, measure_limits(dtype, threads * ranks)))
-    _, alone, limits = rows[0]
+        rows.append((ranks, record["ms_per_token"] / 1e3))
+    _, alone = rows[0]
     share = predict(config, dtype, Layout(), load, limits, Network(0, 1e12), 1.0).seconds / alone
     print("\n| ranks of this machine | predicted ms | measured ms | off by |\n|---|---|---|---|")
-    for ranks, measured, limits in rows:
+    for ranks, measured in rows:
         one = MachineLimits(limits.bandwidth / ranks, {kind: rate / ranks for kind, rate in limits.tile_rates.items()})
-        network = Network(args.latency * 1e-6, limits.bandwidth / 8)
+        network = Network(local_latency(ranks), limits.bandwidth / 8)
         predicted = predict(config, dtype, Layout(ranks), load, one, network, share).seconds
         print(f"| {ranks} | {predicted * 1e3:.2f} | {measured * 1e3:.2f} | {predicted / measured - 1:+.0%} |")
 

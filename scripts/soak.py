@@ -2,11 +2,12 @@
 
     python scripts/soak.py                      # 10 000 requests of 64 threads to the demo checkpoint, some minutes
     python scripts/soak.py --requests 500
+    mpiexec -n 2 python scripts/soak.py --requests 2000 --tensor-parallel 2     # over ranks of this machine
 
 Requests differ in length, controls and number of samples; some are cancelled, some run out of time, and all of them
 come through a bounded queue, which refuses what is too much. Ends with exit code 1 if a request did not end, a slot of
 the KV cache was not released, the queue grew over its bound, a repeated request differed, or the memory of the process
-grew by more than 2 % after the first fifth. Memory is read from /proc, so Linux only.
+grew by more than 2 % after the first fifth. Memory is read from /proc, so Linux only; it is that of all ranks.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +44,7 @@ class Report:
     differing: int = 0
     memory: list[int] = field(default_factory=list)  # bytes, as requests end
     lock: threading.Lock = field(default_factory=threading.Lock)
+    pids: Sequence[int] = (os.getpid(),)
 
 
 def random_request(generator: random.Random) -> tuple[str, SamplingParams]:
@@ -74,7 +77,7 @@ def run_thread(llm: LLM, count: int, seed: int, report: Report, bar: tqdm) -> No
         end = run_request(llm, prompt, params, is_cancelled, report)
         with report.lock:
             report.ends[end] += 1
-            report.memory.append(resident_bytes())
+            report.memory.append(resident_bytes(report.pids))
             bar.update()
 
 
@@ -107,8 +110,20 @@ def num_samples(llm: LLM) -> int:
     return len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(pids: Sequence[int]) -> int:
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def rank_pids(ranks: int) -> list[int]:
+    """This process, and its siblings of the same mpiexec."""
+    if ranks == 1:
+        return [os.getpid()]
+    task = Path(f"/proc/{os.getppid()}/task")
+    found = [int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()]
+    if len(found) != ranks:
+        raise SystemExit(f"{len(found)} ranks of {ranks} are on this machine: start them all here.")
+    return found
 
 
 def problems(llm: LLM, report: Report, requests: int) -> list[str]:
@@ -131,13 +146,16 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer (default: 1)")
     args = parser.parse_args()
     report, each = Report(), -(-args.requests // THREADS)
     start = time.perf_counter()
+    sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_queue": MAX_QUEUE}
     with (
-        LLM(args.model, args.dtype, max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_QUEUE) as llm,
+        LLM(args.model, args.dtype, **sizes, tensor_parallel_size=args.tensor_parallel) as llm,
         tqdm(total=each * THREADS, disable=None) as bar,
     ):
+        report.pids = rank_pids(args.tensor_parallel)
         threads = [threading.Thread(target=run_thread, args=(llm, each, i, report, bar)) for i in range(THREADS)]
         for thread in threads:
             thread.start()

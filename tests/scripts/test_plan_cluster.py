@@ -50,3 +50,10 @@ def test_what_is_sent_in_a_step(layout, floats):
 def test_every_way_to_use_four_hosts():
     found = [(layout.tensor_size, layout.pipeline_size, n) for layout, n in plan_cluster.layouts(ModelConfig(), 4)]
     assert found == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
+
+
+def test_more_ranks_than_cores_are_not_measured(monkeypatch):
+    monkeypatch.setattr(plan_cluster, "physical_cores", lambda: 2)
+    monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", "1", "4"])
+    with pytest.raises(SystemExit, match="--check is 4 and there are 2 cores"):
+        plan_cluster.main()

@@ -117,18 +117,20 @@ class RankModel:
 
     def _collect(self, logits: np.ndarray, count: int) -> np.ndarray | None:
         """The logits of all tokens (R, V), on rank 0."""
-        if self._world.rank and self.part.is_last and count:
-            self._world.send(logits, 0)
+        if self._world.rank and self.part.is_last:
+            for row in logits[:count]:
+                self._world.send(row, 0)
         if self._world.rank:
             return None
-        for tensor_rank, tokens in enumerate(self._vocab_parts if count else ()):
+        found = self._logits[:count]
+        for tensor_rank, tokens in enumerate(self._vocab_parts):
             source = self._layout.rank_at(self._layout.pipeline_size - 1, tensor_rank)
-            part = logits
-            if source:
-                part = np.empty((count, len(tokens)), np.float32)
-                self._world.receive(part, source)
-            self._logits[:count, tokens.start : tokens.stop] = part
-        return self._logits[:count]
+            if source == 0:
+                found[:, tokens.start : tokens.stop] = logits
+                continue
+            for row in found:  # each where it belongs, so that nothing is copied twice
+                self._world.receive(row[tokens.start : tokens.stop], source)
+        return found
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
         """What all ranks have, by rank: joined along `axis` within a stage, and stage after stage."""
