@@ -64,6 +64,9 @@ FOREIGN = {
     "tinygpt.evaluation.golden": {"torch", "transformers"},
     "tinygpt.bench.plot": {"matplotlib"},
     "tinygpt.parallel.mpi": {"mpi4py"},
+    "tinygpt.on_ray.application": {"ray", "pydantic", "starlette"},
+    "tinygpt.on_ray.metrics": {"ray"},
+    "tinygpt.cli.ray_actors": {"ray"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
 
@@ -313,6 +316,7 @@ OPTIONAL = {
     "tritonclient.grpc",
     "tritonclient.grpc.model_config_pb2",
     "mpi4py",
+    "ray",
 }
 
 

@@ -41,6 +41,8 @@ def test_defaults_are_the_contract():
         "soft_prompt": None,
         "interactive": False,
         "workers": 1,
+        "ray": False,
+        "keep_order": False,
         "max_tokens": 128,
         "temperature": 0.8,
         "top_k": 40,

@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+from argparse import Namespace
 
 import pytest
 
 from support.commands import Result, run_process
 from support.moe_models import moe_arrays, write_moe
 from tinygpt.cli import workers as workers_module
-from tinygpt.cli.workers import Answer, Task, answers_of
+from tinygpt.cli.workers import Answer, Task, answers_of, check_workers
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.request.prompts import Prompt
@@ -116,6 +117,17 @@ def test_when_all_are_killed_one_sentence_says_so(waiting_on):
         list(answers_of([one], tasks_of(5), room=2))
 
 
+@pytest.mark.parametrize("flags", [[], ["--keep-order"]])
+def test_records_are_in_the_order_of_the_prompts_on_request(tmp_path, capsys, small_demo, flags):
+    """The first prompt has the longest text."""
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": [5, 6], "max_tokens": new, "ignore_eos": True} for new in (30, 2, 9, 4)]
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    result = Result(capsys, "generate", ["-m", small_demo, "--input", str(given), "--output", str(out), *flags])
+    assert result.code == 0, result.err
+    assert list(records(out)) == ([1, 2, 3, 4] if flags else [2, 4, 3, 1])
+
+
 def test_a_worker_that_is_killed_loses_no_prompt(tmp_path, monkeypatch, capsys):
     """A real one, by SIGKILL, once the first answer has come."""
     output, killed = tmp_path / "out.jsonl", []
@@ -139,15 +151,24 @@ def test_a_worker_that_is_killed_loses_no_prompt(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--workers", "2", "x"], "--workers share the prompts of a file: give it with --input"),
+        (["--workers", "2", "x"], "--workers is for the prompts of a file: give it with --input"),
+        (["--ray", "x"], "--ray is for the prompts of a file: give it with --input"),
         (["--workers", "0", "x"], "--workers is 0 and must be a whole number from 1"),
-        (["--workers", "2", "--input", "x", "--device", "reference"], "--workers are processes of the CPU"),
+        (["--workers", "2", "--input", "x", "--device", "reference"], "--workers is for processes of the CPU"),
     ],
 )
 def test_what_is_impossible_is_refused(capsys, flags, said):
     result = Result(capsys, "generate", flags)
     assert result.code == 2
     assert said in result.err
+
+
+@pytest.mark.parametrize(("workers", "ray", "flag"), [(2, False, "--workers"), (1, True, "--ray")])
+def test_a_model_on_several_ranks_has_no_workers(workers, ray, flag):
+    """Asked by themselves: as a command, these flags would start ranks."""
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    with pytest.raises(RequestError, match=f"workers have a model each: omit {flag}, or --tensor-parallel"):
+        check_workers(Namespace(workers=workers, ray=ray, input="x", device="cpu", **sizes))
 
 
 def test_lines_that_cannot_be_used_are_listed_before_any_work(tmp_path, capsys):

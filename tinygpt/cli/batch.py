@@ -14,7 +14,7 @@ from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
 from tinygpt.cli.prompts_file import PromptRecord, in_json_words, read_prompts, refuse
 from tinygpt.cli.statistics import rates
-from tinygpt.cli.workers import Answer, Reader, Task, answers_of, started
+from tinygpt.cli.workers import Answer, Reader, Task, answers_of, has_workers, started
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
         encoded.extend(_encode(llm, source, pending))
 
     with _writer(target, earlier) as write:
-        if pending and args.workers > 1:
+        if pending and has_workers(args):
             _answer_by_workers(args, source, target, earlier, pending, len(prompts), write)
         elif pending:
             llm, load_seconds = loading.load_llm(args, check)
@@ -73,8 +73,14 @@ def _answer_by_workers(
     encoded = _encode(reader, source, pending)
     tasks = [Task(i, pending[i].id, prompt, pending[i].params) for i, prompt in enumerate(encoded)]
     began = time.perf_counter()
-    with reader.setup() as setup, started(args.workers, setup) as workers:
-        _write_all(args, answers_of(workers, tasks, setup.room), pending, total, write)
+    if args.ray:
+        from tinygpt.cli.ray_actors import answers_on_ray
+
+        answers = answers_on_ray(args.workers, reader.setup_elsewhere(), tasks)
+        _write_all(args, answers, pending, total, write)
+    else:
+        with reader.setup() as setup, started(args.workers, setup) as workers:
+            _write_all(args, answers_of(workers, tasks, setup.room), pending, total, write)
     seconds = time.perf_counter() - began
     say(f"{counted(len(pending), 'prompt')} by {args.workers} workers in {seconds:.2f} s; seeds in their records")
 
@@ -121,7 +127,7 @@ def _write_all(
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
         try:
-            for answer in answers:
+            for answer in in_order(answers) if args.keep_order else answers:
                 write(answer.line)
                 num_answered += 1
                 num_truncated += answer.is_truncated
@@ -136,6 +142,17 @@ def _write_all(
             f"{counted(num_unfinished, 'guided text')} cut short, and not yet what the grammar asks for: "
             '"finish_reason": "length" in their records'
         )
+
+
+def in_order(answers: Iterator[Answer]) -> Iterator[Answer]:
+    """By their indices, which count from 0; those that come early wait."""
+    early: dict[int, Answer] = {}
+    num_given = 0
+    for answer in answers:
+        early[answer.index] = answer
+        while num_given in early:
+            yield early.pop(num_given)
+            num_given += 1
 
 
 def _how_to_go_on(output: str | None, num_answered: int, total: int) -> str:

@@ -22,6 +22,8 @@ from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import physical_cores
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from tinygpt.execution.model_source import ModelSource
     from tinygpt.outputs import RequestOutput
     from tinygpt.request.prompts import Prompt
@@ -61,6 +63,14 @@ class Answer:
     def of(cls, index: int, record_id: str | int, model: str, dtype: str, output: "RequestOutput") -> "Answer":
         samples = tuple((sample.text, sample.finish_reason) for sample in output.outputs)
         return cls(index, record_line(record_id, model, dtype, output), output.num_truncated_tokens > 0, samples)
+
+    @classmethod
+    def to(cls, task: Task, model: str, dtype: str, future: "Future[RequestOutput]") -> "Answer":
+        """What has come of a task, an error among it."""
+        try:
+            return cls.of(task.index, task.record_id, model, dtype, future.result())
+        except Exception as error:
+            return cls(task.index, problem=f"id {task.record_id!r}: {error}")
 
 
 @dataclass(frozen=True)
@@ -103,18 +113,23 @@ class Worker:
             self.connection.send(task)
 
 
+def has_workers(args: argparse.Namespace) -> bool:
+    return args.workers > 1 or args.ray
+
+
 def check_workers(args: argparse.Namespace) -> None:
     """RequestError for workers that cannot be had."""
     if not 1 <= args.workers <= MAX_WORKERS:
         raise RequestError(f"--workers is {args.workers} and must be a whole number from 1 to {MAX_WORKERS}.")
-    if args.workers == 1:
+    if not has_workers(args):
         return
+    flag = "--ray" if args.ray else "--workers"
     if args.input is None:
-        raise RequestError("--workers share the prompts of a file: give it with --input.")
+        raise RequestError(f"{flag} is for the prompts of a file: give it with --input.")
     if args.device != "cpu":
-        raise RequestError(f"--workers are processes of the CPU and --device is {args.device}: omit one of them.")
+        raise RequestError(f"{flag} is for processes of the CPU and --device is {args.device}: omit one of them.")
     if (args.tensor_parallel_size, args.pipeline_parallel_size) != (1, 1):
-        raise RequestError("--workers have a model each: omit --tensor-parallel and --pipeline-parallel.")
+        raise RequestError(f"workers have a model each: omit {flag}, or --tensor-parallel and --pipeline-parallel.")
 
 
 def answers_of(workers: list[Worker], tasks: list[Task], room: int) -> Iterator[Answer]:
@@ -197,12 +212,20 @@ class Reader:
         for prompt in prompts:
             self._inputs.request(prompt, params)
 
+    @property
+    def _threads(self) -> int:
+        """Of each worker."""
+        return self._args.threads or max(physical_cores() // self._args.workers, 1)
+
+    def setup_elsewhere(self) -> Setup:
+        """What workers load that may be on other hosts: the model, each by itself."""
+        return Setup({**self._arguments, "threads": self._threads, "dtype": self.dtype}, self._args.model)
+
     @contextmanager
     def setup(self) -> Iterator[Setup]:
         """What workers load while the block runs: a converted checkpoint as it is, and any other converted for them."""
-        threads = self._args.threads or max(physical_cores() // self._args.workers, 1)
         with tempfile.TemporaryDirectory(prefix="tinygpt-") as folder:
-            shared = {**self._arguments, "threads": threads, "lora": None, "dtype": "auto"}
+            shared = {**self._arguments, "threads": self._threads, "lora": None, "dtype": "auto"}
             if self.source.file is None:
                 with elapsed(f"packing {self._args.model} as {self.dtype}, once for all workers"):
                     write_shared(self.source, self._args.model, Path(folder))
@@ -242,11 +265,8 @@ def work(connection: Connection, setup: Setup) -> None:
         with lock, suppress(OSError):
             connection.send(answer)
 
-    def settle(task: Task, future: Any) -> None:
-        try:
-            send(Answer.of(task.index, task.record_id, setup.model, llm.dtype, future.result()))
-        except Exception as error:
-            send(Answer(task.index, problem=f"id {task.record_id!r}: {error}"))
+    def settle(task: Task, future: "Future[RequestOutput]") -> None:
+        send(Answer.to(task, setup.model, llm.dtype, future))
 
     try:
         llm = LLM(**setup.arguments)

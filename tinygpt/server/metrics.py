@@ -61,6 +61,10 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterable[Metric]:
+        """What is counted of requests and the engine, under our names, at this moment."""
+        return self._own.collect()
+
     def count_http(self, path: str, status: int) -> None:
         self._http.labels(path=path, status=str(status), **self._label).inc()
 

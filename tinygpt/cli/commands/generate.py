@@ -76,6 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that share the prompts of --input and one copy of the weights (default: %(default)s)",
     )
+    group.add_argument(
+        "--ray",
+        action="store_true",
+        help="the workers are actors of the Ray cluster at $RAY_ADDRESS, or else of one that is started here; each "
+        "host of it needs --model at the same path (default: processes)",
+    )
+    group.add_argument(
+        "--keep-order",
+        action="store_true",
+        help="write records in the order of --input, each when all before it are written (default: as they finish)",
+    )
     group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
     group.add_argument(
         "--no-stream", action="store_true", help="print the text once it is complete (default: as it is made)"

@@ -1,0 +1,58 @@
+"""Completer, as Ray Data calls it; no Ray is needed for that."""
+
+import numpy as np
+import pytest
+
+from tinygpt import LLM
+from tinygpt.errors import RequestError
+from tinygpt.on_ray.completer import Completer
+
+ENGINE = {"threads": 1, "max_num_seqs": 2}
+PARAMS = {"max_tokens": 6, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def completer(small_demo):
+    return Completer(PARAMS, model=small_demo, **ENGINE)
+
+
+def batch(*prompts, **columns):
+    column = np.empty(len(prompts), object)
+    column[:] = prompts
+    return {"prompt": column, **columns}
+
+
+def test_rows_get_what_generate_gives(completer, small_demo):
+    found = completer(batch("The fox", "A wolf said", "He", id=np.arange(3)))
+    with LLM(small_demo, **ENGINE) as llm:
+        samples = [output.outputs[0] for output in llm.generate(["The fox", "A wolf said", "He"], **PARAMS)]
+    assert list(found["generated_text"]) == [sample.text for sample in samples]
+    assert list(found["generated_token_ids"]) == [sample.token_ids for sample in samples]
+    assert list(found["finish_reason"]) == ["length"] * 3
+    assert list(found["error"]) == [None] * 3
+    assert found["id"].tolist() == [0, 1, 2]
+
+
+def test_a_row_may_ask_for_something_else(completer):
+    """What is None is not given: Arrow fills the fields that other rows have."""
+    fields = np.array([{"max_tokens": 2, "seed": None}, {"max_tokens": None, "seed": 3}, None], object)
+    found = completer(batch("The fox", np.array([5, 6, 7]), "He", sampling_params=fields))
+    assert [len(ids) for ids in found["generated_token_ids"]] == [2, 6, 6]
+
+
+def test_a_failure_is_a_value_of_its_row(completer):
+    fields = np.array([None, {"max_tokens": 9999}, {"wisdom": 3}, {"n": 2}, None], object)
+    found = completer(batch([99999], "x", "y", "z", "The fox", sampling_params=fields))
+    said = ["99999", "max_tokens", "unknown sampling field 'wisdom'", "n is 2 and a row has room for one"]
+    for error, words in zip(found["error"], said, strict=False):
+        assert words in error
+    assert list(found["generated_text"][:4]) == [None] * 4
+    assert found["error"][4] is None
+    assert found["generated_text"][4]
+
+
+def test_what_no_row_could_have_is_refused(completer):
+    with pytest.raises(RequestError, match="the rows have 'text' and need a column 'prompt'"):
+        completer({"text": np.array(["x"])})
+    with pytest.raises(RequestError, match="unknown sampling field 'wisdom'"):
+        Completer({"wisdom": 3}, model="demo")

@@ -1,0 +1,95 @@
+"""A Ray Serve application: replicas of the server, as many as there are requests for.
+
+serve run tinygpt.on_ray.application:build model=gpt2 dtype=int8 threads=4 max_replicas=8
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveInt
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
+from starlette.applications import Starlette
+
+from tinygpt.llm import LLM
+from tinygpt.on_ray.metrics import RayMetrics
+from tinygpt.server.app import create_app
+from tinygpt.server.chat.template import ChatTemplate
+from tinygpt.server.config import ServerConfig
+from tinygpt.server.logs import configure_logging
+
+
+class Arguments(BaseModel):
+    """What `build` takes; `serve run` gives texts, which become numbers here.
+
+    target_ongoing_requests: of a replica, running and waiting; a replica more is started where there are more on
+        average. None: as many as it can run at once.
+    max_queue: samples that may wait in a replica; more are refused with status 429.
+    autoscaling: other fields of Ray's AutoscalingConfig, such as upscale_delay_s. llm: other arguments of LLM(...).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = "demo"
+    dtype: str = "auto"
+    threads: PositiveInt = 1
+    max_num_seqs: PositiveInt = 32
+    max_queue: PositiveInt = 512
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt = 1
+    target_ongoing_requests: PositiveInt | None = None
+    served_model_name: str | None = None
+    api_key: str | None = None
+    autoscaling: dict[str, Any] = {}
+    llm: dict[str, Any] = {}
+
+
+@serve.deployment(health_check_period_s=5, graceful_shutdown_timeout_s=30)
+@serve.ingress()
+class Replica:
+    """The server's ASGI app over an LLM of its own. Ray Serve routes, restarts and counts replicas."""
+
+    def __init__(self, arguments: Arguments):
+        a = arguments
+        configure_logging("json")
+        self._arguments = arguments
+        self._llm = LLM(
+            a.model,
+            a.dtype,
+            threads=a.threads,
+            max_num_seqs=a.max_num_seqs,
+            max_queue=a.max_queue,
+            # As in `tinygpt serve`: what clients write is plain text.
+            **{"split_special_tokens": True, **a.llm},
+        )
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        a = self._arguments
+        config = ServerConfig(
+            served_model_names=(a.served_model_name or a.model,),
+            api_keys=() if a.api_key is None else (a.api_key,),
+            chat_template=ChatTemplate.from_folder(self._llm.checkpoint_path),
+        )
+        app = create_app(self._llm, config)
+        self._metrics = RayMetrics(app.state.server.metrics)
+        return app
+
+    def check_health(self) -> None:
+        """Ray asks every some seconds, and replaces a replica where this raises."""
+        self._llm.engine.check_open()
+        self._metrics.publish()
+
+
+def build(arguments: Arguments) -> Application:
+    """The application, for `serve run` and `serve.run`. A replica has as many CPUs as threads."""
+    scaling = AutoscalingConfig(
+        min_replicas=arguments.min_replicas,
+        max_replicas=arguments.max_replicas,
+        target_ongoing_requests=arguments.target_ongoing_requests or arguments.max_num_seqs,
+        **arguments.autoscaling,
+    )
+    # What does not fit into a replica's own queue is its to refuse, in OpenAI's words.
+    room = arguments.max_num_seqs + arguments.max_queue + 1
+    options = {"num_cpus": arguments.threads}
+    deployment = Replica.options(max_ongoing_requests=room, autoscaling_config=scaling, ray_actor_options=options)
+    return deployment.bind(arguments)

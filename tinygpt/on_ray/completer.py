@@ -1,0 +1,78 @@
+"""Completer: continues the prompts of a Ray Dataset, each actor of a pool with an LLM of its own."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.llm import LLM
+from tinygpt.outputs import RequestOutput
+from tinygpt.sampling_params import SamplingParams
+
+COLUMNS = ("generated_text", "generated_token_ids", "finish_reason", "error")  # what a row gets
+
+
+class Completer:
+    """For `Dataset.map_batches`; a row's failure is a value of the row, and no row fails another.
+
+        dataset.map_batches(
+            Completer,
+            fn_constructor_kwargs={"params": {"max_tokens": 50, "seed": 1}, "model": "gpt2", "threads": 4},
+            compute=ray.data.ActorPoolStrategy(size=2), num_cpus=4, batch_size=64,
+        )
+
+    A row has `prompt`, a text or token ids, and may have `sampling_params`, fields of SamplingParams in front of
+    `params`; one that is None is not given. It gets COLUMNS: of what came, `error` or the others are None.
+
+    arguments: LLM's. An actor has as many CPUs as num_cpus says and knows nothing of that: give `threads` as many.
+    Raises as LLM does, and RequestError for impossible params.
+    """
+
+    def __init__(self, params: Mapping[str, Any] | None = None, **arguments: Any):
+        self._params = _with_fields(SamplingParams(), params or {})
+        self._llm = LLM(**arguments)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The batch with what its rows got."""
+        if "prompt" not in batch:
+            raise RequestError(f"the rows have {', '.join(map(repr, batch))} and need a column 'prompt'.")
+        prompts = batch["prompt"]
+        given = batch.get("sampling_params", [None] * len(prompts))
+        asked = [self._submit(prompt, fields or {}) for prompt, fields in zip(prompts, given, strict=True)]
+        rows = [_row_of(one) for one in asked]  # all run together
+        return {**batch, **{name: _column([row[i] for row in rows]) for i, name in enumerate(COLUMNS)}}
+
+    def _submit(self, prompt: Any, fields: Mapping[str, Any]) -> "Future[RequestOutput] | RequestError":
+        prompt = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        try:
+            return self._llm.submit(prompt, _with_fields(self._params, fields))
+        except RequestError as error:
+            return error
+
+
+def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
+    """RequestError for what is impossible, several samples among it: a row has room for one."""
+    params = replace(params, **{name: value for name, value in fields.items() if value is not None})
+    if params.n > 1:
+        raise RequestError(f"n is {params.n} and a row has room for one sample: leave n at 1, and repeat the row.")
+    return params
+
+
+def _row_of(asked: "Future[RequestOutput] | RequestError") -> tuple[Any, ...]:
+    try:
+        if isinstance(asked, RequestError):
+            raise asked
+        sample = asked.result().outputs[0]
+    except TinyGPTError as error:
+        return None, None, None, str(error)
+    return sample.text, sample.token_ids, sample.finish_reason, None
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    """Objects, none of which is taken for an array."""
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column
