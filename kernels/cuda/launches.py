@@ -13,7 +13,6 @@ from tinygpt.kernels.cuda.layers.attention import (
     TILE_WARPS,
     attend_chunks_kernel,
     attend_tiles_kernel,
-    combine_chunks_kernel,
 )
 from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
 from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
@@ -123,18 +122,15 @@ def attend_tiles(params: Params, layer: int, attended, kv_cache: KVCache, shape:
 
 
 def attend_chunks(params: Params, layer: int, attended, kv_cache: KVCache, shape: Shape, workspace: Workspace) -> None:
-    """Decoding: chunks of keys side by side, then their sums."""
+    """Decoding: chunks of keys side by side; the last to be done merges them."""
     w, inputs, c, config, family = workspace, workspace.inputs, kv_cache, params.config, family_of(params.dtype)
     is_small = shape.tokens * c.num_heads * shape.chunks < 8 * w.device.multiprocessors
     warps = 1 if is_small else DECODE_WARPS
     grid = -(-shape.chunks // warps), c.num_heads, shape.tokens
-    more = inputs.sizes, c.num_heads, float(config.attention_scale(layer)), shape.chunks
+    counts = c.num_heads, c.head_size, padded_columns(config.n_embd)
+    more = inputs.sizes, *counts, float(config.attention_scale(layer)), shape.chunks
     function = attend_chunks_kernel(c.padded_head, family)
-    w.device.launch(function, grid, warps * WARP, w.partials, *keys_of(c, layer, w), *more)
-    grid = -(-c.num_heads // DECODE_WARPS), shape.tokens
-    counts = c.num_heads, c.head_size, padded_columns(config.n_embd), shape.chunks
-    function = combine_chunks_kernel(c.padded_head, family)
-    w.device.launch(function, grid, DECODE_WARPS * WARP, attended, w.partials, inputs.positions, inputs.sizes, *counts)
+    w.device.launch(function, grid, warps * WARP, attended, w.merges, w.partials, *keys_of(c, layer, w), *more)
 
 
 def heads_of(kv_cache: KVCache, workspace: Workspace) -> Heads:

@@ -43,6 +43,7 @@ class Workspace:
     q: Any  # (N, H, Dp)
     attended: Any  # (N, Cp)
     partials: Any  # (tokens of a decode step, H, chunks, Dp + 2) float32
+    merges: Any  # (tokens of a decode step, H) int32: chunks that are done; 0 between steps
     inner: Any  # (N, Fp)
     logits: Any  # (R, V) float32
     every: Any  # (N,) int32: 0, 1, 2, ...
@@ -63,6 +64,7 @@ def new_workspace(
         device=device,
         inputs=Inputs(whole, inputs, **inputs.split(whole)),
         every=device.array(np.arange(max(sizes.tokens, sizes.logits), dtype=np.int32)),
+        merges=device.zeros((sizes.decode_tokens * config.n_head,), np.int32),
         sampling=new_sampling_buffers(device, config, sizes),
         sizes=sizes,
         graphs=Graphs(device),
@@ -74,8 +76,8 @@ def workspace_bytes(config, sizes: Sizes, dtype: str) -> int:
     """What `new_workspace` takes of the GPU's memory."""
     shapes = _shapes(config, sizes, family_of(dtype)).values()
     buffers = sum(math.prod(shape) * item_bytes(kind) for shape, kind in shapes)
-    every = 4 * max(sizes.tokens, sizes.logits)
-    return buffers + every + _input_parts(sizes).num_bytes + sampling_bytes(config, sizes)
+    counts = 4 * (max(sizes.tokens, sizes.logits) + sizes.decode_tokens * config.n_head)  # `every` and `merges`
+    return buffers + counts + _input_parts(sizes).num_bytes + sampling_bytes(config, sizes)
 
 
 def _shapes(config, sizes: Sizes, family: str) -> dict[str, tuple[tuple[int, ...], str]]:

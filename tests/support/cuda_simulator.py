@@ -451,6 +451,10 @@ def arrive(array: GlobalArray, index):
     return old
 
 
+def signal_arrival(array: GlobalArray, index):
+    arrive(array, index)
+
+
 INTRINSICS = {
     function.__name__: function
     for function in (
@@ -473,6 +477,7 @@ INTRINSICS = {
         prefetch,
         prefetch_run,
         arrive,
+        signal_arrival,
     )
 } | {"load_global": load_global, "load_read_only": load_read_only}
 

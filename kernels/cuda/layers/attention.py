@@ -1,4 +1,4 @@
-"""Causal attention over the KV cache: decode in two kernels, prefill in one, with the same results to the bit.
+"""Causal attention over the KV cache: a kernel for decode and one for prefill, with the same results to the bit.
 
 Keys and values are taken in chunks of CHUNK absolute positions. In every kernel a warp weighs a chunk for a query by
 the same device functions, and chunks are merged in ascending order by the same operations: what a query gets depends
@@ -18,6 +18,7 @@ dtype is "float32" or "bfloat16", and size is Dp, the head size rounded up to a 
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
     attended     (N, width), head by head; columns from H * head_size on are left alone
     partials     (N, H, max_chunks, 2 + Dp) float32: a chunk's highest score, sum of weights, weighted values
+    merges       (N, H) int32, 0 before and after: how many of a token and head's chunks are done
     positions, token_slots  (N,) int32: of each token, its position and its KV slot
     sizes        sizes[0], int32: how many tokens there are; what is launched for others returns at once
     tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence, positions ascending
@@ -29,13 +30,14 @@ import math
 from tinygpt.kernels.cuda.layers.attention_products import BLOCK, CHUNK, Products, attention_products
 from tinygpt.kernels.cuda.layers.attention_softmax import blend, chunk_weights, merge
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import load_fresh, prefetch_run
+from tinygpt.kernels.cuda.runtime.ptx import arrive, load_fresh, prefetch_run
+from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 QUERY_TILE = 64  # tokens
 TILE_WARPS = 4  # of a block of attend_tiles
-AT_ONCE = 8  # partials that a lane of combine_chunks asks for together
+AT_ONCE = 8  # partials that a lane asks for together
 
 
 def padded_head(head_size: int) -> int:
@@ -45,16 +47,17 @@ def padded_head(head_size: int) -> int:
 
 @functools.cache
 def attend_chunks_kernel(size: int, dtype: str):
-    """Decode, first half: the partials of tokens that are each the newest of their sequence.
+    """Decode: tokens that are each the newest of their sequence.
 
     A warp takes a chunk of a token and head: grid (max_chunks / warps rounded up, H, N), threads 32 * warps. One warp
-    a block spreads a small batch over the most SMs; with 4, more of a large one fits on each.
+    a block spreads a small batch over the most SMs; with 4, more of a large one fits on each. The
+    warp that is the last to have finished a chunk of a token and head merges them all, in their order.
     """
     attend_chunk, prefetch_chunk = chunk_function(attention_products(size, dtype), size), prefetch_function(size, dtype)
 
     def attend_chunks(
-        partials, q, k_cache, v_cache, layer, num_slots, padded_len,
-        positions, token_slots, sizes, num_heads, scale, max_chunks,
+        attended, merges, partials, q, k_cache, v_cache, layer, num_slots, padded_len,
+        positions, token_slots, sizes, num_heads, head_size, width, scale, max_chunks,
     ):  # fmt: skip
         n, head, lane = int32(cuda.blockIdx.z), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x & 31)
         chunk = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
@@ -66,7 +69,8 @@ def attend_chunks_kernel(size: int, dtype: str):
         start = cache_start(layer, num_slots, token_slots[n], num_heads, head, padded_len * size) + chunk * CHUNK * size
         if lane == 0:
             prefetch_chunk(k_cache, v_cache, start, last)
-        attend_chunk(partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks, scale)
+        where = start, last, n, num_heads, head, chunk, max_chunks
+        attend_chunk(attended, merges, partials, q, k_cache, v_cache, *where, scale, head_size, width)
 
     return kernel(attend_chunks)
 
@@ -87,15 +91,20 @@ def prefetch_function(size: int, dtype: str):
 def chunk_function(products: Products, size: int):
     """The device function of a warp that takes a chunk of a token and head, which begins at `start` in the caches.
 
-    attend_chunk(partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks, scale)
+    attend_chunk(attended, merges, partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks,
+    scale, head_size, width); last: the chunk's last key that counts. The last warp of a token and head merges.
     """
+    combine = combine_function(products, size)
     load_queries, weigh_keys, weigh_values = products.load_queries, chunk_weights(products), products.weigh_values
     QUERY_WORDS, PACKED_WORDS = products.query_words, products.packed_words
     ROWS, ROW_LANES, DIMS, BLOCKS = products.rows, products.row_lanes, products.dims, size // BLOCK
     HELD = ROWS * DIMS
 
     @device_function
-    def attend_chunk(partials, q, k_cache, v_cache, start, last, n, num_heads, head, chunk, max_chunks, scale):
+    def attend_chunk(
+        attended, merges, partials, q, k_cache, v_cache,
+        start, last, n, num_heads, head, chunk, max_chunks, scale, head_size, width,
+    ):  # fmt: skip
         lane = int32(cuda.threadIdx.x & 31)
         words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)
         load_queries(words, q, n, 1, head, num_heads, lane)
@@ -113,23 +122,25 @@ def chunk_function(products: Products, size: int):
             if lane < ROW_LANES:
                 for i in range(DIMS):
                     partials[out + 2 + block * BLOCK + lane * DIMS + i] = sums[i]
+        chunks = int32(last // CHUNK + chunk + 1)
+        if is_last(merges, n * num_heads + head, chunks):
+            combine(attended, partials, n, num_heads, head, chunks, max_chunks, head_size, width)
 
     return attend_chunk
 
 
-@functools.cache
-def combine_chunks_kernel(size: int, dtype: str):
-    """Decode, second half: merges a token's partials. A warp takes a token and head: grid (H / warps rounded up, N)."""
-    combine = combine_function(attention_products(size, dtype), size)
-
-    def combine_chunks(attended, partials, positions, sizes, num_heads, head_size, width, max_chunks):
-        n, head = int32(cuda.blockIdx.y), int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
-        if n >= sizes[0] or head >= num_heads:
-            return
-        chunks = int32(positions[n] // CHUNK + 1)
-        combine(attended, partials, n, num_heads, head, chunks, max_chunks, head_size, width)
-
-    return kernel(combine_chunks)
+@device_function
+def is_last(merges, index, chunks):
+    """Whether this warp is the last of `chunks` warps that ask; what the others have written before, it may read."""
+    cuda.syncwarp()
+    arrived = int32(0)
+    if cuda.threadIdx.x % WARP == 0:
+        arrived = int32(arrive(merges, index))
+        if arrived == chunks - 1:
+            merges[index] = int32(0)
+    arrived = cuda.shfl_sync(uint32(ALL_LANES), arrived, 0)
+    cuda.syncwarp()
+    return arrived == chunks - 1
 
 
 def combine_function(products: Products, size: int):

@@ -9,12 +9,13 @@ import math
 from typing import Any, NamedTuple
 
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import load_fresh, store_bfloat16
+from tinygpt.kernels.cuda.runtime.ptx import load_fresh, store_bfloat16, to_bfloat16
 from tinygpt.kernels.cuda.runtime.warp import WARP, warp_sum
 
 from numba import cuda, float32, int32, int64  # isort: skip
 
 NORM_WARPS = 4
+AT_ONCE = 4  # numbers of a row that a lane scales together; 8 would take a third block's registers
 
 
 class NormWeights(NamedTuple):
@@ -62,6 +63,31 @@ def row_functions(columns: int):
             values[i] *= scale
 
     return load_row, normalise_row
+
+
+@functools.cache
+def scaled_row_function(columns: int):
+    """store_scaled(rows, at, values, weight, bias, lane): rows[at:], shared bfloat16, of a row that is normalised.
+
+    weight and bias (C,) are shared, too. AT_ONCE numbers at a time: the compiler cannot know that what is stored is
+    not what it would load next, so that each load would wait for the store before it.
+    """
+    held = held_numbers(columns)
+
+    @device_function
+    def store_scaled(rows, at, values, weight, bias, lane):
+        weights, biases = cuda.local.array(AT_ONCE, float32), cuda.local.array(AT_ONCE, float32)
+        for first in range(0, held, AT_ONCE):
+            for i in range(AT_ONCE):
+                c = int32(lane + (first + i) * WARP)
+                if first + i < held and c < columns:
+                    weights[i], biases[i] = weight[c], bias[c]
+            for i in range(AT_ONCE):
+                c = int32(lane + (first + i) * WARP)
+                if first + i < held and c < columns:
+                    rows[at + c] = to_bfloat16(cuda.fma(values[first + i], weights[i], biases[i]))
+
+    return store_scaled
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
-from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions
+from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions, scaled_row_function
 from tinygpt.kernels.cuda.layers.product import (
     GROUP_STEPS,
     SHARED_PAD,
@@ -22,7 +22,7 @@ from tinygpt.kernels.cuda.layers.product import (
 )
 from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import load_fresh, shared_address, store_bfloat16, to_bfloat16
+from tinygpt.kernels.cuda.runtime.ptx import load_fresh, shared_address, store_bfloat16
 from tinygpt.kernels.cuda.runtime.warp import WARP
 
 from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
@@ -84,7 +84,7 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
     family's type. Grid (num_panels, ceil(n / (tiles * TILE_TOKENS))), LINEAR_THREADS threads.
     """
     load_group, product = load_group_function(dtype), product_function(dtype, tiles)
-    store = _store_function(dtype, tiles, purpose)
+    locate, store = _store_functions(dtype, tiles, purpose)
     words_size, partials_size = max(GROUP_STEPS * WORDS[dtype], 1), tiles * SEGMENTS * TILE_SIZE
 
     def linear(target, inputs, weights, layer, width, sizes, which):
@@ -94,9 +94,10 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
             return
         base = first_weight(weights, layer, panel)
         load_group(words, weights.panels, base, weights.num_steps)
+        place = locate(target, weights, layer, panel)
         product(partials, words, inputs, first, count, weights.panels, base, weights.num_steps)
         cuda.syncthreads()
-        store(target, partials, weights, layer, panel, width, first, count)
+        store(target, partials, place, weights, layer, panel, width, first, count)
 
     return kernel(linear)
 
@@ -109,7 +110,7 @@ def normed_linear_kernel(dtype: str, columns: int, purpose: str):
     makes the norm for itself.
     """
     load_group, product = load_group_function(dtype), product_function(dtype, 1, in_shared=True)
-    store, normalise_rows = _store_function(dtype, 1, purpose), _normalise_rows_function(columns)
+    (locate, store), normalise_rows = _store_functions(dtype, 1, purpose), _normalise_rows_function(columns)
     words_size, partials_size = GROUP_STEPS * WORDS[dtype], SEGMENTS * TILE_SIZE
 
     def normed_linear(target, norm, weights, layer, width, sizes, which):
@@ -119,12 +120,13 @@ def normed_linear_kernel(dtype: str, columns: int, purpose: str):
         panel, count = int32(cuda.blockIdx.x), sizes[which]
         base = first_weight(weights, layer, panel)
         load_group(words, weights.panels, base, weights.num_steps)
+        place = locate(target, weights, layer, panel)
         normalise_rows(
             rows, norm_weight, norm_bias, norm, layer, count, weights.num_steps * int32(STEP) + int32(SHARED_PAD)
         )
         product(partials, words, shared_address(rows), int32(0), count, weights.panels, base, weights.num_steps)
         cuda.syncthreads()
-        store(target, partials, weights, layer, panel, width, int32(0), count)
+        store(target, partials, place, weights, layer, panel, width, int32(0), count)
 
     return kernel(normed_linear)
 
@@ -143,6 +145,7 @@ def _normalise_rows_function(columns: int):
     """
     held = held_numbers(columns)
     load_row, normalise_row = row_functions(columns)
+    store_scaled = scaled_row_function(columns)
 
     def normalise_rows(rows, norm_weight, norm_bias, norm, layer, count, row_size):
         thread, offset = int32(cuda.threadIdx.x), layer * columns
@@ -156,10 +159,7 @@ def _normalise_rows_function(columns: int):
             normalise_row(values, norm.epsilon, lane)
         cuda.syncthreads()
         if row < count:
-            for i in range(held):
-                c = int32(lane + i * WARP)
-                if c < columns:
-                    rows[row * row_size + c] = to_bfloat16(cuda.fma(values[i], norm_weight[c], norm_bias[c]))
+            store_scaled(rows, row * row_size, values, norm_weight, norm_bias, lane)
             for c in range(columns + lane, row_size, int32(WARP)):
                 rows[row * row_size + c] = uint16(0)
         cuda.syncthreads()
@@ -168,20 +168,29 @@ def _normalise_rows_function(columns: int):
 
 
 @functools.cache
-def _store_function(dtype: str, tiles: int, purpose: str):
-    """store(target, partials, weights, layer, panel, width, first, count): finish each sum of a block's tiles."""
+def _store_functions(dtype: str, tiles: int, purpose: str):
+    """(locate_own, store)
+
+    locate_own(target, weights, layer, panel): `place` of the one feature whose sums a thread finishes. It is asked for
+        before the sums are made: scales and biases come from far away.
+    store(target, partials, place, weights, layer, panel, width, first, count): finish each sum of a block's tiles.
+    """
     ending = ending_of(dtype, purpose)
     locate, finish, read, put = ending.locate, ending.finish, ending.read, ending.put
 
-    def store(target, partials, weights, layer, panel, width, first, count):
+    @device_function
+    def locate_own(target, weights, layer, panel):
+        feature = panel * int32(PANEL) + int32(cuda.threadIdx.x) % int32(PANEL)
+        return locate(target, weights, layer, min(int32(feature), int32(weights.features - int32(1))))
+
+    def store(target, partials, place, weights, layer, panel, width, first, count):
         for index in range(int32(cuda.threadIdx.x), int32(tiles * TILE_SIZE), int32(LINEAR_THREADS)):
             token, feature = first + index // int32(PANEL), panel * int32(PANEL) + index % int32(PANEL)
             if token < count and feature < weights.features:
-                place = locate(target, weights, layer, feature)
                 value = finish(total(partials, index // int32(TILE_SIZE), index % int32(TILE_SIZE)), place)
                 put(target, read(target, width, token, place) + value, layer, width, token, place)
 
-    return device_function(store)
+    return locate_own, device_function(store)
 
 
 class Ending(NamedTuple):

@@ -67,8 +67,8 @@ from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
 
 MAX_SPINS = 1 << 22  # some seconds
 MAX_SHARED_BYTES = 227 << 10  # that a block may have
-# Indices of Persistent.state; from MERGES on a counter for each token and head, then the tokens of each step.
-ARRIVALS, FAILED, NUM_STEPS, MERGES = 0, 32, 33, 64
+# Indices of Persistent.state; from HISTORY on the tokens of each step.
+ARRIVALS, FAILED, NUM_STEPS, HISTORY = 0, 32, 33, 64
 FIRST_ENDING = RING_BYTES // 4  # index of the first scale in shared memory, as float32
 
 
@@ -79,7 +79,6 @@ class Persistent:
     blocks: int
     barrier: Barrier
     state: Any  # int32: the words above; 0 before a launch, but for the number of steps
-    merges: Any  # (FUSED_TOKENS, H), a part of `state`
     history: Any  # (MAX_STEPS, FUSED_TOKENS), the last part of `state`
     keys: Any  # (FUSED_TOKENS, blocks) int64
     scales: Any  # (L,) float32, of attention's scores
@@ -87,15 +86,13 @@ class Persistent:
 
 def new_persistent(params: Params) -> Persistent:
     device, config = params.device, params.config
-    history = MERGES + FUSED_TOKENS * config.n_head
-    state = device.zeros((history + MAX_STEPS * FUSED_TOKENS,), np.int32)
+    state = device.zeros((HISTORY + MAX_STEPS * FUSED_TOKENS,), np.int32)
     scales = [config.attention_scale(layer) for layer in range(config.n_layer)]
     return Persistent(
         blocks=device.multiprocessors,
         barrier=Barrier(state[ARRIVALS : ARRIVALS + 1], state[FAILED : FAILED + 1], MAX_SPINS),
         state=state,
-        merges=state[MERGES:history],
-        history=state[history:],
+        history=state[HISTORY:],
         keys=device.zeros((FUSED_TOKENS * device.multiprocessors,), np.int64),
         scales=device.array(np.array(scales, np.float32)),
     )
@@ -156,7 +153,7 @@ def queue_persistent(
         *(params.norms[name] for name in ("ln_1", "ln_2", "ln_f")),
         heads_of(kv_cache, w),
         *(w.x, w.attended, w.partials, w.inner, p.keys, p.scales),
-        *(inputs.token_ids, inputs.sizes, p.state, p.merges, p.history),
+        *(inputs.token_ids, inputs.sizes, p.state, w.merges, p.history),
         *(float(config.layer_norm_epsilon), config.n_layer, chunks, max_panels(params)),
     )
     function = persistent_kernel(params.dtype, kv_cache.padded_head, config.n_embd, config.activation)

@@ -7,10 +7,10 @@ L1 cache; what nothing writes to (weights, biases, norms, the KV cache's earlier
 import functools
 from typing import Any, NamedTuple
 
-from tinygpt.kernels.cuda.layers.attention import cache_start, chunk_function, combine_function, prefetch_function
+from tinygpt.kernels.cuda.layers.attention import cache_start, chunk_function, prefetch_function
 from tinygpt.kernels.cuda.layers.attention_products import CHUNK, bfloat16_products
 from tinygpt.kernels.cuda.layers.embedding import embed_row_function
-from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions
+from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions, scaled_row_function
 from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS
 from tinygpt.kernels.cuda.layers.product import SHARED_PAD
 from tinygpt.kernels.cuda.packing.layout import PANEL
@@ -18,17 +18,16 @@ from tinygpt.kernels.cuda.persistent.linear import thread_and_block
 from tinygpt.kernels.cuda.runtime.block import block_greatest
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
-    arrive,
     commit_copies,
     copy_async,
     load_acquire,
     load_fresh,
     load_global,
     shared_address,
-    to_bfloat16,
+    signal_arrival,
     wait_for_copies,
 )
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
+from tinygpt.kernels.cuda.runtime.warp import WARP
 from tinygpt.kernels.cuda.sampling.keys import token_of
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
@@ -63,7 +62,7 @@ def signal(barrier):
     """Say that this block has finished its phase. Then it may still do what needs no other block."""
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
-        arrive(barrier.arrivals, 0)
+        signal_arrival(barrier.arrivals, 0)
 
 
 @device_function
@@ -102,6 +101,7 @@ def norm_functions(columns: int):
     """
     held = held_numbers(columns)
     load_row, normalise_row = row_functions(columns)
+    store_scaled = scaled_row_function(columns)
 
     @device_function
     def load_norm(weight, bias, weights, layer):
@@ -120,9 +120,7 @@ def norm_functions(columns: int):
             values, at = cuda.local.array(held, float32), first + row * (columns + SHARED_PAD)
             load_row(values, x, row * columns, lane)
             normalise_row(values, epsilon, lane)
-            for i in range(held):
-                c = lane + i * WARP
-                rows[at + c] = to_bfloat16(cuda.fma(values[i], weight[c], bias[c]))
+            store_scaled(rows, at, values, weight, bias, lane)
         cuda.syncthreads()
 
     return load_norm, normalise
@@ -133,14 +131,12 @@ def attention_functions(size: int):
     """(prefetch_keys, attend): the block's share of a layer's attention. size: Dp.
 
     prefetch_keys(heads, layer, count, max_chunks): its keys and values on their way to L2.
-    attend(attended, width, partials, heads, merges, layer, count, max_chunks, scale): attended (N, width). The warp
-        that is the last to have finished a chunk of a token and head merges them all, in their order: no barrier, and
-        no block reads more than it has to. merges (N * H,) int32, 0 before and after.
+    attend(attended, width, partials, heads, merges, layer, count, max_chunks, scale): attended (N, width), as
+        attend_chunks_kernel: no barrier, and no block reads more than it has to.
 
     A warp takes a chunk of a token and head; the first warp of each block comes first.
     """
-    products = bfloat16_products(size, load_global)
-    attend_chunk, combine = chunk_function(products, size), combine_function(products, size)
+    attend_chunk = chunk_function(bfloat16_products(size, load_global), size)
     prefetch_chunk = prefetch_function(size, "bfloat16")
 
     @device_function
@@ -171,26 +167,10 @@ def attention_functions(size: int):
             head, n, chunk, last, start = item_of(int32(item), heads, layer, count)
             if last >= 0:
                 where = start, last, n, num_heads, head, chunk, max_chunks
-                attend_chunk(partials, q, k_cache, v_cache, *where, scale)
-                if is_last(merges, n * num_heads + head, int32(heads.positions[n] // CHUNK + 1)):
-                    chunks = int32(heads.positions[n] // CHUNK + 1)
-                    combine(attended, partials, n, num_heads, head, chunks, max_chunks, heads.head_size, width)
+                more = scale, heads.head_size, width
+                attend_chunk(attended, merges, partials, q, k_cache, v_cache, *where, *more)
 
     return prefetch_keys, attend
-
-
-@device_function
-def is_last(merges, index, chunks):
-    """Whether this warp is the last of `chunks` warps that ask; what the others have written before, it may read."""
-    cuda.syncwarp()
-    arrived = int32(0)
-    if cuda.threadIdx.x % WARP == 0:
-        arrived = int32(arrive(merges, index))
-        if arrived == chunks - 1:
-            merges[index] = int32(0)
-    arrived = cuda.shfl_sync(uint32(ALL_LANES), arrived, 0)
-    cuda.syncwarp()
-    return arrived == chunks - 1
 
 
 @functools.cache

@@ -262,6 +262,20 @@ def arrive(typing_context, array, index):
 
 
 @intrinsic
+def signal_arrival(typing_context, array, index):
+    """As `arrive`, for whoever does not ask what the count was before: the thread goes on at once."""
+    signature = types.void(array, index)
+
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature, arguments)
+        asm = "red.release.gpu.global.add.u32 [$0], 1;"
+        _call(builder, VOID, [INT64], asm, "l,~{memory}", [address], side_effect=True)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
 def load_acquire(typing_context, array, index):
     """array[index], uint32, before anything that this thread reads next."""
     signature = types.uint32(array, index)

@@ -18,7 +18,6 @@ from tinygpt.kernels.cuda.layers.attention import (
     TILE_WARPS,
     attend_chunks_kernel,
     attend_tiles_kernel,
-    combine_chunks_kernel,
 )
 from tinygpt.kernels.reference import model as reference
 
@@ -115,13 +114,12 @@ class Attention:
         count, max_chunks, warps = len(step) + surplus, self.positions // CHUNK, threads // 32
         sizes = np.array([len(step)], np.int32)
         partials = unwritten(count * self.heads * max_chunks * (2 + self.padded_size))
-        attended = self.unwritten_result(count)
+        attended, merges = self.unwritten_result(count), np.zeros(count * self.heads, np.int32)
         grid = (-(-max_chunks // warps), self.heads, count)
-        given = (partials, q, k_cache, v_cache, layer, rows, length, *where, sizes, self.heads, self.scale, max_chunks)
+        given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, sizes)
+        given = (*given, self.heads, self.size, self.width, self.scale, max_chunks)
         simulate(attend_chunks_kernel(self.padded_size, self.dtype), grid, threads, *given)
-        grid = (-(-self.heads // warps), count)
-        given = (attended, partials, where[0], sizes, self.heads, self.size, self.width, max_chunks)
-        simulate(combine_chunks_kernel(self.padded_size, self.dtype), grid, threads, *given)
+        assert not merges.any()  # the next step counts from 0
         result = self.result(attended)
         assert np.isnan(result[len(step) :]).all()
         return result[: len(step)]
@@ -304,8 +302,7 @@ NUMBERS, TABLE, SCALE = (1, 1, 1), np.zeros(1, np.int32), np.float32(1)
 def arguments(kernel: str, dtype: str) -> tuple:
     values, partials = np.zeros(1, np.float32 if dtype == "float32" else np.uint16), np.zeros(1, np.float32)
     return {
-        "chunks": (partials, values, values, values, *NUMBERS, TABLE, TABLE, TABLE, 1, SCALE, 1),
-        "combine": (values, partials, TABLE, TABLE, 1, 1, 1, 1),
+        "chunks": (values, TABLE, partials, *[values] * 3, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE, 1),
         "tiles": (values, values, values, values, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE),
     }[kernel]
 
@@ -319,14 +316,13 @@ TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.toolchain
 def test_all_fits_in_registers(size, dtype):
-    kernels = {"chunks": attend_chunks_kernel, "combine": combine_chunks_kernel, "tiles": attend_tiles_kernel}
+    kernels = {"chunks": attend_chunks_kernel, "tiles": attend_tiles_kernel}
     for name, kernel_of in kernels.items():
         compiled = compile_kernel(kernel_of(size, dtype), *arguments(name, dtype))
         limit = TILE_REGISTERS[dtype, size] if name == "tiles" else 96
         assert compiled.spilled == compiled.stack == 0
         assert compiled.registers <= limit
-        if name != "combine":
-            assert "ld.global.nc.v4" in compiled.ptx
-            # Of a chunk, once: 16 a block of dims for its keys and 16 for its values; chunks loops over the latter.
-            products = 16 * (size // 32 + (1 if name == "chunks" else size // 32))
-            assert compiled.ptx.count("mma.sync") == (products if dtype == "bfloat16" else 0)
+        assert "ld.global.nc.v4" in compiled.ptx
+        # Of a chunk, once: 16 a block of dims for its keys and 16 for its values; chunks loops over the latter.
+        products = 16 * (size // 32 + (1 if name == "chunks" else size // 32))
+        assert compiled.ptx.count("mma.sync") == (products if dtype == "bfloat16" else 0)

@@ -185,6 +185,38 @@ def loads_at_once(ptx: str) -> int:
     return max(map(len, "".join("x" if kind.startswith("ld") else " " for kind in kinds).split()))
 
 
+def shared_loads_at_once(ptx: str) -> int:
+    """The most loads of single numbers from shared memory in a row, with no store to it in between."""
+    kinds = re.findall(r"\b(ld\.shared\.f32|ld\.shared\.b32|st\.shared)", ptx)
+    return max(map(len, "".join("x" if kind.startswith("ld") else " " for kind in kinds).split()), default=0)
+
+
+def loads_of_numbers(ptx: str) -> int:
+    """Loads of scales and biases: what other kernels write is loaded past the L1 cache, and weights in fours."""
+    return len(re.findall(r"\bld\.global(\.nc)?\.[fb]32", ptx))
+
+
+@pytest.mark.parametrize("purpose", [ADD, LOGITS, "gelu_tanh"])
+@pytest.mark.toolchain
+def test_scales_and_biases_are_on_their_way_before_the_sums_are_made(purpose):
+    target, inputs, weights = sample_arguments("bfloat16", purpose)
+    norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
+    for kernel, source in ((linear_kernel("bfloat16", 1, purpose), inputs),
+                           (normed_linear_kernel("bfloat16", 768, purpose), norm)):  # fmt: skip
+        ptx = compile_kernel(kernel, target, source, weights, 1, 1, INTS, 1).ptx
+        before, after = ptx.split("mma.sync", 1)[0], ptx.rsplit("mma.sync", 1)[1]
+        assert loads_of_numbers(before) >= (1 if purpose == LOGITS else 2)
+        assert loads_of_numbers(after) == 0
+
+
+@pytest.mark.toolchain
+def test_a_norm_is_scaled_several_numbers_at_a_time():
+    target, _, weights = sample_arguments("bfloat16", QKV)
+    norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
+    compiled = compile_kernel(normed_linear_kernel("bfloat16", 768, QKV), target, norm, weights, 1, 1, INTS, 1)
+    assert shared_loads_at_once(compiled.ptx.split("mma.sync", 1)[0]) >= 8  # as many of weights as of biases
+
+
 @pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.toolchain

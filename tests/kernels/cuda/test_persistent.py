@@ -19,7 +19,7 @@ from tinygpt.kernels.cuda.decode_steps import DecodeSteps
 from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
 from tinygpt.kernels.cuda.layers.linear import Heads, Weights
 from tinygpt.kernels.cuda.multi_step import run_steps
-from tinygpt.kernels.cuda.persistent import contest, door
+from tinygpt.kernels.cuda.persistent import door
 from tinygpt.kernels.cuda.persistent import kernel as persistent
 from tinygpt.kernels.cuda.persistent.kernel import (
     can_persist,
@@ -107,17 +107,30 @@ def test_steps_in_a_row_have_the_bits_of_the_graph(dtype, starts, steps):
     assert len(set(expected.ravel().tolist())) > 1
 
 
-def test_a_small_greedy_batch_may_go_either_way(monkeypatch, device):
-    monkeypatch.setattr(door, "ENOUGH_STEPS", 2)
-    monkeypatch.setattr(contest, "WARM_UPS", 0)
-    monkeypatch.setattr(contest, "ROUNDS", 1)
+@pytest.mark.parametrize("in_one_kernel", [False, True])
+def test_a_small_greedy_batch_goes_the_way_that_is_set(monkeypatch, device, in_one_kernel):
+    launch, launched = device.launch, []
+    monkeypatch.setattr(door, "IN_ONE_KERNEL", in_one_kernel)
+    monkeypatch.setattr(device, "launch", lambda *what, **how: launched.append(how) or launch(*what, **how))
     decoding = Decoding.of("bfloat16", [5])
     expected = run_steps(decoding.steps(2)).tolist()
-    for _ in range(2):
-        assert cuda.multi_step(*decoding.steps(2)).tolist() == expected
-    (found,) = door.CONTESTS[decoding.model.workspace].values()
-    assert found.winner in (found.usual, found.other)
-    assert found.winner is not None
+    launched.clear()
+    assert cuda.multi_step(*decoding.steps(2)).tolist() == expected
+    assert sum(how.get("cooperative", False) for how in launched) == in_one_kernel
+
+
+def test_an_error_of_the_kernel_is_the_answer(monkeypatch):
+    """After an illegal access, say, the GPU answers nothing any more: the usual way would fail, and hide why."""
+    error = RuntimeError("an illegal memory access")
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(door, "IN_ONE_KERNEL", True)
+    monkeypatch.setattr(door, "run_persistent", fail)
+    with pytest.raises(RuntimeError) as caught:
+        cuda.multi_step(*Decoding.of("bfloat16", [5]).steps(2))
+    assert caught.value is error
 
 
 @on_a_gpu
@@ -266,8 +279,9 @@ def test_everything_stays_in_registers(dtype, columns):
     for instruction in ("cp.async.cg.shared.global", "ld.global.cg", "cp.async.bulk.prefetch.L2"):
         assert instruction in compiled.ptx
     assert compiled.ptx.count("mma.sync") == 5 * 4 + 48  # of a step in each linear layer, and of a chunk of keys
-    for instruction in ("atom.add.acq_rel.gpu", "ld.acquire.gpu"):  # a barrier for each phase
+    for instruction in ("red.release.gpu", "ld.acquire.gpu"):  # a barrier for each phase
         assert compiled.ptx.count(instruction) >= 7
+    assert compiled.ptx.count("atom.add.acq_rel.gpu") == 1  # of the last chunk: whoever arrives at a barrier goes on
 
 
 @pytest.mark.toolchain
