@@ -4,12 +4,12 @@
     python scripts/bench_gpu.py --models 124M --batches 1   # a part of it
     python scripts/bench_gpu.py --models tiny --device cpu  # a rehearsal without a GPU
 
-The engines are ours, through LLM.generate; transformers eager; transformers compiled with mode="reduce-overhead" and a
-static cache; and torch's own operations with transformers' weights in a CUDA graph captured by hand. Decoding is timed
-at batch 1 around position 160, and at all other batches around position 512; a prefill is 1023 tokens and the first
-new one. Medians of the repeats are shown, the best in brackets. The first model's float32 logits and 200 greedy tokens
-are compared with transformers'. Each model and dtype of a side runs in a process of its own, and one that fails says
-why. Needs torch and transformers for all but our own engine.
+The engines are ours, as `tinygpt bench --device cuda` measures it; transformers eager; transformers compiled with
+mode="reduce-overhead" and a static cache; and torch's own operations with transformers' weights in a CUDA graph that is
+captured by hand. Decoding is timed at batch 1 around position 160, and at all other batches around position 512; a
+prefill is 1023 tokens and the first new one. Medians of the repeats are shown, the best in brackets. The first
+model's float32 logits and 200 greedy tokens are compared with transformers'. Each model and dtype of a side runs in a
+process of its own, and one that fails says why. Needs torch and transformers for all but our own engine.
 """
 
 import argparse

@@ -22,7 +22,8 @@ PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each b
 INTO_KERNELS = {
     "tinygpt.execution.backend": {"tinygpt.kernels.errors"},
     "tinygpt.execution.model_runner": {"tinygpt.kernels.errors", "tinygpt.kernels.host"},
-    "tinygpt.bench.machine_limits": {"tinygpt.kernels.cpu.simd.peak"},
+    "tinygpt.bench.machine_limits": {"tinygpt.kernels.cpu.simd.peak", "tinygpt.kernels.cuda.runtime.peak"},
+    "tinygpt.bench.meter": {"tinygpt.kernels.cuda.runtime.device"},
     "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},
     "tinygpt.cli.commands.doctor": {
         "tinygpt.kernels.cpu.jit",

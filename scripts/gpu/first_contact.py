@@ -117,19 +117,19 @@ def barrier(device: Any, times: int = 10_000) -> dict[str, Any]:
 
 def read(device: Any, kib: int = 512 << 10, loads: tuple[int, ...] = (1, 2, 4, 8)) -> dict[str, Any]:
     """Memory read 16 bytes at a time: GB/s by the KiB that each multiprocessor has under way."""
-    from scripts.gpu import probes
+    from tinygpt.kernels.cuda.runtime.peak import PEAK_THREADS, read_kernel
 
     words = np.random.default_rng(0).integers(0, 1 << 32, kib << 8, np.uint32)
     on_device, found = device.array(words), {}
     for per_thread in loads:
         for blocks in (1, 2, 4):
-            threads = blocks * device.multiprocessors * probes.READ_THREADS
+            threads = blocks * device.multiprocessors * PEAK_THREADS
             rounds = words.size // (threads * per_thread * 4)
             count, out = rounds * threads * per_thread * 4, device.zeros((threads,), np.uint32)
-            arguments = probes.read_kernel(per_thread), blocks * device.multiprocessors, probes.READ_THREADS
+            arguments = read_kernel(per_thread), blocks * device.multiprocessors, PEAK_THREADS
             seconds, _ = median_seconds(device, lambda: device.launch(*arguments, out, on_device, rounds), repeats=10)  # noqa: B023
             need_equal(np.bitwise_xor.reduce(device.read(out)), np.bitwise_xor.reduce(words[:count]))
-            under_way = blocks * probes.READ_THREADS * per_thread * 16 >> 10
+            under_way = blocks * PEAK_THREADS * per_thread * 16 >> 10
             found[f"{per_thread} x {blocks}: {under_way} KiB"] = round(4 * count / seconds / 1e9)
     return {"MiB": kib >> 10, "GB/s by loads a thread x blocks": found}
 

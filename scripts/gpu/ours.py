@@ -1,14 +1,19 @@
-"""tinygpt through its public API: scheduling, sampling and all."""
+"""tinygpt as `tinygpt bench` measures it, through its public API: scheduling, sampling and all."""
 
-from functools import partial
+from importlib import metadata
 
 import numpy as np
 
 from tinygpt import LLM, SamplingParams
+from tinygpt.bench.machine_limits import measure_device_limits, measure_limits
+from tinygpt.bench.meter import meter_of
+from tinygpt.bench.sweep import Case as BenchCase
+from tinygpt.bench.sweep import run_case
+from tinygpt.hardware.cpu import cpu_name
+from tinygpt.hardware.threads import thread_count
 
 from .cases import PREFILL_TOKENS, Case, Job
 from .check import CHECK_PROMPT, GREEDY_TOKENS, Evidence, check_ids
-from .engine import milliseconds, repeated
 
 # Prompts of a large batch are read in few steps, so that all sequences decode before the first timed step.
 STEP_TOKENS = 2048
@@ -18,7 +23,7 @@ class Ours:
     """One LLM for all cases of a job: its largest batch is the largest that they have."""
 
     def __init__(self, job: Job):
-        self.steps, self.repeats = job.steps, job.repeats
+        self.steps, self.repeats, self.meter = job.steps, job.repeats, meter_of(job.device)
         largest = max((case.batch for _, case in job.runs), default=1)
         self.llm = LLM(
             job.name,
@@ -30,31 +35,35 @@ class Ours:
         )
 
     def measure(self, engine: str, case: Case) -> list[float]:
-        time_once = self._prefill_ms if case.is_prefill else self._step_ms
-        return repeated(partial(time_once, case), self.repeats)
-
-    def _prefill_ms(self, case: Case, repeat: int) -> float:
-        token_ids = case.prompts(PREFILL_TOKENS, self.llm.config.vocab_size, seed=repeat)
-        return milliseconds(lambda: self._generate(token_ids, 1))
-
-    def _step_ms(self, case: Case, repeat: int) -> float:
-        """By the difference of two lengths: prompts, start and end are in both, and fall out.
-
-        The prompts of a batch may be read in several steps, in which the first of them decode already. The shorter
-        length is more than those steps, so that what is left is self.steps steps of the whole batch.
-        """
-        first = 16 if case.batch == 1 else 16 + case.batch * case.context // STEP_TOKENS
-        token_ids = case.prompts(case.context - self.steps // 2 - first, self.llm.config.vocab_size, seed=repeat)
-        short = milliseconds(lambda: self._generate(token_ids, first))
-        long = milliseconds(lambda: self._generate(token_ids, first + self.steps))
-        return (long - short) / self.steps
+        """Of a prefill, until its token is there; of a step, the mean of self.steps around the context."""
+        if case.is_prefill:
+            found = run_case(self.llm, BenchCase(case.batch, PREFILL_TOKENS), self.repeats, self.meter)
+            return [1e3 * run.first_token for run in found.runs]
+        decoding = BenchCase(case.batch, case.context - self.steps // 2, self.steps + 1)
+        found = run_case(self.llm, decoding, self.repeats, self.meter)
+        return [1e3 * run.together / run.num_together for run in found.runs]
 
     def evidence(self) -> Evidence:
         token_ids = check_ids(self.llm.config.vocab_size)
-        (output,) = self._generate([token_ids[:CHECK_PROMPT]], GREEDY_TOKENS)
+        params = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0.0, ignore_eos=True)
+        (output,) = self.llm.generate([token_ids[:CHECK_PROMPT]], params, use_tqdm=False)
         logits = np.asarray(self.llm.logits(token_ids), np.float32)
         return Evidence(logits, np.array(output.outputs[0].token_ids))
 
-    def _generate(self, token_ids: list[list[int]], new: int) -> list:
-        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-        return self.llm.generate(token_ids, params, use_tqdm=False)
+
+def limits(device: str) -> dict[str, float | str]:
+    """bandwidth: bytes read a second; of each dtype: operations a second. And what was measured."""
+    of = [
+        measure_device_limits(dtype) if device == "cuda" else measure_limits(dtype, thread_count(None))
+        for dtype in ("bfloat16", "float32")
+    ]
+    best = of[0].best(of[1])
+    versions = {name: _version_of(name) for name in ("torch", "transformers")}
+    return {"gpu": meter_of(device).gpu or cpu_name(), **versions, "bandwidth": best.bandwidth, **best.tile_rates}
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"

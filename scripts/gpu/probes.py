@@ -1,14 +1,11 @@
 """The kernels of first_contact.py: each shows one thing that the engine's kernels rely on."""
 
-import functools
-
 from tinygpt.kernels.cuda.persistent.phases import Barrier, all_arrive, signal
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
     copy_async,
     load_shared,
-    load_weights,
     mma_bfloat16,
     prefetch,
     prefetch_run,
@@ -18,8 +15,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
 )
 
 from numba import cuda, float32, int32, uint32  # isort: skip
-
-READ_THREADS = 256
 
 
 @kernel
@@ -75,27 +70,3 @@ def meet(arrivals, failed, met, max_spins, times):
         passed += int32(1)
     if cuda.threadIdx.x == 0:
         met[cuda.blockIdx.x] = passed
-
-
-@functools.cache
-def read_kernel(loads: int):
-    """read(out, words, rounds): all of `words`, READ_THREADS threads a block, each with `loads` of 16 bytes under way.
-
-    out: of each thread, the exclusive or of what it has read. words: rounds * loads * 4 for each thread.
-    """
-    held_words = 4 * loads
-
-    def read(out, words, rounds):
-        thread = int32(cuda.blockIdx.x) * int32(READ_THREADS) + int32(cuda.threadIdx.x)
-        threads = int32(cuda.gridDim.x) * int32(READ_THREADS)
-        found, held = uint32(0), cuda.local.array(held_words, uint32)
-        for turn in range(int32(0), rounds):
-            for i in range(loads):
-                loaded = load_weights(words, ((turn * int32(loads) + int32(i)) * threads + thread) * int32(4))
-                for k in range(4):
-                    held[4 * i + k] = loaded[k]
-            for i in range(held_words):
-                found ^= held[i]
-        out[thread] = found
-
-    return kernel(read)

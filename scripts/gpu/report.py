@@ -12,7 +12,7 @@ from .check import Agreement
 from .plan import OURS
 
 NONE = "-"
-HEAD = ("model", "dtype", "case", "engine", "ms", "tokens/s", "of copy bandwidth", "of matmul peak", "its time / ours")
+HEAD = ("model", "dtype", "case", "engine", "ms", "tokens/s", "of read bandwidth", "of product rate", "its time / ours")
 # At batch 1 in bfloat16, how many times faster than each we have to be.
 LEADS = {"eager": 10.0, "compiled": 2.0, "graph": 1.2}
 MAX_LOGIT_DIFFERENCE = 1e-4
@@ -53,7 +53,7 @@ class Results:
         return next((row for row in self.rows if (row.model, row.dtype, row.engine, row.case) == wanted), None)
 
     def share(self, row: Row) -> tuple[float | None, float | None]:
-        """Of the measured copy bandwidth, for a step, and of the measured matmul peak, for a prefill."""
+        """Of the measured read bandwidth, for a step, and of the measured rate of products, for a prefill."""
         seconds, config = row.median / 1e3, SHAPES[row.model]
         if not self.limits:
             return None, None
@@ -101,7 +101,7 @@ def opening(results: Results) -> str:
     limits = results.limits
     versions = f"torch {limits['torch']}, transformers {limits['transformers']}, tinygpt {__version__}"
     peaks = " and ".join(f"{limits[dtype] / 1e12:.3g} TFLOP/s in {dtype}" for dtype in ("bfloat16", "float32"))
-    return f"{limits['gpu']}; {versions}. It copies {limits['bandwidth'] / 1e9:,.0f} GB/s and multiplies {peaks}."
+    return f"{limits['gpu']}; {versions}. It reads {limits['bandwidth'] / 1e9:,.0f} GB/s and multiplies {peaks}."
 
 
 def table_head() -> str:

@@ -220,10 +220,10 @@ def test_results_that_cannot_be_written_are_printed(no_limits, capsys):
 
 
 def test_an_interruption_leaves_what_was_measured(no_limits, capsys, monkeypatch):
-    def interrupted(llm, case, repetitions):
+    def interrupted(llm, case, repetitions, meter):
         if case.batch_size == 2:
             raise KeyboardInterrupt
-        return run_case(llm, case, repetitions)
+        return run_case(llm, case, repetitions, meter)
 
     monkeypatch.setattr(plan, "run_case", interrupted)
     assert cli.main([*QUICK.split(), "--json"]) == 130

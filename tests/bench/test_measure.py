@@ -10,6 +10,8 @@ import pytest
 from support.bench_records import ENDED, planned, setup
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench import measure
+from tinygpt.bench.measure import CHOICE, GENERATION, PROMPT, TOGETHER
+from tinygpt.bench.meter import HostMeter
 from tinygpt.bench.records import record_of
 from tinygpt.bench.sweep import Case, run_case
 from tinygpt.errors import RequestError
@@ -49,7 +51,9 @@ def batch(num_tokens: int) -> SimpleNamespace:
 def test_passes_and_choices_are_told_apart(monkeypatch):
     decoding, reading = (SimpleNamespace(num_cached=n, prompt_token_ids=[0] * 4) for n in (4, 3))
     scheduler = SimpleNamespace(running=[decoding, reading])
-    timed = measure.TimedRunner(FakeRunner(monkeypatch), scheduler, batch_size=2, clock=CompileClock())
+    timed = measure.TimedRunner(
+        FakeRunner(monkeypatch), scheduler, batch_size=2, clock=CompileClock(), meter=HostMeter()
+    )
     assert timed.forward(batch(2)) == "forward"
     scheduler.running = [decoding, decoding]
     for _ in range(2):
@@ -59,7 +63,7 @@ def test_passes_and_choices_are_told_apart(monkeypatch):
     assert timed.sample(1, 2) == "sample"
     assert [timed.process_logits(), timed.filter_logits(), timed.top_logprobs()] == list(SECONDS)[2:5]
     timed.trace()
-    assert (timed.prompt, timed.generation, timed.together, timed.sampling) == (10, 30, 20, 1 + 2 + 3 + 4)
+    assert [timed.seconds(kind) for kind in (PROMPT, GENERATION, TOGETHER, CHOICE)] == [10, 30, 20, 1 + 2 + 3 + 4]
     assert (timed.num_steps, timed.num_prompt_steps, timed.num_together) == (4, 1, 2)
 
 
@@ -88,7 +92,7 @@ def test_no_step_is_taken_unseen(monkeypatch):
     """A backend that takes several steps at once is asked for one."""
     runner = FakeRunner(monkeypatch)
     assert runner.has_multi_step
-    assert not measure.TimedRunner(runner, SimpleNamespace(running=[]), 1, CompileClock()).has_multi_step
+    assert not measure.TimedRunner(runner, SimpleNamespace(running=[]), 1, CompileClock(), HostMeter()).has_multi_step
 
 
 def test_counts_of_one_prompt(llm):
@@ -166,7 +170,7 @@ def test_short_prompts_of_a_batch_are_read_in_one_step():
 def test_the_engine_gets_its_backend_back(llm):
     backend = llm.engine.runner
     with pytest.raises(RequestError):
-        measure._run(llm, [[10**9]], None)
+        measure._run(llm, [[10**9]], None, HostMeter())
     assert llm.engine.runner is backend
 
 

@@ -419,7 +419,7 @@ def test_cpu_study_published_rows(report_of):
 def test_cpu_study_samples_as_the_study(monkeypatch):
     seen = []
     real = rerun_module.measure
-    monkeypatch.setattr(rerun_module, "measure", lambda *args: (seen.append(args[-1]), real(*args))[1])
+    monkeypatch.setattr(rerun_module, "measure", lambda *args: (seen.append(args[-2]), real(*args))[1])
     run_preset("cpu-study", PresetOptions("demo", ("int8",), 2, repetitions=1, small=True))
     (params,) = seen
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens, params.ignore_eos) == (
@@ -575,7 +575,7 @@ def test_fastertransformer_draws_latency_and_memory(report_of):
 
 
 def test_fastertransformer_draws_no_memory_that_is_not_known(monkeypatch):
-    monkeypatch.setattr("tinygpt.bench.measure.peak_memory", lambda: 0)
+    monkeypatch.setattr("tinygpt.bench.meter.peak_memory", lambda: 0)
     monkeypatch.setattr(fastertransformer, "SMALL", fastertransformer.Protocol(((128, 8),), (1,), repetitions=1))
     report = run_preset("fastertransformer", PresetOptions("demo", ("int8",), 2, small=True))
     latency, memory = report.picture.panels

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from scripts.gpu import engine, run
+from scripts.gpu import ours as ours_module
 from scripts.gpu.cases import MODELS, PREFILL, Case, Job
 from scripts.gpu.check import GREEDY_TOKENS, Agreement, Evidence
-from scripts.gpu.ours import STEP_TOKENS, Ours
+from scripts.gpu.ours import Ours
 from scripts.gpu.plan import DTYPES, ENGINES, Choice, plan
 from scripts.gpu.report import Bar, Results, Row, bars, closing, table_line
 from support.paths import ROOT
@@ -171,25 +172,21 @@ def test_torch_steps_are_timed_around_the_context_without_the_prompt(monkeypatch
     assert engine.measure(stepping, PREFILL, 100, steps=32, repeats=1) == pytest.approx([1023.0])
 
 
-def test_our_steps_are_timed_by_the_difference_of_two_lengths(monkeypatch):
-    now, lengths = 0.0, []
+def test_ours_is_measured_as_the_bench_command_does(monkeypatch):
+    """Of a step, the mean of those in which the whole batch decodes; of a prefill, the wait for its token."""
+    asked = []
 
-    class LLM:
-        config = ModelConfig()
+    def run_case(llm, case, repetitions, meter):
+        asked.append((llm, case.batch_size, case.prompt_length, case.new_tokens, repetitions, meter))
+        return SimpleNamespace(runs=[SimpleNamespace(together=0.128, num_together=64, first_token=0.5)])
 
-        def generate(self, prompts, params, use_tqdm):
-            nonlocal now
-            lengths.append((len(prompts), len(prompts[0]), params.max_tokens))
-            now += 10 + 3e-3 * params.max_tokens
-
-    set_clock(monkeypatch, lambda: now)
+    monkeypatch.setattr(ours_module, "run_case", run_case)
     ours = object.__new__(Ours)
-    ours.llm, ours.steps, ours.repeats = LLM(), 64, 2
-    assert ours.measure("ours", Case.decode(128)) == pytest.approx([3.0, 3.0])
-    (batch, prompt, short), (_, _, long) = lengths[:2]
-    assert (batch, long - short) == (128, 64)
-    assert prompt + (short + long) / 2 == 512
-    assert short >= batch * prompt / STEP_TOKENS  # steps in which the prompts are read
+    ours.llm, ours.steps, ours.repeats, ours.meter = "llm", 64, 2, "meter"
+    assert ours.measure("ours", Case.decode(128)) == [2.0]
+    assert ours.measure("ours", PREFILL) == [500.0]
+    # 480 to 543 positions are attended to by the 64 steps, the first of which has the token that came with the prompt.
+    assert asked == [("llm", 128, 480, 65, 2, "meter"), ("llm", 1, 1023, 0, 2, "meter")]
 
 
 def test_no_more_repeats_than_there_is_time_for(monkeypatch):

@@ -14,6 +14,7 @@ from tinygpt.config import ModelConfig
 from tinygpt.kernels import cuda
 from tinygpt.kernels.cuda.persistent import kernel as persistent
 from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda.runtime.peak import read_kernel
 from tinygpt.weights.random_checkpoint import random_checkpoint
 
 SMALL = {
@@ -106,7 +107,7 @@ def test_the_probes_compile():
     compiled = compile_kernel(probes.multiply, FLOATS, HALVES, HALVES)
     assert compiled.ptx.count("mma.sync") == 2
     for loads in (1, 8):
-        compiled = compile_kernel(probes.read_kernel(loads), WORDS, WORDS, 1)
+        compiled = compile_kernel(read_kernel(loads), WORDS, WORDS, 1)
         assert compiled.spilled == compiled.stack == 0
         assert compiled.ptx.count("ld.global.nc.L1::no_allocate.v4") == loads
     assert compile_kernel(probes.reverse, FLOATS, FLOATS, 1).shared_bytes == 0

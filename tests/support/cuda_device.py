@@ -24,12 +24,12 @@ on_a_gpu = pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu())
 class SimulatedDevice:
     """As kernels/cuda/runtime/device.py's Device, and as strict: no empty arrays, and a graph is what was captured."""
 
-    multiprocessors = 2
+    multiprocessors, name = 2, "a simulated GPU"
 
     def __init__(self, free: int = 1 << 30):
         self._free = free
         self._captured: list[tuple] | None = None  # while a capture is under way
-        self.num_captured = 0
+        self.num_captured = self.now = 0  # a launch takes a second, and of a graph each of its own
 
     def free_bytes(self) -> int:
         return self._free
@@ -62,6 +62,7 @@ class SimulatedDevice:
         launch = kernel, grid, threads, arguments, shared_bytes, cooperative
         if self._captured is None:
             _run(*launch)
+            self.now += 1
         else:
             self._captured.append(launch)
 
@@ -70,10 +71,21 @@ class SimulatedDevice:
         self._captured = []
         run()
         launches, self._captured = self._captured, None
-        return lambda: [_run(*launch) for launch in launches]
+        return lambda: [self._replay(launch) for launch in launches]
+
+    def _replay(self, launch: tuple) -> None:
+        _run(*launch)
+        self.now += 1
 
     def synchronize(self) -> None:
         assert self._captured is None
+
+    def mark(self) -> int:
+        assert self._captured is None, "an event would be part of the graph"
+        return self.now
+
+    def seconds(self, first: int, last: int) -> float:
+        return float(last - first)
 
 
 def _run(kernel, grid, threads, arguments, shared_bytes, cooperative) -> None:

@@ -19,7 +19,7 @@ VERDICTS = {
     "beyond both spreads": "of two files, every run of one is faster than every run of the other",
     "machine changed": "as before, but what the machine can do, measured with both, differs by as much",
     "not in turns": "the times of the tests do not alternate between the sides",
-    "other machine": "cpu_info differs, so more than the code does",
+    "other machine": "cpu_info or gpu_info differs, so more than the code does",
     "too few": "mere chance would look like this in more than 5 % of cases",
 }
 GIVE = "give what bench has written, without --preset, with --format json or jsonl"
@@ -54,7 +54,7 @@ class Change:
     new: Samples
     has_several: bool = False  # samples are medians of records
     is_in_turns: bool = False
-    is_one_machine: bool = True  # all records have one cpu_info
+    is_one_machine: bool = True  # all records have one processor
     machine_ratio: float = 1.0  # by which factor the machine's measured limits differ, at most; never below 1
 
     @property
@@ -194,7 +194,7 @@ def _is_in_turns(old: list[Record], new: list[Record]) -> bool:
 
 def _machines(records: list[Record]) -> dict[str, None]:
     """Each once, in their order."""
-    return dict.fromkeys(str(record.get("cpu_info")) for record in records)
+    return dict.fromkeys(str(record.get("gpu_info") or record.get("cpu_info")) for record in records)
 
 
 def _machine_ratio(old: list[Record], new: list[Record]) -> float:

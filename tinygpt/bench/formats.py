@@ -39,15 +39,15 @@ KINDS = {
     TG: " tg generates after so many cached ones: ms/token is from one token of a sequence to its next.",
 }
 NOTES = (
-    "{cpu_info}, build {build_commit}; {runs}.",
-    "tokens/s and ms/token cover the forward passes, without tokenisation and sampling.{kinds}",
+    "{processor}, build {build_commit}; {runs}.",
+    "tokens/s and ms/token cover the forward passes, without tokenisation and sampling{of_many}.{kinds}",
     "first token: from the call to the first token of the last prompt; pp only.",
     "GB/s read: of weights{and_of_cache}; the share is of what the machine reads, {bandwidths}. A model "
     "that fits into the caches can be faster than that, and the limit is itself a measurement, of a plain loop.",
-    "GFLOP/s: the share is of what the kernels' tiles do with all data in the caches, {peaks}. The limit is itself a "
-    "measurement, of a plain loop.",
+    "GFLOP/s: the share is of what the kernels' tiles do with all data in the {nearest}, {peaks}. The limit is itself "
+    "a measurement, of a plain loop.",
     "outside the model: the share of the whole time spent outside forward passes, on sampling, scheduling and "
-    "bookkeeping. peak MB: of the process, including memory that earlier rows touched.",
+    "bookkeeping. peak MB: {memory}.",
 )
 
 
@@ -143,6 +143,11 @@ def threads_text(count: int) -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
+def where_text(threads: int, device: str) -> str:
+    """What computes."""
+    return "the GPU" if device == "cuda" else threads_text(threads)
+
+
 def parameters_text(count: float) -> str:
     """124M, or 1.56B."""
     return f"{count / 1e6:.0f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
@@ -168,22 +173,39 @@ def _cell(form: str, record: Record) -> str:
         return ""
 
 
+# What notes say of a CPU, and of a GPU.
+ON_CPU = {
+    "of_many": "",
+    "nearest": "caches",
+    "memory": "of the process, including memory that earlier rows touched",
+}
+ON_GPU = {
+    "of_many": " by the GPU's own clock; decode steps that are queued together choose their tokens in that time",
+    "nearest": "registers",
+    "memory": "of the GPU's memory, all buffers included",
+}
+
+
 def _notes(records: Sequence[Record]) -> str:
     bandwidths, peaks = {}, {}
+    gpu = records[0].get("gpu_info")
     for record in records:
-        where = f"with {threads_text(record['n_threads'])}"
+        where = "on the GPU" if gpu else f"with {threads_text(record['n_threads'])}"
         bandwidths[where] = record["bandwidth_gbs"]
         peaks[f"in {record['dtype']} {where}"] = _peak_text(record["block_peak_gflops"], record["head_peak_gflops"])
     kinds = [kind for kind in KINDS if any(record["test"].startswith(kind) for record in records)]
     values = {
         **records[0],
+        **(ON_GPU if gpu else ON_CPU),
+        "processor": gpu or records[0]["cpu_info"],
         "kinds": "".join(KINDS[kind] for kind in kinds),
         "and_of_cache": " and, for tg, of the KV cache" if TG in kinds else "",
         "runs": runs_text(len(records[0]["samples_ns"]), ", with the slowest and the fastest in brackets"),
         "bandwidths": ", ".join(f"{rate:.1f} GB/s {where}" for where, rate in bandwidths.items()),
         "peaks": ", ".join(f"{rates} {where}" for where, rates in peaks.items()),
     }
-    crowded = filter(None, (crowd_note(threads) for threads in dict.fromkeys(r["n_threads"] for r in records)))
+    crowds = [] if gpu else dict.fromkeys(record["n_threads"] for record in records)
+    crowded = filter(None, map(crowd_note, crowds))
     shown = [note for note in NOTES if PP in kinds or not note.startswith("first token")]
     notes = [*(note.format(**values) for note in shown), *(f"{note}." for note in crowded)]
     return "\n".join(f"- {note}" for note in notes)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tinygpt.bench.work import TILES
+from tinygpt.bench.work import TILES, tiles_of
 from tinygpt.hardware.bandwidth import read_bandwidth
 from tinygpt.kernels.cpu.simd.peak import tile_rate
 
@@ -25,3 +25,11 @@ class MachineLimits:
 def measure_limits(dtype: str, threads: int) -> MachineLimits:
     """Those of so many threads, with the tiles that `dtype` uses; takes half a second."""
     return MachineLimits(read_bandwidth(threads), {kind: tile_rate(kind, threads) for kind in sorted({*TILES[dtype]})})
+
+
+def measure_device_limits(dtype: str) -> MachineLimits:
+    """Those of the GPU, by its own clock."""
+    from tinygpt.kernels.cuda.runtime import peak
+
+    kinds = sorted({*tiles_of(dtype, "cuda")})
+    return MachineLimits(peak.read_bandwidth(), {kind: peak.tile_rate(kind) for kind in kinds})

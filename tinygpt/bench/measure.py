@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tinygpt.bench.meter import HostMeter, Meter
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
-from tinygpt.hardware.memory import forget_peak, peak_memory
 from tinygpt.kernels.compiling import CompileClock
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
+# What a span of time went to.
+PROMPT, GENERATION, TOGETHER, CHOICE = "prompt", "generation", "together", "choice"
 SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
 
 
@@ -23,7 +25,7 @@ class Run:
 
     A pass in which any sequence is still in its prompt reads prompts, and others may decode beside it; all the other
     passes decode. In some of these, sequences are missing: those that wait, or have ended. What is left of `total`
-    goes to scheduling, to bookkeeping and to making text.
+    goes to scheduling, to bookkeeping and to making text. On a GPU, passes that are queued together choose tokens, too.
     """
 
     prompt: float  # forward passes that read prompts
@@ -45,77 +47,103 @@ class Measurement:
     batch_size: int
     prompt_length: int  # tokens of the longest prompt
     new_tokens: int
-    peak_memory: int  # bytes of the largest resident set of the process meanwhile; 0 where the system does not say
+    peak_memory: int  # bytes of the largest resident set of the process meanwhile, or of the GPU; 0 where none is known
 
 
 def measure(
-    llm: LLM, prompts: list[list[int]], new_tokens: int, repetitions: int, warmups: int = 1, params: Any = None
+    llm: LLM,
+    prompts: list[list[int]],
+    new_tokens: int,
+    repetitions: int,
+    warmups: int | None = None,
+    params: Any = None,
+    meter: Meter | None = None,
 ) -> Measurement:
     """Continue all prompts, given as token ids, with `new_tokens` each, `repetitions` times after some warm-ups.
 
+    warmups: None is as many as the meter wants. meter: of the LLM's device; None is the host's.
     params: what `generate` takes; None is greedy, whatever token comes out. Give an LLM with prefix_cache_seqs=0, and
     prompts that begin differently: what is known already is not computed again.
     Raises RequestError, before any work, if the prompts cannot be served as asked.
     """
     if params is None:
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    for _ in range(warmups):
+    meter = HostMeter() if meter is None else meter
+    for _ in range(meter.warmups if warmups is None else warmups):
         llm.generate(prompts, params, use_tqdm=False)
-    forget_peak()
-    runs = tuple(_run(llm, prompts, params) for _ in range(repetitions))
-    return Measurement(runs, len(prompts), max(map(len, prompts), default=0), new_tokens, peak_memory())
+    meter.forget_peak()
+    runs = tuple(_run(llm, prompts, params, meter) for _ in range(repetitions))
+    return Measurement(runs, len(prompts), max(map(len, prompts), default=0), new_tokens, meter.peak_memory())
 
 
-def _run(llm: LLM, prompts: list[list[int]], params: Any) -> Run:
+def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:
     clock = llm.engine.compile_clock
-    wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts), clock=clock)
+    wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts), clock=clock, meter=meter)
     with llm.engine.wrapped(wrap) as timed:
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         total = clock.since(start)
     stamps = [output.metrics.first_token for output in outputs if output.metrics.first_token is not None]
     first_tokens = [stamp - start - clock.seconds(start, stamp) for stamp in stamps]
-    times = timed.prompt, timed.generation, timed.sampling, max(first_tokens, default=0.0), total
-    return Run(*times, timed.num_steps, timed.num_prompt_steps, timed.together, timed.num_together)
+    times = *map(timed.seconds, (PROMPT, GENERATION, CHOICE)), max(first_tokens, default=0.0), total
+    return Run(*times, timed.num_steps, timed.num_prompt_steps, timed.seconds(TOGETHER), timed.num_together)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that was done between two marks of a meter; `waited` seconds of it went to compiling."""
+
+    kinds: tuple[str, ...]
+    first: Any
+    last: Any
+    waited: float
 
 
 class TimedRunner:
-    """A runner that is another one, with a stopwatch for a batch of `batch_size`, which stands still while a kernel
-    is compiled."""
+    """A runner that is another one, with a meter for a batch of `batch_size`, which stands still while a kernel is
+    compiled. Marks are read at the end: to read one may be to wait for a GPU."""
 
-    has_multi_step = False  # it would take several steps with no pass to be seen
-
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, batch_size: int, clock: CompileClock):
-        self._runner, self._scheduler, self._batch_size, self._clock = runner, scheduler, batch_size, clock
-        self.prompt = self.generation = self.sampling = self.together = 0.0  # seconds
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, batch_size: int, clock: CompileClock, meter: Meter):
+        self._runner, self._scheduler, self._batch_size = runner, scheduler, batch_size
+        self._clock, self._meter, self._spans = clock, meter, []
         self.num_steps = self.num_prompt_steps = self.num_together = 0
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._runner, name)
-        return self._timed_sampling(function) if name in SAMPLING else function
+        return partial(self._timed, (CHOICE,), function) if name in SAMPLING else function
+
+    @property
+    def has_multi_step(self) -> bool:
+        return self._meter.has_multi_step and self._runner.has_multi_step
+
+    def seconds(self, kind: str) -> float:
+        """Of all spans of a kind."""
+        spans = (span for span in self._spans if kind in span.kinds)
+        return sum(self._meter.seconds(span.first, span.last) - span.waited for span in spans)
 
     def forward(self, batch: Batch) -> Any:
-        is_reading = any(s.num_cached < len(s.prompt_token_ids) for s in self._scheduler.running)
-        start = time.perf_counter()
-        logits = self._runner.forward(batch)
-        seconds = self._clock.since(start)
         self.num_steps += 1
-        if is_reading:
-            self.prompt += seconds
+        if any(s.num_cached < len(s.prompt_token_ids) for s in self._scheduler.running):
             self.num_prompt_steps += 1
-        else:
-            self.generation += seconds
-            if batch.token_ids.size == self._batch_size:
-                self.together += seconds
-                self.num_together += 1
-        return logits
+            return self._timed((PROMPT,), self._runner.forward, batch)
+        return self._timed(self._decoding(batch, 1), self._runner.forward, batch)
 
-    def _timed_sampling(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                self.sampling += self._clock.since(start)
+    def multi_step(self, batch: Batch, warpers: Any, seeds: Any, indices: Any, steps: int) -> Any:
+        self.num_steps += steps
+        kinds = self._decoding(batch, steps)
+        return self._timed(kinds, self._runner.multi_step, batch, warpers, seeds, indices, steps)
 
-        return timed
+    def _decoding(self, batch: Batch, steps: int) -> tuple[str, ...]:
+        if batch.token_ids.size != self._batch_size:
+            return (GENERATION,)
+        self.num_together += steps
+        return GENERATION, TOGETHER
+
+    def _timed(self, kinds: tuple[str, ...], function: Callable[..., Any], *arguments: Any) -> Any:
+        began, first = time.perf_counter(), self._meter.mark()
+        try:
+            return function(*arguments)
+        finally:
+            last = self._meter.mark()
+            waited = self._clock.seconds(began, time.perf_counter())
+            self._spans.append(Span(kinds, first, last, waited))

@@ -4,13 +4,15 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 
 from tqdm import tqdm
 
 from tinygpt.bench.build import Build
-from tinygpt.bench.formats import threads_text
-from tinygpt.bench.machine_limits import MachineLimits, measure_limits
+from tinygpt.bench.formats import where_text
+from tinygpt.bench.machine_limits import MachineLimits, measure_device_limits, measure_limits
 from tinygpt.bench.measure import Measurement
+from tinygpt.bench.meter import meter_of
 from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
 from tinygpt.config import ModelConfig
@@ -39,6 +41,7 @@ class Plan:
     repetitions: int
     config: ModelConfig
     ranks: tuple[int, int] = (1, 1)  # tensor_parallel_size and pipeline_parallel_size
+    device: str = "cpu"
 
     def __len__(self) -> int:
         return len(self.dtypes) * len(self.threads) * len(self.cases)
@@ -64,7 +67,7 @@ class Plan:
         step, as otherwise the first sequence would end before the last begins to decode."""
         short = [case for case in self.cases if case.new_tokens and case.prompt_length <= WORTH_WAITING]
         at_once = max((case.batch_size * case.prompt_length for case in short), default=0)
-        return max(load_backend("cpu", "auto").MAX_STEP_TOKENS, self.max_batch_size, at_once)
+        return max(load_backend(self.device, "auto").MAX_STEP_TOKENS, self.max_batch_size, at_once)
 
     @property
     def max_length(self) -> int:
@@ -89,9 +92,9 @@ class Findings:
     tests: list[Measured] = field(default_factory=list)
     limits: dict[int, MachineLimits] = field(default_factory=dict)
 
-    def add_limits(self, dtype: str, threads: int) -> None:
+    def add_limits(self, dtype: str, threads: int, device: str) -> None:
         """Measure them once more: the machine has better moments."""
-        now = measure_limits(dtype, threads)
+        now = measure_device_limits(dtype) if device == "cuda" else measure_limits(dtype, threads)
         self.limits[threads] = now.best(self.limits.get(threads, now))
 
 
@@ -104,18 +107,21 @@ def make_plan(
     new_tokens: Sequence[int],
     repetitions: int,
     ranks: tuple[int, int] = (1, 1),
+    device: str = "cpu",
 ) -> Plan:
-    """Raises RequestError for what is impossible, and CheckpointError if the model cannot be found."""
+    """threads: on a GPU, None alone: those of the host count for little there.
+
+    Raises RequestError for what is impossible, and CheckpointError if the model cannot be found."""
     _check_numbers("--batch-sizes", batch_sizes, 1)
     _check_numbers("--prompt-lengths", prompt_lengths, 1)
     _check_numbers("--repetitions", [repetitions], 1)
     _check_numbers("--new-tokens", set(new_tokens) - {0}, 2, NOT_ONE)
     counts = tuple(dict.fromkeys(map(thread_count, threads)))
-    sources = [ModelSource.open(model, dtype) for dtype in dtypes]
+    sources = [ModelSource.open(model, dtype, device) for dtype in dtypes]
     resolved, config = tuple(dict.fromkeys(source.dtype for source in sources)), sources[0].config
     cases = cases_of(batch_sizes, prompt_lengths, new_tokens)
     _check_length(model, config, max(cases, key=lambda case: case.length))
-    return Plan(model, resolved, counts, cases, repetitions, config, ranks)
+    return Plan(model, resolved, counts, cases, repetitions, config, ranks, device)
 
 
 def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None] | None = None) -> None:
@@ -124,12 +130,12 @@ def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None] | No
     Records are made at the end, as their shares are of the best limits seen before, between and after the cases.
     tell: is told how fast each case was as soon as it is measured, beside a bar where stderr is a terminal.
     """
-    found, build, cpu = Findings(), Build.find(), cpu_name()
+    found, build, cpu, where = Findings(), Build.find(), cpu_name(), partial(where_text, device=plan.device)
 
     def tell_last() -> None:
         if tell is not None:
             record = _record(plan, build, cpu, found.tests[-1], found)
-            case = f"{record['dtype']}, {threads_text(record['n_threads'])}, batch {record['batch_size']}"
+            case = f"{record['dtype']}, {where(record['n_threads'])}, batch {record['batch_size']}"
             with tqdm.external_write_mode(file=sys.stderr):
                 tell(f"{len(found.tests)} of {len(plan)}: {case}, {record['test']}: {record['median_ts']:.1f} tokens/s")
 
@@ -147,23 +153,23 @@ def _run_together(
     plan: Plan, dtype: str, threads: int, bar: tqdm, found: Findings, tell_last: Callable[[], None]
 ) -> None:
     """The cases of one loaded model."""
-    name = f"{dtype}, {threads_text(threads)}"
+    name, meter = f"{dtype}, {where_text(threads, plan.device)}", meter_of(plan.device)
     bar.set_description_str(f"loading {name}")
-    found.add_limits(dtype, threads)
+    found.add_limits(dtype, threads, plan.device)
     with _opened(plan, dtype, threads) as llm:
         for case in plan.cases:
             bar.set_description_str(f"{name}, {case}")
-            measurement = run_case(llm, case, plan.repetitions)
+            measurement = run_case(llm, case, plan.repetitions, meter)
             found.tests.append(Measured(dtype, threads, case, measurement, datetime.now(timezone.utc)))
             bar.update()
             tell_last()
-    found.add_limits(dtype, threads)
+    found.add_limits(dtype, threads, plan.device)
 
 
 def _record(plan: Plan, build: Build, cpu: str, test: Measured, found: Findings) -> Record:
-    limits = found.limits[test.threads]
-    setup = Setup(build, cpu, plan.model, plan.config, test.dtype, test.threads, plan.step_tokens, limits, plan.ranks)
-    return record_of(setup, test.measurement, test.case.new_tokens > 0, test.ended)
+    limits, gpu = found.limits[test.threads], meter_of(plan.device).gpu
+    about = plan.model, plan.config, test.dtype, test.threads, plan.step_tokens, limits, plan.ranks, gpu
+    return record_of(Setup(build, cpu, *about), test.measurement, test.case.new_tokens > 0, test.ended)
 
 
 def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
@@ -172,6 +178,7 @@ def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
             plan.model,
             dtype,
             threads=threads,
+            device=plan.device,
             max_num_seqs=plan.max_batch_size,
             max_model_len=plan.max_length,
             max_num_batched_tokens=plan.step_tokens,

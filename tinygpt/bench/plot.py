@@ -113,7 +113,7 @@ def picture_of(records: Sequence[dict[str, Any]]) -> Picture:
         if of_kind:
             panels.append(_panel_of(of_kind, title, noun))
     title = f"Speed of {model_name(records[0]['model_filename'])}"
-    note = f"{records[0]['cpu_info']}. {points_text(len(records[0]['samples_ts']))}"
+    note = f"{records[0].get('gpu_info') or records[0]['cpu_info']}. {points_text(len(records[0]['samples_ts']))}"
     return Picture(title, tuple(panels), note)
 
 

@@ -16,7 +16,7 @@ Our own keys, of the median run unless stated otherwise:
     block_peak_gflops, head_peak_gflops what they could do, measured, with the dtype of the blocks and of the head
     outside_share                       share of generate's whole time that is spent outside forward passes
     sampling_share                      share of the whole time that goes to choosing tokens
-    peak_memory                         bytes of the process; null where the system does not say
+    peak_memory                         bytes of the process, or what the model takes of the GPU; null where unknown
 """
 
 import statistics
@@ -28,12 +28,12 @@ from tinygpt.bench.formats import Record, parameters_text
 from tinygpt.bench.machine_limits import MachineLimits
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.work import (
-    TILES,
     block_operations,
     head_operations,
     kv_cache_bytes,
     model_bytes,
     num_parameters,
+    tiles_of,
     weight_bytes,
 )
 from tinygpt.config import ModelConfig
@@ -72,6 +72,11 @@ class Setup:
     step_tokens: int  # new tokens in a step, at most
     limits: MachineLimits
     ranks: tuple[int, int] = (1, 1)  # tensor and pipeline parallel; threads, and limits, are those of each
+    gpu: str = ""  # its name, where it computes in place of the CPU
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpu else "cpu"
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def record_of(setup: Setup, measurement: Measurement, is_generation: bool, ended
         **_about(setup),
         **WITHOUT_MEANING,
         **({} if setup.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*setup.ranks)}),
+        **({"n_gpu_layers": setup.config.n_layer} if setup.gpu else {}),
         **counts,
         "test_time": ended.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **_times(efforts, measurement.batch_size * (n_prompt + n_gen)),
@@ -123,8 +129,8 @@ def _about(setup: Setup) -> Record:
         "build_commit": setup.build.commit,
         "build_number": setup.build.number,
         "cpu_info": setup.cpu,
-        "gpu_info": "",
-        "backends": "CPU",
+        "gpu_info": setup.gpu,
+        "backends": "CUDA" if setup.gpu else "CPU",
         "model_filename": setup.model,
         "model_type": f"gpt2 {parameters_text(size)} {DTYPE_NAMES[setup.dtype]}",
         "model_size": model_bytes(setup.config, setup.dtype),
@@ -183,7 +189,8 @@ def _times(efforts: list[Effort], num_tokens: int) -> Record:
 
 
 def _shares(efforts: list[Effort], setup: Setup) -> Record:
-    bandwidth, (block_rate, head_rate) = setup.limits.bandwidth, map(setup.limits.tile_rates.get, TILES[setup.dtype])
+    tiles, bandwidth = tiles_of(setup.dtype, setup.device), setup.limits.bandwidth
+    block_rate, head_rate = map(setup.limits.tile_rates.get, tiles)
     read = statistics.median(e.bytes_read / e.seconds for e in efforts)
     done = statistics.median((e.block_operations + e.head_operations) / e.seconds for e in efforts)
     peak_share = statistics.median(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinygpt.bench.measure import Measurement, measure
+from tinygpt.bench.meter import Meter
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
@@ -37,13 +38,13 @@ def cases_of(batch_sizes: Sequence[int], prompt_lengths: Sequence[int], new_toke
     )
 
 
-def run_case(llm: LLM, case: Case, repetitions: int) -> Measurement:
-    """Measure a case with an LLM that has prefix_cache_seqs=0, and slots for the whole batch."""
+def run_case(llm: LLM, case: Case, repetitions: int, meter: Meter | None = None) -> Measurement:
+    """Measure a case with an LLM that has prefix_cache_seqs=0, and slots for the whole batch. meter: as `measure`'s."""
     if case.new_tokens:
         prompts = prompts_to_continue(llm.config.vocab_size, case)
         params = [_params(case.length - len(prompt)) for prompt in prompts]
-        return measure(llm, prompts, case.new_tokens, repetitions, params=params)
-    return measure(llm, prompts_to_read(llm.config.vocab_size, case), 1, repetitions)
+        return measure(llm, prompts, case.new_tokens, repetitions, params=params, meter=meter)
+    return measure(llm, prompts_to_read(llm.config.vocab_size, case), 1, repetitions, meter=meter)
 
 
 def prompts_to_read(vocab_size: int, case: Case) -> list[list[int]]:

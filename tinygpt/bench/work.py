@@ -15,6 +15,13 @@ TILES = {
 }
 
 
+def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
+    """TILES on a device: a GPU expands int8 to bfloat16."""
+    if device == "cuda" and dtype != "float32":
+        return "bfloat16", "bfloat16"
+    return TILES[dtype]
+
+
 def num_parameters(config: ModelConfig) -> int:
     """All of them, a tied head counted once."""
     embeddings = head_weights(config) * (1 if config.tie_word_embeddings else 2)

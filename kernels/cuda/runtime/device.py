@@ -40,7 +40,8 @@ class Device:
         self._lock = threading.RLock()  # what one thread captures, another must not add to
         self._stream = cuda.stream()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
-        self.multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT
+        gpu = cuda.get_current_device()
+        self.multiprocessors, self.name = gpu.MULTIPROCESSOR_COUNT, gpu.name.decode()
 
     def free_bytes(self) -> int:
         return self._cuda.current_context().get_memory_info().free
@@ -119,6 +120,18 @@ class Device:
     def synchronize(self) -> None:
         with self._lock:
             self._stream.synchronize()
+
+    def mark(self) -> Any:
+        """A moment of the queue: when all that is in it now has been done."""
+        with self._lock:
+            event = self._cuda.event(timing=True)
+            event.record(self._stream)
+        return event
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Between two marks, by the GPU's clock. Waits for the last."""
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
 
     def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
         """Let launches have so much. Without that it is 48 KiB less what the kernel has of its own."""

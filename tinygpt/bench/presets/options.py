@@ -12,7 +12,7 @@ class PresetOptions:
     """dtypes, threads: as LLM's. repetitions: None is the preset's own number. small: a quick look, of fewer sizes.
 
     text: a file in UTF-8 for perplexity, where the study has that. remote: also with the model behind a server, where
-    the study is of that.
+    the study is of that. device: "cpu", or "cuda" for a GPU.
     """
 
     model: str
@@ -22,6 +22,7 @@ class PresetOptions:
     small: bool = False
     text: str | Path | None = None
     remote: bool = False
+    device: str = "cpu"
 
 
 def check_options(options: PresetOptions) -> None:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from tinygpt.bench.formats import Record, crowd_note, parameters_text, threads_text
 from tinygpt.bench.measure import Measurement, measure
+from tinygpt.bench.meter import HostMeter, Meter, meter_of
 from tinygpt.bench.picture import Picture, model_name
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import ABSENT, PresetReport, Study
@@ -62,14 +63,16 @@ class Rerun:
     options: PresetOptions
     config: ModelConfig
     records: list[Record]
+    meter: Meter = field(default_factory=HostMeter)
 
     @classmethod
     def prepare(cls, study: Study, options: PresetOptions, records: list[Record]) -> "Rerun":
         """Raises RequestError for what is impossible, and CheckpointError if the model cannot be found."""
         thread_count(options.threads)
-        sources = [ModelSource.open(options.model, dtype) for dtype in options.dtypes]
+        sources = [ModelSource.open(options.model, dtype, options.device) for dtype in options.dtypes]
         dtypes = dict.fromkeys(source.dtype for source in sources)
-        return cls(study, replace(options, dtypes=tuple(dtypes)), sources[0].config, records)
+        options = replace(options, dtypes=tuple(dtypes))
+        return cls(study, options, sources[0].config, records, meter_of(options.device))
 
     @property
     def model(self) -> str:
@@ -80,8 +83,10 @@ class Rerun:
     def here(self) -> str:
         """What ours is measured on, and how that differs from the study's; sentences without the last full stop."""
         threads = thread_count(self.options.threads)
+        gpu = self.meter.gpu
+        machine = gpu or f"{threads_text(threads)} of {cpu_name()}"
         small = ", with fewer sizes and runs than the study has" * self.options.small
-        parts = [f"{self.model}, {threads_text(threads)} of {cpu_name()}{small}", crowd_note(threads)]
+        parts = [f"{self.model}, {machine}{small}", "" if gpu else crowd_note(threads)]
         if abs(num_parameters(self.config) / self.study.num_parameters - 1) > SAME_SIZE:
             parts.append(
                 f"This is another size than the study's {self.study.model}, so the figures are not of the same work"
@@ -106,7 +111,7 @@ class Rerun:
         """The model, without a prefix cache: each repetition reads its prompts again."""
         sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "prefix_cache_seqs": 0}
         try:
-            llm = LLM(self.options.model, dtype, threads=self.options.threads, **sizes)
+            llm = LLM(self.options.model, dtype, threads=self.options.threads, device=self.options.device, **sizes)
         except RequestError as error:
             raise RequestError(
                 f"{error} A preset chooses max_num_seqs and the positions itself: give another --dtype or model, or "
@@ -123,13 +128,13 @@ class Rerun:
         new_tokens: int,
         repetitions: int,
         params: SamplingParams | None = None,
-        warmups: int = 1,
+        warmups: int | None = None,
         **more: Any,
     ) -> Result:
         """Measure a case, with the user's number of repetitions if given, and keep its record, with `more` in it."""
         prompts = random_prompts(prompt_lengths, llm.config.vocab_size)
         repetitions = repetitions if self.options.repetitions is None else self.options.repetitions
-        found = measure(llm, prompts, new_tokens, repetitions, warmups, params)
+        found = measure(llm, prompts, new_tokens, repetitions, warmups, params, self.meter)
         return self.keep(Result(llm.dtype, batch_size, found), **more)
 
     def keep(self, result: Result, **more: Any) -> Result:
@@ -156,6 +161,7 @@ class Rerun:
             "preset": self.study.name,
             "model_filename": self.options.model,
             "dtype": result.dtype,
+            "gpu_info": self.meter.gpu,
             "n_threads": thread_count(self.options.threads),
             "batch_size": result.batch_size,
             "num_prompts": found.batch_size,

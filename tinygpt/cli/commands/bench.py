@@ -18,8 +18,9 @@ SUMMARY = "measure speed: reading prompts and generating, beside what the machin
 # Flags have no argparse default, so that one given beside another that makes it meaningless is noticed.
 CASES = {"batch_sizes": (1, 8), "prompt_lengths": (128,), "new_tokens": (64,)}
 RUNS = {"dtype": ("auto",), "threads": (None,), "repetitions": 5}
+CPU_STUDY = "cpu-study"
 OF_PRESETS = ("small", "text", "remote")
-NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "preset", *OF_PRESETS, "plot")
+NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "device", "preset", *OF_PRESETS, "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--dtype", type=dtypes, metavar="LIST", help=f"{DTYPE} (default: auto)")
     add_flag(group, "threads", type=whole_numbers, metavar="LIST")
+    about = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
+    add_flag(group, "device", type=lowered("cpu", "cuda"), default=None, help=about)
     for name in RANK_FLAGS:
         add_flag(group, name)
 
@@ -121,6 +124,13 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError("--tensor-parallel and --pipeline-parallel are for cases: omit --preset and --compare.")
     if args.compare is not None:
         _refuse(args, NOT_OF_COMPARISONS, "--compare measures nothing")
+    args.device = args.device or "cpu"
+    if args.device == "cuda":
+        _refuse(args, ("threads", "remote"), "--device cuda measures a GPU in this process")
+        if _is_on_ranks(args):
+            raise RequestError("--tensor-parallel and --pipeline-parallel are for the CPU: omit --device cuda.")
+        if args.preset == CPU_STUDY:
+            raise RequestError(f"--preset {CPU_STUDY} is a study of CPUs: omit --device cuda, or give another preset.")
     if args.preset is not None:
         _refuse(args, CASES, "--preset has cases of its own")
         if args.threads is not None and len(args.threads) > 1:
@@ -182,7 +192,7 @@ def _run_cases(args: argparse.Namespace) -> None:
 
     cases = args.batch_sizes, args.prompt_lengths, args.new_tokens
     ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-    plan = make_plan(args.model, args.dtype, args.threads, *cases, args.repetitions, ranks)
+    plan = make_plan(args.model, args.dtype, args.threads, *cases, args.repetitions, ranks, args.device)
     if args.plot is not None:
         check_lines(plan.outline)
     say(f"{counted(len(plan), 'case')} of {args.model}")
@@ -205,7 +215,7 @@ def _run_preset(args: argparse.Namespace) -> None:
 
     threads = None if args.threads is None else args.threads[0]
     sizes = args.repetitions, args.small, args.text, args.remote
-    options = PresetOptions(args.model, args.dtype or RUNS["dtype"], threads, *sizes)
+    options = PresetOptions(args.model, args.dtype or RUNS["dtype"], threads, *sizes, args.device)
     say(f"{args.preset} with {args.model}")
     records: list[Record] = []
     try:

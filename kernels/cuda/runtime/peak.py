@@ -1,0 +1,100 @@
+"""What this GPU can do at most: bytes read a second, and products of the kinds that the kernels multiply with."""
+
+import functools
+
+import numpy as np
+
+from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.runtime.ptx import load_weights, mma_bfloat16
+
+from numba import cuda, float32, int32, uint32  # isort: skip
+
+PEAK_THREADS = 256
+READ_BYTES = 1 << 30  # far more than the L2 cache
+LOADS, READ_BLOCKS = 4, 4  # of 16 bytes that a thread has under way, and blocks of a multiprocessor
+CHAINS, MULTIPLY_BLOCKS = 8, 2  # sums of a warp that do not wait for one another
+ROUNDS = 20_000  # a run is some milliseconds
+PRODUCTS = {"bfloat16": 16 * 8 * 16, "float32": 32}  # of a warp in one instruction
+REPETITIONS = 5
+
+
+def read_bandwidth(size: int = READ_BYTES) -> float:
+    """Bytes a second that are read from `size` bytes, the best of some repetitions."""
+    device = devices.the_device()
+    blocks = READ_BLOCKS * device.multiprocessors
+    threads = blocks * PEAK_THREADS
+    rounds = max(size // (16 * LOADS * threads), 1)
+    words, out = device.zeros((rounds * LOADS * 4 * threads,), np.uint32), device.zeros((threads,), np.uint32)
+    seconds = _best_seconds(lambda: device.launch(read_kernel(LOADS), blocks, PEAK_THREADS, out, words, rounds))
+    return words.nbytes / seconds
+
+
+def tile_rate(kind: str, rounds: int = ROUNDS) -> float:
+    """Operations a second: "bfloat16" of tensor cores by mma.sync, "float32" of ordinary units. All in registers."""
+    device = devices.the_device()
+    blocks = MULTIPLY_BLOCKS * device.multiprocessors
+    out = device.zeros((blocks * PEAK_THREADS,), np.float32)
+    seconds = _best_seconds(lambda: device.launch(multiply_kernel(kind), blocks, PEAK_THREADS, out, rounds))
+    return blocks * (PEAK_THREADS // 32) * rounds * CHAINS * 2 * PRODUCTS[kind] / seconds
+
+
+def _best_seconds(run) -> float:
+    device = devices.the_device()
+    run()  # compiles
+    marks = [device.mark()]
+    for _ in range(REPETITIONS):
+        run()
+        marks.append(device.mark())
+    return min(map(device.seconds, marks, marks[1:]))
+
+
+@functools.cache
+def read_kernel(loads: int):
+    """read(out, words, rounds): all of `words`, PEAK_THREADS threads a block, each with `loads` of 16 bytes under way.
+
+    out: of each thread, the exclusive or of what it has read. words: rounds * loads * 4 for each thread.
+    """
+    held_words = 4 * loads
+
+    def read(out, words, rounds):
+        thread = int32(cuda.blockIdx.x) * int32(PEAK_THREADS) + int32(cuda.threadIdx.x)
+        threads = int32(cuda.gridDim.x) * int32(PEAK_THREADS)
+        found, held = uint32(0), cuda.local.array(held_words, uint32)
+        for turn in range(int32(0), rounds):
+            for i in range(loads):
+                loaded = load_weights(words, ((turn * int32(loads) + int32(i)) * threads + thread) * int32(4))
+                for k in range(4):
+                    held[4 * i + k] = loaded[k]
+            for i in range(held_words):
+                found ^= held[i]
+        out[thread] = found
+
+    return kernel(read)
+
+
+@functools.cache
+def multiply_kernel(kind: str):
+    """multiply(out, rounds): CHAINS products a round in each warp; out: a sum of each thread's sums."""
+    is_bfloat16, sums_size = kind == "bfloat16", CHAINS * 4
+
+    def multiply(out, rounds):
+        thread = int32(cuda.blockIdx.x) * int32(PEAK_THREADS) + int32(cuda.threadIdx.x)
+        sums, total = cuda.local.array(sums_size, float32), float32(0)
+        word, factor = uint32(thread), float32(1) / float32(thread + int32(2))
+        for i in range(sums_size):
+            sums[i] = factor
+        for _ in range(int32(0), rounds):
+            for chain in range(CHAINS):
+                if is_bfloat16:
+                    c = (sums[chain * 4], sums[chain * 4 + 1], sums[chain * 4 + 2], sums[chain * 4 + 3])
+                    c = mma_bfloat16((word, word, word, word), (word, word), c)
+                    for k in range(4):
+                        sums[chain * 4 + k] = c[k]
+                else:
+                    sums[chain] = cuda.fma(sums[chain], factor, factor)
+        for i in range(sums_size):
+            total += sums[i]
+        out[thread] = total
+
+    return kernel(multiply)

@@ -1,0 +1,131 @@
+"""`tinygpt bench --device cuda` on a simulated GPU, whose clock counts kernels: its figures, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from support.bench_records import LIMITS
+from support.cuda_compile import compile_kernel
+from support.cuda_device import SimulatedDevice
+from support.tiny_checkpoint import random_tensors, write_checkpoint
+from tinygpt.bench import plan
+from tinygpt.bench.machine_limits import MachineLimits, measure_device_limits
+from tinygpt.bench.presets.options import PresetOptions
+from tinygpt.bench.presets.report import Study
+from tinygpt.bench.presets.rerun import Rerun
+from tinygpt.cli import main as cli
+from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda.runtime import peak
+from tinygpt.kernels.errors import DeviceError
+
+KERNELS_OF_A_STEP = 10  # embed; 2 norms, 4 linear layers and attention of a layer; the head and its norm
+KERNELS_OF_A_DECODE_STEP = KERNELS_OF_A_STEP + 2  # one chooses a token, one goes on with it
+CASES = "--prompt-lengths 4 --new-tokens 6 --batch-sizes 2 --repetitions 2"
+
+
+@pytest.fixture
+def device(monkeypatch) -> SimulatedDevice:
+    device = SimulatedDevice()
+    monkeypatch.setattr(devices, "the_device", lambda: device)
+    return device
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    tensors = {name: tensor for name, tensor in random_tensors().items() if ".h.1." not in name}
+    c = tensors["transformer.ln_f.weight"].size
+    tensors["transformer.wpe.weight"] = np.zeros((40, c), np.float32)
+    return str(write_checkpoint(tmp_path_factory.mktemp("model"), tensors, n_positions=40, n_layer=1))
+
+
+@pytest.mark.slow
+def test_passes_are_timed_by_the_gpus_clock(model, device, monkeypatch, capsys, tmp_path):
+    """The kernels of a step take as many seconds, in each repetition, however slow this machine simulates them."""
+    monkeypatch.setattr(plan, "measure_device_limits", lambda dtype: LIMITS)
+    monkeypatch.setattr(plan, "measure_limits", lambda *_: pytest.fail("the CPU was measured"))
+    file = tmp_path / "records.json"
+    command = f"bench --device cuda --model {model} --dtype float32 {CASES} --output {file}"
+    assert cli.main(command.split()) == 0
+    out, _ = capsys.readouterr()
+    reading, generation = json.loads(file.read_text(encoding="utf-8"))
+    for record in (reading, generation):
+        assert (record["gpu_info"], record["backends"], record["n_gpu_layers"]) == ("a simulated GPU", "CUDA", 1)
+        assert len(set(record["samples_ts"])) == 1
+    assert reading["samples_ts"][0] == pytest.approx(2 * 4 / KERNELS_OF_A_STEP)
+    assert generation["ms_per_token"] == pytest.approx(1e3 * KERNELS_OF_A_DECODE_STEP)
+    assert "a simulated GPU, build" in out
+    assert "on the GPU" in out
+    assert "thread" not in out.split("\n\n")[1]
+
+
+def test_a_preset_runs_on_the_gpu_and_names_it(device):
+    study = Study("name", "title", "source", "hardware")
+    rerun = Rerun.prepare(study, PresetOptions("random:tiny", device="cuda"), [])
+    assert rerun.meter.has_multi_step
+    assert "a simulated GPU" in rerun.here
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--threads 2", "--device cuda measures a GPU in this process: omit --threads."),
+        ("--preset batch-inference --remote", "--device cuda measures a GPU in this process: omit --remote."),
+        ("--preset cpu-study", "--preset cpu-study is a study of CPUs: omit --device cuda"),
+        ("--dtype int4", "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only"),
+        ("--compare a b", "measures nothing: omit --device"),
+    ],
+)
+def test_what_a_gpu_is_not_for_is_refused(flags, message, device, capsys):
+    assert cli.main(["bench", "--device", "cuda", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "start_ranks", lambda args, words: None)  # this is one of them
+    assert cli.main(["bench", "--device", "cuda", "--tensor-parallel", "2"]) == 2
+    assert "are for the CPU: omit --device cuda." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", ["", "--preset batching-notebook"])
+def test_no_gpu_is_one_sentence(more, monkeypatch, capsys):
+    def absent():
+        raise DeviceError("CUDA finds no GPU.")
+
+    monkeypatch.setattr(devices, "the_device", absent)
+    assert cli.main(["bench", "--device", "cuda", "--random", "tiny", *more.split()]) == 2
+    err = capsys.readouterr().err
+    assert "device is 'cuda' and cannot be used: CUDA finds no GPU. Or use device 'cpu'." in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_the_gpus_limits_are_counted(device, monkeypatch):
+    """By a clock on which each launch is a second."""
+    monkeypatch.setattr(peak, "REPETITIONS", 1)
+    threads = peak.READ_BLOCKS * device.multiprocessors * peak.PEAK_THREADS
+    assert peak.read_bandwidth(1) == threads * 16 * peak.LOADS
+    warps = peak.MULTIPLY_BLOCKS * device.multiprocessors * peak.PEAK_THREADS // 32
+    assert peak.tile_rate("bfloat16", 3) == warps * 3 * peak.CHAINS * 2 * 16 * 8 * 16
+    assert peak.tile_rate("float32", 3) == warps * 3 * peak.CHAINS * 2 * 32
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "bfloat16")])
+def test_limits_are_of_what_multiplies_on_a_gpu(dtype, kind, monkeypatch):
+    monkeypatch.setattr(peak, "read_bandwidth", lambda: 7.0)
+    monkeypatch.setattr(peak, "tile_rate", {"float32": 1.0, "bfloat16": 2.0}.get)
+    assert measure_device_limits(dtype) == MachineLimits(7.0, {kind: {"float32": 1.0, "bfloat16": 2.0}[kind]})
+
+
+@pytest.mark.toolchain
+def test_nothing_of_the_limits_is_left_out_by_the_compiler():
+    """Products that nobody wants would not be made, and sums of one chain would wait for one another."""
+    words, floats = np.zeros(8, np.uint32), np.zeros(8, np.float32)
+    compiled = compile_kernel(peak.multiply_kernel("bfloat16"), floats, 1)
+    assert compiled.ptx.count("mma.sync") % peak.CHAINS == 0
+    assert compiled.ptx.count("mma.sync") > 0
+    assert compiled.spilled == compiled.stack == 0
+    assert compile_kernel(peak.multiply_kernel("float32"), floats, 1).ptx.count("fma.rn.f32") >= peak.CHAINS
+    reading = compile_kernel(peak.read_kernel(peak.LOADS), words, words, 1)
+    assert reading.ptx.count("ld.global.nc") >= peak.LOADS
+    assert reading.spilled == reading.stack == 0
