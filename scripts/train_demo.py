@@ -3,11 +3,12 @@
     python scripts/train_demo.py --corpus FOLDER --out trained               # 500 million tokens, however long
     python scripts/train_demo.py --corpus FOLDER --out trained --minutes 9   # whichever comes first
     python scripts/train_demo.py --corpus FOLDER --out trained --resume      # go on, after a stop or for longer
+    python scripts/train_demo.py --corpus FOLDER --out trained --init MODEL  # begin with a checkpoint's weights
 
 The corpus is train.txt.xz and val.txt, documents set apart by <|endoftext|>. OUT becomes a checkpoint in Hugging Face's
 layout, with a card that says what was measured; it always holds the weights that were best on val.txt so far. OUT/state
-holds what --resume needs and can be deleted. The last line says how to embed the checkpoint as the demo. Needs torch,
-transformers and tokenizers.
+holds what --resume needs and can be deleted. Ctrl-C and SIGTERM end a run as --minutes does: it can be resumed. The
+last line says how to embed the checkpoint as the demo. Needs torch, transformers and tokenizers.
 """
 
 import argparse
@@ -17,8 +18,11 @@ import time
 from pathlib import Path
 
 from train.corpus import CorpusError, check_folder
+from train.start import sizes_of
 
 START = time.monotonic()
+# 7 layers and 7935 merges, a vocabulary of 8192, are what fits into 32 MB of bfloat16.
+SIZES = {"merges": 7935, "layers": 7, "width": 384, "heads": 6, "positions": 1024}
 
 
 def main() -> None:
@@ -42,14 +46,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--corpus-note", default="English classics in the public domain", help="what the card says it is")
     add("--out", type=Path, required=True, metavar="DIR")
     add("--resume", action="store_true", help="go on with the run in OUT")
+    add("--init", type=Path, metavar="DIR", help="a checkpoint to begin with: its sizes, tokenizer and weights")
     add("--tokens", type=_positive, default=500_000_000, help="to see, all runs together (default: 500 million)")
     add("--minutes", type=float, help="bound of this run, everything included")
-    # 7 layers and 7935 merges, a vocabulary of 8192, are what fits into 32 MB of bfloat16.
-    add("--merges", type=_positive, default=7935)
-    add("--layers", type=_positive, default=7)
-    add("--width", type=_positive, default=384)
-    add("--heads", type=_positive, default=6)
-    add("--positions", type=_positive, default=1024)
+    for name, default in SIZES.items():
+        add(f"--{name}", type=_positive, help=f"default: that of --init or --resume, else {default}")
     add("--batch-tokens", type=_positive, default=65_536, help="of a step")
     add("--dropout", type=float, default=0.1)
     add("--learning-rate", type=float, default=1.5e-3)
@@ -59,8 +60,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--evaluations", type=_positive, default=20)
     add("--seed", type=int, default=0)
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    of_gpus = "(default: on a GPU)"
+    add("--bfloat16", action=argparse.BooleanOptionalAction, help=f"multiply in bfloat16 {of_gpus}")
+    add("--compile", action=argparse.BooleanOptionalAction, help=f"compile the model, which takes a minute {of_gpus}")
     arguments = parser.parse_args()
     try:
+        take_sizes(arguments)
         check(arguments)
     except CorpusError as error:
         parser.error(str(error))
@@ -72,6 +77,19 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} must be 1 or more")
     return number
+
+
+def take_sizes(arguments: argparse.Namespace) -> None:
+    """Fill in the sizes that were not given. CorpusError where they cannot be those of the checkpoint to begin with."""
+    if arguments.init is not None and arguments.resume:
+        raise CorpusError("--init begins a run and --resume goes on with one: give one of them.")
+    given = arguments.out if arguments.resume and (arguments.out / "config.json").exists() else arguments.init
+    sizes = SIZES if given is None else sizes_of(given)
+    for name, size in sizes.items():
+        wanted = getattr(arguments, name)
+        if arguments.init is not None and wanted not in (None, size):
+            raise CorpusError(f"--{name} is {wanted} and {arguments.init} has {size}: omit it.")
+        setattr(arguments, name, size if wanted is None else wanted)
 
 
 def check(arguments: argparse.Namespace) -> None:

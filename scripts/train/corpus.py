@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +79,20 @@ def encode(tokenizer: Tokenizer, documents: Iterable[str], end_of_text: int) -> 
     return np.array(token_ids[:-1], np.int32)
 
 
-def prepare(corpus: Path, num_merges: int, folder: Path, state: Path) -> Tokens:
-    """Train the tokenizer into `folder`, encode the corpus, and keep the token ids in `state`."""
+def prepare(corpus: Path, num_merges: int, folder: Path, state: Path, begin_with: Path | None = None) -> Tokens:
+    """Encode the corpus, and keep the token ids in `state`.
+
+    The tokenizer, which goes into `folder`, is that of the checkpoint `begin_with`, or else is trained.
+    """
     train, validation = (read_documents(corpus / name) for name in (TRAIN, VALIDATION))
-    vocab_size = train_tokenizer(train, num_merges, folder)
-    if vocab_size < 257 + num_merges:
-        print(f"{TRAIN} has {vocab_size - 257} merges, fewer than the {num_merges} asked for.", flush=True)
+    if begin_with is None:
+        vocab_size = train_tokenizer(train, num_merges, folder)
+        if vocab_size < 257 + num_merges:
+            print(f"{TRAIN} has {vocab_size - 257} merges, fewer than the {num_merges} asked for.", flush=True)
+    else:
+        for name in ("vocab.json", "merges.txt"):
+            shutil.copyfile(begin_with / name, folder / name)
+        vocab_size = len(json.loads((folder / "vocab.json").read_text(encoding="utf-8")))
     tokenizer = Tokenizer.from_folder(folder)
     ids = [encode(tokenizer, documents, vocab_size - 1) for documents in (train, validation)]
     tokens = Tokens(*ids, (corpus / VALIDATION).stat().st_size)

@@ -85,8 +85,11 @@ class Trainer:
     model: GPT
     batches: Batches
     plan: Plan
+    bfloat16: bool = False  # products, while weights and sums stay float32
+    compile: bool = False
     step: int = 0
     best: Validation | None = None
+    is_ending: bool = False
 
     @property
     def tokens_seen(self) -> int:
@@ -108,7 +111,7 @@ class Trainer:
 
         Validates at even distances of the progress, and at the end, and then calls keep(whether this is the best).
         """
-        forward = compiled(self.model, self.batches.of_step(0), say)  # before the clock of the schedule starts
+        forward = self.forward_of(say)  # before the clock of the schedule starts
         torch.manual_seed(self.plan.seed + self.step)
         begin, first = time.monotonic(), self.step
         rested = begin  # when validation has taken less than a fifth of the time again
@@ -128,10 +131,14 @@ class Trainer:
                 rested = time.monotonic() + 4 * (time.monotonic() - before)
                 due = progress + 1 / self.plan.evaluations
 
+    def end(self) -> None:
+        """Have the run end with this step, as though its time were over."""
+        self.is_ending = True
+
     def progress(self, begin: float, step_seconds: float = 0.0) -> float:
         """How much of the run is done: the share of whichever bound is nearer. All, if a step would not fit in."""
         now = time.monotonic()
-        is_late = now + step_seconds >= self.plan.deadline
+        is_late = self.is_ending or now + step_seconds >= self.plan.deadline
         of_time = 1.0 if is_late else (now - begin) / (self.plan.deadline - begin)
         return max(self.tokens_seen / self.plan.tokens, of_time)
 
@@ -139,7 +146,7 @@ class Trainer:
         """The loss before the step, in nats, still on its device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate(self.step, progress)
-        loss = loss_of(forward, self.batches.of_step(self.step))
+        loss = self.loss_of(forward, self.batches.of_step(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.clip)
         self.optimizer.step()
@@ -165,24 +172,20 @@ class Trainer:
         self.best = found if is_best else self.best
         return is_best
 
+    def loss_of(self, forward: Callable[..., Tensor], batch: Tensor) -> Tensor:
+        """Of a batch (B, T + 1)."""
+        with torch.autocast(batch.device.type, torch.bfloat16) if self.bfloat16 else nullcontext():
+            return forward(batch[:, :-1], batch[:, 1:])
 
-def loss_of(forward: Callable[..., Tensor], batch: Tensor) -> Tensor:
-    """Of a batch (B, T + 1): in bfloat16 on a GPU, where that is several times faster, else in float32."""
-    mixed = torch.autocast("cuda", torch.bfloat16) if batch.is_cuda else nullcontext()
-    with mixed:
-        return forward(batch[:, :-1], batch[:, 1:])
-
-
-def compiled(model: GPT, batch: Tensor, say: Callable[[str], None]) -> Callable[..., Tensor]:
-    """The model, compiled for the GPU and warm; as it is on a CPU, or where compiling fails."""
-    if not batch.is_cuda:
-        return model
-    try:
-        forward = torch.compile(model)
-        loss_of(forward, batch).backward()
-        model.zero_grad(set_to_none=True)
+    def forward_of(self, say: Callable[[str], None]) -> Callable[..., Tensor]:
+        """The model, compiled and warm if it is to be; as it is where compiling fails."""
+        if not self.compile:
+            return self.model
+        try:
+            forward = torch.compile(self.model)
+            self.loss_of(forward, self.batches.of_step(0)).backward()
+        except Exception as error:  # a compiler that is missing or broken costs speed, no more
+            say(f"torch.compile failed ({type(error).__name__}: {str(error)[:200]}): training without it.")
+            forward = self.model
+        self.model.zero_grad(set_to_none=True)
         return forward
-    except Exception as error:  # a compiler that is missing or broken costs speed, no more
-        say(f"torch.compile failed ({type(error).__name__}: {str(error)[:200]}): training without it.")
-        model.zero_grad(set_to_none=True)
-        return model

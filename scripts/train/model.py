@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +25,11 @@ class GPT(nn.Module):
         sizes = {name: getattr(config, name) for name in SIZES}
         others = {**dict.fromkeys(DROPOUTS, dropout), "use_cache": False, "bos_token_id": None, "eos_token_id": None}
         self.gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, **others))
+
+    def begin_with(self, folder: Path) -> None:
+        """Take the weights of a checkpoint of these sizes."""
+        theirs = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)
+        self.gpt2.load_state_dict(theirs.state_dict())
 
     def forward(self, token_ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         logits = self.gpt2(token_ids).logits  # (B, T, V)

@@ -1,6 +1,7 @@
 """A run from its arguments, which are train_demo.py's, to a checkpoint with its card."""
 
 import argparse
+import signal
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from .card import Training, write_card
 from .corpus import CorpusError, Tokens, load_tokens, prepare
 from .loop import STATE, Batches, Plan, Trainer
 from .model import GPT, num_parameters, write_config, write_weights
-from .validation import estimate_seconds, validate
+from .validation import Validation, estimate_seconds, validate
 
 PROMPTS = ("Once upon a time", "The king", '"Where are you going?"')
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.8, top_k=40, seed=0, ignore_eos=True, overflow="slide")
@@ -43,7 +44,9 @@ def run(arguments: argparse.Namespace, start: float) -> None:
 
     held_out = torch.from_numpy(tokens.validation).to(device)
     batches = batches_of(arguments, tokens, device)
-    trainer = Trainer(model, batches, plan_of(arguments, start, estimate_seconds(model, held_out)))
+    how = {"bfloat16": arguments.bfloat16, "compile": arguments.compile}
+    fast = {name: device == "cuda" if wanted is None else wanted for name, wanted in how.items()}
+    trainer = Trainer(model, batches, plan_of(arguments, start, estimate_seconds(model, held_out)), **fast)
     about = {name: getattr(arguments, name) for name in SHAPE}
     if arguments.resume:
         resume(trainer, state / STATE, about)
@@ -54,7 +57,16 @@ def run(arguments: argparse.Namespace, start: float) -> None:
             write_weights(model, out)
         trainer.save(state, about)
 
-    trainer.run(lambda: validate(model, held_out, tokens.validation_bytes), keep, say)
+    def judge() -> Validation:
+        return validate(model, held_out, tokens.validation_bytes)
+
+    if arguments.init is not None:
+        trainer.best = judge()
+        say(f"{arguments.init} begins with validation {trainer.best}")
+        keep(True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: trainer.end())
+    trainer.run(judge, keep, say)
     write_card(training_of(arguments, tokens, trainer), model.config, num_parameters(model), samples_of(out), out)
     say(f"the best validation was {trainer.best}; {out} holds its weights")
 
@@ -63,7 +75,7 @@ def read_tokens(arguments: argparse.Namespace, state: Path) -> Tokens:
     """The corpus as token ids: prepared now, or as an earlier run has kept them."""
     if arguments.resume:
         return load_tokens(state)
-    return prepare(arguments.corpus, arguments.merges, arguments.out, state)
+    return prepare(arguments.corpus, arguments.merges, arguments.out, state, arguments.init)
 
 
 def new_model(arguments: argparse.Namespace, folder: Path, device: str) -> GPT:
@@ -80,7 +92,10 @@ def new_model(arguments: argparse.Namespace, folder: Path, device: str) -> GPT:
     )
     write_config(config, folder)
     torch.manual_seed(arguments.seed)
-    return GPT(config, arguments.dropout).to(device).train()
+    model = GPT(config, arguments.dropout)
+    if arguments.init is not None:
+        model.begin_with(arguments.init)
+    return model.to(device).train()
 
 
 def batches_of(arguments: argparse.Namespace, tokens: Tokens, device: str) -> Batches:

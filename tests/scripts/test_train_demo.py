@@ -23,6 +23,7 @@ import torch
 from scripts.train.corpus import CorpusError, check_folder, read_documents
 from scripts.train.loop import Batches, Plan, Trainer
 from scripts.train.model import GPT, write_config, write_weights
+from scripts.train.start import sizes_of
 from scripts.train.validation import validate
 from support.paths import ROOT
 from tinygpt import LLM
@@ -141,6 +142,87 @@ def test_resuming_goes_on_where_the_run_stopped(trained, corpus):
     after = json.loads((out / "training.json").read_text())
     assert after["tokens_seen"] == 25600
     assert after["validation_loss"] < before["validation_loss"]
+
+
+def test_a_run_begins_with_a_checkpoint_and_keeps_it_where_nothing_is_better(trained, corpus, tmp_path):
+    out, _ = trained
+    far_too_fast = ["--tokens", "512", "--learning-rate", "3"]
+    result = run(corpus, tmp_path / "out", "--init", str(out), *far_too_fast)
+    assert result.returncode == 0, result.stderr
+    facts, before = (json.loads((folder / "training.json").read_text()) for folder in (tmp_path / "out", out))
+    assert f"begins with validation {before['validation_loss']:.4f} per token" in result.stdout
+    assert facts["validation_loss"] == pytest.approx(before["validation_loss"], abs=1e-6)
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (out / name).read_bytes()
+    with LLM(str(out)) as one, LLM(str(tmp_path / "out")) as other:
+        assert (one.logits([1, 2, 3]) == other.logits([1, 2, 3])).all()
+
+
+def test_sizes_are_those_of_the_checkpoint(trained, corpus, tmp_path):
+    out, _ = trained
+    assert sizes_of(out) == {"merges": 300, "layers": 2, "width": 32, "heads": 2, "positions": 64}
+    command = ["scripts/train_demo.py", "--corpus", str(corpus), "--out", str(out), "--resume", "--tokens", "512"]
+    environment = {"cwd": ROOT, "env": {"PYTHONPATH": "."}, "capture_output": True, "text": True, "timeout": 120}
+    resumed = subprocess.run([sys.executable, *command, "--batch-tokens", "512", "--device", "cpu"], **environment)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on after" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (["--layers", "3"], "--layers is 3 and"),
+        (["--resume"], "--init begins a run and --resume goes on with one: give one of them."),
+        ([], "has no config.json and no model.safetensors"),
+    ],
+)
+def test_an_impossible_beginning_is_refused(trained, corpus, tmp_path, change, reason):
+    out = trained[0] if change else tmp_path
+    result = run(corpus, tmp_path / "out", "--init", str(out), *change)
+    assert result.returncode == 2
+    assert reason in result.stderr
+
+
+def test_another_architecture_is_no_beginning(trained, tmp_path):
+    for name in ("model.safetensors", "vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((trained[0] / name).read_bytes())
+    values = json.loads((trained[0] / "config.json").read_text()) | {"scale_attn_by_inverse_layer_idx": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CorpusError, match="differs from GPT-2 in more than its sizes"):
+        sizes_of(tmp_path)
+
+
+def test_a_run_that_is_asked_to_end_keeps_what_it_has():
+    trainer, kept = small_trainer(deadline=float("inf"), tokens=10**12), []
+    trainer.end()
+    trainer.run(lambda: validate(trainer.model, trainer.batches.token_ids, 1), kept.append, print)
+    assert (trainer.step, kept) == (1, [True])
+
+
+def test_products_are_in_bfloat16_where_that_is_asked_for():
+    losses = []
+    for is_asked in (False, True):
+        trainer = small_trainer(deadline=1.0, tokens=1)
+        trainer.bfloat16 = is_asked
+        losses.append(trainer.loss_of(trainer.model, trainer.batches.of_step(0)).item())
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_a_model_is_compiled_where_that_is_asked_for_and_trained_without_where_it_fails(monkeypatch):
+    def fail(model):
+        raise RuntimeError("no compiler")
+
+    trainer, said = small_trainer(deadline=1.0, tokens=1), []
+    monkeypatch.setattr(torch, "compile", fail)
+    assert trainer.forward_of(said.append) is trainer.model
+    assert said == []
+    trainer.compile = True
+    assert trainer.forward_of(said.append) is trainer.model
+    assert said == ["torch.compile failed (RuntimeError: no compiler): training without it."]
+    monkeypatch.setattr(torch, "compile", lambda model: model.forward)
+    assert trainer.forward_of(said.append) == trainer.model.forward
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
 def test_minutes_end_a_run_that_has_tokens_left():
