@@ -29,21 +29,23 @@ def test_default_is_one_for_each_core_that_this_process_may_use():
     assert 1 <= thread_count() == thread_count(None) <= os.cpu_count()
 
 
+def write(path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A system whose cores are told by a table: core -> the text of its siblings' file, or None for no such file."""
 
-    def build(siblings: dict[int, str | None]) -> None:
-        def open_file(path):
-            text = siblings[int(path.split("/")[5].removeprefix("cpu"))]
-            if text is None:
-                raise FileNotFoundError(path)
-            file = tmp_path / "siblings"
-            file.write_text(text)
-            return file.open()
-
+    def build(siblings: dict[int, str | None]):
+        for cpu, text in siblings.items():
+            if text is not None:
+                write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", text)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(siblings), raising=False)
-        monkeypatch.setattr(threads, "open", open_file, raising=False)
+        monkeypatch.setattr(threads.sys, "platform", "linux")
+        monkeypatch.setattr(threads, "ROOT", tmp_path)
+        return tmp_path
 
     return build
 
@@ -67,4 +69,59 @@ def test_cores_of_a_system_that_does_not_tell_siblings(machine):
 def test_a_system_without_affinity(monkeypatch, count, expected):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: count)
+    assert thread_count() == expected
+
+
+EIGHT = {cpu: f"{cpu}\n" for cpu in range(8)}
+
+
+def test_only_fast_cores_of_a_hybrid_cpu_count(machine):
+    """Two fast cores of two threads each, four slow ones of one."""
+    root = machine({0: "0-1\n", 1: "0-1\n", 2: "2-3\n", 3: "2-3\n", **{cpu: f"{cpu}\n" for cpu in range(4, 8)}})
+    write(root / "sys/devices/cpu_core/cpus", "0-3\n")
+    write(root / "sys/devices/cpu_atom/cpus", "4-7\n")
+    assert thread_count() == 2
+    assert threads.linux_cores({4, 5, 6}, root) == 3  # it may run on slow ones alone
+    assert threads.linux_cores({1, 5}, root) == 1
+
+
+V2, V1 = "0::{}\n", "5:memory:/x\n4:cpu,cpuacct:{}\n3:cpuset:/y\n"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        (V2.format("/"), {"cpu.max": "200000 100000\n"}, 2),
+        (V2.format("/"), {"cpu.max": "max 100000\n"}, 8),
+        (V2.format("/"), {"cpu.max": "350000 100000\n"}, 3),  # a fourth thread would be held up, and hold up all
+        (V2.format("/"), {"cpu.max": "50000 100000\n"}, 1),
+        (V2.format("/"), {"cpu.max": "6400000 100000\n"}, 8),
+        (V2.format("/a/b"), {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
+        (V2.format("/a/b"), {"a/cpu.max": "max 100000\n", "a/b/cpu.max": "400000 100000\n"}, 4),
+        (V2.format("/host/path"), {"cpu.max": "200000 100000\n"}, 2),
+        (V1.format("/"), {"cpu,cpuacct/cpu.cfs_quota_us": "200000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 2),
+        (V1.format("/docker/1"), {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "50000\n"}, 2),
+        (V1.format("/"), {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ("", {}, 8),
+    ],
+)
+def test_a_containers_share_of_time_limits_the_count(machine, cgroup, files, expected):
+    root = machine(EIGHT)
+    write(root / "proc/self/cgroup", cgroup)
+    for name, text in files.items():
+        write(root / "sys/fs/cgroup" / name, text)
+    assert thread_count() == expected
+
+
+@pytest.mark.parametrize(("told", "expected"), [({"perflevel0": 4, "": 10}, 4), ({"": 6}, 6), ({}, 3)])
+def test_only_fast_cores_of_a_mac_count(monkeypatch, told, expected):
+    class Libc:
+        def sysctlbyname(self, name, count, size, new, new_size):
+            key = name.decode().removeprefix("hw.").removesuffix("physicalcpu").rstrip(".")
+            count._obj.value = told.get(key, 0)
+            return 0 if key in told else -1
+
+    monkeypatch.setattr(threads.sys, "platform", "darwin")
+    monkeypatch.setattr(threads.ctypes, "CDLL", lambda name: Libc())
+    monkeypatch.setattr(threads, "logical_cores", lambda: 3)
     assert thread_count() == expected
