@@ -5,14 +5,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.server.errors import ApiError, from_engine, from_validation
+from tinygpt.server.errors import ApiError, from_engine
+from tinygpt.server.forms import read_form
 from tinygpt.server.protocol.fields import Strict
+from tinygpt.server.record import record_of
+from tinygpt.server.threads import beside
 
 BODY_SECONDS = 30.0  # that a body may take to arrive
 
@@ -29,10 +31,8 @@ class Endpoint(Generic[Form]):
         request = Request(scope, receive)
         with suppress(ClientDisconnect):
             body = await read_body(request, self._max_body_bytes)
-            try:
-                form = self._form.model_validate_json(body)
-            except ValidationError as error:
-                raise from_validation(error, self._form) from None
+            record_of(request).num_bytes = len(body)
+            form = await beside(len(body), read_form, self._form, body)
             await while_connected(receive, self._answer(request, form, scope, receive, send))
 
     async def _answer(self, request: Request, form: Form, scope: Scope, receive: Receive, send: Send) -> None:

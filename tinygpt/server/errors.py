@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -60,20 +59,6 @@ def from_engine(error: TinyGPTError, name_of: Callable[[str], str]) -> ApiError:
         return ApiError(400, message)
     name = name_of(field[1])
     return ApiError(400, name + message[field.end() :], param=name)
-
-
-def from_validation(error: ValidationError, form: type[BaseModel]) -> ApiError:
-    """What is wrong with a body: its first field that is."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    if not first["loc"]:
-        return ApiError(400, f"the body is no JSON object that this server reads: {first['msg']}.")
-    name = str(first["loc"][0])
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unrecognized request argument: {'.'.join(map(str, first['loc']))}.", name)
-    choices = {part for other in error.errors() if other["loc"][0] == name for part in other["loc"][1:2]}
-    if len(choices) > 1 and name in form.model_fields:  # a field of several types: each says why it is none of them
-        return ApiError(400, f"{name} must be {form.model_fields[name].description or 'of another type'}.", name)
-    return ApiError(400, f"{name}: {first['msg']}.", name)
 
 
 async def answer_api_error(request: Request, error: ApiError) -> JSONResponse:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from tinygpt.errors import RequestError
@@ -14,7 +15,7 @@ from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.errors import ApiError
 from tinygpt.server.mailbox import Inbox, Mailbox
-from tinygpt.server.threads import in_thread
+from tinygpt.server.threads import beside
 
 
 class PromptChunk(NamedTuple):
@@ -31,8 +32,9 @@ class Generation:
     token_gaps: seconds from each token of a streamed sample to its next one.
     """
 
-    def __init__(self, llm: LLM, mailbox: Mailbox):
-        self._llm, self._mailbox = llm, mailbox
+    def __init__(self, llm: LLM, mailbox: Mailbox, num_bytes: int = 0):
+        """num_bytes: of the request's body, which tells how much there may be to encode."""
+        self._llm, self._mailbox, self._num_bytes = llm, mailbox, num_bytes
         self._inbox = Inbox()
         self._futures: list[Future[RequestOutput]] = []
         self._reason: ApiError | None = None  # why the server has stopped it
@@ -41,12 +43,11 @@ class Generation:
 
     async def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], is_streamed: bool = False) -> None:
         """Have all requests run, or none: raises what LLM.submit raises."""
+        self._raise_reason()
         self._check_size(requests)
-        if all(params.guidance is None for _, params in requests):
-            self._submit(requests, is_streamed)
-            return
-        try:  # grammars are compiled first, some of them for a second
-            await in_thread(self._submit, requests, is_streamed)
+        is_guided = any(params.guidance is not None for _, params in requests)
+        try:  # grammars are compiled first, some of them for a second, and the texts that may not come are encoded
+            await beside(inf if is_guided else self._num_bytes, self._submit, requests, is_streamed)
         except asyncio.CancelledError:
             self.cancel()
             raise

@@ -1,16 +1,20 @@
 """From a request's prompts to the engine's, and how much may follow them."""
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+from starlette.requests import Request
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.errors import ApiError
+from tinygpt.server.protocol.sampling import SamplingFields
+from tinygpt.server.record import record_of
 from tinygpt.server.state import ServerState
+from tinygpt.server.threads import beside
 
-LONG_TEXT = 8192  # characters: to encode more keeps the loop waiting for milliseconds
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
 
@@ -39,9 +43,14 @@ async def read_prompts(
 
     length = sum(len(prompt) for prompt in given if isinstance(prompt, str))
     try:
-        return read() if length <= LONG_TEXT else await asyncio.to_thread(read)
+        return await beside(length, read)
     except TinyGPTError as error:
         raise ApiError(400, str(error), field) from None
+
+
+async def read_params(state: ServerState, request: Request, form: SamplingFields, **others: Any) -> SamplingParams:
+    """others: as SamplingFields.sampling_params has them."""
+    return await beside(record_of(request).num_bytes, partial(form.sampling_params, state.encode, **others))
 
 
 def salted(prompt: str | list[int], cache_salt: str | None) -> Any:

@@ -11,9 +11,12 @@ from tinygpt.server.generation import Generation
 
 @dataclass
 class Record:
-    """id: what client and log call the request. num_prompt_tokens: where nothing is generated."""
+    """id: what client and log call the request. num_bytes: of its body.
+    num_prompt_tokens: where nothing is generated.
+    """
 
     id: str
+    num_bytes: int = 0
     generations: list[Generation] = field(default_factory=list)
     num_prompt_tokens: int = 0
 

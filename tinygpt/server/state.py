@@ -75,8 +75,9 @@ class ServerState:
         return self.llm.tokenizer.encode(text, split_special_tokens=True)
 
     def new_generation(self, request: Request) -> Generation:
-        generation = self._new_generation()
-        record_of(request).generations.append(generation)
+        record = record_of(request)
+        generation = self._new_generation(record.num_bytes)
+        record.generations.append(generation)
         return generation
 
     async def first_logprobs(self) -> dict[int, float] | None:
@@ -126,9 +127,9 @@ class ServerState:
                 "add_special_tokens",
             )
 
-    def _new_generation(self) -> Generation:
+    def _new_generation(self, num_bytes: int = 0) -> Generation:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: try again later.", headers={"retry-after": "1"})
-        generation = Generation(self.llm, self.mailbox)
+        generation = Generation(self.llm, self.mailbox, num_bytes)
         self._generations.add(generation)
         return generation

@@ -4,7 +4,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+LARGE = 8192  # bytes or characters: more keeps the loop waiting for milliseconds
+
 Result = TypeVar("Result")
+
+
+async def beside(size: float, work: Callable[..., Result], *arguments: Any) -> Result:
+    """Do the work at once where there is little of it, and else in another thread. size: bytes or characters."""
+    return work(*arguments) if size <= LARGE else await in_thread(work, *arguments)
 
 
 async def in_thread(work: Callable[..., Result], *arguments: Any) -> Result:

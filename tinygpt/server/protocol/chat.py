@@ -18,7 +18,9 @@ class TextPart(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = Field(description='a text, or a list of {"type": "text", "text": ...}')
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
+        description='a text, or a list of {"type": "text", "text": ...}'
+    )
     name: str | None = None
 
 
@@ -26,7 +28,7 @@ class ChatRequest(GuidedFields):
     """max_tokens is the older name of max_completion_tokens; without either, all that fits is generated at most."""
 
     model: ModelName | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     best_of: BestOf | None = None

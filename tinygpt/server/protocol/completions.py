@@ -24,8 +24,8 @@ class CompletionRequest(GuidedFields):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | None
     ) = Field(None, description=f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either")
     best_of: BestOf | None = None

@@ -14,8 +14,8 @@ class EmbeddingRequest(Strict):
     input: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     ) = Field(description=f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either, none empty")
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None

@@ -6,17 +6,32 @@ A field that may be null is as if it were not there. JSON has one kind of number
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import TypeAliasType
 
 MAX_INT = 2**31 - 1
+MAX_BIAS = 100
 MAX_PROMPTS = 256  # of one request
+MAX_TOKENS = 1_000_000  # of one list
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true."""
+    """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true.
+
+    All errors but the first are of no use, and a body of megabytes has room for a million: of several unknown fields
+    the first alone is looked at, and lists have `fail_fast`.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def one_unknown_field(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in given if name not in names)
+        return {name: value for name, value in given.items() if name in names or name == unknown}
 
     def name_of(self, field: str) -> str:
         """What this request calls what the engine calls `field`."""
@@ -27,7 +42,13 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def whole_numbers(value: Any) -> Any:
+    """Of a list, which is looked through at once: a call for each of a million ids would take a second."""
+    return [*map(whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
 _Whole = BeforeValidator(whole)
+_WholeNumbers = BeforeValidator(whole_numbers)
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
 Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
 CountOrAll = Annotated[int, Field(ge=-1, le=MAX_INT), _Whole]
@@ -36,10 +57,12 @@ BestOf = Annotated[int, Field(ge=0, le=128), _Whole]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole]
 Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Text = Annotated[str, Field(min_length=1)]
 # Named, so that the schema has one place each that says what this server's model knows: openapi.py fills them in.
-TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=MAX_INT), _Whole])
+TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=MAX_INT)])
 NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=0, le=MAX_INT), _Whole])
 ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+WholeTokenId = Annotated[TokenId, _Whole]
+AnyTokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True), _WholeNumbers]
+TokenIds = Annotated[AnyTokenIds, Field(min_length=1)]

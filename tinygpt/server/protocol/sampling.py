@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tinygpt.guided_grammar import MAX_CHARACTERS
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.protocol.fields import (
+    MAX_BIAS,
+    AnyTokenIds,
     Bias,
     Count,
     CountOrAll,
@@ -19,16 +21,28 @@ from tinygpt.server.protocol.fields import (
     Share,
     Strict,
     Text,
-    TokenId,
     TokenIds,
+    WholeTokenId,
 )
 
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_STOP_STRINGS = 64  # evaluation harnesses send all of a task's
 MAX_BIASED = 1000  # characters, of an id or a text
-Choices = Annotated[list[Text], Field(min_length=1)]
+MAX_WORDS = 10_000  # that may not come: every step looks for each
+Choices = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 Schema = dict[str, Any] | Pattern
+
+
+def _to_the_first_error(given: Any) -> Any:
+    """What pydantic has for lists, and not for dicts."""
+    for key, bias in given.items() if isinstance(given, dict) else ():
+        if len(key) > MAX_BIASED or type(bias) not in (int, float) or not abs(bias) <= MAX_BIAS:
+            return {key: bias}
+    return given
+
+
+Biases = Annotated[dict[Annotated[str, Field(max_length=MAX_BIASED)], Bias], BeforeValidator(_to_the_first_error)]
 
 
 class RepetitionDetectionFields(Strict):
@@ -53,11 +67,11 @@ class SamplingFields(Strict):
     top_p_min: Share | None = None
     top_p_reset_ids: TokenIds | None = None
     seed: Seed | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = Field(
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = Field(
         None, description=f"a text or a list of up to {MAX_STOP_STRINGS} texts, none of them empty"
     )
-    stop_token_ids: list[TokenId] | None = None
-    eos_token_id: TokenId | TokenIds | None = Field(None, description="a token id or a list of them")
+    stop_token_ids: AnyTokenIds | None = None
+    eos_token_id: WholeTokenId | TokenIds | None = Field(None, description="a token id or a list of them")
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     include_stop_str_in_output: bool | None = None
@@ -67,11 +81,13 @@ class SamplingFields(Strict):
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     no_repeat_ngram_size: Count | None = None
-    logit_bias: dict[Annotated[str, Field(max_length=MAX_BIASED)], Bias] | None = None
-    bad_words: Text | list[Text] | None = Field(None, description="a text or a list of texts, none of them empty")
-    bad_words_ids: list[TokenIds] | None = None
+    logit_bias: Biases | None = None
+    bad_words: Text | Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)] | None = Field(
+        None, description=f"a text or a list of up to {MAX_WORDS} texts, none of them empty"
+    )
+    bad_words_ids: Annotated[list[TokenIds], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
-    suppress_tokens: list[TokenId] | None = None
+    suppress_tokens: AnyTokenIds | None = None
     use_beam_search: bool | None = None
     num_beams: Annotated[int, Field(ge=1, le=1000)] | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None

@@ -8,7 +8,7 @@ from tinygpt.server.protocol.embeddings import EmbeddingUsage
 from tinygpt.server.protocol.fields import MAX_PROMPTS, ModelName, Strict, Text, TokenIds
 from tinygpt.server.protocol.generate import Number
 
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 _TEXTS = f"a text, or a list of up to {MAX_PROMPTS} of them, none empty"
 
 
@@ -45,7 +45,7 @@ class ContinuationsRequest(Strict):
 
     model: ModelName | None = None
     prompt: str | TokenIds | None = Field(None, description="a text or a list of token ids")
-    continuations: Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS)]
+    continuations: Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     soft_prompt: Text | None = None
     split_special_tokens: bool | None = None
     cache_salt: Text | None = None

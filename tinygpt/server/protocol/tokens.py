@@ -1,12 +1,8 @@
 """/tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
 
-from typing import Annotated
+from pydantic import BaseModel
 
-from pydantic import BaseModel, Field
-
-from tinygpt.server.protocol.fields import ModelName, Strict, TokenId
-
-MAX_TOKENS = 1_000_000  # of one list
+from tinygpt.server.protocol.fields import AnyTokenIds, ModelName, Strict
 
 
 class TokenizeRequest(Strict):
@@ -28,7 +24,7 @@ class TokenizeReply(BaseModel):
 
 class DetokenizeRequest(Strict):
     model: ModelName | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+    tokens: AnyTokenIds
     skip_special_tokens: bool | None = None
 
 

@@ -1,6 +1,5 @@
 """/v1/chat/completions: for checkpoints that say how a conversation is written."""
 
-import asyncio
 import secrets
 import time
 from typing import Any
@@ -15,10 +14,11 @@ from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.endpoint import Endpoint
 from tinygpt.server.errors import ApiError
 from tinygpt.server.event_stream import EventStream
-from tinygpt.server.inputs import check_context, check_stream, default_max_tokens, read_prompts
+from tinygpt.server.inputs import check_context, check_stream, default_max_tokens, read_params, read_prompts
 from tinygpt.server.protocol.chat import ChatRequest, Message
 from tinygpt.server.replies import json_reply
 from tinygpt.server.state import ServerState
+from tinygpt.server.threads import in_thread
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -26,7 +26,7 @@ def routes(state: ServerState) -> list[Route]:
         state.check_model(form.model)
         template = _template(state)
         generation = state.new_generation(request)
-        job = await _read(state, template, form)
+        job = await _read(state, request, template, form)
         if form.stream:
             await generation.submit([(job.prompt, job.params)], is_streamed=True)
             return EventStream(job.events(generation))
@@ -49,16 +49,16 @@ def _template(state: ServerState) -> ChatTemplate:
     return state.chat_template
 
 
-async def _read(state: ServerState, template: ChatTemplate, form: ChatRequest) -> ChatJob:
+async def _read(state: ServerState, request: Request, template: ChatTemplate, form: ChatRequest) -> ChatJob:
     state.check_num_logprobs("top_logprobs", form.top_logprobs)
     if form.top_logprobs is not None and not form.logprobs:
         raise ApiError(400, f"top_logprobs is {form.top_logprobs}, which needs logprobs to be true.", "top_logprobs")
-    [prompt] = await read_prompts(
-        state, [await asyncio.to_thread(_token_ids, state, template, form)], None, form.cache_salt
-    )
+    [prompt] = await read_prompts(state, [await in_thread(_token_ids, state, template, form)], None, form.cache_salt)
     given = form.max_completion_tokens or form.max_tokens
-    params = form.sampling_params(
-        state.encode,
+    params = await read_params(
+        state,
+        request,
+        form,
         max_tokens=given or default_max_tokens(state, [prompt], most=None),
         best_of=form.best_of or None,
         logprobs=(form.top_logprobs or 0) if form.logprobs else None,

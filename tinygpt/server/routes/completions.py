@@ -20,7 +20,14 @@ from tinygpt.server.completions.suffix import check_suffix, choose
 from tinygpt.server.endpoint import Endpoint
 from tinygpt.server.event_stream import EventStream
 from tinygpt.server.generation import Generation
-from tinygpt.server.inputs import check_context, check_stream, default_max_tokens, prompt_list, read_prompts
+from tinygpt.server.inputs import (
+    check_context,
+    check_stream,
+    default_max_tokens,
+    prompt_list,
+    read_params,
+    read_prompts,
+)
 from tinygpt.server.protocol.completions import CompletionRequest
 from tinygpt.server.replies import json_reply
 from tinygpt.server.state import ServerState
@@ -30,7 +37,7 @@ def routes(state: ServerState) -> list[Route]:
     async def complete(request: Request, form: CompletionRequest) -> Response | EventStream:
         state.check_model(form.model)
         generation = state.new_generation(request)
-        job = await _read(state, form)
+        job = await _read(state, request, form)
         suffix = await _read_suffix(state, job)
         if not form.stream:
             return json_reply(completion(job, await _outputs(state, generation, job, suffix)))
@@ -43,13 +50,13 @@ def routes(state: ServerState) -> list[Route]:
     return [Route("/v1/completions", endpoint, methods=["POST"])]
 
 
-async def _read(state: ServerState, form: CompletionRequest) -> CompletionJob:
+async def _read(state: ServerState, request: Request, form: CompletionRequest) -> CompletionJob:
     """Check all that can be checked before any work."""
     state.check_num_logprobs("logprobs", form.logprobs)
     state.check_num_logprobs("prompt_logprobs", form.prompt_logprobs)
     state.check_added_tokens(form.add_special_tokens)
     prompts = await read_prompts(state, prompt_list(form.prompt), form.split_special_tokens, form.cache_salt)
-    params = _params(state, form, prompts)
+    params = await _params(state, request, form, prompts)
     if form.stream:
         check_stream(params)
     check_context(state, prompts, params, params.max_tokens if form.max_tokens is None else form.max_tokens)
@@ -67,10 +74,14 @@ async def _read(state: ServerState, form: CompletionRequest) -> CompletionJob:
     )
 
 
-def _params(state: ServerState, form: CompletionRequest, prompts: list[Prompt]) -> SamplingParams:
+async def _params(
+    state: ServerState, request: Request, form: CompletionRequest, prompts: list[Prompt]
+) -> SamplingParams:
     wanted = [form.prompt_logprobs, form.logprobs if form.echo else None]
-    return form.sampling_params(
-        state.encode,
+    return await read_params(
+        state,
+        request,
+        form,
         max_tokens=default_max_tokens(state, prompts) if form.max_tokens is None else max(form.max_tokens, 1),
         best_of=form.best_of or None,
         logprobs=form.logprobs,

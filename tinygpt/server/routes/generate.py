@@ -11,7 +11,7 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.endpoint import Endpoint
 from tinygpt.server.event_stream import EventStream, compact, event
 from tinygpt.server.generation import Generation
-from tinygpt.server.inputs import read_prompts
+from tinygpt.server.inputs import read_params, read_prompts
 from tinygpt.server.protocol.generate import GenerateRequest
 from tinygpt.server.state import ServerState
 
@@ -23,7 +23,7 @@ def routes(state: ServerState) -> list[Route]:
         state.check_num_logprobs("prompt_logprobs", form.prompt_logprobs)
         generation = state.new_generation(request)
         prompts = await read_prompts(state, [form.prompt or ""], form.split_special_tokens, form.cache_salt)
-        requests = [(prompts[0], _params(state, form))]
+        requests = [(prompts[0], await _params(state, request, form))]
         if form.stream:
             await generation.submit(requests, is_streamed=True)
             return EventStream(_events(generation))
@@ -33,9 +33,9 @@ def routes(state: ServerState) -> list[Route]:
     return [Route(PATH, Endpoint(GenerateRequest, generate, state.config.max_body_bytes), methods=["POST"])]
 
 
-def _params(state: ServerState, form: GenerateRequest) -> SamplingParams:
+async def _params(state: ServerState, request: Request, form: GenerateRequest) -> SamplingParams:
     named = {"max_tokens": form.max_tokens, "logprobs": form.logprobs, "best_of": form.best_of or None}
-    return form.sampling_params(state.encode, **named)
+    return await read_params(state, request, form, **named)
 
 
 async def _events(generation: Generation) -> AsyncIterator[bytes]:

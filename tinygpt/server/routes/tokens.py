@@ -1,13 +1,10 @@
 """/tokenize, /detokenize and /tokenizer_info."""
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.inputs import LONG_TEXT
 from tinygpt.server.protocol.tokens import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -17,6 +14,7 @@ from tinygpt.server.protocol.tokens import (
 )
 from tinygpt.server.replies import json_reply
 from tinygpt.server.state import ServerState
+from tinygpt.server.threads import beside, in_thread
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -27,7 +25,7 @@ def routes(state: ServerState) -> list[Route]:
         def encode() -> list[int]:
             return state.llm.tokenizer.encode(form.prompt, bool(form.split_special_tokens))
 
-        tokens = encode() if len(form.prompt) <= LONG_TEXT else await asyncio.to_thread(encode)
+        tokens = await beside(len(form.prompt), encode)
         names = {"token_strs": list(map(state.token_names.name, tokens))} if form.return_token_strs else {}
         return json_reply(
             TokenizeReply(count=len(tokens), max_model_len=state.llm.max_model_len, tokens=tokens, **names)
@@ -36,7 +34,7 @@ def routes(state: ServerState) -> list[Route]:
     async def detokenize(request: Request, form: DetokenizeRequest) -> Response:
         state.check_model(form.model)
         state.check_token_ids("tokens", form.tokens)
-        text = await asyncio.to_thread(state.llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
+        text = await in_thread(state.llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
         return json_reply(DetokenizeReply(prompt=text))
 
     async def info(request: Request) -> Response:
