@@ -50,6 +50,7 @@ LIBRARIES = {
         "numpy",
         "prometheus_client",
         "pydantic",
+        "pydantic_core",
         "starlette",
         "typing_extensions",
         "uvicorn",

@@ -10,7 +10,7 @@ import logging
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
-from support.serving import served
+from support.serving import served, until
 from tinygpt.server.logs import JsonLines, TextLines
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -111,6 +111,47 @@ def test_gauges_say_what_runs_and_waits(fresh, llm):
         while fresh.ended()["status"] != 499:
             pass
         assert figures(fresh)["vllm:request_success_total", "abort"] == 1
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_what_was_done_for_who_left_is_counted(fresh, llm, is_streamed):
+    num_prompt_tokens = len(llm.read_prompt(ASKED["prompt"]).token_ids)
+    with llm.engine.wrapped(Gate) as gate:
+        client = fresh.begin(**ASKED | {"temperature": 1, "seed": 1, "max_tokens": 400}, n=2, stream=is_streamed)
+        gate.allow(7)
+        gate.wait_until_asked(8)
+        [one, other] = llm.engine.scheduler.running
+        made = len(one.new_token_ids) + len(other.new_token_ids)
+        assert made >= 2 * 6
+        client.close()
+        line = fresh.ended()
+        gate.allow(float("inf"))
+    assert (line["status"], line["finish"]) == (499, "abort")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (num_prompt_tokens, made)
+    assert 0 <= line["queue"] <= line["ttft"] <= line["seconds"]
+    found = figures(fresh)
+    assert found["tinygpt:prompt_tokens_total", ""] == num_prompt_tokens
+    assert found["tinygpt:generation_tokens_total", ""] == made
+    assert found["tinygpt:time_to_first_token_seconds_count", ""] == 1
+    assert found["tinygpt:e2e_request_latency_seconds_count", ""] == 0
+    assert found["tinygpt:request_success_total", "abort"] == 1
+
+
+def test_who_left_the_queue_has_been_given_nothing(fresh, llm):
+    with llm.engine.wrapped(Gate) as gate:
+        first = fresh.begin(**ASKED | {"temperature": 1, "seed": 1}, n=4)
+        gate.wait_until_asked(1)
+        client = fresh.begin(**ASKED)
+        until(lambda: len(llm.engine.scheduler.waiting) == 1)
+        client.close()
+        line = fresh.ended()
+        gate.allow(float("inf"))
+        assert b"200 OK" in first.socket.recv(100)
+        first.close()
+    assert (line["completion_tokens"], line["ttft"]) == (0, None)
+    assert line["queue"] > 0
+    assert fresh.ended()["status"] == 200
+    assert figures(fresh)["tinygpt:generation_tokens_total", ""] == 4 * 5
 
 
 def test_metrics_are_what_prometheus_reads(fresh):

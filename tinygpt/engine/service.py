@@ -11,17 +11,21 @@ from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.engine import Engine
 from tinygpt.errors import QueueFullError, RequestError, is_ctrl_c
 from tinygpt.outputs import RequestOutput
-from tinygpt.request.request import Request, refuse_fork
+from tinygpt.request.request import Progress, Request, refuse_fork
 
 # Seconds without work after which the thread ends, so that an LLM that is forgotten can be collected.
 IDLE_SECONDS = 1.0
 
 
 class SubmittedFuture(Future[RequestOutput]):
-    """A future for which a forked process does not wait: nobody would settle it there."""
+    """A future for which a forked process does not wait: nobody would settle it there.
 
-    def __init__(self):
+    progress: how far its request has come, which is known of a cancelled one too.
+    """
+
+    def __init__(self, progress: Callable[[], Progress]):
         super().__init__()
+        self.progress = progress
         self._process = os.getpid()
 
     def result(self, timeout: float | None = None) -> RequestOutput:
@@ -62,7 +66,7 @@ class Service:
 
         Raises QueueFullError if there is no room for it.
         """
-        future: Future[RequestOutput] = SubmittedFuture()
+        future: Future[RequestOutput] = SubmittedFuture(partial(request.progress, self._engine.compile_clock))
         with self._changed:
             self._check_room(len(request.sequences))
             self._pending[future] = request

@@ -24,6 +24,16 @@ def refuse_fork(process: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a request has come, which may never end by itself."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_new_tokens: int  # of all samples
+    metrics: RequestMetrics  # as if it ended now
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt and the sequences that continue it, in order of their index; one, where all samples are equal."""
@@ -70,6 +80,16 @@ class Request:
             num_truncated_tokens=self.num_truncated,
         )
 
+    def progress(self, compile_clock: "CompileClock") -> Progress:
+        """Any thread may ask."""
+        count = sum(len(s.new_token_ids) for s in self.sequences)
+        return Progress(
+            num_prompt_tokens=len(self.prompt.token_ids),
+            num_cached_tokens=self._num_cached_tokens(),
+            num_new_tokens=count * self.params.n if len(self.sequences) == 1 else count,
+            metrics=self._metrics(compile_clock),
+        )
+
     def raise_error(self) -> None:
         wanted = self.sequences[0].prompt_logprobs
         for error in [s.error for s in self.sequences] + [wanted and wanted.error]:
@@ -97,7 +117,8 @@ class Request:
     def _metrics(self, compile_clock: "CompileClock") -> RequestMetrics:
         scheduled = min((s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None)
         first_token = min((s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None)
-        finished = max(s.finished_time for s in self.sequences)
+        ends = [s.finished_time for s in self.sequences]
+        finished = time.perf_counter() if None in ends else max(ends)
         return RequestMetrics(
             arrival=self.arrival,
             scheduled=scheduled,

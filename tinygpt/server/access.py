@@ -10,6 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tinygpt.request.request import Progress
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.record import Record, put_record
 
@@ -59,27 +60,32 @@ class AccessLog:
         self._metrics.count_http(path, status)
         for output in record.outputs():
             self._metrics.observe(output)
+        for progress in (unfinished := record.unfinished()):
+            self._metrics.observe_unfinished(progress)
         for generation in record.generations:
             self._metrics.observe_gaps(generation.token_gaps)
         if not record.is_complete:
             self._metrics.count_abort()
         # A path may hold anything, in a terminal's own language too.
         fields = {"id": record.id, "method": scope["method"], "path": ascii(scope["path"])[1:-1], "status": status}
-        log.info("request", extra={"fields": {**fields, **_work(record), "seconds": round(seconds, 6)}})
+        log.info("request", extra={"fields": {**fields, **_work(record, unfinished), "seconds": round(seconds, 6)}})
 
 
-def _work(record: Record) -> dict[str, Any]:
+def _work(record: Record, unfinished: list[Progress]) -> dict[str, Any]:
     """What the engine did for a request."""
     outputs = record.outputs()
     if record.is_complete and not outputs:
         return {"prompt_tokens": record.num_prompt_tokens} if record.num_prompt_tokens else {}
     samples = [sample for output in outputs for sample in output.outputs]
     reasons = sorted({sample.finish_reason for sample in samples}) + ["abort"] * (not record.is_complete)
-    firsts = [output.metrics.time_to_first_token for output in outputs]
+    times = [each.metrics for each in (*outputs, *unfinished)]
+    firsts = [each.time_to_first_token for each in times]
+    num_read = sum(len(output.prompt_token_ids) for output in outputs)
+    num_made = sum(len(sample.token_ids) for sample in samples)
     return {
-        "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
-        "completion_tokens": sum(len(sample.token_ids) for sample in samples),
-        "queue": _seconds(max, [output.metrics.queue_time for output in outputs]),
+        "prompt_tokens": num_read + sum(progress.num_prompt_tokens for progress in unfinished),
+        "completion_tokens": num_made + sum(progress.num_new_tokens for progress in unfinished),
+        "queue": _seconds(max, [each.queue_time for each in times]),
         "ttft": _seconds(min, [first for first in firsts if first is not None]),
         "finish": ",".join(reasons),
     }

@@ -8,10 +8,12 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+from tinygpt.engine.service import SubmittedFuture
 from tinygpt.errors import RequestError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.request.prompts import Prompt
+from tinygpt.request.request import Progress
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.errors import ApiError
 from tinygpt.server.mailbox import Inbox, Mailbox
@@ -36,7 +38,7 @@ class Generation:
         """num_bytes: of the request's body, which tells how much there may be to encode."""
         self._llm, self._mailbox, self._num_bytes = llm, mailbox, num_bytes
         self._inbox = Inbox()
-        self._futures: list[Future[RequestOutput]] = []
+        self._futures: list[SubmittedFuture] = []
         self._reason: ApiError | None = None  # why the server has stopped it
         self.token_gaps: list[float] = []
         self._last_tokens: dict[tuple[int, int], float] = {}  # (prompt, sample) -> when its last one came
@@ -103,8 +105,11 @@ class Generation:
 
     def finished(self) -> list[RequestOutput]:
         """What has come to an end by itself so far."""
-        ended = (future for future in self._futures if future.done() and not future.cancelled())
-        return [future.result() for future in ended if future.exception() is None]
+        return [future.result() for future in self._futures if _is_finished(future)]
+
+    def unfinished(self) -> list[Progress]:
+        """How far all else has come, which its client has left, or the server has stopped."""
+        return [future.progress() for future in self._futures if not _is_finished(future)]
 
     @property
     def is_complete(self) -> bool:
@@ -130,3 +135,7 @@ class Generation:
         count, room = sum(params.best_of or params.n for _, params in requests), sizes.max_queue + sizes.max_num_seqs
         if count > room:
             raise RequestError(f"the request asks for {count} samples and this server takes {room} at most: split it.")
+
+
+def _is_finished(future: Future) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None

@@ -11,6 +11,7 @@ from prometheus_client.samples import Sample
 import tinygpt
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput
+from tinygpt.request.request import Progress
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -93,6 +94,20 @@ class Metrics:
             self._tpot.observe(times.time_per_output_token)
         for sample in output.outputs:
             self._success.labels(finished_reason=sample.finish_reason, **self._label).inc()
+
+    def observe_unfinished(self, progress: Progress) -> None:
+        """One prompt whose samples were given up: what was done for it. Times and lengths that it never came to are
+        left out."""
+        times = progress.metrics
+        self._generation_tokens.inc(progress.num_new_tokens)
+        if times.first_token is None:
+            return
+        self._prompt_tokens.inc(progress.num_prompt_tokens)
+        self._looked_up.inc(progress.num_prompt_tokens)
+        self._cached.inc(progress.num_cached_tokens)
+        self._queue.observe(times.queue_time)
+        self._ttft.observe(times.time_to_first_token)
+        self._prefill.observe(times.prefill_time)
 
     def observe_gaps(self, seconds: Iterable[float]) -> None:
         """Between the tokens of a stream, each by itself: its average says nothing of a pause."""

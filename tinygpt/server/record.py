@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from tinygpt.outputs import RequestOutput
+from tinygpt.request.request import Progress
 from tinygpt.server.generation import Generation
 
 
@@ -22,6 +23,9 @@ class Record:
 
     def outputs(self) -> list[RequestOutput]:
         return [output for generation in self.generations for output in generation.finished()]
+
+    def unfinished(self) -> list[Progress]:
+        return [progress for generation in self.generations for progress in generation.unfinished()]
 
     @property
     def is_complete(self) -> bool:
