@@ -5,16 +5,19 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
 import asyncio
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from functools import cached_property
+from http.client import HTTPResponse
 
 from support.gate import Gate
-from support.http_client import RawRequest, ask
+from support.http_client import RawRequest, ask, head_of
 from support.paths import ROOT
 from support.serving import served, until
 from tinygpt.server.app import create_app
@@ -84,6 +87,53 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
         assert not server.thread.is_alive()
         stream.close()
         plain.close()
+
+
+def test_at_the_deadline_all_others_are_told_too(llm, monkeypatch):
+    """Whose embeddings or scores are under way, or wait for their turn, and who has sent half of a body."""
+    running, release, embed = threading.Event(), threading.Event(), llm.embed
+
+    def slow(prompt, pooling):
+        running.set()
+        assert release.wait(60)
+        return embed(prompt, pooling)
+
+    monkeypatch.setattr(llm, "embed", slow)
+    with served(llm, drain_seconds=0.05) as server:
+        runs = RawRequest(server.port, "/v1/embeddings", {"input": ["a", "b"]})
+        assert running.wait(60)
+        waits = RawRequest(server.port, "/v1/score", {"text_1": "a", "text_2": "b"})
+        until(lambda: server.state.turns._num_waiting == 2)
+        half = socket.create_connection(("127.0.0.1", server.port), 60)
+        half.sendall(head_of("/v1/completions", 100) + b"{")
+        until(lambda: len(server.state._others) == 3)
+        server.terminate()
+        for client in (runs.socket, waits.socket, half):
+            told = HTTPResponse(client)
+            told.begin()
+            assert (told.status, json.loads(told.read())["error"]["code"]) == (503, "shutting_down")
+        release.set()
+        assert {server.ended()["status"] for _ in range(3)} == {503}
+        half.close()
+        runs.close()
+        waits.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),
+    ],
+)
+def test_what_is_no_generation_is_refused_too(llm, path, body):
+    with served(llm) as server:
+        assert server.ask(path, body).status == 200
+        server.state.drain()
+        reply = server.ask(path, body)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        assert "503" in server.ask("/openapi.json").json["paths"][path]["post"]["responses"]
 
 
 def test_a_signal_before_the_server_runs_ends_it(llm):

@@ -14,6 +14,7 @@ from tinygpt.server.errors import ApiError, from_engine
 from tinygpt.server.forms import read_form
 from tinygpt.server.protocol.fields import Strict
 from tinygpt.server.record import record_of
+from tinygpt.server.state import ServerState
 from tinygpt.server.threads import beside
 
 BODY_SECONDS = 30.0  # that a body may take to arrive
@@ -24,13 +25,13 @@ Form = TypeVar("Form", bound=Strict)
 class Endpoint(Generic[Form]):
     """An ASGI app. `handle(request, form)` answers a body that is a valid `form`."""
 
-    def __init__(self, form: type[Form], handle: Callable[[Request, Form], Awaitable[Response]], max_body_bytes: int):
-        self._form, self._handle, self._max_body_bytes = form, handle, max_body_bytes
+    def __init__(self, form: type[Form], handle: Callable[[Request, Form], Awaitable[Response]], state: ServerState):
+        self._form, self._handle, self._state = form, handle, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         with suppress(ClientDisconnect):
-            body = await read_body(request, self._max_body_bytes)
+            body = await self._state.unless_stopped(read_body(request, self._state.config.max_body_bytes))
             record_of(request).num_bytes = len(body)
             form = await beside(len(body), read_form, self._form, body)
             await while_connected(receive, self._answer(request, form, scope, receive, send))

@@ -103,7 +103,7 @@ OPERATIONS = (
         "How alike texts are",
         ScoreRequest,
         Scores,
-        (*OF_BODY, 404, 429),
+        (*OF_BODY, 404, 429, 503),
         example={"text_1": "a wolf", "text_2": ["a fox", "a king"], "pooling": "mean"},
     ),
     Operation(
@@ -112,7 +112,7 @@ OPERATIONS = (
         "How probable continuations of a prompt are",
         ContinuationsRequest,
         ScoredContinuations,
-        (*OF_BODY, 404, 429),
+        (*OF_BODY, 404, 429, 503),
         example={"prompt": "He was the son of the", "continuations": [" king", " spoon"]},
     ),
     Operation("get", "/v1/models", "The names of the model", None, ModelList),

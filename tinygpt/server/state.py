@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cached_property
+from typing import TypeVar
 from weakref import WeakSet
 
 from starlette.requests import Request
@@ -24,6 +25,8 @@ from tinygpt.server.token_names import TokenNames
 from tinygpt.server.turns import Turns
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
+Result = TypeVar("Result")
+
 
 class ServerState:
     """is_draining: no new work is taken, and what runs may finish."""
@@ -33,6 +36,8 @@ class ServerState:
         self.metrics = Metrics(llm, self.model_name)
         self.is_draining = False
         self._generations: WeakSet[Generation] = WeakSet()
+        self._others: set[asyncio.Event] = set()  # to be set: each for a client that waits for something else
+        self._reason: ApiError | None = None  # why the server has stopped all
         self._first_logprobs: dict[int, float] | None = None
 
     @property
@@ -100,6 +105,29 @@ class ServerState:
         """End what is still running, and have each client be told why."""
         for generation in list(self._generations):
             generation.stop(reason)
+        self._reason = reason
+        for stopped in self._others:
+            stopped.set()
+
+    async def unless_stopped(self, work: Awaitable[Result]) -> Result:
+        """Its result; or the reason, where the server stops all before. For what is no generation."""
+        event = asyncio.Event()
+        working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+        self._others.add(event)
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():  # a thread of its own ends later
+                raise self._reason
+            return working.result()
+        finally:
+            self._others.discard(event)
+            working.cancel()
+            stopped.cancel()
+
+    async def take_turns(self, pieces: Iterable[Callable[[], Result]]) -> list[Result]:
+        """`Turns.run`, while new work is taken."""
+        self._check_open()
+        return await self.unless_stopped(self.turns.run(pieces))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.served_model_names:
@@ -128,8 +156,11 @@ class ServerState:
             )
 
     def _new_generation(self, num_bytes: int = 0) -> Generation:
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down: try again later.", headers={"retry-after": "1"})
+        self._check_open()
         generation = Generation(self.llm, self.mailbox, num_bytes)
         self._generations.add(generation)
         return generation
+
+    def _check_open(self) -> None:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down: try again later.", headers={"retry-after": "1"})

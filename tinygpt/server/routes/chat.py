@@ -33,7 +33,7 @@ def routes(state: ServerState) -> list[Route]:
         [output] = await generation.run([(job.prompt, job.params)])
         return json_reply(job.reply(output))
 
-    return [Route("/v1/chat/completions", Endpoint(ChatRequest, chat, state.config.max_body_bytes), methods=["POST"])]
+    return [Route("/v1/chat/completions", Endpoint(ChatRequest, chat, state), methods=["POST"])]
 
 
 def _template(state: ServerState) -> ChatTemplate:

@@ -46,7 +46,7 @@ def routes(state: ServerState) -> list[Route]:
         await generation.submit([(prompt, job.params) for prompt in job.prompts], is_streamed=True)
         return EventStream(CompletionStream(job, generation).events())
 
-    endpoint = Endpoint(CompletionRequest, complete, state.config.max_body_bytes)
+    endpoint = Endpoint(CompletionRequest, complete, state)
     return [Route("/v1/completions", endpoint, methods=["POST"])]
 
 

@@ -22,10 +22,10 @@ def routes(state: ServerState) -> list[Route]:
     async def embed(request: Request, form: EmbeddingRequest) -> Response:
         prompts = await _read(state, form)
         record_of(request).num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        vectors = await state.turns.run(partial(state.llm.embed, prompt, form.pooling) for prompt in prompts)  # (1, C)
+        vectors = await state.take_turns(partial(state.llm.embed, prompt, form.pooling) for prompt in prompts)  # (1, C)
         return json_reply(_reply(state, form, np.concatenate(vectors), record_of(request).num_prompt_tokens))
 
-    return [Route("/v1/embeddings", Endpoint(EmbeddingRequest, embed, state.config.max_body_bytes), methods=["POST"])]
+    return [Route("/v1/embeddings", Endpoint(EmbeddingRequest, embed, state), methods=["POST"])]
 
 
 async def _read(state: ServerState, form: EmbeddingRequest) -> list[Prompt]:

@@ -30,7 +30,7 @@ def routes(state: ServerState) -> list[Route]:
         [output] = await generation.run(requests)
         return Response(compact(output_to_json(output)), media_type="application/json")
 
-    return [Route(PATH, Endpoint(GenerateRequest, generate, state.config.max_body_bytes), methods=["POST"])]
+    return [Route(PATH, Endpoint(GenerateRequest, generate, state), methods=["POST"])]
 
 
 async def _params(state: ServerState, request: Request, form: GenerateRequest) -> SamplingParams:

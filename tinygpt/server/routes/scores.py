@@ -35,7 +35,7 @@ def routes(state: ServerState) -> list[Route]:
         check_lengths(state, prompts[: len(first)], "text_1")
         check_lengths(state, prompts[len(first) :], "text_2")
         num_tokens = record_of(request).num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        found = await state.turns.run(partial(state.llm.embed, prompt, form.pooling) for prompt in prompts)
+        found = await state.take_turns(partial(state.llm.embed, prompt, form.pooling) for prompt in prompts)
         vectors = np.concatenate(found).astype(np.float64)  # (texts, C)
         cosines = _cosines(vectors[: len(first)], vectors[len(first) :]).tolist()
         data = [Score(index=i, object="score", score=cosine) for i, cosine in enumerate(cosines)]
@@ -55,13 +55,12 @@ def routes(state: ServerState) -> list[Route]:
         is_split = True if form.split_special_tokens is None else form.split_special_tokens
         prompt = salted(form.prompt or "", form.cache_salt)
         calls = [partial(state.llm.score, prompt, [each], form.soft_prompt, is_split) for each in form.continuations]
-        scores = [score for [score] in await state.turns.run(calls)]
+        scores = [score for [score] in await state.take_turns(calls)]
         return Response(compact({"scores": [*map(score_to_json, scores)]}), media_type="application/json")
 
-    limit = state.config.max_body_bytes
     return [
-        Route("/v1/score", Endpoint(ScoreRequest, score, limit), methods=["POST"]),
-        Route(SCORE_PATH, Endpoint(ContinuationsRequest, score_continuations, limit), methods=["POST"]),
+        Route("/v1/score", Endpoint(ScoreRequest, score, state), methods=["POST"]),
+        Route(SCORE_PATH, Endpoint(ContinuationsRequest, score_continuations, state), methods=["POST"]),
     ]
 
 

@@ -40,10 +40,9 @@ def routes(state: ServerState) -> list[Route]:
     async def info(request: Request) -> Response:
         return json_reply(_info(state))
 
-    limit = state.config.max_body_bytes
     return [
-        Route("/tokenize", Endpoint(TokenizeRequest, tokenize, limit), methods=["POST"]),
-        Route("/detokenize", Endpoint(DetokenizeRequest, detokenize, limit), methods=["POST"]),
+        Route("/tokenize", Endpoint(TokenizeRequest, tokenize, state), methods=["POST"]),
+        Route("/detokenize", Endpoint(DetokenizeRequest, detokenize, state), methods=["POST"]),
         Route("/tokenizer_info", info),
     ]
 
