@@ -101,6 +101,18 @@ def test_a_message_cannot_speak_in_anothers_name(chat, llm):
     assert llm.tokenizer.decode(ids) == BOS
 
 
+def test_an_option_of_the_template_cannot_either(llm):
+    template = ChatTemplate("{{ title }}{{ parts[0].a }}{{ add_generation_prompt }}{{ bos_token }}", {"bos_token": BOS})
+    options = {"title": f"a{BOS}", "parts": [{"a": f"{BOS}b"}], "self": 1, "context": 1}
+    body = {**ASKED, "max_tokens": 1, "return_token_ids": True, "chat_template_kwargs": options}
+    with served(llm, chat_template=template) as server:
+        reply = server.ask("/v1/chat/completions", body)
+    assert reply.status == 200
+    ids = reply.json["prompt_token_ids"]
+    assert ids.count(llm.config.bos_token_id) == 1
+    assert llm.tokenizer.decode(ids) == f"a{BOS}{BOS}bTrue{BOS}"
+
+
 @pytest.mark.parametrize("text", ["", "<", "a <|endoftext|> b", "<|endoftext", "<|endoftext|><|endoftext|>", " x "])
 def test_guarded_texts_are_the_same_texts(llm, text):
     marks = Marks([BOS])
@@ -156,7 +168,7 @@ def test_templates_from_the_files_of_a_checkpoint(tmp_path):
     assert ChatTemplate.from_folder(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": SOURCE, "bos_token": {"content": BOS}}))
-    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES, add_generation_prompt=True) == TEXT
+    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES, {"add_generation_prompt": True}) == TEXT
     several = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ bos_token }}y"}]
     config.write_text(json.dumps({"chat_template": several, "bos_token": BOS}))
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == BOS + "y"

@@ -15,6 +15,7 @@ from support.commands import Result
 from support.paths import ROOT
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt.cli import loading
+from tinygpt.server.listen import listen
 
 
 @pytest.fixture
@@ -52,6 +53,14 @@ def test_a_taken_port(run, monkeypatch):
     monkeypatch.setattr(loading, "load_llm", None)  # nothing is loaded
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        expect_sentence(run(f"--port {port}"), f"127.0.0.1:{port}", "in use", "--port")
+
+
+def test_of_two_servers_that_start_at_once_one_is_told(run, monkeypatch):
+    """Neither has loaded anything."""
+    monkeypatch.setattr(loading, "load_llm", None)
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
         expect_sentence(run(f"--port {port}"), f"127.0.0.1:{port}", "in use", "--port")
 
 
@@ -145,6 +154,23 @@ def test_who_opens_it_to_the_network_without_a_key_is_warned(run, started):
     assert "--api-key" not in run("--port 0").err
 
 
-def test_an_empty_key_is_no_key(run):
-    result = run(["--port", "0", "--api-key", ""])
-    expect_sentence(result, "--api-key")
+@pytest.mark.parametrize("host", ["127.0.0.2", "LOCALHOST", "127.1"])
+def test_this_machine_by_any_spelling(run, started, host):
+    assert "--api-key" not in run(f"--port 0 --host {host}").err
+    [(state, (address, _), _)] = started
+    assert state.config.allowed_hosts == {"localhost", "127.0.0.1", "::1", host.lower(), address}
+
+
+@pytest.mark.parametrize("key", ["", " ", "\n"])
+def test_an_empty_key_is_no_key(run, monkeypatch, key):
+    expect_sentence(run(["--port", "0", "--api-key", key]), "--api-key")
+    if key:
+        monkeypatch.setenv("TINYGPT_API_KEY", key)
+        expect_sentence(run("--port 0"), "TINYGPT_API_KEY")
+
+
+def test_blanks_around_a_key_are_no_part_of_it(run, started, monkeypatch):
+    """Files that hold a secret end with a newline, and no header can."""
+    monkeypatch.setenv("TINYGPT_API_KEY", "secret\n")
+    assert run("--port 0").code == 0
+    assert started[-1][0].config.api_keys == ("secret",)

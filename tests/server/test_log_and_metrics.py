@@ -173,6 +173,8 @@ def test_lines_for_people_and_for_programs():
     assert TextLines().format(record(id="x", status=200, ttft=None)) == (
         "1970-01-01T00:00:00Z INFO request id=x status=200"
     )
+    forged = TextLines().format(record(path="/v1/x status=200", status=404))
+    assert forged.endswith('INFO request path="/v1/x status=200" status=404')
     told = json.loads(JsonLines().format(record(id='a"b', ttft=None)))
     assert told == {"time": 0.5, "level": "info", "message": "request", "id": 'a"b', "ttft": None}
 

@@ -152,6 +152,9 @@ def test_a_full_queue_says_when_to_come_again():
         assert "x-should-retry" not in reply.headers
         assert (reply.error["type"], reply.error["code"]) == ("rate_limit_error", "queue_full")
         assert server.complete(prompt=["a", "b"]).status == 429
+        for max_tokens in (0, 1):
+            reply = server.complete(prompt="a", max_tokens=max_tokens, stream=True)
+            assert (reply.status, reply.headers.get("retry-after")) == (429, "1")
         gate.allow(100)
         assert [future.result(60).outputs[0].finish_reason for future in futures] == ["length", "length"]
         until(lambda: not llm.engine.scheduler.running)

@@ -6,7 +6,7 @@ from tinygpt.errors import RequestError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; RequestError if the address is taken or is none of this machine's."""
+    """A socket that listens: who connects already waits. RequestError if the address is taken or is none of this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -17,6 +17,7 @@ def listen(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(address)
+        found.listen()  # two sockets may have one address until one of them listens
     except OSError as error:
         found.close()
         raise RequestError(

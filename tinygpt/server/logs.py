@@ -27,7 +27,14 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        return " ".join([super().formatMessage(record), *(f"{k}={v}" for k, v in fields.items() if v is not None)])
+        told = (f"{name}={_unbroken(value)}" for name, value in fields.items() if value is not None)
+        return " ".join([super().formatMessage(record), *told])
+
+
+def _unbroken(value: object) -> str:
+    """A value that cannot look like another field."""
+    text = str(value)
+    return json.dumps(text) if " " in text or '"' in text else text
 
 
 class JsonLines(logging.Formatter):

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading, model_flags
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         url = url_of(listener)
         try:
             with _load(args) as llm:
-                app = create_app(llm, _server_config(args, llm))
+                app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
                 serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
         except CheckpointError as error:  # nothing has been served: exit code 2
             raise RequestError(str(error)) from error
@@ -117,7 +118,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.max_logprobs < 0:
         raise RequestError(f"--max-logprobs is {args.max_logprobs} and must be 0 or more.")
     if not all(_keys(args)):
-        raise RequestError("an --api-key is empty: give each some characters, or leave the flag out.")
+        raise RequestError(
+            f"an --api-key, or the variable {KEY_VARIABLE}, is empty: give each some characters, or leave it out."
+        )
 
 
 def _load(args: argparse.Namespace) -> "LLM":
@@ -129,13 +132,16 @@ def _load(args: argparse.Namespace) -> "LLM":
     return llm
 
 
-def _server_config(args: argparse.Namespace, llm: "LLM") -> "ServerConfig":
+def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "ServerConfig":
+    """address: what --host has turned out to be."""
     from tinygpt.server.chat.template import ChatTemplate
     from tinygpt.server.config import ServerConfig
     from tinygpt.server.security import LOOPBACK
 
-    keys, is_local = _keys(args), args.host in LOOPBACK
-    hosts = frozenset(map(str.lower, args.allowed_hosts)) if args.allowed_hosts else LOOPBACK if is_local else {"*"}
+    keys, is_local = _keys(args), ip_address(address).is_loopback
+    hosts = LOOPBACK | {args.host.lower(), address} if is_local else {"*"}
+    if args.allowed_hosts:
+        hosts = set(map(str.lower, args.allowed_hosts))
     if not is_local and not keys:
         say(f"whoever reaches {args.host} may use this server: there is no --api-key")
     return ServerConfig(
@@ -150,4 +156,4 @@ def _server_config(args: argparse.Namespace, llm: "LLM") -> "ServerConfig":
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     given = os.environ.get(KEY_VARIABLE)
-    return tuple(args.api_key or ([given] if given else []))
+    return tuple(key.strip() for key in args.api_key or ([given] if given else []))

@@ -1,13 +1,14 @@
 """Which special tokens of a conversation are the template's own, and which a message only spells.
 
 Whoever could write the marks of a template into a message would speak in another role's name. So a sign that nobody can
-guess is put inside each special token that a message holds, and behind what may become one with the text after it.
+guess is put inside each special token that a message holds, or an option of the template's, and behind what may become one with the text after it.
 Where the sign is not, the template has written the token itself.
 """
 
 import re
 import secrets
 from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class Marks:
@@ -23,6 +24,16 @@ class Marks:
         text = self._pattern.sub(lambda found: found[0][:1] + self._sign + found[0][1:], text)
         end = text.rstrip()
         return end + self._sign + text[len(end) :] if self._may_go_on(end) else text
+
+    def guard_all(self, value: Any) -> Any:
+        """All texts in a value of JSON."""
+        if isinstance(value, str):
+            return self.guard(value)
+        if isinstance(value, list):
+            return [*map(self.guard_all, value)]
+        if isinstance(value, dict):
+            return {self.guard(name): self.guard_all(each) for name, each in value.items()}
+        return value
 
     def encode(self, text: str, encode: Callable[[str, bool], list[int]]) -> list[int]:
         """The token ids of a template's text. encode(text, split_special_tokens)."""

@@ -45,10 +45,10 @@ class ChatTemplate:
         names = [name for name, value in options.items() if name.endswith("_token") and isinstance(value, (str, dict))]
         return None if source is None else cls(source, {name: content_of(options[name]) for name in names})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
         """The conversation as one text. RequestError if the template refuses it."""
         try:
-            text = self._template.render(messages=messages, **{**self._special_tokens, **options})
+            text = self._template.render({**self._special_tokens, **(options or {}), "messages": messages})
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise RequestError(f"messages is not what this model's chat template takes: {error}.") from None
         if len(text) > MAX_CHARACTERS:

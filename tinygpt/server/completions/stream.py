@@ -42,7 +42,7 @@ class CompletionStream:
         if self._options.include_usage:
             yield self._dump({"choices": [], "usage": self._usage()}).encode()
 
-    def whole(self, reply: Completion) -> Iterator[bytes]:
+    async def whole(self, reply: Completion) -> AsyncIterator[bytes]:
         """The events of what has been made already, one for each choice."""
         for choice in reply.choices:
             yield self._dump({"choices": [choice.model_dump(exclude_unset=True)]}).encode()

@@ -82,12 +82,12 @@ def _token_ids(state: ServerState, template: ChatTemplate, form: ChatRequest) ->
     tokenizer = state.llm.tokenizer
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     messages = [_plain(message, marks) for message in form.messages]
-    options = {**(form.chat_template_kwargs or {}), "add_generation_prompt": form.add_generation_prompt}
+    options = {**marks.guard_all(form.chat_template_kwargs or {}), "add_generation_prompt": form.add_generation_prompt}
     if "messages" in options:
         raise ApiError(
             400, "chat_template_kwargs holds messages, which have a field of their own.", "chat_template_kwargs"
         )
-    return marks.encode(template.render(messages, **options), tokenizer.encode)
+    return marks.encode(template.render(messages, options), tokenizer.encode)
 
 
 def _plain(message: Message, marks: Marks) -> dict[str, Any]:

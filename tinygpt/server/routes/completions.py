@@ -2,7 +2,6 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -39,10 +38,9 @@ def routes(state: ServerState) -> list[Route]:
         generation = state.new_generation(request)
         job = await _read(state, request, form)
         suffix = await _read_suffix(state, job)
-        if not form.stream:
-            return json_reply(completion(job, await _outputs(state, generation, job, suffix)))
-        if form.max_tokens == 0:
-            return EventStream(_whole(state, generation, job))
+        if not form.stream or form.max_tokens == 0:
+            reply = completion(job, await _outputs(state, generation, job, suffix))
+            return EventStream(CompletionStream(job, generation).whole(reply)) if form.stream else json_reply(reply)
         await generation.submit([(prompt, job.params) for prompt in job.prompts], is_streamed=True)
         return EventStream(CompletionStream(job, generation).events())
 
@@ -112,9 +110,3 @@ async def _outputs(
     candidates = replace(job.params, n=job.params.best_of, best_of=None)
     outputs = await generation.run([(prompt, candidates) for prompt in job.prompts])
     return await choose(generation, outputs, suffix, job.params.n, state.encode)
-
-
-async def _whole(state: ServerState, generation: Generation, job: CompletionJob) -> AsyncIterator[bytes]:
-    reply = completion(job, await _outputs(state, generation, job))
-    for event in CompletionStream(job, generation).whole(reply):
-        yield event
