@@ -125,3 +125,4 @@ class StreamChunk:
     index: int = 0  # which of the request's n samples
     logprobs: dict[int, float] | None = None  # of this token, as in CompletionOutput's list, whose text may come later
     prompt_logprobs: list[dict[int, float] | None] | None = None  # RequestOutput's: in the first chunk of sample 0
+    stop_reason: int | str | None = None  # CompletionOutput's: in the last chunk

@@ -58,6 +58,7 @@ def test_a_stream_is_the_reply_in_pieces(chat):
         assert parts[0]["delta"] == {"role": "assistant", "content": ""}
         assert "".join(part["delta"]["content"] for part in parts) == choice["message"]["content"]
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert parts[-1]["stop_reason"] == choice["stop_reason"]
         assert [e for part in parts[1:] for e in part["logprobs"]["content"]] == choice["logprobs"]["content"]
 
 
@@ -134,6 +135,7 @@ def test_guarded_texts_are_the_same_texts(llm, text):
         ({**ASKED, "tools": []}, "tools"),
         ({**ASKED, "best_of": 2, "temperature": 1, "stream": True}, "best_of"),
         ({**ASKED, "max_tokens": 512}, "max_tokens"),
+        ({**ASKED, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({**ASKED, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
     ],
 )

@@ -58,6 +58,8 @@ def test_a_stream_is_the_reply_in_pieces(server, name):
         assert [i for part in parts for i in part["token_ids"]] == choice["token_ids"]
         assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
         assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert parts[-1]["stop_reason"] == choice["stop_reason"]
+        assert not any("stop_reason" in part for part in parts[:-1])
         for field, values in choice["logprobs"].items():
             assert [value for part in parts for value in part["logprobs"][field]] == values
 
@@ -220,6 +222,9 @@ def test_prompt_logprobs_in_vllms_words(server, llm):
     [output] = llm.generate(PROMPT, SamplingParams(prompt_logprobs=2, max_tokens=1))
     found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).json["choices"][0]["prompt_logprobs"]
     assert found[0] is None
+    events = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=2, n=2, stream=True).events
+    told = [choice["prompt_logprobs"] for event in events for choice in event["choices"] if "prompt_logprobs" in choice]
+    assert told == [found, found]  # of each choice
     for entry, expected in zip(found[1:], output.prompt_logprobs[1:], strict=True):
         assert {int(i): told["logprob"] for i, told in entry.items()} == expected
         assert [told["rank"] for told in entry.values()][:2] == [1, 2]

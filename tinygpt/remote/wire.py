@@ -79,6 +79,8 @@ def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
     found: dict[str, Any] = {"text": chunk.text, "token_id": chunk.token_id}
     if chunk.finish_reason is not None:
         found["finish_reason"] = chunk.finish_reason
+    if chunk.stop_reason is not None:
+        found["stop_reason"] = chunk.stop_reason
     if chunk.index:
         found["index"] = chunk.index
     if chunk.logprobs is not None:

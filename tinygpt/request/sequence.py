@@ -254,7 +254,9 @@ class Sequence:
         reported = self.prompt_logprobs.reported if is_first and self.prompt_logprobs is not None else None
         prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         try:
-            self.on_chunk(StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs))
+            self.on_chunk(
+                StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason)
+            )
         except BaseException as error:  # it is a user's, and must not reach the step's other sequences
             if is_ctrl_c(error):
                 raise

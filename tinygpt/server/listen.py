@@ -6,7 +6,10 @@ from tinygpt.errors import RequestError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens: who connects already waits. RequestError if the address is taken or is none of this machine's."""
+    """A socket that listens: who connects already waits.
+
+    RequestError if the address is taken or is none of this machine's.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -84,6 +84,7 @@ class ChatJob:
             delta=Delta(content=chunk.text),
             logprobs=self._logprobs(found) if self.form.logprobs else None,
             finish_reason=chunk.finish_reason,
+            **({} if chunk.finish_reason is None else {"stop_reason": chunk.stop_reason}),
             **({"token_ids": ids} if self.form.return_token_ids else {}),
         )
 

@@ -1,8 +1,8 @@
 """Which special tokens of a conversation are the template's own, and which a message only spells.
 
 Whoever could write the marks of a template into a message would speak in another role's name. So a sign that nobody can
-guess is put inside each special token that a message holds, or an option of the template's, and behind what may become one with the text after it.
-Where the sign is not, the template has written the token itself.
+guess is put inside each special token that a message holds, or an option of the template's, and behind what may become
+one with the text after it. Where the sign is not, the template has written the token itself.
 """
 
 import re

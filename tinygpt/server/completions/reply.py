@@ -37,11 +37,11 @@ def _asked_for(job: CompletionJob, output: RequestOutput, sample: CompletionOutp
         fields |= {"token_ids": sample.token_ids, "prompt_token_ids": output.prompt_token_ids}
     if job.form.prompt_logprobs is not None:
         found = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False)
-        fields["prompt_logprobs"] = [_described(job, token_id, entry) for token_id, entry in found]
+        fields["prompt_logprobs"] = [described(job, token_id, entry) for token_id, entry in found]
     return fields
 
 
-def _described(job: CompletionJob, token_id: int, entry: dict[int, float] | None) -> dict[int, TokenLogprob] | None:
+def described(job: CompletionJob, token_id: int, entry: dict[int, float] | None) -> dict[int, TokenLogprob] | None:
     """What was found of a token of the prompt, in vLLM's words. Its rank is known only if it is among the best."""
     if entry is None:
         return None

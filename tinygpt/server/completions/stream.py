@@ -7,6 +7,7 @@ from typing import Any
 from tinygpt.outputs import StreamChunk
 from tinygpt.server.completions.job import CompletionJob
 from tinygpt.server.completions.logprobs import TokenLogprobs
+from tinygpt.server.completions.reply import described
 from tinygpt.server.event_stream import compact
 from tinygpt.server.generation import Generation, PromptChunk
 from tinygpt.server.protocol.common import StreamOptions
@@ -23,12 +24,14 @@ class CompletionStream:
         self._options = job.form.stream_options or StreamOptions()
         self._arrays = [job.logprob_arrays() for _ in range(job.num_choices)]
         self._has_begun = [False] * job.num_choices
-        self._echoes = [None if job.echoes_logprobs else [] for _ in job.prompts]  # what the engine found of each
+        self._echoes = [
+            None if job.echoes_logprobs or job.form.prompt_logprobs is not None else [] for _ in job.prompts
+        ]  # what the engine found of each
         self._num_tokens = 0
         # What is the same in every event is written once.
         self._head = f'data: {compact(job.head)[:-1]},"choices":['
         self._is_plain = job.form.logprobs is None and not self._options.include_obfuscation
-        self._begins_with_prompt = bool(job.form.echo or job.form.return_token_ids)
+        self._begins_with_prompt = job.form.echo or job.form.return_token_ids or job.form.prompt_logprobs is not None
         self._num_prompt_tokens = job.usage(0).prompt_tokens
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -93,12 +96,16 @@ class CompletionStream:
             ids["token_ids"] = [] if chunk.token_id is None else [chunk.token_id]
             if is_first:
                 ids["prompt_token_ids"] = self._job.prompts[i].token_ids
+        if is_first and self._job.form.prompt_logprobs is not None:
+            found = zip(self._job.prompts[i].token_ids, self._echoes[i], strict=False)
+            ids["prompt_logprobs"] = [described(self._job, *each) for each in found]
         return CompletionChoice(
             index=index,
             text=(self._job.prompt_text(i) if is_echoed else "") + chunk.text,
             logprobs=None if arrays is None else arrays.add(self._tokens(i, chunk, is_echoed)),
             finish_reason=chunk.finish_reason,
             **ids,
+            **({} if chunk.finish_reason is None else {"stop_reason": chunk.stop_reason}),
         )
 
     def _tokens(self, i: int, chunk: StreamChunk, is_echoed: bool) -> Iterator[TokenLogprobs]:

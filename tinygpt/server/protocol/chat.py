@@ -95,4 +95,5 @@ class ChatChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | None = None

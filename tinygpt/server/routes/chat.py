@@ -53,6 +53,8 @@ async def _read(state: ServerState, request: Request, template: ChatTemplate, fo
     state.check_num_logprobs("top_logprobs", form.top_logprobs)
     if form.top_logprobs is not None and not form.logprobs:
         raise ApiError(400, f"top_logprobs is {form.top_logprobs}, which needs logprobs to be true.", "top_logprobs")
+    if form.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs are not told of a chat: use /v1/completions.", "prompt_logprobs")
     [prompt] = await read_prompts(state, [await in_thread(_token_ids, state, template, form)], None, form.cache_salt)
     given = form.max_completion_tokens or form.max_tokens
     params = await read_params(
