@@ -1,9 +1,10 @@
 """The outputs that READMEs show, made anew: python scripts/readme_outputs.py [--check]
 
-Runs every shell session (a block whose first line begins with "$ ") but its `pip` lines, and every Python example, of
-README.md and tinygpt/README.md, and writes what they print into the file: what follows a command, and the block that
-follows an example, if one does. Kernels are compiled afresh, as they are for a newcomer. With --check nothing is
-written, and the exit code is 1 if anything but figures and line breaks differs.
+Runs every shell session (a block whose first line begins with "$ ") but its `pip` lines, and every Python example but
+those that ask a server, of README.md and tinygpt/README.md, and writes what they print into the file: what follows a
+command, and the block that follows an example, if one does. Kernels are compiled afresh, as they are for a newcomer.
+With --check nothing is written, and the exit code is 1 if anything but times, rates, the number of kernels (which is the
+CPU's) and line breaks differs.
 """
 
 import argparse
@@ -25,7 +26,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDTH = 120
 MORE = "[...]"  # stands for the rest of a text
 TEXT_LINES = 3  # of a generated text that are shown
-FIGURE = re.compile(r"\d[\d,.]*\d|\d")
+MEASURED = re.compile(r"\d[\d,.]*(?= (tokens/s|ms|s|kernels compiled)\b)")
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def _wrapped(line: str) -> list[str]:
     return [*lines[: TEXT_LINES - 1], f"{last} {MORE}"]
 
 
-def without_figures(text: str) -> str:
-    return FIGURE.sub("#", " ".join(text.split()))
+def without_measured(text: str) -> str:
+    return MEASURED.sub("#", " ".join(text.split()))
 
 
 def main() -> int:
@@ -103,7 +104,7 @@ def main() -> int:
             found = [(place, run(place, old[place.start : place.stop], folder)) for place in places(old)]
             for place, output in reversed(found):
                 shown = old[place.start : place.stop]
-                if without_figures(shown) != without_figures(output):
+                if without_measured(shown) != without_measured(output):
                     differing += 1
                     print(f"{name}: {shlex.join(place.command)[:WIDTH]}")
                     print("\n".join(difflib.ndiff(shown.splitlines(), output.splitlines())))

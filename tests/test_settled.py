@@ -37,6 +37,13 @@ def test_of_more_examples(): assert examples(30)
 def test_of_random_examples(number): pass
 def test_of_recorded_answers(): assert not their_answer()
 def test_names_torch(): "torch"
+HEAVY = {"numpy", "torch"}
+def imports(): return HEAVY
+@pytest.fixture
+def heavy(): return imports()
+def test_of_a_constant(): assert HEAVY
+def test_of_a_helper_with_it(): assert imports()
+def test_of_a_fixture_with_it(heavy): pass
 @pytest.mark.parametrize("program", ["gguf"])
 def test_of_a_program(program): pass
 def test_of_a_fixture_that_asked(asked): pass
@@ -76,4 +83,4 @@ def test_the_second_run_takes_what_the_first_has_not_settled(folder, processes):
     settled = {"test_settled", "test_settled_each[1]", "test_settled_each[2]", "test_of_another_file"}
     assert first - second == settled
     assert second == first - settled
-    assert len(first) == 14
+    assert len(first) == 17

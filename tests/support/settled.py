@@ -1,17 +1,19 @@
 """What one run has settled, so that a second one with --slow and the extra `parity` takes the rest alone.
 
 A test is settled if it has passed, and asked for nothing that the second run answers otherwise: random examples, of
-which there are more then, and answers of libraries that were recorded, or that its source names.
+which there are more then, and answers of libraries that were recorded, or that its source names: its own, or that of a
+constant, an import, a function or a fixture of its file that it uses.
 """
 
+import ast
 import functools
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 LIBRARIES = re.compile(r"torch|transformers|peft|openai|gguf|onnx|matplotlib")
+WORD = re.compile(r"[A-Za-z_]\w*")
 BRANCHES = "HAS_TRANSFORMERS"  # a file that has it does other things where transformers is
 OPEN = ("asks for more", True)  # a property of a test's report
 
@@ -73,8 +75,29 @@ class _Watch:
 
 def _names_libraries(item: pytest.Item) -> bool:
     """And hypothesis is one of them."""
-    source = inspect.getsource(item.function) + item.nodeid
-    return hasattr(item.function, "hypothesis") or bool(LIBRARIES.search(source)) or _branches(item.path)
+    if hasattr(item.function, "hypothesis") or LIBRARIES.search(item.nodeid) or _branches(item.path):
+        return True
+    statements, seen = _statements(item.path), set()
+    names = {item.nodeid.split("::")[1].partition("[")[0], *item.fixturenames}
+    while unseen := (names & statements.keys()) - seen:
+        seen |= unseen
+        names = {word for name in unseen for word in WORD.findall(statements[name])}
+    return any(LIBRARIES.search(statements[name]) for name in seen)
+
+
+@functools.cache
+def _statements(file: Path) -> dict[str, str]:
+    """What makes each name that a file defines or imports, in Python: comments are left out."""
+    nodes = ast.parse(file.read_text(encoding="utf-8")).body
+    return {name: ast.unparse(node) for node in nodes for name in _names_made_by(node)}
+
+
+def _names_made_by(node: ast.stmt) -> set[str]:
+    if hasattr(node, "name"):  # a function or a class
+        return {node.name}
+    inner = list(ast.walk(node))
+    stored = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return stored | {n.asname or n.name.partition(".")[0] for n in inner if isinstance(n, ast.alias)}
 
 
 @functools.cache
