@@ -3,8 +3,8 @@
 Runs every shell session (a block whose first line begins with "$ ") but its `pip` lines, and every Python example but
 those that ask a server, of README.md and tinygpt/README.md, and writes what they print into the file: what follows a
 command, and the block that follows an example, if one does. Kernels are compiled afresh, as they are for a newcomer.
-With --check nothing is written, and the exit code is 1 if anything but times, rates, the number of kernels (which is the
-CPU's) and line breaks differs.
+With --check nothing is written, and the exit code is 1 if anything but times, rates, the number of kernels and line
+breaks differs.
 """
 
 import argparse

@@ -27,6 +27,7 @@ from tinygpt.request.request import Request
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session, load_session
 from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.validation import known_keywords
 
 
 class LLM:
@@ -68,6 +69,7 @@ class LLM:
     threads may call one LLM: their requests share its steps.
     """
 
+    @known_keywords("argument", "LLM")
     def __init__(
         self,
         model: str = "demo",

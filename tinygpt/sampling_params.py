@@ -1,11 +1,9 @@
 """What a request may ask of decoding: the fields, their defaults and their limits."""
 
-import functools
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from tinygpt import validation as read
@@ -30,17 +28,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _refuse_unknown_fields(cls: _Class) -> _Class:
-    """Make the constructor raise RequestError for an unknown keyword, where Python's own is a TypeError."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def __init__(self, /, *args, **kwargs):  # "self" may be a keyword too, and is as unknown as any
-        names = [field.name for field in fields(cls)]
-        if unknown := [name for name in kwargs if name not in names]:
-            raise RequestError(_describe_unknown(unknown, names))
-        init(self, *args, **kwargs)
-
-    cls.__init__ = __init__
+    cls.__init__ = read.known_keywords("sampling field", cls.__name__)(cls.__init__)
     return cls
 
 
@@ -314,12 +302,6 @@ def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]
             problems.append(f"{name}={reprlib.repr(given)} is not possible: it must be {allowed}")
     if problems:
         raise RequestError("; ".join(problems) + ".")
-
-
-def _describe_unknown(unknown: list[str], names: list[str]) -> str:
-    hints = {name: get_close_matches(name, names, n=1) for name in unknown}
-    listed = [f"{name!r}" + (f" (did you mean {hint[0]!r}?)" if hint else "") for name, hint in hints.items()]
-    return f"unknown sampling field {', '.join(listed)}; the fields are {', '.join(names)}."
 
 
 def _seed(value) -> int | None:

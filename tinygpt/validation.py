@@ -1,11 +1,19 @@
-"""Readers of a field's value: each gives the type that the engine sees, and raises TypeError or ValueError."""
+"""Readers of a field's value: each gives the type that the engine sees, and raises TypeError or ValueError.
 
+And `known_keywords`, for constructors that are given a name which they do not have.
+"""
+
+import functools
+import inspect
 import json
 import math
 import operator
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any
+
+from tinygpt.errors import RequestError
 
 MAX_COUNT = 2**31 - 1
 
@@ -182,3 +190,29 @@ def _checked_unicode(read):
     for text in read:
         text.encode("utf-8")
     return read
+
+
+def known_keywords(noun: str, owner: str) -> Callable[[Callable], Callable]:
+    """Have a constructor raise RequestError for an unknown keyword, where Python's own is a TypeError.
+
+    noun: what `owner`, a class, calls its keywords.
+    """
+
+    def decorate(init: Callable) -> Callable:
+        names = list(inspect.signature(init).parameters)[1:]
+
+        @functools.wraps(init)
+        def __init__(self, /, *args, **kwargs):  # "self" may be a keyword too, and is as unknown as any
+            if unknown := [name for name in kwargs if name not in names]:
+                raise RequestError(f"unknown {noun} {_with_hints(unknown, names, owner)}.")
+            init(self, *args, **kwargs)
+
+        return __init__
+
+    return decorate
+
+
+def _with_hints(unknown: list[str], names: list[str], owner: str) -> str:
+    hints = {name: get_close_matches(name, names, n=1) for name in unknown}
+    listed = [f"{name!r}" + (f" (did you mean {hint[0]!r}?)" if hint else "") for name, hint in hints.items()]
+    return ", ".join(listed) + ("" if all(hints.values()) else f"; help({owner}) has all names")

@@ -267,7 +267,7 @@ BAD = [
     ({"prompt": "a", "logit_bias": {"1" * 5000: 2}}, "logit_bias"),
     ({"prompt": "a", "self": 5}, 'unknown field "self"'),
     ({"prompt": "a", "temperature": -1}, '"temperature": -1 is not possible'),
-    ('{"prompt": "a", "top_p": NaN}', '"top_p": nan'),
+    ('{"prompt": "a", "top_p": NaN}', '"top_p": NaN'),
     ({"prompt": "a", "id": 1.5}, "id is 1.5"),
     ({"prompt": "a", "id": True}, "id is true"),
     ({"prompt": "a", "id": "\ud800"}, "id is"),
@@ -302,11 +302,44 @@ def test_no_line_lists_all_fields(jobs, no_model):
     assert "logits_processors" not in jobs.err
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-def test_utf_16_is_named(jobs, no_model, encoding):
-    jobs.input.write_bytes('{"prompt": "a"}\n'.encode(encoding))
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
+def test_utf_16_and_32_are_named(jobs, no_model, encoding, mark):
+    """Followed to the letter, the advice gives the text; with a mark, which the converter reads, it names no order."""
+    text = '{"prompt": "a"}\n'
+    jobs.input.write_bytes((mark + text).encode(encoding))
     assert jobs.run() == 2
-    assert f"--input {jobs.input} is UTF-16 text and must be UTF-8: convert it" in jobs.err
+    assert f"--input {jobs.input} is {encoding[:6]} text and must be UTF-8: convert it" in jobs.err
+    advised = re.search(r"iconv -f (\S+) -t", jobs.err)[1]
+    assert jobs.input.read_bytes().decode(advised) == text
+
+
+def test_a_binary_file_is_no_text(jobs, no_model):
+    jobs.input.write_bytes((60).to_bytes(8, "little") + b'{"wte.weight": {}}')
+    assert jobs.run() == 2
+    assert f"--input {jobs.input} is a binary file, with a zero as its byte 1: give one of plain text" in jobs.err
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "logits_processors"])
+def test_functions_are_no_field(jobs, no_model, name):
+    jobs.write([{"prompt": "a", name: []}])
+    assert jobs.run() == 2
+    assert f'unknown field "{name}"' in jobs.err
+    assert "did you mean" not in jobs.err
+
+
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_are_written_as_in_json(jobs, no_model, name):
+    jobs.input.write_text(f'{{"prompt": "a", "temperature": {name}}}\n')
+    assert jobs.run() == 2
+    assert f'"temperature": {name} is not possible' in jobs.err
+
+
+def test_a_json_array_is_told_from_lines(jobs, no_model):
+    jobs.input.write_text('[\n  {"prompt": "a"},\n  {"prompt": "b"}\n]\n')
+    assert jobs.run() == 2
+    assert "is a JSON array: give one object a line" in jobs.err
+    assert "Expecting" not in jobs.err
 
 
 def test_a_mark_at_the_beginning_is_no_part_of_the_first_line(jobs):

@@ -316,6 +316,7 @@ def test_an_unknown_dtype_is_malformed(text_file, capsys):
         (["ppl", "EMPTY"], "is empty"),
         (["ppl", "BYTES"], "is not UTF-8 (byte 1)"),
         (["ppl", "UTF16"], "is UTF-16 text and must be UTF-8"),
+        (["ppl", "BINARY"], "is a binary file, with a zero as its byte 1"),
         (["ppl", "TEXT", "--json", "--format", "md"], "--json is --format jsonl and --format is md"),
         (["ppl", "TEXT", "--stride", "0"], "stride is 0"),
         (["ppl", "TEXT", "--stride", "9999"], "stride is 9999"),
@@ -326,6 +327,8 @@ def test_the_impossible_is_a_sentence(run, tmp_path, text_file, rows_file, argum
     (tmp_path / "bytes").write_bytes(b"a\xff")
     files = {"TEXT": text_file, "ROWS": rows_file, "MISSING": tmp_path / "missing"}
     (tmp_path / "utf16").write_bytes("Once upon a time".encode("utf-16"))
+    (tmp_path / "binary").write_bytes((60).to_bytes(8, "little") + b'{"wte.weight": {}}')
+    files |= {"BINARY": tmp_path / "binary"}
     files |= {"UTF16": tmp_path / "utf16", "EMPTY": tmp_path / "empty", "BYTES": tmp_path / "bytes"}
     code, out, err = run(*(files.get(argument, argument) for argument in arguments))
     assert (code, out) == (2, "")

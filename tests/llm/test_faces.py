@@ -53,6 +53,22 @@ def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
         llm.generate(PROMPT, SamplingParams(), max_tokens=3)
     with pytest.raises(RequestError, match=r"unknown sampling field 'max_token' .did you mean 'max_tokens'"):
         llm.generate(PROMPT, max_token=3)
+    with pytest.raises(
+        RequestError, match=r"unknown sampling field 'frobnicate'; help\(SamplingParams\) has all names"
+    ):
+        llm.generate(PROMPT, frobnicate=3)
+    with pytest.raises(RequestError, match=r"sampling_params is called params here"):
+        llm.generate(PROMPT, sampling_params=SamplingParams())
+
+
+def test_unknown_arguments_of_an_llm_are_a_sentence():
+    for front in (LLM, AsyncLLM):
+        with pytest.raises(
+            RequestError, match=r"unknown argument 'gpu_memory_utilization'; help\(LLM\) has all names[.]"
+        ):
+            front(model="demo", gpu_memory_utilization=0.9)
+        with pytest.raises(RequestError, match=r"argument 'tensor_parallel' .did you mean 'tensor_parallel_size'"):
+            front(tensor_parallel=2)
 
 
 def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):

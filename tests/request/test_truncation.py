@@ -68,10 +68,16 @@ def test_each_way_out_is_enough_by_itself(num_virtual, num_own, max_tokens, over
                 attempt(num_own, max_tokens=int(words[5]) + 1, overflow="refuse")
         elif way.startswith("set overflow="):
             offered = way.split("'")[1]
-            assert (overflow, offered) in {("refuse", "clamp"), ("refuse", "truncate"), ("clamp", "truncate")}
+            assert offered == "slide" or (overflow, offered) in {
+                ("refuse", "clamp"),
+                ("refuse", "truncate"),
+                ("clamp", "truncate"),
+            }
+            assert offered != "slide" or len(ways) == 1
             attempt(num_own, overflow=offered)
         else:
             assert ways == ["shorten the prompt and max_tokens to at most 8 together"]
+            assert prompt_logprobs is not None or num_virtual >= 8
             with pytest.raises(RequestError):  # neither is enough by itself
                 attempt(1, overflow="refuse")
             with pytest.raises(RequestError):
@@ -116,8 +122,19 @@ def test_truncate_leaves_a_token(llm):
         llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE - 1, overflow="truncate"))[0].num_truncated_tokens
         == 39
     )
-    with pytest.raises(RequestError, match="the prompt has 1 token and max_tokens is 24"):
+    message = "the prompt has 40 tokens and max_tokens is 24, together 64, .*: set max_tokens to at most 23[.]"
+    with pytest.raises(RequestError, match=message):
         llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE, overflow="truncate"))
+
+
+def test_what_no_shorter_prompt_or_text_mends_may_slide(llm):
+    params = SamplingParams(max_tokens=SIZE, ignore_eos=True)
+    with pytest.raises(RequestError, match=r": set overflow='slide'[.]"):
+        llm.generate([TEXT[:40]], params)
+    (output,) = llm.generate([TEXT[:40]], replace(params, overflow="slide"))
+    assert len(output.outputs[0].token_ids) == SIZE
+    with pytest.raises(RequestError, match="shorten the prompt and max_tokens to at most 24 together"):
+        fit(TEXT[:40], replace(params, num_beams=2), SIZE, SIZE)
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "slide"])

@@ -45,6 +45,12 @@ def test_a_mutant_dies_where_a_test_looks_at_the_border(tmp_path, value, verdict
     assert (tmp_path / "age.py").read_text() == mutant_source
 
 
+def test_it_runs_without_the_extra_parity(monkeypatch):
+    for name in ("torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    mutate.preload()
+
+
 def test_every_known_equivalent_is_still_a_mutant():
     names = {
         mutant.name for file in mutate.TESTS for mutant in mutate.mutants_of(file, (mutate.ROOT / file).read_text())

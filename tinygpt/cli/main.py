@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return USAGE
     if words[0] == "help":
-        words = words[1:2] if words[1:2] and words[1] not in COMMANDS else [*words[1:2], "--help"]
+        topic = [word for word in words[1:2] if word != "help"]
+        words = topic if topic and topic[0] not in COMMANDS else [*topic, "--help"]
     if words[0] not in {*COMMANDS, *parser.flags()}:
         parser.error(_advice_for_no_command(words, parser.flags()))
     args, unknown = parser.parse_known_args(words)

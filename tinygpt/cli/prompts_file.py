@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,14 +15,21 @@ from tinygpt.cli.suggestions import nearest_field, why_no_field
 from tinygpt.cli.text_input import STDIN, read_bytes
 from tinygpt.cli.wording import Worded, for_json
 from tinygpt.errors import RequestError
-from tinygpt.evaluation.texts import check_is_not_utf_16
+from tinygpt.evaluation.texts import check_encoding
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.request.prompts import PROMPT_FIELDS, checked_salt
 from tinygpt.sampling_params import SamplingParams
 
 MAX_LISTED = 20
 _EXPECTED = f"A line is a JSON object, such as {json.dumps({'prompt': 'Once upon a time'})}."
-_FIELDS = (*PROMPT_FIELDS, "id", "cache_salt", "split_special_tokens", *DEFAULTS)
+_FUNCTIONS = "logits_processors"  # which JSON has not
+_FIELDS = (
+    *PROMPT_FIELDS,
+    "id",
+    "cache_salt",
+    "split_special_tokens",
+    *(name for name in DEFAULTS if name != _FUNCTIONS),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
     Raises RequestError that lists the lines which cannot be used, or says why the file cannot be read.
     """
     data = read_bytes("--input", path, "a JSONL file")
-    check_is_not_utf_16(f"--input {path}", data)
+    check_encoding(f"--input {path}", data)
+    _check_is_no_array(path, data)
     records, problems = {}, {}
     check = lru_cache(check_grammar)  # many lines may have the same one
     for number, line in enumerate(data.split(b"\n"), 1):
@@ -57,6 +66,16 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
             problems[number] = in_json_words(error)
     refuse(path, problems)
     return list(records.values())
+
+
+def _check_is_no_array(path: Path, data: bytes) -> None:
+    is_array = False
+    if data.lstrip().startswith(b"["):
+        with suppress(ValueError, RecursionError):
+            is_array = isinstance(json.loads(data), list)
+    if is_array:
+        source = "stdin" if str(path) == STDIN else f"--input {path}"
+        raise Worded(f"{source} is a JSON array: give one object a line, as `jq -c '.[]'` makes of it.")
 
 
 def in_json_words(error: RequestError) -> str:
@@ -122,6 +141,8 @@ def _check_names(fields: dict[str, Any]) -> None:
 def _hint(unknown: str) -> str | None:
     if why := why_no_field(unknown):
         return why
+    if nearest_field(unknown, (*_FIELDS, _FUNCTIONS)) == _FUNCTIONS:
+        return "functions are for the library"
     nearest = nearest_field(unknown, _FIELDS)
     return f"did you mean {json.dumps(nearest)}?" if nearest else None
 

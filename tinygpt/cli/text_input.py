@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tinygpt.cli.messages import say
 from tinygpt.errors import RequestError
-from tinygpt.evaluation.texts import check_is_not_utf_16
+from tinygpt.evaluation.texts import check_encoding
 
 STDIN = "-"
 
@@ -30,7 +30,7 @@ def read_stdin() -> bytes:
 
 def decoded(name: str, data: bytes) -> str:
     """UTF-8 as text; RequestError says what else it is. `name` begins the sentence."""
-    check_is_not_utf_16(name, data)
+    check_encoding(name, data)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

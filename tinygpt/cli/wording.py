@@ -75,6 +75,8 @@ def _typed(value: str) -> str:
 
 def _as_json(value: str) -> str:
     """A text or a list as JSON writes it; as it is, where it is a number, or was cut short within an escape."""
+    if value in ("nan", "inf", "-inf"):
+        return json.dumps(float(value))
     if value[0] not in "'\"[{" or "\\..." in value:
         return value
     try:

@@ -139,6 +139,8 @@ def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
     """`params`, or in their place the SamplingParams of these fields, which a call may be given as keywords."""
     if not fields:
         return params
+    if "sampling_params" in fields:
+        raise RequestError("sampling_params is called params here: give params=SamplingParams(...).")
     if params is not None:
         raise RequestError(
             f"{', '.join(fields)} {'is' if len(fields) == 1 else 'are'} given beside params: keywords are one "
@@ -182,7 +184,8 @@ def check_length(
 
 def _ways_to_fit(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, num_virtual: int) -> str:
     """Each of them is enough by itself."""
-    left = max_model_len - num_prompt_tokens
+    least = num_virtual + 1 if params.overflow == "truncate" else num_prompt_tokens  # tokens of the prompt that stay
+    left = max_model_len - least
     room = max_model_len - (1 if params.overflow == "clamp" else params.max_tokens) - num_virtual
     ways = []
     if room > 0:
@@ -195,6 +198,8 @@ def _ways_to_fit(num_prompt_tokens: int, params: SamplingParams, max_model_len: 
         ways.append("set overflow='truncate'")
     elif params.overflow == "refuse" and left > 0:
         ways.append("set overflow='clamp'")
+    elif not ways and params.prompt_logprobs is None and params.num_beams == 1 and num_virtual < max_model_len:
+        ways.append("set overflow='slide'")
     return ", or ".join(ways) or f"shorten the prompt and max_tokens to at most {max_model_len} together"
 
 

@@ -51,8 +51,8 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_posi
         if params.overflow == "clamp":
             params = _clamp(params, max_model_len - len(token_ids))
         fitted = Fitted(token_ids, params)
-    if fitted.window is None:
-        check_length(len(fitted.token_ids), fitted.params, max_model_len, n_positions, num_fixed)
+    if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
+        check_length(len(token_ids), params, max_model_len, n_positions, num_fixed)
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
             f"prompt_logprobs need the whole prompt, and of its {len(token_ids)} tokens overflow={params.overflow!r} "

@@ -170,6 +170,8 @@ def _given_prompt(args: argparse.Namespace) -> str | None:
     if args.prompt == [STDIN] or args.file == STDIN:
         return decoded("stdin", read_stdin())
     if args.file is not None:
+        if args.file.lower().endswith(".jsonl"):
+            say(f"{args.file} is read as one prompt: for one a line, give it as --input")
         return decoded(f"--file {args.file}", read_bytes("--file", args.file, "a text file"))
     return " ".join(args.prompt) if args.prompt else None
 
