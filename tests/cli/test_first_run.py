@@ -16,7 +16,7 @@ from support.recorded import needs_transformers
 from tinygpt.cli import compile_notice, loading
 from tinygpt.cli import main as cli
 from tinygpt.cli.compile_notice import compiling_shown
-from tinygpt.cli.messages import SCREEN, elapsed, put
+from tinygpt.cli.messages import SCREEN, elapsed, put, say
 from tinygpt.kernels import cpu as kernels
 from tinygpt.kernels.compiling import ANNOUNCER, begin_wait, end_wait
 from tinygpt.kernels.cpu import jit
@@ -60,6 +60,17 @@ def test_the_next_run_has_what_this_one_keeps(capsys, tmp_path):
     assert compiled(KernelFiles(tmp_path / "file", lambda is_made: tmp_path), 3).endswith(kept)  # a spare folder
     for files, num_saved in ((KernelFiles(tmp_path), 2), (KernelFiles(None), 3), (KernelFiles(tmp_path / "file"), 3)):
         assert compiled(files, num_saved).endswith("which no other figure contains")
+
+
+def test_once_is_said_once(capsys):
+    """Whatever is written between two kernels, as --debug does."""
+    with compiling_shown():
+        compile_a_kernel()
+        say("something else")
+        compile_a_kernel()
+    said = capsys.readouterr().err
+    assert said.count("compiling kernels for this machine, once") == 1
+    assert "2 kernels compiled" in said
 
 
 @pytest.mark.parametrize("name", ["load_params", "forward", "sample", "process_logits"])

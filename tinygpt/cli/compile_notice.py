@@ -48,7 +48,8 @@ class CompileNotice:
                 self._began = time.perf_counter()
                 SCREEN.keep(True)
                 if not sys.stderr.isatty():
-                    SCREEN.announce(f"{MESSAGE} (up to 20 s)")
+                    if self.num_kernels == 1:
+                        say(f"{MESSAGE} (up to 20 s)")
                 elif self._clock is None:
                     self._clock = threading.Thread(target=self._tick, daemon=True)
                     self._clock.start()

@@ -17,7 +17,6 @@ class Screen:
         self._lock = threading.RLock()
         self._width = 0  # of the status that is there
         self._is_kept = False  # for one that comes before others
-        self._is_announced = False
         self._is_mid_line = False  # there is a text that has not come to the end of its line
 
     def show(self, status: str, comes_first: bool = False) -> None:
@@ -34,19 +33,12 @@ class Screen:
         """Until it is told otherwise, show nothing but what comes first."""
         self._is_kept = is_kept
 
-    def announce(self, status: str) -> None:
-        """Write a status that stays, for what is no terminal; not again while nothing else has been written."""
-        with self._lock:
-            if not self._is_announced:
-                say(status)
-                self._is_announced = True
-
     def clear(self, text: str = "\n") -> None:
         """Make room for a text, or for a message of whole lines."""
         with self._lock, suppress(OSError):
             if self._width:
                 print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
-            self._width, self._is_announced = 0, False
+            self._width = 0
             self._is_mid_line = not text.endswith("\n") and sys.stdout is not None and sys.stdout.isatty()
 
     def end_line(self) -> None:

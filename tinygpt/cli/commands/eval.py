@@ -119,10 +119,10 @@ def _read(args: argparse.Namespace) -> "str | list[Any]":
 
 def _table(task: str, records: list[dict[str, Any]]) -> str:
     columns = dict(COLUMNS[task])
-    if (
-        "change" in columns and len({record["dtype"] for record in records}) == 1
-    ):  # there is nothing that it could be changed from
-        del columns["change"]
+    first = records[0]["dtype"]
+    if all(record["dtype"] == first for record in records):  # there is nothing that it could be changed from
+        columns.pop("change", None)
+    records = [record | {"change": None} if record["dtype"] == first else record for record in records]
     return records_table(records, columns, [title for title in columns if title not in WORDS])
 
 
