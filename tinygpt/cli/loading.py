@@ -125,11 +125,13 @@ def compile_share(kv_cache_dtype: str, asked: dict[str, float | str] | None) -> 
     """Compile attention for such a KV cache, and what draws a token as the flags ask, by drawing one of two."""
     import numpy as np
 
+    from tinygpt.config import ModelConfig
     from tinygpt.execution.backend import load_backend
     from tinygpt.kernels.cpu.ahead import compile_attention
     from tinygpt.sampling.metadata import Warpers, warpers_of
 
-    compile_attention(kv_cache_dtype)
+    smallest = ModelConfig(vocab_size=1, n_positions=1, n_embd=1, n_layer=1, n_head=1, n_inner=1)
+    compile_attention(smallest, kv_cache_dtype)
     if asked is not None:
         warpers = Warpers(*np.array(warpers_of(SamplingParams(**asked)), np.float64)[:, None])
         load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

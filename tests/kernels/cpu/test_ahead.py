@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-AHEAD = "from tinygpt.kernels.cpu.ahead import compile_attention; compile_attention({!r})"
+AHEAD = "from tinygpt.cli.loading import compile_share; compile_share({!r}, None)"
 STEP = """
 import json
 from tinygpt import LLM, SamplingParams
