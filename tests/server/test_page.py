@@ -184,6 +184,21 @@ def test_measurements_are_told(server, visit):
     assert visitor.page.locator("#trace > i").count() == visitor.tokens.count()
 
 
+def test_measurements_go_with_the_text_that_was_measured(server, visit):
+    visitor = visit(server)
+    visitor.write()
+    visitor.field.fill("Another text")
+    expect(visitor.page.locator("#stats dt")).to_have_text(["tokens", "bits a token"])
+
+
+def test_colours_stay_where_the_system_forces_its_own(server, visit):
+    visitor = visit(server, forced_colors="active")
+    visitor.write()
+    for name, of in (("backgroundImage", ".token.made"), ("backgroundColor", "#trace i")):
+        found = visitor.page.evaluate(f"getComputedStyle(document.querySelector('{of}')).{name}")
+        assert re.search(r"oklab\(|rgba?\((?!0, 0, 0|255, 255, 255)", found), found
+
+
 def test_markup_stays_text(server, visit):
     text = "The <b>dog</b> <script>throw 1</script> &amp; sat\n\n\tdown"
     visitor = visit(server, text)
