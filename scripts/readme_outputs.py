@@ -1,7 +1,7 @@
 """The outputs that READMEs show, made anew: python scripts/readme_outputs.py [--check]
 
 Runs every shell session (a block whose first line begins with "$ ") but its `pip` lines, and every Python example but
-those that ask a server, of README.md and tinygpt/README.md, and writes what they print into the file: what follows a
+those that ask a server or need Ray, of README.md and tinygpt/README.md, and writes what they print: what follows a
 command, and the block that follows an example, if one does. Kernels are compiled afresh, as they are for a newcomer.
 With --check nothing is written, and the exit code is 1 if anything but times, rates, the number of kernels and line
 breaks differs.
@@ -26,6 +26,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDTH = 120
 MORE = "[...]"  # stands for the rest of a text
 TEXT_LINES = 3  # of a generated text that are shown
+ABSENT = ("http://", "import ray")  # a server's address, and what needs an extra: such examples are not run
 MEASURED = re.compile(r"\d[\d,.]*(?= (tokens/s|ms|s|kernels compiled)\b)")
 
 
@@ -43,7 +44,7 @@ def places(text: str) -> Iterator[Place]:
     blocks = list(BLOCK.finditer(text))
     for i, block in enumerate(blocks):
         language, body = block.groups()
-        if language == "python" and "http://" not in body:  # a server's address: there is none
+        if language == "python" and not any(words in body for words in ABSENT):
             after = blocks[i + 1] if i + 1 < len(blocks) else None
             is_shown = after is not None and not after[1] and not text[block.end() : after.start()].strip()
             place = after.span(2) if is_shown else (block.end(), block.end())

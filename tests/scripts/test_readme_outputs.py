@@ -29,6 +29,10 @@ two 2
 url = "http://127.0.0.1"
 ```
 
+```python
+import ray
+```
+
 ```
 no command
 ```
