@@ -8,6 +8,17 @@ from tinygpt.cli.messages import say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
 
 
+class Once(argparse.Action):
+    """Keep a value, and refuse a second one, which argparse would take in place of the first."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if getattr(namespace, self.dest) != self.default:
+            raise argparse.ArgumentError(
+                self, "given twice, and there is one of it in a run; several prompts go into a file for --input."
+            )
+        setattr(namespace, self.dest, values)
+
+
 def reader(read: Callable[[str], Any], allowed: str) -> Callable[[str], Any]:
     """A type for argparse. `read` raises ValueError or KeyError for what is not `allowed`, which ends a sentence."""
 

@@ -8,7 +8,7 @@ from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
 from tinygpt.cli.cut_texts import Ended, say_cut
-from tinygpt.cli.flags import whole_number
+from tinygpt.cli.flags import Once, whole_number
 from tinygpt.cli.interactive import run_interactive
 from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
@@ -46,11 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.")
     group.add_argument(
-        "-p", "--prompt", dest="prompt_text", metavar="TEXT", help="the same as PROMPT, in one word (default: none)"
+        "-p",
+        "--prompt",
+        action=Once,
+        dest="prompt_text",
+        metavar="TEXT",
+        help="the same as PROMPT, in one word (default: none)",
     )
     group.add_argument(
         "-f",
         "--file",
+        action=Once,
         metavar="FILE",
         help="all of a text file is the prompt, as it is; - is stdin (default: none)",
     )
@@ -58,12 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input and output")
     group.add_argument(
         "--input",
+        action=Once,
         metavar="FILE",
         help="JSONL, one object a line: prompt (a text or token ids), any sampling field or split_special_tokens to "
         "override, and id (the line's number where there is none); - is stdin (default: none)",
     )
     group.add_argument(
         "--output",
+        action=Once,
         metavar="FILE",
         help="JSONL, one record for each line of --input as soon as it is finished; ids already in it are skipped, so "
         "that the same command continues an interrupted run; records of another --model or --dtype are refused, and "
