@@ -86,6 +86,7 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
     load_group, product = load_group_function(dtype), product_function(dtype, tiles)
     locate, store = _store_functions(dtype, tiles, purpose)
     words_size, partials_size = max(GROUP_STEPS * WORDS[dtype], 1), tiles * SEGMENTS * TILE_SIZE
+    LOCATES_EARLY = dtype != "float32"  # whose sums fill the registers: one block more on each SM hides as much
 
     def linear(target, inputs, weights, layer, width, sizes, which):
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
@@ -94,8 +95,11 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
             return
         base = first_weight(weights, layer, panel)
         load_group(words, weights.panels, base, weights.num_steps)
-        place = locate(target, weights, layer, panel)
+        if LOCATES_EARLY:
+            place = locate(target, weights, layer, panel)
         product(partials, words, inputs, first, count, weights.panels, base, weights.num_steps)
+        if not LOCATES_EARLY:
+            place = locate(target, weights, layer, panel)
         cuda.syncthreads()
         store(target, partials, place, weights, layer, panel, width, first, count)
 
@@ -171,8 +175,8 @@ def _normalise_rows_function(columns: int):
 def _store_functions(dtype: str, tiles: int, purpose: str):
     """(locate_own, store)
 
-    locate_own(target, weights, layer, panel): `place` of the one feature whose sums a thread finishes. It is asked for
-        before the sums are made: scales and biases come from far away.
+    locate_own(target, weights, layer, panel): `place` of the one feature whose sums a thread finishes. Where registers
+        allow, it is asked for before the sums are made: scales and biases come from far away.
     store(target, partials, place, weights, layer, panel, width, first, count): finish each sum of a block's tiles.
     """
     ending = ending_of(dtype, purpose)
