@@ -59,7 +59,7 @@ def compare(servers: list[Server], plan: Plan, llm: LLM | None) -> list[dict[str
     """The figures of each server and load, a dict for each repeat. llm: the library, which takes its turn too."""
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
-        addresses = {}
+        addresses: dict[Server, SplitResult] = {}
         for i, server in enumerate(servers):
             try:
                 addresses[server] = stack.enter_context(running(server, Path(logs, f"{i}.log")))
@@ -68,18 +68,27 @@ def compare(servers: list[Server], plan: Plan, llm: LLM | None) -> list[dict[str
         for repeat in range(plan.repeats + 1):  # the first touches memory, and compiles
             for load in loads(plan):
                 work = Workload("", plan.prompt_words, plan.new_tokens, seed=repeat, vocab_size=plan.vocab_size)
-                measured = {}
-                for server, url in list(addresses.items()):
-                    try:
-                        asked = replace(work, model=server.model, more=server.more)
-                        measured[server.name] = load.of_server(url, asked)
-                    except OSError as error:  # it has crashed: the others go on without it
-                        rows.append({"server": server.name, "load": load.name, "error": f"it has ended: {error}"})
-                        del addresses[server]
+                measured = _ask(load, work, addresses)
                 if llm is not None and load.of_library is not None:
                     measured[load.call] = load.of_library(llm, work)
-                rows += [{"server": name, "load": load.name, **found} for name, found in measured.items() if repeat]
+                rows += [
+                    {"server": name, "load": load.name, **found}
+                    for name, found in measured.items()
+                    if repeat or "error" in found
+                ]
     return rows
+
+
+def _ask(load: Load, work: Workload, addresses: dict[Server, SplitResult]) -> dict[str, dict[str, Any]]:
+    """The figures of each server. One that has crashed gets an error, and loses its address: the others go on."""
+    measured: dict[str, dict[str, Any]] = {}
+    for server, url in [*addresses.items()]:
+        try:
+            measured[server.name] = load.of_server(url, replace(work, model=server.model, more=server.more))
+        except OSError as error:
+            measured[server.name] = {"error": f"it has ended: {error}"}
+            del addresses[server]
+    return measured
 
 
 def loads(plan: Plan) -> Iterator[Load]:

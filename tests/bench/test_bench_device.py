@@ -8,7 +8,7 @@ import pytest
 from support.bench_records import LIMITS
 from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice
-from support.tiny_checkpoint import random_tensors, write_checkpoint
+from support.tiny_checkpoint import write_one_layer
 from tinygpt.bench import plan
 from tinygpt.bench.machine_limits import MachineLimits, measure_device_limits
 from tinygpt.bench.presets.options import PresetOptions
@@ -33,10 +33,7 @@ def device(monkeypatch) -> SimulatedDevice:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    tensors = {name: tensor for name, tensor in random_tensors().items() if ".h.1." not in name}
-    c = tensors["transformer.ln_f.weight"].size
-    tensors["transformer.wpe.weight"] = np.zeros((40, c), np.float32)
-    return str(write_checkpoint(tmp_path_factory.mktemp("model"), tensors, n_positions=40, n_layer=1))
+    return str(write_one_layer(tmp_path_factory.mktemp("model"), 40))
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import pytest
 from support.commands import Result, run_process
 from support.moe_models import moe_arrays, write_moe
 from tinygpt.cli import workers as workers_module
-from tinygpt.cli.workers import Answer, Task, answers_of, check_workers
+from tinygpt.cli.tasks import Answer, Task, check_workers
+from tinygpt.cli.workers import answers_of
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.request.prompts import Prompt
@@ -140,7 +141,7 @@ def test_a_worker_that_is_killed_loses_no_prompt(tmp_path, monkeypatch, capsys):
                 os.kill(killed[0], signal.SIGKILL)
             yield answer
 
-    monkeypatch.setattr("tinygpt.cli.batch.answers_of", killing)
+    monkeypatch.setattr(workers_module, "answers_of", killing)
     flags = ["--input", str(prompts(tmp_path, 40)), "--output", str(output), "--workers", "2", *FLAGS]
     result = Result(capsys, "generate", flags)
     assert result.code == 0, result.err

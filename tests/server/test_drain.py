@@ -12,11 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from functools import cached_property
 from http.client import HTTPResponse
 
-from support.gate import Gate
+from support.gate import Gate, Held
 from support.http_client import RawRequest, ask, head_of
 from support.paths import ROOT
 from support.serving import served, until
@@ -91,17 +90,11 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
 
 def test_at_the_deadline_all_others_are_told_too(llm, monkeypatch):
     """Whose embeddings or scores are under way, or wait for their turn, and who has sent half of a body."""
-    running, release, embed = threading.Event(), threading.Event(), llm.embed
-
-    def slow(prompt, pooling):
-        running.set()
-        assert release.wait(60)
-        return embed(prompt, pooling)
-
-    monkeypatch.setattr(llm, "embed", slow)
+    embed = Held(llm.embed)
+    monkeypatch.setattr(llm, "embed", embed)
     with served(llm, drain_seconds=0.05) as server:
         runs = RawRequest(server.port, "/v1/embeddings", {"input": ["a", "b"]})
-        assert running.wait(60)
+        assert embed.called.wait(60)
         waits = RawRequest(server.port, "/v1/score", {"text_1": "a", "text_2": "b"})
         until(lambda: server.state.turns._num_waiting == 2)
         half = socket.create_connection(("127.0.0.1", server.port), 60)
@@ -112,7 +105,7 @@ def test_at_the_deadline_all_others_are_told_too(llm, monkeypatch):
             told = HTTPResponse(client)
             told.begin()
             assert (told.status, json.loads(told.read())["error"]["code"]) == (503, "shutting_down")
-        release.set()
+        embed.release.set()
         assert {server.ended()["status"] for _ in range(3)} == {503}
         half.close()
         runs.close()

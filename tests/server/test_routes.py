@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import tinygpt
+from support.gate import Held
 from support.http_client import RawRequest
 from support.serving import until
 
@@ -127,22 +128,16 @@ def test_scores_that_are_not_possible(server, body, param):
 
 def test_too_many_wait_for_their_turn(server, llm):
     """What is no generation has no slot, and yet cannot wait without limit."""
-    running, release, embed = threading.Event(), threading.Event(), llm.embed
-
-    def slow(prompt, pooling):
-        running.set()
-        assert release.wait(60)
-        return embed(prompt, pooling)
-
+    embed = Held(llm.embed)
     with ThreadPoolExecutor() as clients, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm, "embed", slow)
+        patch.setattr(llm, "embed", embed)
         asked = [clients.submit(server.ask, "/v1/embeddings", {"input": "a"}) for _ in range(3)]
-        assert running.wait(60)
+        assert embed.called.wait(60)
         until(lambda: server.state.turns._num_waiting == 3)
         for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/v1/embeddings", {"input": "a"})):
             reply = server.ask(path, body)
             assert (reply.status, reply.headers["retry-after"]) == (429, "1")
-        release.set()
+        embed.release.set()
         assert [each.result().status for each in asked] == [200] * 3
 
 

@@ -1,6 +1,7 @@
-"""Gate: an engine that takes steps only as the test allows."""
+"""Gate and Held: an engine that takes steps, and a function that returns, only as the test allows."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 SECONDS = 60
@@ -35,3 +36,16 @@ class Gate:
         """Until the engine wants to take its `count`-th step, all before it being done."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.num_asked >= count, SECONDS)
+
+
+class Held:
+    """In place of a function: says when it is called, and does its work when it is released."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        self.called, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.called.set()
+        assert self.release.wait(SECONDS), "it was not released"
+        return self._function(*arguments)

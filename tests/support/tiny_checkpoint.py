@@ -62,3 +62,11 @@ def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray] | None = None,
     write_config(folder, **fields)
     save_file(random_tensors() if tensors is None else tensors, folder / "model.safetensors")
     return folder
+
+
+def write_one_layer(folder: Path, n_positions: int) -> Path:
+    """The checkpoint with its first layer alone, and this many positions."""
+    tensors = {name: tensor for name, tensor in random_tensors().items() if ".h.1." not in name}
+    c = tensors["transformer.ln_f.weight"].size
+    tensors["transformer.wpe.weight"] = np.random.default_rng(1).standard_normal((n_positions, c), np.float32)
+    return write_checkpoint(folder, tensors, n_positions=n_positions, n_layer=1)

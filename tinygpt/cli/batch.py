@@ -14,12 +14,13 @@ from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
 from tinygpt.cli.prompts_file import PromptRecord, in_json_words, read_prompts, refuse
 from tinygpt.cli.statistics import rates
-from tinygpt.cli.workers import Answer, Reader, Task, answers_of, has_workers, started
+from tinygpt.cli.tasks import Answer, Task, has_workers
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from tinygpt.cli.workers import Reader
     from tinygpt.llm import LLM
     from tinygpt.request.prompts import Prompt
 
@@ -68,6 +69,8 @@ def _answer_by_workers(
     total: int,
     write: Callable[[str], None],
 ) -> None:
+    from tinygpt.cli.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
+
     reader = Reader(args)
     check_dtype(target, earlier, reader.dtype)
     encoded = _encode(reader, source, pending)

@@ -9,7 +9,8 @@ from typing import Any
 
 from tinygpt.cli import loading
 from tinygpt.cli.messages import elapsed
-from tinygpt.cli.workers import Answer, Setup, Task
+from tinygpt.cli.tasks import Answer, Task
+from tinygpt.cli.workers import Setup
 from tinygpt.errors import RequestError, TinyGPTError, how_to_install
 
 OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights

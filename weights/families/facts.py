@@ -19,6 +19,7 @@ MEGATRON_MODULES = {
     "mlp.c_fc": "mlp.dense_h_to_4h",
     "mlp.c_proj": "mlp.dense_4h_to_h",
 }
+_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")  # of a layer
 GPT2_END = ModelConfig.bos_token_id  # the id of <|endoftext|>, which begins and ends texts
 
 
@@ -33,11 +34,20 @@ def ends_of(vocab_size: Any) -> dict[str, Any]:
     return {"bos_token_id": end, "eos_token_id": end}
 
 
+def split_name(parameter: str) -> tuple[int | None, str, str]:
+    """The layer of a parameter (None: of none), its module and whether it is a weight or a bias."""
+    found = _PARAMETER.fullmatch(parameter)
+    if found is None:
+        module, kind = parameter.rsplit(".", 1)
+        return None, module, kind
+    return int(found[1]), found[2], found[3]
+
+
 def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
     """A parameter's name where layers are `layers`.3, from the names of modules and of what is in no layer."""
     if parameter in top:
         return top[parameter]
-    layer, module, kind = re.fullmatch(r"h\.(\d+)\.(.+)\.(\w+)", parameter).groups()
+    layer, module, kind = split_name(parameter)
     return f"{layers}.{layer}.{modules[module]}.{kind}"
 
 

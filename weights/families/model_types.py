@@ -11,7 +11,6 @@ from tinygpt.weights.families.hugging_face import is_ignored
 from tinygpt.weights.parameters import HEAD
 
 Fields = Mapping[str, Any]
-_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,3 @@ class ModelType:
 
     def _file_name(self, name: str) -> str:
         return name if name in self.beside else self.prefix + name
-
-
-def split_name(parameter: str) -> tuple[int | None, str, str]:
-    """The layer of a parameter (None: of none), its module and whether it is a weight or a bias."""
-    found = _PARAMETER.fullmatch(parameter)
-    if found is None:
-        module, kind = parameter.rsplit(".", 1)
-        return None, module, kind
-    return int(found[1]), found[2], found[3]

@@ -52,15 +52,9 @@ def load_fresh(typing_context, array, index):
 @intrinsic
 def store_bfloat16(typing_context, array, index, value):
     """array[index], uint16, = the float32 `value`, rounded to the nearest, ties to even."""
-    signature = types.void(array, index, types.float32)
-
-    def generate(context, builder, signature, arguments):
-        asm = "{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }"
-        address = _address(context, builder, signature, arguments)
-        _call(builder, VOID, [INT64, FLOAT], asm, "l,f,~{memory}", [address, arguments[2]], side_effect=True)
-        return context.get_dummy_value()
-
-    return signature, generate
+    return _on_element(
+        "{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", types.void(array, index, types.float32), FLOAT
+    )
 
 
 @intrinsic
@@ -223,69 +217,31 @@ def wait_for_copies(typing_context, pending):
 @intrinsic
 def prefetch(typing_context, array, index):
     """Have the 128 bytes around array[index] brought into the L2 cache."""
-    signature = types.void(array, index)
-
-    def generate(context, builder, signature, arguments):
-        address = _address(context, builder, signature, arguments)
-        asm = "prefetch.global.L2 [$0];"
-        _call(builder, VOID, [INT64], asm, "l,~{memory}", [address], side_effect=True)
-        return context.get_dummy_value()
-
-    return signature, generate
+    return _on_element("prefetch.global.L2 [$0];", types.void(array, index))
 
 
 @intrinsic
 def prefetch_run(typing_context, array, index, size):
     """Have `size` bytes (16 n) from array[index] on brought into the L2 cache; one thread asks for all of them."""
-    signature = types.void(array, index, types.int32)
-
-    def generate(context, builder, signature, arguments):
-        address = _address(context, builder, signature, arguments)
-        asm = "cp.async.bulk.prefetch.L2.global [$0], $1;"
-        _call(builder, VOID, [INT64, INT32], asm, "l,r,~{memory}", [address, arguments[2]], side_effect=True)
-        return context.get_dummy_value()
-
-    return signature, generate
+    return _on_element("cp.async.bulk.prefetch.L2.global [$0], $1;", types.void(array, index, types.int32), INT32)
 
 
 @intrinsic
 def arrive(typing_context, array, index):
     """Count array[index], uint32, up by 1, after all that this thread has written; what it was before."""
-    signature = types.uint32(array, index)
-
-    def generate(context, builder, signature, arguments):
-        address = _address(context, builder, signature, arguments)
-        asm = "atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;"
-        return _call(builder, INT32, [INT64], asm, "=r,l,~{memory}", [address], side_effect=True)
-
-    return signature, generate
+    return _on_element("atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;", types.uint32(array, index))
 
 
 @intrinsic
 def signal_arrival(typing_context, array, index):
     """As `arrive`, for whoever does not ask what the count was before: the thread goes on at once."""
-    signature = types.void(array, index)
-
-    def generate(context, builder, signature, arguments):
-        address = _address(context, builder, signature, arguments)
-        asm = "red.release.gpu.global.add.u32 [$0], 1;"
-        _call(builder, VOID, [INT64], asm, "l,~{memory}", [address], side_effect=True)
-        return context.get_dummy_value()
-
-    return signature, generate
+    return _on_element("red.release.gpu.global.add.u32 [$0], 1;", types.void(array, index))
 
 
 @intrinsic
 def load_acquire(typing_context, array, index):
     """array[index], uint32, before anything that this thread reads next."""
-    signature = types.uint32(array, index)
-
-    def generate(context, builder, signature, arguments):
-        address = _address(context, builder, signature, arguments)
-        asm = "ld.acquire.gpu.global.u32 $0, [$1];"
-        return _call(builder, INT32, [INT64], asm, "=r,l,~{memory}", [address], side_effect=True)
-
-    return signature, generate
+    return _on_element("ld.acquire.gpu.global.u32 $0, [$1];", types.uint32(array, index))
 
 
 @intrinsic
@@ -329,6 +285,23 @@ def _statement(asm: str, *argument_types):
     def generate(context, builder, signature, arguments):
         _call(builder, VOID, [], asm, "~{memory}", [], side_effect=True)
         return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _on_element(asm: str, signature, *kinds: ir.Type):
+    """An instruction on the element that the first two arguments name; others follow it, of these LLVM types.
+
+    Operands are numbered from the result on, a uint32, where there is one.
+    """
+    has_result = signature.return_type == types.uint32
+    letters = ["=r"] * has_result + ["l", *("f" if kind is FLOAT else "r" for kind in kinds), "~{memory}"]
+
+    def generate(context, builder, signature, arguments):
+        values = [_address(context, builder, signature, arguments), *arguments[2:]]
+        result = INT32 if has_result else VOID
+        found = _call(builder, result, [INT64, *kinds], asm, ",".join(letters), values, side_effect=True)
+        return found if has_result else context.get_dummy_value()
 
     return signature, generate
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support.cuda_device import SimulatedDevice, on_a_gpu
-from support.tiny_checkpoint import random_tensors, write_checkpoint
+from support.tiny_checkpoint import write_checkpoint, write_one_layer
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine import multi_step as ahead
 from tinygpt.errors import RequestError
@@ -31,11 +31,7 @@ def device(monkeypatch, request) -> SimulatedDevice | None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    tensors = {name: tensor for name, tensor in random_tensors().items() if ".h.1." not in name}
-    c = tensors["transformer.ln_f.weight"].size
-    tensors["transformer.wpe.weight"] = np.random.default_rng(1).standard_normal((POSITIONS, c), np.float32)
-    folder = tmp_path_factory.mktemp("model")
-    return str(write_checkpoint(folder, tensors, n_positions=POSITIONS, n_layer=1))
+    return str(write_one_layer(tmp_path_factory.mktemp("model"), POSITIONS))
 
 
 def load(model: str, device: str = "cuda", **options) -> LLM:

@@ -13,8 +13,8 @@ from tinygpt.cli.interactive import run_interactive
 from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
 from tinygpt.cli.statistics import rates
+from tinygpt.cli.tasks import check_workers
 from tinygpt.cli.text_input import STDIN, decoded, read_bytes, read_stdin
-from tinygpt.cli.workers import check_workers
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.sampling_params import SamplingParams

@@ -1,0 +1,77 @@
+"""The prompts of --input as tasks with answers, whoever answers them: this process, others beside it, or Ray."""
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tinygpt.cli.cut_texts import Ended
+from tinygpt.cli.records import record_line
+from tinygpt.errors import RequestError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tinygpt.outputs import RequestOutput
+    from tinygpt.request.prompts import Prompt
+    from tinygpt.sampling_params import SamplingParams
+
+MAX_WORKERS = 1024
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt to answer; `index` is its place among them."""
+
+    index: int
+    record_id: str | int
+    prompt: "Prompt"
+    params: "SamplingParams"
+
+    @property
+    def cost(self) -> int:
+        """Tokens that it may take in all."""
+        samples = max(self.params.best_of or self.params.n, self.params.num_beams)
+        return len(self.prompt.token_ids) + samples * self.params.max_tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A task's record; `problem` is what came in place of one."""
+
+    index: int
+    line: str = ""
+    is_truncated: bool = False
+    samples: tuple[Ended, ...] = ()
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, index: int, record_id: str | int, model: str, dtype: str, output: "RequestOutput") -> "Answer":
+        samples = tuple((sample.text, sample.finish_reason) for sample in output.outputs)
+        return cls(index, record_line(record_id, model, dtype, output), output.num_truncated_tokens > 0, samples)
+
+    @classmethod
+    def to(cls, task: Task, model: str, dtype: str, future: "Future[RequestOutput]") -> "Answer":
+        """What has come of a task, an error among it."""
+        try:
+            return cls.of(task.index, task.record_id, model, dtype, future.result())
+        except Exception as error:
+            return cls(task.index, problem=f"id {task.record_id!r}: {error}")
+
+
+def has_workers(args: argparse.Namespace) -> bool:
+    return args.workers > 1 or args.ray
+
+
+def check_workers(args: argparse.Namespace) -> None:
+    """RequestError for workers that cannot be had."""
+    if not 1 <= args.workers <= MAX_WORKERS:
+        raise RequestError(f"--workers is {args.workers} and must be a whole number from 1 to {MAX_WORKERS}.")
+    if not has_workers(args):
+        return
+    flag = "--ray" if args.ray else "--workers"
+    if args.input is None:
+        raise RequestError(f"{flag} is for the prompts of a file: give it with --input.")
+    if args.device != "cpu":
+        raise RequestError(f"{flag} is for processes of the CPU and --device is {args.device}: omit one of them.")
+    if (args.tensor_parallel_size, args.pipeline_parallel_size) != (1, 1):
+        raise RequestError(f"workers have a model each: omit {flag}, or --tensor-parallel and --pipeline-parallel.")
