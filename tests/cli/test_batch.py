@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from support.paths import DEMO
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli import batch, workers
+from tinygpt.cli import batch, tasks
 from tinygpt.cli import main as cli
 
 LINES = [
@@ -166,9 +166,9 @@ def test_an_interrupted_run_is_continued(jobs, monkeypatch):
         written.append(arguments[0])
         return batch_line(*arguments)
 
-    batch_line = workers.record_line
+    batch_line = tasks.record_line
     with monkeypatch.context() as patched:
-        patched.setattr(workers, "record_line", record_line)
+        patched.setattr(tasks, "record_line", record_line)
         assert jobs.run("--max-num-seqs", "2") == 130
     again = f"2 of 4 prompts answered, in {jobs.output}; give the same command again to go on behind them"
     assert jobs.err.endswith(f"\ntinygpt: interrupted: {again}\n")
@@ -352,7 +352,7 @@ def test_ctrl_c_without_a_file_says_how_a_run_can_be_continued(jobs, monkeypatch
     def stop(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(workers, "record_line", stop)
+    monkeypatch.setattr(tasks, "record_line", stop)
     assert jobs.run(output=False) == 130
     assert jobs.err.endswith(
         "interrupted: 0 of 4 prompts answered, on stdout; a run with --output FILE can be continued\n"
