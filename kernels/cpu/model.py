@@ -62,7 +62,7 @@ def take_steps(team, leads, params, kv_cache, buffers):
 def embed(team, params, x, step, buffers):
     """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative."""
     b, n = buffers, x.shape[0]
-    embed_rows(team, params.project_in, params, x, step, buffers)  # (N, C)
+    embed_rows(team, params, x, step, buffers)  # (N, C)
     norm_if_any(team, b.stream, x, b.every[:n], params.embed_norm, ONE_LAYER, params.epsilon)  # (N, C)
 
 
@@ -94,4 +94,4 @@ def head(team, params, x, step, buffers):
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     logits = buffers.logits[: step.logit_rows.size]
     norm_before(team, buffers.final, x, step.logit_rows, params.ln_f, ONE_LAYER, params.epsilon)  # (R, C)
-    score_tokens(team, params.project_in, params, logits, buffers)  # (R, V)
+    score_tokens(team, params, logits, buffers)  # (R, V)

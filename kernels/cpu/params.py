@@ -51,6 +51,7 @@ class Params(NamedTuple):
     alibi: Any  # (H,), an Alibi
     attention_scales: np.ndarray  # (L,)
     embd_segments: np.ndarray  # (2,)  all of C
+    embedding_segments: np.ndarray  # (2,)  all of E
     head_segments: np.ndarray  # (5,)  C in four runs of whole heads
     inner_segments: np.ndarray  # (5,)  F in four runs; of a tensor-parallel rank, some of these and of those above
     epsilon: np.float32
@@ -189,7 +190,8 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = N
         wte=arrays.get("wte", arrays["lm_head"]),
         lm_head=Linear(arrays["lm_head"], NO_BIAS, NO_FACTORS),
         attention_scales=np.array([config.attention_scale(i) for i in part.layers], np.float32),
-        embd_segments=whole(config.n_embd),
+        embd_segments=whole(C),
+        embedding_segments=whole(E),
         head_segments=_of_rank(head_segments(config, dtype), part),
         inner_segments=_of_rank(inner_segments(config, dtype), part),
         epsilon=np.float32(config.layer_norm_epsilon),

@@ -81,21 +81,40 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
     finish_phase(team)
 
 
-def _add_alone(team, x, y, linears, layer, segments, ranks):
-    linear(team, x, y, linears, layer, segments, NONE, ADD)
+@inline
+def add_projection(team, x, y, linears, layer, segments, ranks):
+    """x (N, C) += y @ weight.T + bias: the end of each block, and the place where tensor-parallel ranks sum.
+
+    `ranks` is of ranks.py. A rank has some of the segments of K, so the sum over the others comes before the bias.
+    """
+    out, bias, add = _summand(ranks, x, linears.bias)
+    linear(team, out, y, Linear(linears.weight, bias, linears.factors), layer, segments, NONE, add)
+    _sum_over(team, ranks, x, linears.bias, layer)
 
 
-def _add_among_ranks(team, x, y, linears, layer, segments, ranks):
-    """A rank has some of the segments of K, so the sum over the others comes before the bias."""
-    partial = ranks.partial[: x.shape[0]]
-    linear(team, partial, y, Linear(linears.weight, ranks.no_bias, linears.factors), layer, segments, NONE, REPLACE)
+def _all_of_it(ranks, x, bias):
+    return x, bias, ADD
+
+
+def _partial(ranks, x, bias):
+    return ranks.partial[: x.shape[0]], ranks.no_bias, REPLACE
+
+
+# _summand(ranks, x, bias): where a product goes that x needs, with which bias, and whether it is added.
+_summand = by_type({Ranks: _partial}, otherwise=_all_of_it)
+
+
+def _nothing_to_sum(team, ranks, x, bias, layer):
+    pass
+
+
+def _sum_partials(team, ranks, x, bias, layer):
     exchange_partials(team, ranks, x.size)
-    add_partials(team, x, ranks.gathered, ranks.status.size, linears.bias, layer)
+    add_partials(team, x, ranks.gathered, ranks.status.size, bias, layer)
 
 
-# add_projection(team, x, y, linears, layer, segments, ranks): x (N, C) += y @ weight.T + bias: the end of each block,
-# and the place where tensor-parallel ranks sum. `ranks` is of ranks.py.
-add_projection = by_type({Ranks: _add_among_ranks}, otherwise=_add_alone, argument=6)
+# _sum_over(team, ranks, x, bias, layer): add what all ranks have, and the bias.
+_sum_over = by_type({Ranks: _sum_partials}, otherwise=_nothing_to_sum, argument=1)
 
 
 def _few_rows(weight):
