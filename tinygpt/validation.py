@@ -9,11 +9,11 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
 from tinygpt.errors import RequestError
+from tinygpt.suggestions import field_hint
 
 MAX_COUNT = 2**31 - 1
 
@@ -65,12 +65,6 @@ def one_of(*names: str) -> Callable[[object], str]:
 
 def optional_integer(value, low: int, high: int = MAX_COUNT) -> int | None:
     return None if value is None else integer(value, low, high)
-
-
-def integer_or_all(value) -> int | None:
-    """None, or a count; -1, as in vLLM, is one that no list is as long as."""
-    number = optional_integer(value, -1)
-    return MAX_COUNT if number == -1 else number
 
 
 def texts(value) -> tuple[str, ...]:
@@ -213,6 +207,6 @@ def known_keywords(noun: str, owner: str) -> Callable[[Callable], Callable]:
 
 
 def _with_hints(unknown: list[str], names: list[str], owner: str) -> str:
-    hints = {name: get_close_matches(name, names, n=1) for name in unknown}
-    listed = [f"{name!r}" + (f" (did you mean {hint[0]!r}?)" if hint else "") for name, hint in hints.items()]
+    hints = {name: field_hint(name, names, repr) for name in unknown}
+    listed = [f"{name!r}" + (f" ({hint})" if hint else "") for name, hint in hints.items()]
     return ", ".join(listed) + ("" if all(hints.values()) else f"; help({owner}) has all names")

@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
+from tinygpt import suggestions
 from tinygpt.cli import main as cli
-from tinygpt.cli import suggestions
 from tinygpt.cli.parser import hyphenated
 
 

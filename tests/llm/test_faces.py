@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
 from tinygpt.errors import RequestError
 
 PROMPT = "Once upon a time"
@@ -63,12 +63,16 @@ def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
 
 def test_unknown_arguments_of_an_llm_are_a_sentence():
     for front in (LLM, AsyncLLM):
-        with pytest.raises(
-            RequestError, match=r"unknown argument 'gpu_memory_utilization'; help\(LLM\) has all names[.]"
-        ):
+        with pytest.raises(RequestError, match=r"unknown argument 'frobnicate'; help\(LLM\) has all names[.]"):
+            front(model="demo", frobnicate=0.9)
+        with pytest.raises(RequestError, match=r"utilization' .the memory .* max_num_seqs and max_model_len"):
             front(model="demo", gpu_memory_utilization=0.9)
+        with pytest.raises(RequestError, match=r"unknown argument 'quantization' .did you mean 'dtype'"):
+            front(quantization="int8")
         with pytest.raises(RequestError, match=r"argument 'tensor_parallel' .did you mean 'tensor_parallel_size'"):
             front(tensor_parallel=2)
+    with pytest.raises(RequestError, match=r"unknown argument 'token' .did you mean 'api_key'"):
+        RemoteLLM(token="secret")
 
 
 def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):

@@ -15,9 +15,9 @@ from tinygpt.cli.compile_notice import compiling_shown
 from tinygpt.cli.messages import log_shown
 from tinygpt.cli.parser import Help, Parser, hyphenated
 from tinygpt.cli.ranks import start_ranks
-from tinygpt.cli.suggestions import nearest_command, nearest_flag
 from tinygpt.cli.wording import Worded, for_shell
 from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.suggestions import nearest_command, nearest_flag
 
 COMMANDS = {
     "generate": generate,

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-from tinygpt.cli.suggestions import ALREADY, argument_meant, is_meant, nearest_flag, why_without
+from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choice, nearest_flag, why_without
 
 RESULTS = (".json", ".jsonl", ".csv", ".md")  # how names of files with results end
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
@@ -56,6 +56,15 @@ class Parser(argparse.ArgumentParser):
                 ordered.append(word)
         described = map(self._described, _with_values([*ordered, *left]))
         self.error(f"unrecognized arguments: {', '.join(described)}; {self._where()}")
+
+    def _check_value(self, action, value):
+        """As argparse does, and with the choice that is nearest."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            nearest = nearest_choice(str(value), action.choices)
+            hint = f": did you mean {nearest}?" if nearest else ""
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]

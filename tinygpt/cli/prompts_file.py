@@ -1,6 +1,7 @@
 """The file behind --input: one prompt a line, all of them checked before any work."""
 
 import json
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from typing import Any
 from tinygpt.cli.messages import counted
 from tinygpt.cli.records import is_unicode
 from tinygpt.cli.sampling_flags import DEFAULTS, with_seed
-from tinygpt.cli.suggestions import nearest_field, why_no_field
 from tinygpt.cli.text_input import STDIN, read_bytes
 from tinygpt.cli.wording import Worded, for_json
 from tinygpt.errors import RequestError
@@ -19,8 +19,14 @@ from tinygpt.evaluation.texts import check_encoding
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.request.prompts import PROMPT_FIELDS, checked_salt
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.suggestions import field_hint, is_already, nearest_field
 
 MAX_LISTED = 20
+# For a shell: Python is there wherever this runs.
+_TO_JSONL = (
+    "python3 -c 'import json, sys; "
+    """[print(json.dumps({"prompt": line.strip()})) for line in sys.stdin if line.strip()]'"""
+)
 _EXPECTED = f"A line is a JSON object, such as {json.dumps({'prompt': 'Once upon a time'})}."
 _FUNCTIONS = "logits_processors"  # which JSON has not
 _FIELDS = (
@@ -64,7 +70,7 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
             records[record.id] = record
         except RequestError as error:
             problems[number] = in_json_words(error)
-    refuse(path, problems)
+    refuse(path, problems, _advice_for_text(path, data, problems))
     return list(records.values())
 
 
@@ -78,13 +84,22 @@ def _check_is_no_array(path: Path, data: bytes) -> None:
         raise Worded(f"{source} is a JSON array: give one object a line, as `jq -c '.[]'` makes of it.")
 
 
+def _advice_for_text(path: Path, data: bytes, problems: dict[int, str]) -> str:
+    """How lines of text become JSONL, where none of them is JSON, nor was meant to be an object of it."""
+    is_json = any(line.lstrip().startswith(b"{") for line in data.split(b"\n"))
+    if is_json or not all(problem.startswith("not JSON") for problem in problems.values()):
+        return ""
+    file = "FILE" if str(path) == STDIN else shlex.quote(str(path))
+    return f"to make a prompt of each line of text, type {_TO_JSONL} < {file} > {file}.jsonl"
+
+
 def in_json_words(error: RequestError) -> str:
     """What is wrong with a line, as one who writes JSON would have it."""
     return for_json(str(error), DEFAULTS)
 
 
-def refuse(path: Path, problems: dict[int, str]) -> None:
-    """RequestError that lists the lines with problems, if there are any."""
+def refuse(path: Path, problems: dict[int, str], advice: str = "") -> None:
+    """RequestError that lists the lines with problems, if there are any, and ends in the advice."""
     if not problems:
         return
     listed = [f"  line {number}: {problem}" for number, problem in list(problems.items())[:MAX_LISTED]]
@@ -92,7 +107,7 @@ def refuse(path: Path, problems: dict[int, str]) -> None:
         listed.append(f"  and {len(problems) - MAX_LISTED} more")
     source = "stdin" if str(path) == STDIN else path
     headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
-    raise Worded("\n".join([headline, *listed]))
+    raise Worded("\n".join([headline, *listed, *[advice] * bool(advice)]))
 
 
 def _read_line(
@@ -139,12 +154,11 @@ def _check_names(fields: dict[str, Any]) -> None:
 
 
 def _hint(unknown: str) -> str | None:
-    if why := why_no_field(unknown):
-        return why
+    if is_already(unknown):
+        return "that is how it is: leave it out"
     if nearest_field(unknown, (*_FIELDS, _FUNCTIONS)) == _FUNCTIONS:
         return "functions are for the library"
-    nearest = nearest_field(unknown, _FIELDS)
-    return f"did you mean {json.dumps(nearest)}?" if nearest else None
+    return field_hint(unknown, _FIELDS, json.dumps)
 
 
 def _fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

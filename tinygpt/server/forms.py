@@ -8,6 +8,7 @@ from pydantic_core import from_json
 
 from tinygpt.server.errors import ApiError
 from tinygpt.server.protocol.fields import Strict
+from tinygpt.suggestions import field_hint
 
 Form = TypeVar("Form", bound=Strict)
 SHOWN = 100  # characters of a name that a client has made up
@@ -54,7 +55,9 @@ def _refusal(error: ValidationError, form: type[Strict], given: dict[str, Any]) 
     first, name = errors[0], _shown(str(errors[0]["loc"][0]))
     path = ".".join(_path(first["loc"], given, is_missing=first["type"] == "missing"))
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unrecognized request argument: {path}.", name)
+        names = [field.alias or name for name, field in form.model_fields.items()]
+        hint = field_hint(name, names) if path == name else None
+        return ApiError(400, f"unrecognized request argument: {path}{f' ({hint})' if hint else ''}.", name)
     choices = {part for other in errors if other["loc"][0] == name for part in other["loc"][1:2]}
     if len(choices) > 1 and name in form.model_fields:  # a field of several types: each says why it is none of them
         return ApiError(400, f"{name} must be {form.model_fields[name].description or 'of another type'}.", name)

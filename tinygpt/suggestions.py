@@ -1,6 +1,7 @@
-"""What someone means who types the flags and commands of other programs."""
+"""What someone means who types the flags, commands and fields of other programs."""
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 
 NEAR = 0.72  # of difflib's ratio, without dashes: max-token is near max-tokens, and prompt is not near soft-prompt
@@ -38,6 +39,7 @@ MEANT: dict[str, str] = {
     "--repetitions": "-r --repeat --runs --reps --iterations --num-iters --trials",
     "--model": "--checkpoint --model-path --model-name --model-id --model-name-or-path --ckpt --pretrained --path "
     "--repo --repo-id --hf-repo -hf -hfr --weights --model-dir",
+    "--served-model-name": "--model-name --alias -a --model-alias",  # behind --model, which has the first name too
     "--random": "--shape --config --model-size",
     "--dtype": "--precision --quantization --quantize --quant --torch-dtype --type --weights-dtype --outtype "
     "--compute-type",
@@ -167,6 +169,13 @@ def nearest_command(unknown: str, commands: Collection[str]) -> str | None:
     return _nearest(unknown.strip().lower(), commands, meant)
 
 
+def nearest_choice(unknown: str, choices: Collection[str]) -> str | None:
+    """As `nearest_flag`, of what an argument may be: the tasks of eval are called as its commands are."""
+    own = {command.split()[-1]: others for command, others in COMMANDS_MEANT.items()}
+    meant = {other: name for name in choices for other in own.get(name, "").split()}
+    return _nearest(unknown.strip().lower(), choices, meant)
+
+
 def nearest_field(unknown: str, fields: Collection[str]) -> str | None:
     """As `nearest_flag`, of the names that fields of a record have."""
     flags = {_flag(field): field for field in fields}
@@ -179,10 +188,17 @@ def argument_meant(unknown: str, arguments: Collection[str]) -> str | None:
     return next((name for name in arguments if unknown in ARGUMENTS.get(name, "").split()), None)
 
 
-def why_no_field(unknown: str) -> str | None:
-    """As `why_without`, of the name that a field of a record has."""
-    flag = _flag(unknown)
-    return "that is how it is: leave it out" if flag in ALREADY else why_without(flag)
+def field_hint(unknown: str, fields: Collection[str], spelled: Callable[[str], str] = str) -> str | None:
+    """What to say of the name of a field that is none: why there is none, or which is nearest. `spelled` quotes it."""
+    if why := why_without(_flag(unknown)):
+        return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), why)
+    nearest = nearest_field(unknown, fields)
+    return f"did you mean {spelled(nearest)}?" if nearest else None
+
+
+def is_already(unknown: str) -> bool:
+    """Whether the field of a record asks for what is so without it."""
+    return _flag(unknown) in ALREADY
 
 
 def _meant_of(flags: Collection[str]) -> dict[str, str]:
