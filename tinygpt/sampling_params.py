@@ -17,6 +17,7 @@ MAX_DIVERSITY_PENALTY = 1e6  # log probabilities are small beside it, and are st
 MAX_LENGTH_PENALTY = 10.0  # length**penalty has to be a float32
 MAX_BIAS = 100.0  # OpenAI's limit
 MAX_PENALTY = 2.0  # OpenAI's limit for presence and frequency
+ALL = -1  # as a number of log probabilities
 # Logits are float32: divided by less than this, they overflow to infinity.
 MIN_TEMPERATURE = 1e-30
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
@@ -245,7 +246,11 @@ def _check_beams(params: SamplingParams) -> None:
     has_groups = params.num_beam_groups > 1
     problems = (
         (params.n > params.num_beams, f"n={params.n}", "a search returns num_beams sequences at most"),
-        (params.temperature > 0, f"temperature={params.temperature:g}", "a search draws no tokens: set it to 0"),
+        (
+            params.temperature > 0,
+            f"temperature={params.temperature:g}",
+            "a search draws nothing, so set temperature=0",
+        ),
         (params.best_of is not None, f"best_of={params.best_of}", "a search returns its n best: leave it out"),
         (params.overflow == "slide", "overflow='slide'", "beams keep their positions: use another overflow"),
         (
@@ -283,6 +288,11 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
+def num_best(count: int, vocab_size: int) -> int:
+    """How many tokens `logprobs` and `prompt_logprobs` ask for, with ALL as a number."""
+    return vocab_size if count == ALL else count
+
+
 def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
     """The same params with the texts of bad_words as token ids in bad_words_ids, each with and without a space."""
     if not params.bad_words:
@@ -307,6 +317,10 @@ def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]
 def _seed(value) -> int | None:
     number = read.optional_integer(value, -1, MAX_SEED)
     return None if number == -1 else number
+
+
+def _num_logprobs(value) -> int | None:
+    return read.optional_integer(value, ALL)
 
 
 def _repetition_detection(value) -> RepetitionDetection | None:
@@ -343,7 +357,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "stop": ("a text or a list of texts, none of them empty, or None", read.texts),
     "stop_token_ids": (f"{_IDS}, or None", read.token_ids),
     "ignore_eos": ("True or False", read.boolean),
-    "logprobs": (_LOGPROBS, read.integer_or_all),
+    "logprobs": (_LOGPROBS, _num_logprobs),
     "logit_bias": (
         f"a dict from token ids to numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} (to forbid: suppress_tokens), or None",
         lambda value: read.biases(value, MAX_BIAS),
@@ -403,7 +417,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "min_pattern_size, 1 to max_pattern_size; or None",
         _repetition_detection,
     ),
-    "prompt_logprobs": (_LOGPROBS, read.integer_or_all),
+    "prompt_logprobs": (_LOGPROBS, _num_logprobs),
     "logprobs_mode": ("'raw' or 'processed'", read.one_of("raw", "processed")),
     "soft_prompt": ("the name of a soft prompt that the LLM was given, or None", read.name),
     "prompt_embeds": ("an array of finite numbers, (P, n_embd) with P 1 or more, or None", read.embeddings),

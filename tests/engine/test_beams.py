@@ -98,13 +98,14 @@ def test_a_logits_processor_sees_each_beam(llm):
     assert {tuple(o.token_ids[:3]) for o in output.outputs} <= set(seen)
 
 
-def test_logprobs_are_those_of_the_tokens(llm):
-    params = SamplingParams(num_beams=4, n=4, max_tokens=9, logprobs=2, length_penalty=0.0)
+@pytest.mark.parametrize("count", [2, -1])
+def test_logprobs_are_those_of_the_tokens(llm, count):
+    params = SamplingParams(num_beams=4, n=4, max_tokens=9, logprobs=count, length_penalty=0.0)
     for completion in llm.generate([PROMPT], params)[0].outputs:
         logits = llm.logits(PROMPT + completion.token_ids)[len(PROMPT) - 1 : -1].astype(np.float64)  # (T, V)
         expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         for row, reported, token_id in zip(expected, completion.logprobs, completion.token_ids, strict=True):
-            best = np.argsort(-row)[:2].tolist()
+            best = np.argsort(-row)[: row.size if count == -1 else count].tolist()
             assert set(reported) == {*best, token_id}
             assert list(reported.values()) == pytest.approx([row[i] for i in reported], abs=1e-4)
         assert completion.cumulative_logprob == pytest.approx(completion.score, abs=1e-4)  # no length penalty

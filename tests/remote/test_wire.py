@@ -104,6 +104,8 @@ def test_params_say_what_is_not_usual_and_what_servers_may_see_otherwise():
     assert found.keys() == EVERYTHING.keys()
     keys = {"logit_bias": {int(key): bias for key, bias in found["logit_bias"].items()}}
     assert SamplingParams(**{**found, **keys}) == SamplingParams(**EVERYTHING)
+    everything = wire.params_to_json(SamplingParams(logprobs=-1, prompt_logprobs=-1))
+    assert everything["logprobs"] == everything["prompt_logprobs"] == 2**31 - 1  # more than any server's limit
 
 
 def test_infinity_has_a_name():

@@ -34,11 +34,12 @@ def asked(**fields) -> SamplingParams:
 
 
 @pytest.mark.parametrize("length", [2, 9, 64, 65, 66, 200])
-@pytest.mark.parametrize("best", [0, 3])
+@pytest.mark.parametrize("best", [0, 3, -1])
 def test_they_are_those_of_the_logits(llm, length, best):
     prompt = PROMPT[:length]
     logits = llm.logits(prompt)
     (output,) = llm.generate([prompt], asked(prompt_logprobs=best))
+    best = logits.shape[1] if best == -1 else best
     assert (len(output.prompt_logprobs), output.prompt_logprobs[0]) == (length, None)
     own = []
     for row, token_id, found in zip(logits, prompt[1:], output.prompt_logprobs[1:], strict=False):

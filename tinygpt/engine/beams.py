@@ -13,7 +13,7 @@ from tinygpt.request.loop_detection import is_looping
 from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling.beam_search import Beam, BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
 from tinygpt.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
-from tinygpt.sampling_params import SamplingParams
+from tinygpt.sampling_params import SamplingParams, num_best
 from tinygpt.tokenizer.text_stream import TextStream
 
 
@@ -149,7 +149,7 @@ def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, seq
     if params.logprobs is None or not candidates.token_ids.size:
         return Prediction(candidates)
     reported = log_probs if params.logprobs_mode == "raw" else sampler.runner.log_softmax(scores[None])[0]  # (V,)
-    best = Candidates.of(reported, params.logprobs)
+    best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
     of_candidates = zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True)
     return Prediction(
         candidates, dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True)), dict(of_candidates)

@@ -3,6 +3,8 @@
 The engine runs one, a draft model is a second one, a benchmark wraps one, and what runs a model elsewhere replaces it.
 """
 
+import logging
+import time
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -18,6 +20,9 @@ from tinygpt.execution.fingerprint import fingerprint
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import host
 from tinygpt.kernels.errors import DeviceError
+from tinygpt.sampling_params import num_best
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -36,7 +41,11 @@ class ModelRunner:
         self.dtype, self.kv_cache_dtype = source.dtype, source.kv_cache_dtype
         self._backend = source.backend
         _check_memory(source, engine_config)
+        started = time.perf_counter()
         self._params, self._file = source.load_params(threads), source.file
+        logger.debug(
+            "%s: weights in %s after %.2f s", source.checkpoint.path, self.dtype, time.perf_counter() - started
+        )
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
 
@@ -82,8 +91,8 @@ class ModelRunner:
         return self._backend.filter_logits(logits, warpers)  # (R, V)
 
     def top_logprobs(self, logits: np.ndarray, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Of a row (V,): ids and log probabilities of the n most probable tokens, and that of token_id."""
-        return self._backend.top_logprobs(logits, token_id, n)
+        """Of a row (V,): ids and log probabilities of the n most probable tokens, or ALL, and that of token_id."""
+        return self._backend.top_logprobs(logits, token_id, num_best(n, len(logits)))
 
     def log_softmax(self, logits: np.ndarray) -> np.ndarray:
         """Of each row (R, V), in float32."""
@@ -146,10 +155,11 @@ def _check_memory(source: ModelSource, sizes: EngineConfig) -> None:
 
 def _new_kv_cache(source: ModelSource, sizes: EngineConfig) -> Any:
     shape = source.config, sizes.num_slots, sizes.max_model_len, source.kv_cache_dtype
+    size = source.backend.kv_cache_bytes(*shape) / 2**30
+    logger.debug("KV cache: %d slots of %d positions in %s, %.2f GiB", *shape[1:], size)
     try:
         return source.backend.new_kv_cache(*shape)
     except MemoryError:
-        size = source.backend.kv_cache_bytes(*shape) / 2**30
         raise RequestError(
             f"the KV cache of {source.checkpoint.path} for max_num_seqs={sizes.max_num_seqs}, "
             f"prefix_cache_seqs={sizes.prefix_cache_seqs} and {sizes.max_model_len} positions takes {size:.1f} GiB, "

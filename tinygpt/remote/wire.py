@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from tinygpt.errors import RequestError, ServerError
 from tinygpt.outputs import CompletionOutput, ContinuationScore, RequestMetrics, RequestOutput, StreamChunk
-from tinygpt.sampling_params import SamplingParams
+from tinygpt.sampling_params import ALL, SamplingParams
+from tinygpt.validation import MAX_COUNT
 
 PATH, SCORE_PATH = "/generate", "/score_continuations"
 ALWAYS = ("max_tokens", "temperature")  # sent whatever they are: servers have other defaults
@@ -33,6 +34,9 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
             raise RequestError(f"{name} cannot be sent to a server: leave it out, or run the model here, in an LLM.")
     if "logit_bias" in given:
         given["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
+    for name in ("logprobs", "prompt_logprobs"):
+        if given.get(name) == ALL:  # servers have a limit, and say of a large number what it is
+            given[name] = MAX_COUNT
     if "repetition_detection" in given:
         given["repetition_detection"] = dataclasses.asdict(params.repetition_detection)
     return given
