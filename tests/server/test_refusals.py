@@ -13,6 +13,9 @@ from tinygpt import LLM, SamplingParams
 # A body, the field that the refusal names, and a part of its sentence.
 BODIES = {
     "unknown field": (b'{"foo": 1}', "foo", "unrecognized request argument: foo"),
+    "a field by another name": (b'{"max_new_tokens": 5}', "max_new_tokens", "(did you mean max_tokens?)"),
+    "a misspelt field": (b'{"tempreature": 1}', "tempreature", "(did you mean temperature?)"),
+    "a field that is not needed": (b'{"trust_remote_code": true}', "trust_remote_code", "(no code of a checkpoint"),
     "unknown field inside": (b'{"stream_options": {"x": 1}}', "stream_options", "stream_options.x"),
     "an unknown field with a long name": (b'{"' + b"a" * 5000 + b'": 1}', "a" * 100 + "...", "a..."),
     "a wrong type inside": (
@@ -89,18 +92,36 @@ def test_a_bad_body_is_a_sentence(server, llm, name):
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "numbers"),
+    ("body", "param", "numbers", "ways"),
     [
-        ({"prompt": [1] * 600}, "prompt", (601, 600, 1)),
-        ({"prompt": [1] * 500, "max_tokens": 13}, "max_tokens", (513, 500, 13)),
-        ({"max_tokens": 2**31 - 1}, "max_tokens", (2**31, 1, 2**31 - 1)),
+        ({"prompt": [1] * 600}, "prompt", (601, 600, 1), "Shorten the prompt to at most 511 tokens, or set overflow"),
+        (
+            {"prompt": [1] * 600, "prompt_logprobs": 0},
+            "prompt",
+            (601, 600, 1),
+            "Shorten the prompt to at most 511 tokens.",
+        ),
+        ({"prompt": [1] * 600, "max_tokens": 0}, "prompt", (600, 600, 0), "Shorten the prompt to at most 512 tokens."),
+        (
+            {"prompt": [1] * 500, "max_tokens": 13},
+            "max_tokens",
+            (513, 500, 13),
+            "Shorten the prompt to at most 499 tokens, or lower max_tokens to at most 12, or set overflow to truncate.",
+        ),
+        ({"max_tokens": 2**31 - 1}, "max_tokens", (2**31, 1, 2**31 - 1), "Lower max_tokens to at most 511."),
+        (
+            {"prompt": [1] * 600, "max_tokens": 600},
+            "prompt",
+            (1200, 600, 600),
+            "Shorten the prompt and lower max_tokens.",
+        ),
     ],
 )
-def test_what_does_not_fit_is_told_with_the_numbers(server, body, param, numbers):
+def test_what_does_not_fit_is_told_with_the_numbers(server, body, param, numbers, ways):
     error = server.complete(**body).error
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     said = "has 512 tokens, and {} were asked for: {} in the prompt and {} to generate."
-    assert said.format(*numbers) in error["message"]
+    assert f"{said.format(*numbers)} {ways}" in error["message"]
 
 
 def test_what_overflow_allows_is_served(server):
@@ -115,7 +136,15 @@ def test_a_model_that_is_not_there(server):
 
 
 def test_paths_and_methods_that_are_not_there(server):
-    assert server.ask("/v1/nowhere").status == 404
+    for path, said in (
+        ("/completions", "did you mean /v1/completions?"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/models", "did you mean /v1/models?"),
+        ("/v1/completion", "did you mean /v1/completions?"),
+        ("/frobnicate", "/openapi.json has all that are."),
+    ):
+        reply = server.ask(path)
+        assert (reply.status, reply.error["message"]) == (404, f"there is no such path: {said}")
     for path, allowed in (("/v1/completions", "POST"), ("/v1/models/x", "DELETE, GET, HEAD")):
         reply = server.ask(path, method="PUT")
         assert reply.status == 405

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tinygpt.errors import QueueFullError, TinyGPTError
+from tinygpt.suggestions import nearest_choice
 
 # What a client's retries should do: its library retries these statuses unless it is told that waiting will not help.
 RETRIED = {408, 409, 429, 500, 503}
@@ -67,7 +68,15 @@ async def answer_api_error(request: Request, error: ApiError) -> JSONResponse:
 
 
 async def answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
-    return JSONResponse(error_body(error.status_code, error.detail), error.status_code, headers=error.headers)
+    message = _no_path(request) if error.status_code == 404 else error.detail
+    return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+
+
+def _no_path(request: Request) -> str:
+    """A base URL without its /v1 is what is wrong most often."""
+    paths = [route.path for route in request.app.routes if "{" not in route.path]
+    nearest = nearest_choice(request.url.path, paths)
+    return "there is no such path: " + (f"did you mean {nearest}?" if nearest else "/openapi.json has all that are.")
 
 
 async def answer_bug(request: Request, error: Exception) -> JSONResponse:

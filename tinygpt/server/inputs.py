@@ -87,7 +87,16 @@ def check_context(state: ServerState, prompts: Sequence[Prompt], params: Samplin
         raise ApiError(
             400,
             f"this model's context has {limit} tokens, and {longest + max_tokens} were asked for: {longest} in the "
-            f"prompt and {max_tokens} to generate. Shorten the prompt or lower max_tokens.",
+            f"prompt and {max_tokens} to generate. {_ways_to_fit(longest, max_tokens, limit, params).capitalize()}.",
             param="prompt" if longest >= limit else "max_tokens",
             code="context_length_exceeded",
         )
+
+
+def _ways_to_fit(longest: int, max_tokens: int, limit: int, params: SamplingParams) -> str:
+    """Each of them is enough by itself. Who has not set max_tokens is told of it only where it would help."""
+    room = limit - max_tokens
+    ways = [f"shorten the prompt to at most {room} tokens"] * (room > 0)
+    ways += [f"lower max_tokens to at most {limit - longest}"] * (longest < limit)
+    ways += ["set overflow to truncate"] * (0 < max_tokens < limit and params.prompt_logprobs is None)
+    return ", or ".join(ways) or "shorten the prompt and lower max_tokens"
