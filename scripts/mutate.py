@@ -34,6 +34,7 @@ BORDERS, SAMPLING = "tests/sampling/test_warper_borders.py", "tests/sampling/tes
 DRAW = "tests/sampling/test_draw.py"
 SLOTS, SCHEDULER = "tests/engine/test_kv_slots.py", "tests/engine/test_scheduler.py"
 PROCESSORS = "tests/sampling/test_processors.py"
+SAMPLER, GUIDED = "tests/sampling/test_sampler.py", "tests/llm/test_guided.py"
 LINEAR, DTYPES = "tests/kernels/cpu/test_linear.py", "tests/kernels/cpu/test_dtype_kernels.py"
 # Without those of products, which take long to compile.
 OPERANDS = "(operand or activations or convert or zeros or bfloat16_is) and not linear_to"
@@ -41,11 +42,14 @@ OPERANDS = "(operand or activations or convert or zeros or bfloat16_is) and not 
 TESTS = {
     "kernels/reference/warpers.py": [BORDERS, SAMPLING, "-k", "reference and not cpu_"],
     "kernels/reference/processors.py": [PROCESSORS, "-k", "reference"],
+    "kernels/reference/sampling.py": [DRAW, SAMPLING, "-k", "reference and not cpu_"],
     "kernels/cpu/sampling/warpers.py": [BORDERS, SAMPLING, "-k", "cpu or usual"],
     "kernels/cpu/sampling/row.py": [BORDERS, SAMPLING, "-k", "cpu"],
     "kernels/cpu/sampling/sampling.py": [DRAW, SAMPLING, "-k", "cpu or test_draw.py"],
     "kernels/cpu/sampling/processors.py": [PROCESSORS, "-k", "cpu or round"],
     "kernels/cpu/layers/operands.py": [LINEAR, DTYPES, "-k", OPERANDS],
+    "tinygpt/sampling/metadata.py": [SAMPLER],
+    "tinygpt/sampling/sampler.py": [SAMPLER, GUIDED, "-k", "not forked and not main_one"],
     "tinygpt/engine/scheduler.py": [SCHEDULER],
     "tinygpt/engine/kv_slots.py": [SLOTS, SCHEDULER],
     "tinygpt/engine/prefix_sharing.py": [SCHEDULER],

@@ -1,17 +1,28 @@
-"""The CPU's draw at its borders: on which of the candidates a number falls."""
+"""The draw at its borders: on which of the candidates a number falls."""
 
 import numpy as np
 import pytest
 
+from tinygpt.kernels import reference
 from tinygpt.kernels.cpu.sampling.row import STRIDE
 from tinygpt.kernels.cpu.sampling.sampling import _draw as draw
+from tinygpt.sampling.metadata import Warpers, warpers_of
+from tinygpt.sampling_params import SamplingParams
 
 GREATEST = np.nextafter(1.0, 0.0)  # of the numbers that are drawn
+NUMBERS, DRAWN = (0.0, 0.2, 0.25, 0.5, 0.75, GREATEST), [0, 0, 1, 2, 3, 3]  # of four equal weights
 
 
 def test_the_cumulated_weight_must_exceed_the_number():
-    numbers = (0.0, 0.2, 0.25, 0.5, 0.75, GREATEST)
-    assert [draw(np.ones(4), number) for number in numbers] == [0, 0, 1, 2, 3, 3]
+    assert [draw(np.ones(4), number) for number in NUMBERS] == DRAWN
+
+
+def test_so_it_must_in_the_reference(monkeypatch):
+    numbers = iter(NUMBERS)
+    monkeypatch.setattr(reference.sampling, "uniform", lambda *of: next(numbers))
+    plain, count = warpers_of(SamplingParams(temperature=1.0)), len(NUMBERS)
+    warpers, zeros = Warpers(*np.repeat([plain], count, axis=0).T), np.zeros(count, np.uint64)
+    assert reference.sample(np.zeros((count, 4), np.float32), warpers, zeros, zeros, zeros).tolist() == DRAWN
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, GREATEST])

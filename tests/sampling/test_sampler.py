@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -155,8 +156,9 @@ def test_logprobs_raw_and_processed(backend, temperature):
 
 @BACKENDS
 def test_what_is_not_asked_for_is_not_reported(backend):
-    plain, best_of = sequence_of(), sequence_of(n=1, best_of=2)
+    plain, all_of, best_of = sequence_of(), sequence_of(n=2, best_of=2), sequence_of(n=1, best_of=2)
     assert sample_one(backend, plain, logits_of(1)).logprob is None
+    assert sample_one(backend, all_of, logits_of(1)).logprob is None
     token = sample_one(backend, best_of, logits_of(1))
     assert token.logprobs is None
     np.testing.assert_allclose(token.logprob, log_softmax(logits_of(1)[0])[token.token_id])
@@ -172,13 +174,13 @@ def test_users_functions_come_after_the_processors_and_before_temperature(backen
         scores[33] = 1.0
         return scores
 
-    sequence = sequence_of([-7, 1, 2], [5], suppress_tokens=[4], temperature=0.5, logits_processors=[look, look])
+    sequence = sequence_of([-7, 0, 2], [5], suppress_tokens=[4], temperature=0.5, logits_processors=[look, look])
     assert sample_one(backend, sequence, logits).token_id == 33
     expected = logits[0].copy()
     expected[4] = -np.inf
-    assert [call[:2] for call in seen] == [([1, 2], [5])] * 2
+    assert [call[:2] for call in seen] == [([0, 2], [5])] * 2
     np.testing.assert_array_equal(seen[0][2], expected)
-    assert (sequence.prompt_token_ids, sequence.new_token_ids) == ([-7, 1, 2], [5])
+    assert (sequence.prompt_token_ids, sequence.new_token_ids) == ([-7, 0, 2], [5])
 
 
 def test_a_users_function_may_keep_its_scores():
@@ -186,6 +188,17 @@ def test_a_users_function_may_keep_its_scores():
     logits = logits_of(1)
     sample_one(cpu, sequence_of(logits_processors=lambda p, n, scores: kept.append(scores) or scores / 2), logits)
     np.testing.assert_array_equal(kept[0], logits[0])
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("rule", "probabilities"), [("hf", [0.6, 0.4]), ("openai", [1.0]), ("fastertransformer", [6 / 7, 1 / 7])]
+)
+def test_each_rule_treats_the_token_that_reaches_p_by_its_name(backend, rule, probabilities):
+    logits = np.log(np.float32([[0.6, 0.4] + [1e-9] * (V - 2)]))
+    fields = {"temperature": 1.0, "top_p": 0.7, "top_p_rule": rule, "logprobs": V, "logprobs_mode": "processed"}
+    found = sample_one(backend, sequence_of(**fields), logits).logprobs
+    assert np.exp([found[token_id] for token_id in sorted(found)]) == pytest.approx(probabilities, abs=1e-4)
 
 
 def test_top_p_decays_and_is_reset():
@@ -204,6 +217,22 @@ def test_decay_off_leaves_p_alone():
     sequence = sequence_of(top_p=0.1, top_p_min=0.5, new=[1, 2], temperature=1.0)
     sample_one(cpu, sequence, logits_of(1))
     assert sequence.sampling_state.warpers[2] == 0.1
+
+
+@BACKENDS
+def test_an_end_of_text_token_outside_the_vocabulary_is_not_looked_for(backend):
+    plain, early = sequence_of(), dataclasses.replace(sequence_of(min_tokens=1), eos_token_ids=frozenset([V]))
+    assert sample_one(backend, early, logits_of(1)) == sample_one(backend, plain, logits_of(1))
+
+
+def test_a_history_takes_no_memory_for_tokens_that_may_never_come():
+    params = SamplingParams(max_tokens=10**7, repetition_penalty=1.1)
+    tracemalloc.start()
+    try:
+        sample_one(reference, dataclasses.replace(sequence_of(), params=params), logits_of(1))
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
 
 
 # What goes wrong stays in its row.
