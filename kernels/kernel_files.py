@@ -68,10 +68,12 @@ class KernelFiles:
         if (body := self.load(name)) is None:
             return None
         try:
-            return rebuild(pickle.loads(body))
+            rebuilt = rebuild(pickle.loads(body))
         except Exception as error:  # for whatever reason: it is compiled, and written again
             logger.debug("%s cannot be loaded (%r): it is compiled again", name, error)
             return None
+        logger.debug("%s is read", name)
+        return rebuilt
 
     def save_object(self, name: str, pickled: Callable[[], bytes]) -> None:
         """Keep an object that `pickled` takes apart. What is compiled runs, whether or not it can be kept."""

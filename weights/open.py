@@ -1,6 +1,7 @@
 """The one door: from the name that a user gives to the checkpoint."""
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
@@ -13,6 +14,9 @@ from tinygpt.weights.stored.packed import PACKED_FILE, PackedCheckpoint
 NAMED = 3  # subfolders, in a message
 FEW = 12  # files in a folder, that may all be named: /tmp holds more
 DEMO = Path(__file__).resolve().parent / "demo"
+NEAR = 0.7  # of difflib's ratio: dmeo and demos are near demo
+# How names of weights end, and no Hub id that can be loaded.
+SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 
 
 def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | PackedCheckpoint:
@@ -59,6 +63,9 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir() or path.is_file():
         return path
+    name = str(model).strip(" ./").lower()
+    if "/" not in name and get_close_matches(name, ["demo"], cutoff=NEAR):
+        raise CheckpointError(f"There is no folder or file {model}: did you mean demo?")
     if _is_meant_as_path(model):
         raise CheckpointError(f"There is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
     return None
@@ -67,7 +74,8 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
 def _is_meant_as_path(model: str | os.PathLike[str]) -> bool:
     """A Hub id is `name` or `owner/name`; whatever cannot be one was meant as a path."""
     text = str(model)
-    return not isinstance(model, str) or text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or "\\" in text
+    is_local = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(SUFFIXES)
+    return not isinstance(model, str) or is_local or text.count("/") > 1 or "\\" in text
 
 
 def _check_is_checkpoint(folder: Path) -> None:

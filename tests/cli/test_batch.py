@@ -369,8 +369,8 @@ def test_a_long_list_of_bad_lines_is_cut(jobs, no_model):
     jobs.write(["x"] * 50)
     assert jobs.run() == 2
     assert "50 lines" in jobs.err
-    assert jobs.err.endswith("and 30 more\n")
-    assert len(jobs.err.splitlines()) == 22
+    assert "and 30 more\n" in jobs.err
+    assert len(jobs.err.splitlines()) == 23  # with the headline and what makes JSONL of text
 
 
 def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):

@@ -12,6 +12,7 @@ from support import tiny_checkpoint
 from support.paths import ROOT
 from tinygpt.cli import main as cli
 from tinygpt.cli.commands import doctor
+from tinygpt.cli.instructions import instructions
 from tinygpt.hardware import bandwidth
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import tiles
@@ -39,7 +40,7 @@ def test_a_package_that_is_not_there():
 def test_kernels_follow_the_features(monkeypatch):
     for name in ("HAS_AVX512", "HAS_BF16", "HAS_VNNI"):
         monkeypatch.setattr(tiles, name, True)
-    assert doctor._kernels() == {
+    assert instructions() == {
         "float32": "AVX-512",
         "bfloat16": "AVX-512 BF16",
         "int8": "AVX-512 VNNI",
@@ -48,10 +49,10 @@ def test_kernels_follow_the_features(monkeypatch):
     for name in ("HAS_AVX512", "HAS_BF16", "HAS_VNNI"):
         monkeypatch.setattr(tiles, name, False)
     monkeypatch.setattr(jit, "has_feature", lambda name: name == "avx2")
-    assert doctor._kernels()["float32"] == "AVX2"
-    assert doctor._kernels()["bfloat16"].startswith("AVX2, ")
+    assert instructions()["float32"] == "AVX2"
+    assert instructions()["bfloat16"].startswith("AVX2, ")
     monkeypatch.setattr(jit, "has_feature", lambda name: False)
-    assert "slow" in doctor._kernels()["int8"]
+    assert "slow" in instructions()["int8"]
 
 
 def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp_path):

@@ -1,7 +1,9 @@
 """What newcomers type: no traceback, the right sentence, and advice that works when it is followed to the letter."""
 
+import json
 import re
 import shlex
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +45,10 @@ FILES = {
     "prompts.jsonl": b'{"prompt": "Once", "max_tokens": 1}\n{"prompt": "Then", "max_tokens": 1}\n',
     "with_a_mark.jsonl": b'\xef\xbb\xbf{"prompt": "Once", "max_tokens": 1}\n',
     "utf16.jsonl": '{"prompt": "Once"}\n'.encode("utf-16"),
+    "empty.txt": b"",
     "empty.jsonl": b"",
+    "ids.jsonl": b'{"prompt": [464, 257], "max_tokens": 1}\n',
+    "rows.jsonl": b'{"text": "Once upon a time"}\n',
     "comma.jsonl": b'{"prompt": "Once"}\n{"prompt": "a",}\n',
     "field.jsonl": b'{"prompt": "Once", "topk": 5}\n',
     "other_field.jsonl": b'{"prompt": "Once", "max_new_tokens": 5}\n{"text": "Once"}\n',
@@ -116,3 +121,13 @@ def test_a_newcomers_mistake(type_, folder, mistake):
         assert [word for word in unsaid if word not in answer] == []
         followed = type_(line)
         assert followed.code == 0, followed.err
+
+
+def test_the_advice_for_lines_of_text_makes_prompts_of_them(type_, folder):
+    """Typed as it is said, in a shell, for a name that needs quotes."""
+    (folder / "a tale.txt").write_text('Once "upon"\n\n  a $time\n', encoding="utf-8")
+    said = type_("tinygpt generate --input 'a tale.txt'").err
+    subprocess.run(said.partition("of text, type ")[2], shell=True, check=True)
+    lines = (folder / "a tale.txt.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [{"prompt": 'Once "upon"'}, {"prompt": "a $time"}]
+    assert type_("tinygpt generate --input 'a tale.txt.jsonl' -n 1").code == 0

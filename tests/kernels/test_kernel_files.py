@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import logging
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -115,6 +116,13 @@ def test_damage_is_told_to_those_who_debug(files, caplog):
         anew(files).load(NAME)
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert str(files.folder / NAME) in caplog.text
+
+
+def test_each_kernel_that_is_read_is_told_to_those_who_debug(files, caplog):
+    files.save_object(NAME, lambda: pickle.dumps("code"))
+    with caplog.at_level(logging.DEBUG, "tinygpt"):
+        assert anew(files).load_object(NAME, str.upper) == "CODE"
+    assert caplog.messages == [f"{NAME} is read"]
 
 
 def readable(key: Path) -> None:

@@ -153,6 +153,16 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
     assert "cannot be reached" in unreachable
 
 
+def test_what_was_meant_as_a_file_or_the_demo_is_not_looked_for(tmp_path):
+    meant = ["dmeo", "demo/", "model.gguf", "owner/Model.safetensors"]
+    with HubServer({}) as hub:
+        for line in opened_all(tmp_path / "home", hub.url, meant)[0]:
+            assert line["error"].startswith("There is no folder or file")
+        assert hub.requests == []
+        opened_all(tmp_path / "home", hub.url, ["me/demo"])
+        assert hub.requests
+
+
 def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path):
     shards = ("*", "[a-z]*.md", "onnx/model.safetensors", ".")
     folders = {f"owner/tiny{i}": sharded_folder(tmp_path / f"repo{i}") for i in range(len(shards))}

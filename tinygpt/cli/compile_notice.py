@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from tinygpt.cli.messages import SCREEN, counted, say
 from tinygpt.kernels.compiling import ANNOUNCER
 
-MESSAGE = "compiling kernels for this machine, once"
+MESSAGE = "compiling kernels for this machine"
+OUTLOOK = "some 20 s, once for each dtype and kind of request"
 TICK = 0.1  # seconds
 
 
@@ -49,7 +50,7 @@ class CompileNotice:
                 SCREEN.keep(True)
                 if not sys.stderr.isatty():
                     if self.num_kernels == 1:
-                        say(f"{MESSAGE} (up to 20 s)")
+                        say(f"{MESSAGE} ({OUTLOOK})")
                 elif self._clock is None:
                     self._clock = threading.Thread(target=self._tick, daemon=True)
                     self._clock.start()

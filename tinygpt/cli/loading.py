@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from tinygpt.cli.instructions import instructions
 from tinygpt.cli.model_flags import llm_arguments
+from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.kernels import compiling
 from tinygpt.sampling_params import SamplingParams
@@ -30,6 +33,8 @@ COLLECT_AFTER = 200_000  # new objects
 # For a second process, which finds its modules where this one does.
 COMPILE_SHARE = "import sys; sys.path[:] = {!r}; from tinygpt.cli import loading; loading.compile_share({!r}, {!r})"
 PATIENCE = 60  # seconds for which it may keep this one waiting
+
+logger = logging.getLogger(__name__)
 
 
 def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None], **more: Any) -> "tuple[LLM, float]":
@@ -51,6 +56,8 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None], **more: A
         llm = LLM(**llm_arguments(args), **more)
         check(llm)
         if is_cpu:
+            if logger.isEnabledFor(logging.DEBUG):
+                _log_kernels(llm, args.threads)
             _compile_kernels(llm, args.kv_cache_dtype)
     return llm, clock.since(started)
 
@@ -66,6 +73,15 @@ def set_thread_pools(threads: int | None) -> None:
     for name in THREAD_POOLS:
         if threads is not None or name not in os.environ:
             os.environ[name] = str(count)
+
+
+def _log_kernels(llm: "LLM", threads: int | None) -> None:
+    """What computes, and where what was compiled is kept."""
+    from tinygpt.kernels.cpu.jit import kernel_files
+
+    logger.debug("%d threads on %s, with %s", thread_count(threads), cpu_name(), instructions()[llm.dtype])
+    files = kernel_files()
+    logger.debug("%d compiled kernels in %s", len(files.names()), " and ".join(map(str, files.folders)) or "memory")
 
 
 def _compile_kernels(llm: "LLM", kv_cache_dtype: str) -> None:

@@ -3,13 +3,12 @@
 import argparse
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields, replace
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from tinygpt.cli.flags import lowered, number, reader, whole_number
+from tinygpt.cli.text_input import is_file_name
 from tinygpt.sampling_params import SamplingParams
 
 
@@ -26,9 +25,8 @@ def _read_repetition(text: str) -> dict[str, int]:
 def _no_file(text: str) -> str:
     """A text as it is, unless it is the name of a file: what a schema or a grammar is, no file is called."""
     path = text.removeprefix("@")
-    with suppress(OSError, ValueError):  # a name too long, or with a null character: it is none
-        if Path(path).is_file():
-            raise argparse.ArgumentTypeError(f'it is {text!r}, a file: give what is in it, as "$(cat {quote(path)})".')
+    if is_file_name(path):
+        raise argparse.ArgumentTypeError(f'it is {text!r}, a file: give what is in it, as "$(cat {quote(path)})".')
     return text
 
 

@@ -1,6 +1,7 @@
 """Bytes that a prompt, or many, are read from: a file, or stdin, which is `-`."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tinygpt.cli.messages import say
@@ -26,6 +27,21 @@ def read_stdin() -> bytes:
     if sys.stdin.isatty():
         say("reading from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
     return sys.stdin.buffer.read()
+
+
+def text_of_stdin() -> str:
+    """All of it, with a note where there is none."""
+    text = decoded("stdin", read_stdin())
+    if not text:
+        say("stdin is empty: what follows is a text from its beginning")
+    return text
+
+
+def is_file_name(text: str) -> bool:
+    """Whether there is a file of this name."""
+    with suppress(OSError, ValueError):  # too long for one, or with a null character
+        return Path(text).is_file()
+    return False
 
 
 def decoded(name: str, data: bytes) -> str:

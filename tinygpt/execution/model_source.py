@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.config import ModelConfig
-from tinygpt.errors import RequestError
+from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.backend import check_model, load_backend, name_of
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -17,6 +17,7 @@ from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.random_checkpoint import is_random
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 
@@ -79,6 +80,11 @@ class ModelSource:
 
 def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:
     """The tokenizer that came with the weights, or that of the files beside them. CheckpointError if there is none."""
+    if is_random(str(checkpoint.path)):
+        raise CheckpointError(
+            f"{checkpoint.path} has no tokenizer: give token ids, as a line "
+            '{"prompt": [464, 257]} of --input does; or measure it, as by `tinygpt bench --random tiny`.'
+        )
     spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
     if spec is not None:
         return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)

@@ -11,6 +11,7 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
+from tinygpt.cli.instructions import instructions
 from tinygpt.cli.model_flags import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.report import print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
@@ -58,7 +59,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "system": {"platform": platform.platform(), "machine": platform.machine()},
         "threads": _threads(threads, variables),
         "cpu": _cpu(),
-        "kernels": _kernels(),
+        "kernels": instructions(),
         "blas": _blas(),
         "memory": _memory(threads),
         "cache": _cache(),
@@ -109,22 +110,6 @@ def _cpu() -> dict[str, Any]:
         "name": cpu_name(),
         "llvm_name": binding.get_host_cpu_name(),
         "features": [name for name in FEATURES if has_feature(name)],
-    }
-
-
-def _kernels() -> dict[str, str]:
-    """The instructions that each dtype's products are made of."""
-    from tinygpt.kernels.cpu.jit import has_feature
-    from tinygpt.kernels.cpu.simd import tiles
-
-    plain = "AVX2" if has_feature("avx2") else "what LLVM makes of 16 lanes, which is slow"
-    vectors = "AVX-512" if tiles.HAS_AVX512 else plain
-    integers = "AVX-512 VNNI" if tiles.HAS_VNNI else f"{vectors}, no VNNI"
-    return {
-        "float32": vectors,
-        "bfloat16": "AVX-512 BF16" if tiles.HAS_BF16 else f"{vectors}, bfloat16 widened to float32",
-        "int8": integers,
-        "int4": integers,
     }
 
 

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lambada.add_argument("--limit", type=whole_number, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
     names = (*CPU_FLAGS, "max_model_len", "split_special_tokens", *RANK_FLAGS)
-    group = add_group(parser, names, dtype={"type": dtypes}, max_model_len=window)
+    group = add_group(parser, names, dtype={"type": dtypes, "metavar": "LIST"}, max_model_len=window)
     group.description = "--dtype may name several, separated by commas, to be compared in one table."
 
 

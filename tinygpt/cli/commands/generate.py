@@ -14,7 +14,7 @@ from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
 from tinygpt.cli.statistics import rates
 from tinygpt.cli.tasks import check_workers
-from tinygpt.cli.text_input import STDIN, decoded, read_bytes, read_stdin
+from tinygpt.cli.text_input import STDIN, decoded, is_file_name, read_bytes, text_of_stdin
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.sampling_params import SamplingParams
@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> None:
         check_grammar(*params.guidance)
     _note_backslashes(args)
     _note_assignments(args)
+    _note_file_name(args)
     if args.input is not None:
         run_batch(args, params)
     elif args.interactive:
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         prompt = _given_prompt(args)
         if prompt is None:
-            prompt = decoded("stdin", read_stdin())
+            prompt = text_of_stdin()
         _run_prompt(args, prompt, sampling.with_seed(params))
 
 
@@ -171,12 +172,20 @@ def _note_assignments(args: argparse.Namespace) -> None:
             say(f"{word} is read as text: for the flag, type --{word.replace('_', '-')}")
 
 
+def _note_file_name(args: argparse.Namespace) -> None:
+    """A typed story.txt stays a text."""
+    text = args.prompt_text or " ".join(args.prompt)
+    if is_file_name(text):
+        flag = "--input" if text.lower().endswith(".jsonl") else "--file"
+        say(f"{text} is read as text, and is the name of a file: for what is in it, type {flag} {shlex.quote(text)}")
+
+
 def _given_prompt(args: argparse.Namespace) -> str | None:
     """The text that the command line has or names; None where it does neither."""
     if args.prompt_text is not None:
         return args.prompt_text
     if args.prompt == [STDIN] or args.file == STDIN:
-        return decoded("stdin", read_stdin())
+        return text_of_stdin()
     if args.file is not None:
         if args.file.lower().endswith(".jsonl"):
             say(f"{args.file} is read as one prompt: for one a line, give it as --input")
