@@ -19,7 +19,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.kernels import cpu, reference
 from tinygpt.request.sequence import Sequence
-from tinygpt.sampling.sampler import Sampler
+from tinygpt.sampling.sampler import NOT_FINITE, Sampler
 
 V = 40
 EOS = (7, 11)
@@ -159,6 +159,9 @@ def test_what_is_not_asked_for_is_not_reported(backend):
     plain, all_of, best_of = sequence_of(), sequence_of(n=2, best_of=2), sequence_of(n=1, best_of=2)
     assert sample_one(backend, plain, logits_of(1)).logprob is None
     assert sample_one(backend, all_of, logits_of(1)).logprob is None
+    unlikely = logits_of(1)[0].argmin()
+    token = sample_one(backend, sequence_of(logprobs=0, allowed_token_ids=[unlikely]), logits_of(1))
+    assert list(token.logprobs) == [unlikely]
     token = sample_one(backend, best_of, logits_of(1))
     assert token.logprobs is None
     np.testing.assert_allclose(token.logprob, log_softmax(logits_of(1)[0])[token.token_id])
@@ -255,12 +258,14 @@ def fail(prompt_token_ids, new_token_ids, scores):
             r"returned an array of shape \(39,\) at position 3: .* 40",
         ),
         ({"logits_processors": lambda p, n, s: s * np.nan}, None, r"returned NaN or \+inf at position 3"),
+        ({"logits_processors": lambda p, n, s: s + np.inf}, None, r"returned NaN or \+inf at position 3"),
         ({"logits_processors": lambda p, n, s: "no"}, None, r"raised ValueError"),
         ({"logits_processors": lambda p, n, s: s - np.inf}, None, "leave no token to choose at position 3"),
         ({"allowed_token_ids": [5], "suppress_tokens": [5]}, None, "leave no token to choose at position 3"),
         ({}, np.nan, "logits at position 2 are not finite"),
         ({"suppress_tokens": [5]}, np.inf, "logits at position 2 are not finite"),
         ({"logits_processors": halve}, np.nan, "logits at position 2 are not finite"),
+        ({"logits_processors": halve}, np.inf, "logits at position 2 are not finite"),
         ({}, -np.inf, "logits at position 2 are not finite"),
     ],
 )
@@ -275,6 +280,15 @@ def test_an_error_is_of_one_row_alone(backend, fields, damage, error, temperatur
     assert tokens[1][:3] == (-1, None, None)
     for r in (0, 2):
         assert tokens[r].token_id == sample_one(backend, fresh(sequences[r]), logits[r : r + 1]).token_id >= 0
+
+
+@BACKENDS
+def test_a_plain_row_has_its_greatest_token_or_an_error_of_its_own(backend):
+    logits = logits_of(3)
+    logits[0, 0], logits[1] = 99.0, np.nan
+    tokens = sample(backend, logits, [sequence_of() for _ in logits])
+    assert [token.token_id for token in tokens] == [0, -1, logits[2].argmax()]
+    assert [token.error for token in tokens] == [None, NOT_FINITE.format(2), None]
 
 
 # Whole generations, against transformers.
