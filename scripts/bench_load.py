@@ -70,8 +70,8 @@ def write(form: str, folder: Path, shape: str) -> Path:
     from support import tf_writer, tiny_checkpoint
     from support.torch_files import own_bytes
     from tinygpt.weights.containers.crc32c import crc32c
+    from tinygpt.weights.families.hugging_face import config_json
     from tinygpt.weights.random_checkpoint import SHAPES, open_random
-    from tinygpt.weights.stored.plain import config_json
 
     config = config_json(SHAPES[shape]) | {"n_inner": SHAPES[shape].inner_size}
     tiny_checkpoint.CONFIG.update(config)

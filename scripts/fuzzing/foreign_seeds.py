@@ -9,18 +9,23 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support.foreign import WRITERS
+from support.moe_models import moe_arrays, write_moe
 from support.tf_writer import crc32c, mask
 from support.tiny_checkpoint import random_tensors
 
 from .seeds import Files
 
-FORMS = tuple(form for form in WRITERS if form != "hugging_face")
+EXPERTS = "deepspeed"  # a model of its own
+FORMS = (*(form for form in WRITERS if form != "hugging_face"), EXPERTS)
 
 
 def foreign(form: str) -> Files:
     """All files that a writer makes, by their paths."""
     with tempfile.TemporaryDirectory() as name:
-        WRITERS[form](Path(name), random_tensors(prefix=""))
+        if form == EXPERTS:
+            write_moe(Path(name), moe_arrays(num_experts=2))
+        else:
+            WRITERS[form](Path(name), random_tensors(prefix=""))
         paths = sorted(path for path in Path(name).rglob("*") if path.is_file())
         return {path.relative_to(name).as_posix(): path.read_bytes() for path in paths}
 

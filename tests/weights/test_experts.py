@@ -1,11 +1,14 @@
 """Files of DeepSpeed: a folder of ranks and experts."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 from support.commands import Result
 from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import is_transposed
 
@@ -83,6 +86,23 @@ def test_files_of_a_pipeline_are_refused(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_ranks_in_stages_of_a_pipeline_are_refused(tmp_path):
+    """Their layers are numbered within a stage, and so might be gates and experts, or not."""
+    write_moe(tmp_path, moe_arrays(), in_folders=True, pipeline_model_parallel_size=2)
+    for stage in (0, 1):
+        shutil.copytree(tmp_path / "mp_rank_00", tmp_path / f"mp_rank_00_{stage:03}")
+    shutil.rmtree(tmp_path / "mp_rank_00")
+    with pytest.raises(CheckpointError, match="in 2 stages of a pipeline, which is not implemented for experts"):
+        open_checkpoint(tmp_path)
+
+
+def test_layers_of_several_numbers_of_experts_are_refused(tmp_path):
+    arrays = moe_arrays()
+    write_moe(tmp_path, arrays | {"h.3.mlp.gate.weight": arrays["h.3.mlp.gate.weight"][:3]})
+    with pytest.raises(CheckpointError, match="has layers of 3, 5 experts: it must be one number"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     "flags", [["--to", "safetensors"], ["--dtype", "int8"], ["--to", "gguf"], ["--dtype", "float8"]]
 )
@@ -92,3 +112,9 @@ def test_nothing_else_can_hold_experts(flags, tmp_path, capsys):
     assert result.code == 1
     assert "is a Megatron-LM GPT with experts, which convert writes in no format: load it as it is" in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_models_that_transformers_does_not_have(tmp_path):
+    checkpoint = open_checkpoint(write_moe(tmp_path, moe_arrays()))
+    with pytest.raises(CheckpointError, match="is a Megatron-LM GPT with experts, for which PEFT has no adapters"):
+        merge_lora(checkpoint, tmp_path / "adapter")

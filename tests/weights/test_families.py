@@ -1,6 +1,8 @@
 """One model, as each program would have written it: the same parameters, to the bit, and what each leaves unsaid."""
 
 import pickle
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.model_source import load_tokenizer
+from tinygpt.weights.containers import CONTAINERS
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed
 
@@ -35,6 +38,44 @@ def test_one_model_is_the_same_bits_in_every_form(tmp_path, form):
     for name in TENSORS:
         checkpoint.release(name)
     assert_same_bits(checkpoint, TENSORS)
+
+
+def test_what_a_file_is_called_says_nothing(tmp_path):
+    """By itself, and in a folder under one of the names that Hugging Face has for another format."""
+    for form in ("hugging_face", "nanogpt", "nanogpt_legacy", "mingpt", "gguf", "nemo", "onnx"):
+        there = WRITERS[form](tmp_path / form, TENSORS)
+        file = max((path for path in (tmp_path / form).iterdir()), key=lambda path: path.stat().st_size)
+        for name in ("model.safetensors", "weights", "x.gguf", "x.onnx", "pytorch_model.bin"):
+            file = file.rename(file.with_name(name))
+            assert_same_bits(open_checkpoint(file), TENSORS)
+            is_strict = name == "pytorch_model.bin" and form.startswith(
+                "nanogpt"
+            )  # of which that holds the model alone
+            if name in CONTAINERS and not is_strict:
+                assert_same_bits(open_checkpoint(file.parent), TENSORS)
+        assert there.exists() == there.is_dir()
+
+
+def resident(files):
+    """Bytes of these files that are mapped into this process and in memory."""
+    size, is_wanted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):  # of another mapping
+            is_wanted = any(line.endswith(f" {file}") for file in files)
+        elif is_wanted and name == "Rss:":
+            size += 1024 * int(rest.split()[0])
+    return size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as Linux tells it")
+@pytest.mark.parametrize("form", ["nanogpt", "nanogpt_legacy", "megatron", "nemo", "fastertransformer"])
+def test_no_page_of_an_opened_file_stays_in_memory(tmp_path, form):
+    """Where one byte is touched, systems may put megabytes around it, and headers lie in hundreds of places."""
+    checkpoint = open_checkpoint(WRITERS[form](tmp_path, TENSORS))
+    assert resident(checkpoint.files) == 0
+    checkpoint.tensor("wte.weight").sum()
+    assert resident(checkpoint.files) > 0
 
 
 # nanoGPT and minGPT

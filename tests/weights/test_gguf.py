@@ -1,5 +1,8 @@
 """GGUF: block formats beside the gguf package's, tokenizers, and files that are damaged."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -13,6 +16,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.containers.ggml_blocks import BLOCKS
 from tinygpt.weights.containers.gguf_file import AT_ONCE, read_gguf
+from tinygpt.weights.families import read_config
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
@@ -108,12 +112,14 @@ def as_llama_cpp_has_it(name, array, heads):
     if "attn_qkv" in name:
         rows = array.reshape(heads, 3, -1, *array.shape[1:])
         array = np.concatenate([rows[:, part].reshape(-1, *array.shape[1:]) for part in range(3)])
-    return name.removeprefix("transformer.").replace("h.", "blk."), plain(np.ascontiguousarray(array))
+    name = name.removeprefix("transformer.").replace("lm_head", "output")
+    return name.replace("h.", "blk."), plain(np.ascontiguousarray(array))
 
 
-def write_bloom(folder, path):
-    """A GGUF file of the BLOOM in a folder."""
-    expected, heads = open_checkpoint(folder), 6
+def write_bloom(folder, path, **others):
+    """A GGUF file of the BLOOM in a folder; `others` are keys of it."""
+    expected = open_checkpoint(folder)
+    heads = expected.config.n_head
     tensors = dict(
         as_llama_cpp_has_it(name, array, heads) for name, array in load_file(folder / "model.safetensors").items()
     )
@@ -121,7 +127,7 @@ def write_bloom(folder, path):
     sizes = {"block_count": config.n_layer, "context_length": config.n_positions, "embedding_length": config.n_embd}
     sizes |= {"feed_forward_length": config.inner_size, "attention.head_count": heads}
     keys = {"general.architecture": (8, "bloom"), **{f"bloom.{name}": (4, size) for name, size in sizes.items()}}
-    path.write_bytes(gguf_bytes(keys | {"bloom.attention.layer_norm_epsilon": (6, 1e-5)}, tensors))
+    path.write_bytes(gguf_bytes(keys | {"bloom.attention.layer_norm_epsilon": (6, 1e-5)} | others, tensors))
 
 
 def test_bloom(tmp_path):
@@ -137,13 +143,50 @@ def test_bloom(tmp_path):
         np.testing.assert_array_equal(found.tensor(name), expected.tensor(name), err_msg=name)
 
 
-@pytest.mark.parametrize("flags", [["--to", "safetensors"], ["--to", "gguf"], ["--dtype", "int8"]])
-def test_a_bloom_of_gguf_is_not_written_as_a_gpt2(tmp_path, capsys, flags):
+def converted(capsys, source, target, *flags):
+    """What convert has made of a file or a folder."""
+    result = Result(capsys, "convert", [str(source), str(target), *flags])
+    assert result.code == 0, result.err
+    return target
+
+
+def test_a_bloom_of_gguf_becomes_hugging_faces(tmp_path, capsys):
+    """All the tensors that it was made of, and a config.json that says what its header says."""
     write_bloom(write_family(tmp_path / "bloom", "bloom-6"), tmp_path / "x.gguf")
-    result = Result(capsys, "convert", [str(tmp_path / "x.gguf"), str(tmp_path / "there"), *flags])
-    assert result.code == 1
-    assert "is a BLOOM of GGUF, which convert writes in no format: load it as it is" in result.err
-    assert not (tmp_path / "there").exists()
+    folder = converted(capsys, tmp_path / "x.gguf", tmp_path / "there", "--to", "safetensors")
+    there, back = (load_file(path / "model.safetensors") for path in (tmp_path / "bloom", folder))
+    assert there.keys() == back.keys()
+    for name, array in there.items():
+        np.testing.assert_array_equal(back[name], array, err_msg=name)
+    said = {"bos_token_id": 1, "eos_token_ids": (2,), "layer_norm_epsilon": float(np.float32(1e-5))}
+    assert open_checkpoint(folder).config == replace(read_config(tmp_path / "bloom"), **said)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_a_bloom_of_gguf_in_tinygpts_own_formats(tmp_path, capsys, dtype):
+    write_bloom(write_family(tmp_path / "bloom", "bloom-6"), tmp_path / "x.gguf")
+    folder = converted(capsys, tmp_path / "x.gguf", tmp_path / "there", "--dtype", dtype, "--threads", "1")
+    assert open_checkpoint(folder).config == replace(open_checkpoint(tmp_path / "x.gguf").config, n_inner=None)
+
+
+@pytest.mark.parametrize("source", ["bloom", "x.gguf"])
+@pytest.mark.parametrize("name", ["bloom-6", "bloom-untied"])
+def test_bloom_is_written_as_llama_cpp_has_it(tmp_path, capsys, name, source):
+    """The bytes of a file that was made of Hugging Face's tensors by other code."""
+    write_bloom(write_family(tmp_path / "bloom", name), tmp_path / "x.gguf")
+    folder = converted(capsys, tmp_path / source, tmp_path / "there", "--to", "gguf")
+    expected, found = read_gguf(tmp_path / "x.gguf"), read_gguf(folder / "model.gguf")
+    assert found.tensors.keys() == expected.tensors.keys()
+    for key, tensor in expected.tensors.items():
+        np.testing.assert_array_equal(found.tensors[key].float32(), tensor.float32(), err_msg=key)
+    assert found.metadata.items() >= expected.metadata.items()
+
+
+def test_a_bloom_whose_mlps_are_of_another_width(tmp_path):
+    folder = write_family(tmp_path, "bloom-6")
+    write_bloom(folder, tmp_path / "x.gguf", **{"bloom.feed_forward_length": (4, 99)})
+    with pytest.raises(CheckpointError, match="a BLOOM whose MLPs are 99 wide, and must be 4 times 30"):
+        open_checkpoint(tmp_path / "x.gguf")
 
 
 def test_a_type_that_is_not_implemented_is_named(tmp_path):
@@ -178,6 +221,54 @@ def test_its_tokenizer(tmp_path):
 def test_a_tokenizer_that_begins_texts(tmp_path):
     keys = TOKENIZER | {"tokenizer.ggml.add_bos_token": (7, True)}
     assert load_tokenizer(open_checkpoint(gguf(tmp_path, TENSORS, **keys))).encode("ab") == [4, 3]
+
+
+def test_what_begins_texts_is_not_lost_on_the_way(tmp_path, capsys):
+    keys = TOKENIZER | {"tokenizer.ggml.add_bos_token": (7, True)}
+    folder = converted(capsys, gguf(tmp_path / "x", TENSORS, **keys), tmp_path / "there", "--to", "gguf")
+    assert load_tokenizer(open_checkpoint(folder / "model.gguf")).encode("ab") == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<end>", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {"<end>": {"id": "<end>", "ids": [5], "tokens": ["<end>"]}},
+            }
+        },
+    ],
+    ids=["a space", "a token behind"],
+)
+def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, capsys, change):
+    source = gguf(tmp_path / "x", TENSORS, **TOKENIZER)
+    folder = converted(capsys, source, tmp_path / "folder", "--to", "safetensors")
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**spec, **change}))
+    result = Result(capsys, "convert", [str(folder), str(tmp_path / "there"), "--to", "gguf"])
+    assert result.code == 0
+    assert "the file will have no tokenizer: it puts more around a text than the token that begins one" in result.err
+    assert open_checkpoint(tmp_path / "there" / "model.gguf").read_tokenizer() is None
+
+
+def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path, capsys):
+    """Words of anything but punctuation, which GPT-2 cuts from letters: here and there, and back."""
+    tokens = ["a", "b", "c", "ab", "<end>", "\u0120", "-", "b-", "b-c", ".", "\u0120a"]
+    keys = TOKENIZER | {
+        "tokenizer.ggml.pre": (8, "bloom"),
+        "tokenizer.ggml.tokens": (9, (8, tokens)),
+        "tokenizer.ggml.token_type": (9, (5, [1, 1, 1, 1, 3, *[1] * 6])),
+        "tokenizer.ggml.merges": (9, (8, ["b -", "b- c", "\u0120 a"])),
+    }
+    path = gguf(tmp_path / "x", TENSORS, **keys)
+    again = converted(capsys, path, tmp_path / "gguf", "--to", "gguf")
+    for there in (path, again / "model.gguf", converted(capsys, path, tmp_path / "folder", "--to", "safetensors")):
+        assert load_tokenizer(open_checkpoint(there)).encode("b-c. a<end>") == [8, 9, 10, 4]
+    assert read_gguf(again / "model.gguf").metadata["tokenizer.ggml.pre"] == "bloom"
 
 
 DAMAGED_TOKENIZERS = {

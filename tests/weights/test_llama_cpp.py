@@ -1,11 +1,15 @@
 """GGUF beside llama.cpp itself, where the package llama-cpp-python is installed: either reads what the other writes."""
 
+import json
+
 import numpy as np
 import pytest
 
+from support.family_models import CHARACTERS, write_family
 from support.paths import DEMO
 from tinygpt import LLM
 from tinygpt.cli import main as cli
+from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import parameter_shapes
 
@@ -58,13 +62,13 @@ def load(path):
     return llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, logits_all=True, verbose=False)
 
 
-def greedy(llama, ids):
+def greedy(llama, ids, length=LENGTH):
     """llama.cpp's most probable continuation, as ids, and the logits at the prompt's last position."""
     llama.reset()
     found = llama.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
     tokens = [next(found)]
     logits = np.array(llama.scores[len(ids) - 1])
-    tokens += [next(found) for _ in range(LENGTH - 1)]
+    tokens += [next(found) for _ in range(length - 1)]
     return tokens, logits
 
 
@@ -104,6 +108,24 @@ def test_both_round_to_the_same_weights(theirs, tmp_path, dtype, kind):
     for name in parameter_shapes(ours.config):
         if name not in ("wte.weight", "lm_head.weight"):  # for which llama.cpp chooses a better type than was asked
             np.testing.assert_array_equal(ours.tensor(name), theirs.tensor(name), err_msg=name)
+
+
+@pytest.mark.parametrize("words", ["gpt-2", "bloom"])
+@pytest.mark.parametrize("name", ["bloom-4", "bloom-6"])
+def test_a_bloom_as_convert_writes_it(tmp_path, name, words):
+    """With as many heads as a power of two and otherwise, and a tokenizer of bytes alone that cuts texts either way."""
+    folder = write_family(tmp_path / "source", name)
+    vocab = {"Ġ" if character == " " else character: i for i, character in enumerate(CHARACTERS)}
+    spec = byte_level_tokenizer(vocab, [], [], cuts_as_bloom=words == "bloom")
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    assert cli.main(["convert", str(folder), str(tmp_path / "there"), "--to", "gguf"]) == 0
+    llama, text = load(tmp_path / "there" / "model.gguf"), "the cat and a  wolf2go"
+    with LLM(tmp_path / "there" / "model.gguf", device="reference") as llm:
+        ids = llm.tokenizer.encode(text)
+        assert llama.tokenize(text.encode(), add_bos=False, special=True) == ids
+        tokens, logits = greedy(llama, ids, 16)
+        assert tokens == llm.generate([ids], max_tokens=16, ignore_eos=True)[0].outputs[0].token_ids
+        np.testing.assert_allclose(llm.logits(ids)[-1], logits, rtol=0, atol=1e-2)
 
 
 def _sources(checkpoint):

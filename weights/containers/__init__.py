@@ -38,6 +38,8 @@ CONTAINERS: dict[str, Reader] = {
     "model.safetensors": read_safetensors,
     "pytorch_model.bin": read_torch,
 }
+# Whether a file of such a name is what the name says.
+IS_AS_NAMED = {read_safetensors: is_safetensors, read_torch: is_torch}
 # Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
@@ -70,7 +72,9 @@ def read_weights(path: Path) -> Container:
     found = find_weights(path)
     if found is None:
         wanted = ", ".join(f"{name}, {name}{INDEX}" for name in CONTAINERS)
-        raise CheckpointError(f"{path} holds no weights ({describe(path)}): put one of {wanted} there.")
+        raise CheckpointError(
+            f"{path} holds no weights ({describe(path)}): put one of {wanted} there, or name the file."
+        )
     file, read = found
     return read(file)
 
@@ -79,7 +83,7 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
     """The file that a folder's weights are read from, and its reader. CheckpointError where several could be meant."""
     for name, read in CONTAINERS.items():
         if (folder / name).exists():
-            return folder / name, read
+            return folder / name, _reader_of_named(folder / name, read)
         if (folder / (name + INDEX)).exists():
             return folder / (name + INDEX), lambda index, read=read: read_shards(index, read)
     for find, read in FOLDERS:
@@ -96,6 +100,14 @@ def describe(folder: Path) -> str:
     """What a folder holds, in a few words."""
     names = sorted(path.name + "/" * path.is_dir() for path in folder.glob("*"))
     return f"it holds {listed(names, NAMED)}" if names else "it is empty"
+
+
+def _reader_of_named(file: Path, read: Reader) -> Reader:
+    """`read`, which the file's name promises, unless it is in another format that is known."""
+    peek = Peek.into(file)
+    if IS_AS_NAMED[read](peek):
+        return read
+    return next((other for is_format, other in FORMATS if is_format(peek)), read)
 
 
 def _reader_of(file: Path) -> Reader:

@@ -78,12 +78,17 @@ def _table(power: int) -> np.ndarray:
 
 def _power_of_x(power: int) -> int:
     """The remainder of x^power."""
-    result, square = ONE, _times_x(ONE)
-    while power:
-        if power & 1:
-            result = _product(result, square)
-        square, power = _product(square, square), power >> 1
+    result = ONE
+    for place in range(power.bit_length()):
+        if power >> place & 1:
+            result = _product(result, _squared(place))
     return result
+
+
+@functools.cache
+def _squared(times: int) -> int:
+    """The remainder of x, squared so many times."""
+    return _product(_squared(times - 1), _squared(times - 1)) if times else _times_x(ONE)
 
 
 def _product(one: int, other: int) -> int:

@@ -54,6 +54,7 @@ class MappedFile:
                 self.data = Mapping(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
                 self._refuse_pointer()
                 check(file)
+                self.release()
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
@@ -65,6 +66,11 @@ class MappedFile:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def release(self) -> None:
+        """Let all of it leave memory: where a few bytes were touched, systems may have put whole megabytes there."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self.data.madvise(mmap.MADV_DONTNEED)
 
     def check_whole(self) -> None:
         """CheckpointError if the file is shorter than it was: to touch what is gone would end the process."""

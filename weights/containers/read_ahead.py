@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-# Enough that a loader seldom waits, and so few that little of the file is in memory before it is needed.
-AHEAD = 4
+# Enough that a loader seldom waits, and so few, and of so few bytes, that little of the file is in memory before it is
+# needed: behind a model may lie an optimizer's state, which nobody reads.
+AHEAD, AHEAD_BYTES = 4, 2**25
 
 
 class Part(Protocol):
@@ -34,6 +35,8 @@ class ReadAhead:
         process, index = os.getpid(), self._index[part.name]
         with self._lock:
             for i in range(index, min(index + AHEAD, len(self._parts))):
+                if i > index and self._parts[i].data.stop - part.data.stop > AHEAD_BYTES:
+                    break
                 if (process, i) not in self._results:
                     self._results[process, i] = _begin(self._parts[i])
         self._results[process, index].result()

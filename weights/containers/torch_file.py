@@ -93,7 +93,9 @@ def _open(
     """The file, the name of its form, the structure in it, and where each storage lies."""
     file = MappedFile(path, part=part)
     is_zip = file.data[file.begin : file.begin + 4] == ZIP
-    return file, "torch zip" if is_zip else "torch legacy", *(_read_zip if is_zip else _read_legacy)(file, has_stubs)
+    structure, storages = (_read_zip if is_zip else _read_legacy)(file, has_stubs)
+    file.release()
+    return file, "torch zip" if is_zip else "torch legacy", structure, storages
 
 
 def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iterator[tuple[str, StridedView | Stub]]:

@@ -71,9 +71,9 @@ def family_of(source: Source) -> Family:
     )
 
 
-def is_other_layout(name: str) -> bool:
-    """Whether the family of this name is one that transformers keeps otherwise than GPT-2."""
-    return any(family.name == name and family.layout is not None for family in FAMILIES)
+def comes_with_config(name: str) -> bool:
+    """Whether the family of this name, no GPT-2, is one whose config.json lies beside the weights."""
+    return any(one.family_name == name for one in MODEL_TYPES.values())
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -3,8 +3,10 @@
 A head's queries, keys and values lie together, head by head.
 """
 
+from typing import Any
+
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config, only
+from tinygpt.weights.families.config_fields import checked_config, only, written_eos
 from tinygpt.weights.families.facts import split_name
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.model_types import Fields, ModelType
@@ -55,6 +57,22 @@ def model_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
     return checked_config(values, generation, _CHECKS, structure={"positions": "alibi", "embed_norm": True})
 
 
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "bloom",
+        "architectures": ["BloomForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.n_embd,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "seq_length": config.n_positions,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": written_eos(config),
+    }
+
+
 def _rules(config: ModelConfig, fields: Fields) -> dict[str, Rule]:
     return {name: _rule(name, config.head_size) for name in parameter_shapes(config)}
 
@@ -76,4 +94,5 @@ BLOOM = ModelType(
     _rules,
     prefix="transformer.",
     quirks=("queries, keys and values of c_attn brought into one order",),
+    config_json=config_json,
 )

@@ -57,6 +57,12 @@ def checked_config(
     return ModelConfig(**fields, **structure, eos_token_ids=_as_tuple(values["eos_token_id"]))
 
 
+def written_eos(config: ModelConfig) -> int | list[int] | None:
+    """The ids that end a text, as config.json has them."""
+    ids = list(config.eos_token_ids)
+    return ids[0] if len(ids) == 1 else ids or None
+
+
 def only(allowed: Any, because: str) -> tuple[Callable[[Any], bool], str]:
     """A check of a field that may have one value, or none at all."""
     shown = {False: "false", True: "true", None: "null"}.get(allowed, allowed)

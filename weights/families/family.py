@@ -72,14 +72,17 @@ class Layout:
     """How transformers keeps the models of a family, which `convert` writes.
 
     rules: as Family's, without a source; every rule's transform has a way back. file_name: what a tensor of the rules
-    is called in the files. is_in_out: whether matrices of layers are (in, out) in them. has_defaults: whether models of
-    the family may be trained without a parameter, which its files then leave out.
+    is called in the files, and `short_name` the way back, whatever the model was wrapped in. is_in_out: whether
+    matrices of layers are (in, out) in them. has_defaults: whether models of the family may be trained without a
+    parameter, which its files then leave out. config_json: the fields of one, for a model that came without.
     """
 
     rules: Callable[[ModelConfig], Mapping[str, Rule]]
     file_name: Callable[[str], str]
+    short_name: Callable[[str], str]
     is_in_out: bool = False
     has_defaults: bool = True
+    config_json: Callable[[ModelConfig], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

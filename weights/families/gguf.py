@@ -6,6 +6,7 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.families.bloom import BLOOM as HUGGING_FACES_BLOOM
 from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, name_in_tables
@@ -28,9 +29,12 @@ MODULES = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-# What each architecture has that GPT-2 has not, by our fields.
+# What each architecture has that GPT-2 has not, by our fields; and what no key says of it.
 ARCHITECTURES = {"gpt2": {}, "bloom": {"positions": "alibi", "embed_norm": True}}
-_KEYS = {
+_UNSAID = {"gpt2": {}, "bloom": {"activation_function": "gelu_fast", "bos_token_id": 1, "eos_token_id": 2}}
+# llama.cpp's names of how a tokenizer cuts texts into words.
+_PRE_TOKENIZERS = ("gpt-2", "default", "bloom")
+KEYS = {
     "n_layer": "{}.block_count",
     "n_positions": "{}.context_length",
     "n_embd": "{}.embedding_length",
@@ -57,9 +61,15 @@ def _config(source: Source) -> ModelConfig:
         )
     shapes = Shapes(source, {name: tensor.shape for name, tensor in source.container.tensors.items()})
     V = shapes.size(TOP[EMBEDDING], 0)
-    said = {field: metadata[key.format(name)] for field, key in _KEYS.items() if key.format(name) in metadata}
-    values = {**ends_of(V), "vocab_size": V, **from_config_json(source), **said}
-    return checked_config(values, described_by="its header", structure=ARCHITECTURES[name])
+    said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
+    values = {**ends_of(V), **_UNSAID[name], "vocab_size": V, **from_config_json(source), **said}
+    config = checked_config(values, described_by="its header", structure=ARCHITECTURES[name])
+    if name == "bloom" and config.inner_size != 4 * config.n_embd:
+        raise CheckpointError(
+            f"{source.path} is a BLOOM whose MLPs are {config.inner_size} wide, and must be 4 times {config.n_embd}, "
+            "as all are. Take another checkpoint."
+        )
+    return config
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
@@ -83,7 +93,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
         return None
     if not _is_tokenizer(about):
         raise CheckpointError(f"{source.path} has a damaged tokenizer: download it again, or give token ids.")
-    if about.get("model") != "gpt2" or about.get("pre", "gpt-2") not in ("gpt-2", "default"):
+    if about.get("model") != "gpt2" or about.get("pre", "default") not in _PRE_TOKENIZERS:
         raise CheckpointError(
             f"{source.path} has a tokenizer of the kind {shown(about.get('model'))}, {shown(about.get('pre'))}, which "
             "is not implemented: give token ids."
@@ -115,7 +125,7 @@ def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
         if kind in (CONTROL, USER_DEFINED)
     ]
     start = None if begin is None else _beginning_with(tokens[begin], begin)
-    spec = byte_level_tokenizer(_ids(used), about.get("merges") or [], added, start)
+    spec = byte_level_tokenizer(_ids(used), about.get("merges") or [], added, start, about.get("pre") == "bloom")
     return spec if end is None else {**spec, "eos_token": tokens[end]}
 
 
@@ -146,5 +156,8 @@ FAMILY = Family(
     tokenizer=_tokenizer,
 )
 BLOOM = replace(
-    FAMILY, name="BLOOM of GGUF", detect=lambda source: source.container.metadata.get(ARCHITECTURE) == "bloom"
+    FAMILY,
+    name="BLOOM of GGUF",
+    detect=lambda source: source.container.metadata.get(ARCHITECTURE) == "bloom",
+    layout=HUGGING_FACES_BLOOM.layout,
 )

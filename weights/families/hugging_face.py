@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.config import STRUCTURE, ModelConfig
+from tinygpt.weights.families.config_fields import checked_config, written_eos
 from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 
@@ -62,9 +62,25 @@ def _rules(config: ModelConfig) -> dict[str, Rule]:
     return {name: Rule((name,)) for name in parameter_shapes(config)}
 
 
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json with which transformers makes the same GPT-2."""
+    names = (name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE))
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        **{name: getattr(config, name) for name in names},
+        "eos_token_id": written_eos(config),
+    }
+
+
 # What GPT-2s of every family are written in.
 LAYOUT = Layout(
-    _rules, lambda name: name if name == HEAD else f"transformer.{name}", is_in_out=True, has_defaults=False
+    _rules,
+    lambda name: name if name == HEAD else f"transformer.{name}",
+    canonical_name,
+    is_in_out=True,
+    has_defaults=False,
+    config_json=config_json,
 )
 
 FAMILY = Family(

@@ -47,6 +47,7 @@ def _config(source: Source) -> ModelConfig:
     settings = megatron.settings_of(source)
     megatron.check_settings(source, {name: value for name, value in settings.items() if name not in _SETTINGS})
     placed = list(_place(source))
+    _refuse_pipeline(source)
     _refuse_residual(source, settings, placed)
     gates = {int(found[1]): one.tensor.shape for one in placed if (found := _IN_GATE.fullmatch(one.name))}
     numbers = {shape[0] for shape in gates.values() if len(shape) == 2}
@@ -76,6 +77,15 @@ def _check_experts_are_there(source: Source, count: int, placed: list[Placed]) -
         raise CheckpointError(
             f"{source.path} has gates for {count} experts and {found} tensors of experts: give the folder in which the "
             "files of all experts lie."
+        )
+
+
+def _refuse_pipeline(source: Source) -> None:
+    stages = {megatron.rank_of(name)[1] for name in source.container.tensors}
+    if len(stages) > 1:
+        raise CheckpointError(
+            f"{source.path} is in {len(stages)} stages of a pipeline, which is not implemented for experts: save it "
+            "without one."
         )
 
 

@@ -21,6 +21,7 @@ class ModelType:
     is one. rules: for every parameter, what it is made of, by the same fields; none: as the usual ones have it.
     wrappers: what may stand before the names in the rules, and `prefix` what transformers writes there. beside:
     names that have no prefix. is_in_out: whether matrices of layers are (in, out). quirks: what loading evens out.
+    config_json: as Layout's, where other containers hold such models, too.
     """
 
     name: str
@@ -32,6 +33,17 @@ class ModelType:
     beside: tuple[str, ...] = (HEAD,)
     is_in_out: bool = False
     quirks: tuple[str, ...] = ()
+    config_json: Callable[[ModelConfig], dict[str, Any]] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            lambda config: self.rules(config, {}),
+            self._file_name,
+            self._short_name,
+            self.is_in_out,
+            config_json=self.config_json,
+        )
 
     @property
     def family(self) -> Family:
@@ -44,17 +56,18 @@ class ModelType:
             place=self._place,
             is_ignored=is_ignored,
             quirks=lambda source, config: self.quirks,
-            layout=Layout(lambda config: self.rules(config, {}), self._file_name, self.is_in_out),
+            layout=self.layout,
         )
 
     def _detect(self, source: Source) -> bool:
         return source.config_json is not None and source.config_json.get("model_type") == self.name
 
     def _place(self, source: Source) -> Iterable[Placed]:
-        wrappers = re.compile(rf"(?:(?:{self.wrappers})\.)+")
         for name, tensor in source.container.tensors.items():
-            found = wrappers.match(name)
-            yield Placed(name[found.end() :] if found else name, name, tensor)
+            yield Placed(self._short_name(name), name, tensor)
+
+    def _short_name(self, name: str) -> str:
+        return re.sub(rf"^(?:(?:{self.wrappers})\.)+", "", name)
 
     def _file_name(self, name: str) -> str:
         return name if name in self.beside else self.prefix + name

@@ -9,10 +9,10 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.families import is_other_layout, read_config
+from tinygpt.weights.families import comes_with_config, read_config
 from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
 from tinygpt.weights.json_file import read_json_object
-from tinygpt.weights.stored.plain import config_json
+from tinygpt.weights.stored.plain import layout_of
 
 
 def write_companions(folder: Path, checkpoint: Checkpoint) -> None:
@@ -21,12 +21,12 @@ def write_companions(folder: Path, checkpoint: Checkpoint) -> None:
     config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
     if _config_beside(checkpoint.folder) == config:
         _copy(CONFIG_FILES, checkpoint.folder, folder)
-    elif is_other_layout(checkpoint.family):
+    elif comes_with_config(checkpoint.family):
         _copy(CONFIG_FILES, checkpoint.folder, folder)
         fields = read_json_object(folder / "config.json")
         _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
     else:
-        _write(folder / "config.json", config_json(config))
+        _write(folder / "config.json", layout_of(checkpoint).config_json(config))
     try:
         spec = checkpoint.read_tokenizer()
     except CheckpointError:  # token ids work without it, there as here

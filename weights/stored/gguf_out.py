@@ -1,4 +1,4 @@
-"""GGUF files that llama.cpp loads, with GPT-2's tokenizer in them."""
+"""GGUF files of GPT-2 and BLOOM that llama.cpp loads, with their tokenizers in them."""
 
 import math
 import struct
@@ -14,12 +14,22 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.ggml_blocks import BLOCKS
 from tinygpt.weights.containers.gguf_file import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
-from tinygpt.weights.families.gguf import ARCHITECTURE, CONTROL, NORMAL, UNUSED, USER_DEFINED, gguf_name
+from tinygpt.weights.families.byte_level import is_blooms_kind
+from tinygpt.weights.families.gguf import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    CONTROL,
+    KEYS,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    gguf_name,
+)
 from tinygpt.weights.parameters import HEAD, POSITIONS, parameter_shapes
 from tinygpt.weights.stored.plain import to_bfloat16, to_float16
 
 FILE = "model.gguf"
-U32, I32, F32 = 4, 5, 6
+U32, I32, F32, BOOL = 4, 5, 6, 7
 # By our dtypes: ggml's number of the type of matrices, and of the file as a whole.
 TYPES = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32), "int8": (8, 7), "int4": (2, 2)}
 BLOCK_OF = {"int8": "Q8_0", "int4": "Q4_0"}
@@ -27,7 +37,8 @@ PLAIN = 0  # float32: what is small, and all positions
 
 
 def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapping[str, Any] | None) -> Path:
-    """Write the folder's FILE. tokenizer: byte-level BPE in the form of a tokenizer.json, or None.
+    """Write the folder's FILE. tokenizer: byte-level BPE in the form of a tokenizer.json, or None; its
+    "add_bos_token" says whether bos_token_id begins every text.
 
     CheckpointError for a model that llama.cpp would compute otherwise.
     """
@@ -56,15 +67,15 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
 def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
     """CheckpointError for a model that llama.cpp would compute otherwise, or whose rows are no whole blocks."""
     config = checkpoint.config
-    if config.structure:
+    if config.structure not in ARCHITECTURES.values():
         raise CheckpointError(
-            f"{checkpoint.path} is a {checkpoint.family}, and GGUF files are written of GPT-2 alone: give --to "
-            "safetensors."
+            f"{checkpoint.path} holds {checkpoint.family}, and GGUF files are written of GPT-2 and BLOOM alone: give "
+            "--to safetensors."
         )
     if config.activation != "gelu_tanh":
         raise CheckpointError(
             f"{checkpoint.path} has the activation {config.activation_function}, and llama.cpp computes gelu_new for "
-            "every GPT-2: it cannot become GGUF."
+            "every GPT-2 and BLOOM: it cannot become GGUF."
         )
     values = BLOCKS[BLOCK_OF[dtype]].values if dtype in BLOCK_OF else 1
     if config.n_embd % values or config.inner_size % values:
@@ -74,19 +85,25 @@ def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
         )
 
 
+def _architecture_of(config: ModelConfig) -> str:
+    """llama.cpp's name of what a model is."""
+    return next(name for name, structure in ARCHITECTURES.items() if structure == config.structure)
+
+
 def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, tuple[int, Any]]:
+    architecture = _architecture_of(config)
     numbers = {
-        "block_count": config.n_layer,
-        "context_length": config.n_positions,
-        "embedding_length": config.n_embd,
-        "feed_forward_length": config.inner_size,
-        "attention.head_count": config.n_head,
+        "n_layer": config.n_layer,
+        "n_positions": config.n_positions,
+        "n_embd": config.n_embd,
+        "n_inner": config.inner_size,
+        "n_head": config.n_head,
     }
     return {
-        ARCHITECTURE: (STRING, "gpt2"),
+        ARCHITECTURE: (STRING, architecture),
         "general.name": (STRING, name),
-        **{f"gpt2.{key}": (U32, number) for key, number in numbers.items()},
-        "gpt2.attention.layer_norm_epsilon": (F32, config.layer_norm_epsilon),
+        **{KEYS[field].format(architecture): (U32, number) for field, number in numbers.items()},
+        KEYS["layer_norm_epsilon"].format(architecture): (F32, config.layer_norm_epsilon),
         "general.file_type": (U32, TYPES[dtype][1]),
         "general.quantization_version": (U32, 2),
     }
@@ -99,7 +116,8 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) ->
         f"tokenizer.ggml.{key}": (U32, i) for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size
     }
     if tokenizer is None:
-        return keys | {"tokenizer.ggml.model": (STRING, "none"), "gpt2.vocab_size": (U32, config.vocab_size)}
+        size = f"{_architecture_of(config)}.vocab_size"
+        return keys | {"tokenizer.ggml.model": (STRING, "none"), size: (U32, config.vocab_size)}
     tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
     kinds = [UNUSED] * config.vocab_size
     for token, i in tokenizer["model"]["vocab"].items():
@@ -113,7 +131,8 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) ->
     return {
         **keys,
         "tokenizer.ggml.model": (STRING, "gpt2"),
-        "tokenizer.ggml.pre": (STRING, "gpt-2"),
+        "tokenizer.ggml.pre": (STRING, "bloom" if is_blooms_kind(tokenizer) else "gpt-2"),
+        "tokenizer.ggml.add_bos_token": (BOOL, bool(tokenizer.get("add_bos_token"))),
         "tokenizer.ggml.tokens": (ARRAY, (STRING, tokens)),
         "tokenizer.ggml.token_type": (ARRAY, (I32, kinds)),
         "tokenizer.ggml.merges": (ARRAY, (STRING, merges)),

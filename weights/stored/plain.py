@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from tinygpt.config import STRUCTURE, ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.families import FAMILIES
@@ -98,19 +96,6 @@ def _part(tensor: Tensor, transform: Transform, i: int, count: int) -> np.ndarra
     array = tensor.float32()
     tensor.release()
     return transform.to_parts(array, count)[i]
-
-
-def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config.json with which transformers makes the same GPT-2."""
-    eos = list(config.eos_token_ids)
-    names = (name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE))
-    fields = {name: getattr(config, name) for name in names}
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        **fields,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-    }
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:

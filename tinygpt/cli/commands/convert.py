@@ -218,17 +218,20 @@ def _unpacked(args: argparse.Namespace, checkpoint: "Checkpoint | PackedCheckpoi
 
 
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
-    """The tokenizer in the form of a tokenizer.json, where it is GPT-2's kind. What is left out is said."""
+    """The tokenizer in the form of a tokenizer.json, where it is GPT-2's kind or BLOOM's. What is left out is said."""
     from tinygpt.execution.model_source import read_spec
     from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
+    from tinygpt.weights.families.byte_level import is_blooms_kind
 
     try:
         spec = read_spec(checkpoint)
-        ByteLevelBPE(spec)
+        around = [] if is_blooms_kind(spec) else ByteLevelBPE(spec).encode("", split_special_tokens=False)
+        if around not in ([], [checkpoint.config.bos_token_id]) or spec["pre_tokenizer"].get("add_prefix_space"):
+            raise UnlikeGPT2("it puts more around a text than the token that begins one")
     except (TinyGPTError, UnlikeGPT2) as error:
         say(f"the file will have no tokenizer: {error}")
         return None
-    return spec
+    return {**spec, "add_bos_token": bool(around)}
 
 
 def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, Any], dict[str, object]]:
