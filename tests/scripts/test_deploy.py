@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+import subprocess
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.main import build_parser
+from tinygpt.kernels.cache_folder import find_folder
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
@@ -35,6 +37,10 @@ def dockerfile() -> list[tuple[str, str]]:
     return [(name, rest.strip()) for name, _, rest in (line.strip().partition(" ") for line in lines)]
 
 
+def environment_of_image() -> dict[str, str]:
+    return dict(item.split("=") for item in shlex.split(dict(dockerfile())["ENV"]))
+
+
 def served_with(*arguments: str):
     """What `serve` makes of the image's entry point and these; argparse ends the test if it does not know one."""
     entry = json.loads(dict(dockerfile())["ENTRYPOINT"])
@@ -50,9 +56,8 @@ def test_the_image_serves_as_another_user_and_keeps_what_is_made_once():
     args = served_with(*json.loads(found["CMD"]))
     assert (args.host, args.port) == ("0.0.0.0", int(found["EXPOSE"]))
     assert int(found["USER"]) > 0
-    environment = dict(item.split("=") for item in shlex.split(found["ENV"]))
     for name in ("HF_HOME", "NUMBA_CACHE_DIR"):
-        assert environment[name].startswith(found["VOLUME"] + "/")
+        assert environment_of_image()[name].startswith(found["VOLUME"] + "/")
     assert f":{args.port}/health" in found["HEALTHCHECK"]
 
 
@@ -169,6 +174,30 @@ def test_a_pod_is_as_the_image_and_the_server_need_it(name):
     for probe in (value for key, value in container.items() if key.endswith("Probe")):
         assert probe["httpGet"]["path"] in ("/health", "/version")
         assert probe["httpGet"]["port"] in ("http", args.port)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_compiled_kernels_outlive_a_pods_container(name, tmp_path, monkeypatch):
+    """Others may write to an emptyDir; what the init container makes in it is mounted in its place."""
+    pod = PODS[name]
+    [maker], [container] = pod["initContainers"], pod["containers"]
+    [made_at] = [mount["mountPath"] for mount in maker["volumeMounts"] if mount["name"] == "cache"]
+    [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "cache"]
+    assert maker["image"] == container["image"]
+    assert maker["securityContext"] == container["securityContext"]
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    volume.chmod(0o777)
+    command = [word.replace(made_at, str(volume)) for word in maker["command"]]
+    for _ in range(2):  # a pod may make it anew
+        subprocess.run(command, check=True)
+    # In the container the folder is the mount point itself, so nothing of the volume lies above it.
+    seen = tmp_path / "cache"
+    (volume / mount["subPath"]).rename(seen)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", environment_of_image()["NUMBA_CACHE_DIR"].replace("/cache", str(seen), 1))
+    assert find_folder("kernels").path == seen / "kernels" / "kernels"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(volume))
+    assert find_folder("kernels").path != volume / "kernels"
 
 
 def test_the_service_finds_its_pods():

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
+import gc
 import logging
 import os
 import socket
@@ -127,6 +128,15 @@ def test_one_line_says_where(run, started):
     assert state.config.served_model_names == ("demo",)
     assert state.config.allowed_hosts == {"localhost", "127.0.0.1", "::1"}
     assert state.config.api_keys == ()
+
+
+def test_a_start_looks_for_no_garbage(run, started, monkeypatch):
+    """Which takes a tenth of it, and finds next to nothing; what is there stays, and is not looked at later either."""
+    kept = []
+    monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("garbage was looked for"))
+    monkeypatch.setattr(gc, "freeze", lambda: kept.append(True))
+    assert run("--port 0").code == 0
+    assert kept == [True]
 
 
 def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):

@@ -374,6 +374,27 @@ def test_a_refusal_is_told(server, visit):
     expect(visitor.page.get_by_role("alert")).to_have_count(0)
 
 
+def test_a_refusal_is_seen_whatever_the_length_of_the_text(server, visit):
+    """And it speaks of a field that is on the page."""
+    visitor = visit(server, "the king " * 300, allowed=[400])
+    expect(visitor.page.get_by_role("alert")).to_contain_text("lower max_tokens")
+    expect(visitor.page.get_by_role("alert")).to_be_in_viewport()
+    expect(visitor.page.get_by_label("max tokens")).to_be_visible()
+
+
+def test_a_text_that_fills_the_context_is_read(server, llm, visit):
+    """Nothing may come behind it, not even one token."""
+    text = llm.tokenizer.decode(ids_of(llm, "the king and " * 512)[: llm.max_model_len])
+    assert len(ids_of(llm, text)) == llm.max_model_len
+    visitor = visit(server, text, allowed=[400])
+    expect(visitor.tokens).to_have_count(llm.max_model_len)
+    expect(visitor.page.get_by_role("alert")).to_have_count(0)
+    num_asked = len(visitor.asked)
+    visitor.page.evaluate("read()")
+    visitor.wait()
+    assert len(visitor.asked) == num_asked == 2
+
+
 def test_an_impossible_setting_is_not_sent(server, visit):
     visitor = visit(server, temperature=-1)
     visitor.page.get_by_role("button", name="Continue").click()

@@ -1,6 +1,7 @@
 """What is not possible is refused before any work, in OpenAI's shape, and names the field."""
 
 import http.client
+import re
 
 import pytest
 
@@ -54,11 +55,35 @@ BODIES = {
     "a large bias": (b'{"logit_bias": {"5": 101}}', "logit_bias", "100"),
     "best_of below n": (b'{"best_of": 1, "n": 2}', "best_of", "n=2"),
     "best_of in a stream": (b'{"best_of": 2, "stream": true}', "best_of", "stream"),
-    "beams in a stream": (b'{"num_beams": 2, "stream": true}', "num_beams", "until it ends"),
-    "more beams than slots": (b'{"num_beams": 5}', "num_beams", "max_num_seqs"),
+    "beams in a stream": (b'{"num_beams": 2, "stream": true}', "num_beams", "until it ends: leave out stream"),
+    "more beams than slots": (
+        b'{"num_beams": 5}',
+        "num_beams",
+        "max_num_seqs is 4: the beams of a search run at once, so lower it.",
+    ),
+    "beams by vLLM's name": (
+        b'{"use_beam_search": true, "n": 2, "temperature": 1}',
+        "use_beam_search",
+        "use_beam_search searches with n beams, and num_beams=2 is not possible with temperature=1",
+    ),
+    "the shortest loop": (
+        b'{"repetition_detection": {"max_pattern_size": 2, "min_count": 2, "min_pattern_size": 3}}',
+        "repetition_detection",
+        "min_pattern_size",
+    ),
+    "a prompt that is not read whole": (
+        b'{"prompt": [' + b"1," * 600 + b'1], "overflow": "truncate", "prompt_logprobs": 0}',
+        "prompt_logprobs",
+        "of its 601 tokens",
+    ),
+    "a prompt without room behind it": (
+        b'{"prompt": [' + b"1," * 600 + b'1], "overflow": "clamp"}',
+        "prompt",
+        "the prompt has 601 tokens",
+    ),
     "many logprobs": (b'{"logprobs": 21}', "logprobs", "20"),
     "many prompt_logprobs": (b'{"prompt_logprobs": 21}', "prompt_logprobs", "20"),
-    "an unknown soft prompt": (b'{"soft_prompt": "x"}', "soft_prompt", "x"),
+    "an unknown soft prompt": (b'{"soft_prompt": "x"}', "soft_prompt", "'x' and this server has none: leave it out"),
     "no JSON": (b"{", None, "JSON"),
     "nothing": (b"", None, "JSON"),
     "no object": (b'"a"', None, "object"),
@@ -77,6 +102,9 @@ BODIES = {
     ),
 }
 
+# What the engine advises those who call it, and a client cannot do.
+OF_PROGRAMS = re.compile(r"LLM\(|use generate|raise|submit")
+
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_bad_body_is_a_sentence(server, llm, name):
@@ -88,6 +116,7 @@ def test_a_bad_body_is_a_sentence(server, llm, name):
     assert reply.error.keys() == {"message", "type", "param", "code"}
     assert (reply.error["param"], reply.error["type"]) == (field, "invalid_request_error")
     assert part in reply.error["message"]
+    assert not OF_PROGRAMS.search(reply.error["message"])
     assert reply.headers["x-should-retry"] == "false"
 
 
@@ -180,6 +209,7 @@ def test_a_full_queue_says_when_to_come_again():
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         assert "x-should-retry" not in reply.headers
         assert (reply.error["type"], reply.error["code"]) == ("rate_limit_error", "queue_full")
+        assert reply.error["message"].endswith("max_queue is 1: ask again later.")
         assert server.complete(prompt=["a", "b"]).status == 429
         for max_tokens in (0, 1):
             reply = server.complete(prompt="a", max_tokens=max_tokens, stream=True)

@@ -1,9 +1,14 @@
-"""Connection: uvicorn's, which gives up a client that neither asks nor reads."""
+"""Connection: uvicorn's, which gives up a client that neither asks nor reads, and writes streams without detours."""
 
 import time
 from typing import Any
+from weakref import proxy
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from tinygpt.server.event_stream import CONNECTION
 
 PATIENCE = 30.0  # seconds
 
@@ -13,6 +18,20 @@ class Connection(H11Protocol):
 
     uvicorn itself waits for both for ever. A connection that is given up counts as one that its client has closed.
     """
+
+    def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None):
+        # A proxy, because the connection has the scope.
+        super().__init__(config, server_state, {**app_state, CONNECTION: proxy(self)}, _loop)
+
+    def write(self, part: bytes) -> None:
+        """Write a part of the body that has been begun by `send`, and is ended by it. `part` is not empty.
+
+        `send` is a coroutine within others, one for each layer of the app, and has h11 keep its books: all of that
+        takes longer than to write a token's event. What the client has no room for stays in memory.
+        """
+        if not self.cycle.disconnected:
+            is_chunked = self.scope["http_version"] == "1.1"  # else the body ends with the connection
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -31,6 +50,10 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         self._full_since = None
         super().resume_writing()
+
+    def _should_upgrade(self) -> bool:
+        """No: uvicorn would advise in the log to install a library for WebSockets. The request is answered as it is."""
+        return False
 
     def _look(self) -> None:
         if self._is_stuck():

@@ -1,6 +1,7 @@
 """Endpoint: one route: its body is read and checked, and all work for it ends when its client leaves."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -33,6 +34,7 @@ class Endpoint(Generic[Form]):
         with suppress(ClientDisconnect):
             body = await self._state.unless_stopped(read_body(request, self._state.config.max_body_bytes))
             record_of(request).num_bytes = len(body)
+            deque(self._state.unbuilt_models, maxlen=0)
             form = await beside(len(body), read_form, self._form, body)
             await while_connected(receive, self._answer(request, form, scope, receive, send))
 
@@ -40,7 +42,7 @@ class Endpoint(Generic[Form]):
         try:
             response = await self._handle(request, form)
         except TinyGPTError as error:
-            raise from_engine(error, form.name_of) from None
+            raise from_engine(error, form) from None
         await response(scope, receive, send)
 
 

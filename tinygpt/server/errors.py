@@ -1,7 +1,5 @@
 """Refusals in the shape that OpenAI's clients read, whatever has refused."""
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -9,6 +7,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tinygpt.errors import QueueFullError, TinyGPTError
+from tinygpt.server.protocol.fields import Strict
+from tinygpt.server.wording import for_client
 from tinygpt.suggestions import nearest_choice
 
 # What a client's retries should do: its library retries these statuses unless it is told that waiting will not help.
@@ -47,19 +47,12 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def from_engine(error: TinyGPTError, name_of: Callable[[str], str]) -> ApiError:
-    """What the engine refuses. Its sentences about a field begin with the field's name.
-
-    name_of: what the request calls such a field.
-    """
-    message = str(error)
+def from_engine(error: TinyGPTError, form: Strict) -> ApiError:
+    """What the engine refuses of a request."""
+    message, name = for_client(str(error), form)
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
-    field = re.match(r"([a-z_.]+)(?==| is | holds | needs )", message)
-    if field is None:
-        return ApiError(400, message)
-    name = name_of(field[1])
-    return ApiError(400, name + message[field.end() :], param=name)
+    return ApiError(400, message, param=name)
 
 
 async def answer_api_error(request: Request, error: ApiError) -> JSONResponse:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -20,38 +21,68 @@ HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+CONNECTION = "tinygpt.connection"  # in the scope's state, where our own server puts it
+Write = Callable[[bytes], None]
 
 
 class EventStream:
-    """An ASGI app. events: bytes, each piece one or several events with their blank lines.
+    """An ASGI app. events(write): writes one or several events at once, with their blank lines, until all are written.
 
     What goes wrong once the status has been sent is an event too, before the last one, [DONE].
     """
 
-    def __init__(self, events: AsyncIterator[bytes]):
+    def __init__(self, events: Callable[[Write], Awaitable[None]]):
         self._events = events
-        self._num_sent = 0
+        self._num_written = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        pinging = asyncio.ensure_future(self._ping(send))
-        try:
-            async for events in self._events:
-                self._num_sent += 1
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-        except Exception as error:
-            await send({"type": "http.response.body", "body": _error_event(error), "more_body": True})
-        finally:
-            pinging.cancel()
-            await self._events.aclose()
+        async with _writer(scope, send) as write:
+            pinging = asyncio.ensure_future(self._ping(write))
+            try:
+                await self._events(self._counted(write))
+            except Exception as error:
+                write(_error_event(error))
+            finally:
+                pinging.cancel()
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
-    async def _ping(self, send: Send) -> None:
+    def _counted(self, write: Write) -> Write:
+        def counted(events: bytes) -> None:
+            if events:
+                self._num_written += 1
+                write(events)
+
+        return counted
+
+    async def _ping(self, write: Write) -> None:
         while True:
-            before = self._num_sent
+            before = self._num_written
             await asyncio.sleep(PING_SECONDS)
-            if self._num_sent == before:
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
+            if self._num_written == before:
+                write(PING)
+
+
+@asynccontextmanager
+async def _writer(scope: Scope, send: Send) -> AsyncIterator[Write]:
+    """What writes a part of the body, and never waits for the client."""
+    connection = scope["state"].get(CONNECTION)
+    if connection is not None:
+        yield connection.write
+        return
+    parts: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def send_all() -> None:
+        while (part := await parts.get()) is not None:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    sending = asyncio.ensure_future(send_all())
+    try:
+        yield parts.put_nowait
+        parts.put_nowait(None)
+        await sending
+    finally:
+        sending.cancel()
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -60,7 +91,10 @@ def event(value: dict[str, Any]) -> bytes:
 
 def compact(value: Any) -> str:
     """JSON without spaces. ValueError for NaN and infinities, for which it has no numbers."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _JSON.encode(value)
+
+
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def _error_event(error: Exception) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import inf
@@ -80,14 +80,31 @@ class Generation:
         finally:
             self.cancel()
 
-    async def chunks(self) -> AsyncIterator[list[PromptChunk]]:
-        """All chunks that have come since the last time, until the last sample has ended."""
-        num_running = len(self._futures)
+    async def follow(self, take: Callable[[list[PromptChunk]], None]) -> None:
+        """Have `take` called with all chunks, as they come, until the last sample has ended.
+
+        The loop itself calls it: to wake a task for each token of each stream would take longer than what it does.
+        """
+        ended, num_running = asyncio.get_running_loop().create_future(), len(self._futures)
+
+        def read(items: list[PromptChunk]) -> None:
+            nonlocal num_running
+            if ended.done():  # or the client has left
+                return
+            chunks = [item for item in items if item.chunk is not None]
+            try:
+                if chunks:
+                    take(chunks)
+            except Exception as error:
+                ended.set_exception(error)
+                return
+            num_running -= len(items) - len(chunks)
+            if not num_running:
+                ended.set_result(None)
+
         try:
-            while num_running:
-                items = await self._inbox.take()
-                num_running -= sum(item.chunk is None for item in items)
-                yield items
+            self._inbox.read_by(read)
+            await ended
             self._raise_reason()
             for future in self._futures:
                 future.result()  # or the error that ended it

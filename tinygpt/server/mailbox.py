@@ -2,31 +2,33 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 
 class Inbox:
-    """What has come for one reader, a task of the loop."""
+    """What has come for one reader, for whom it waits. For the loop alone."""
 
     def __init__(self):
-        self._items: list[Any] = []
-        self._has_come = asyncio.Event()
+        self._waiting: list[Any] = []
+        self._read: Callable[[list[Any]], None] | None = None
 
-    def put(self, item: Any) -> None:
-        """In the loop alone."""
-        self._items.append(item)
-        self._has_come.set()
+    def put(self, items: list[Any]) -> None:
+        if self._read is None:
+            self._waiting += items
+        else:
+            self._read(items)
 
-    async def take(self) -> list[Any]:
-        """All that has come, once there is something."""
-        await self._has_come.wait()
-        self._has_come.clear()
-        items, self._items = self._items, []
-        return items
+    def read_by(self, read: Callable[[list[Any]], None]) -> None:
+        """Have `read` called with what has come, and with whatever comes from now on. It must not raise."""
+        self._read = read
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            read(waiting)
 
 
 class Mailbox:
-    """Any thread may post; the loop delivers."""
+    """Any thread may post; the loop delivers, to each reader all at once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
@@ -41,6 +43,9 @@ class Mailbox:
 
     def _deliver(self) -> None:
         self._is_called = False  # first: what is posted from here on is delivered now, or calls again
+        found: dict[Inbox, list[Any]] = {}
         while self._posted:
             inbox, item = self._posted.popleft()
-            inbox.put(item)
+            found.setdefault(inbox, []).append(item)
+        for inbox, items in found.items():
+            inbox.put(items)

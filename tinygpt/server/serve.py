@@ -58,6 +58,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._on_start()
+        self._building = asyncio.ensure_future(self._build_models())
+
+    async def _build_models(self) -> None:
+        """Before the first request, if it is not among the first: between others' turns."""
+        for _ in self._state.unbuilt_models:
+            await asyncio.sleep(0)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

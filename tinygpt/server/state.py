@@ -20,6 +20,7 @@ from tinygpt.server.errors import ApiError
 from tinygpt.server.generation import Generation
 from tinygpt.server.mailbox import Mailbox
 from tinygpt.server.metrics import Metrics
+from tinygpt.server.protocol.fields import build_models
 from tinygpt.server.record import record_of
 from tinygpt.server.token_names import TokenNames
 from tinygpt.server.turns import Turns
@@ -34,6 +35,9 @@ class ServerState:
     def __init__(self, llm: LLM, config: ServerConfig, started: int):
         self.llm, self.config, self.started = llm, config, started
         self.metrics = Metrics(llm, self.model_name)
+        self.unbuilt_models = (
+            build_models()
+        )  # one at a turn, in the loop; whoever needs them takes all turns that are left
         self.is_draining = False
         self._generations: WeakSet[Generation] = WeakSet()
         self._others: set[asyncio.Event] = set()  # to be set: each for a client that waits for something else

@@ -3,6 +3,11 @@
 import argparse
 import gc
 import os
+import socket
+import threading
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -19,6 +24,8 @@ SUMMARY = "answer OpenAI's and vLLM's clients over HTTP"
 KEY_VARIABLE = "TINYGPT_API_KEY"
 GC_THRESHOLDS = 700, 10, 10  # Python's own; loading has raised them
 LOG_FORMATS = ("text", "json")
+PACKAGES = ("starlette", "uvicorn", "h11", "pydantic", "prometheus_client")  # of the extra `serve`
+WEB_MODULES = ("pydantic.main", "starlette.applications", "uvicorn.protocols.http.h11_impl", "prometheus_client")
 SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests that name it; several may be given (default: none)"
 
 
@@ -92,22 +99,47 @@ def run(args: argparse.Namespace) -> None:
     # As load_llm would, but before the server's modules, NumPy among them, are imported.
     loading.set_thread_pools(args.threads)
     gc.set_threshold(loading.COLLECT_AFTER)
+    _check_installed()
+    from tinygpt.server.listen import listen, url_of
+
+    with listen(args.host, args.port) as listener:
+        importing = threading.Thread(target=_import_web)
+        importing.start()
+        try:
+            with _load(args) as llm:
+                importing.join()
+                _serve(args, llm, listener, url_of(listener))
+        except CheckpointError as error:  # nothing has been served: exit code 2
+            raise RequestError(str(error)) from error
+
+
+def _check_installed() -> None:
+    missing = next((name for name in PACKAGES if find_spec(name) is None), None)
+    if missing is not None:
+        raise _lacks(missing)
+
+
+def _lacks(package: str) -> RequestError:
+    return RequestError(f"serve needs {package}, which comes with: {how_to_install('serve')}.")
+
+
+def _import_web() -> None:
+    """In a second thread, while the first loads the model and waits for its kernels."""
+    with suppress(ImportError):  # which is told when the module is needed
+        for name in WEB_MODULES:
+            import_module(name)
+
+
+def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: str) -> None:
     try:
         from tinygpt.server.app import create_app
-        from tinygpt.server.listen import listen, url_of
         from tinygpt.server.logs import configure_logging
         from tinygpt.server.serve import serve
     except ImportError as error:
-        raise RequestError(f"serve needs {error.name}, which comes with: {how_to_install('serve')}.") from None
-    with listen(args.host, args.port) as listener:
-        configure_logging(args.log_format)
-        url = url_of(listener)
-        try:
-            with _load(args) as llm:
-                app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
-                serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
-        except CheckpointError as error:  # nothing has been served: exit code 2
-            raise RequestError(str(error)) from error
+        raise _lacks(error.name) from None
+    configure_logging(args.log_format)
+    app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
+    serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -125,8 +157,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> "LLM":
     llm, _ = loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
-    # What is there now stays, so it need not be looked at again; what requests leave behind is, at Python's own pace.
-    gc.collect()
+    # What is there now stays, so it is not looked at, not even now: that takes a tenth of the start, and finds next to
+    # nothing. What requests leave behind is, at Python's own pace.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     return llm

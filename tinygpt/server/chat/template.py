@@ -4,12 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.errors import CheckpointError, RequestError, how_to_install
 from tinygpt.regular_file import read_regular_text
 from tinygpt.tokenizer.added_token_files import content_of
 from tinygpt.tokenizer.files import read_json
@@ -27,14 +25,15 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self.source, self._special_tokens = source, dict(special_tokens)
-        environment = ImmutableSandboxedEnvironment(
+        self._jinja2 = _jinja2()
+        environment = self._jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
+        except (self._jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(f"The checkpoint's chat template cannot be read: {error}.") from None
 
     @classmethod
@@ -47,9 +46,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
         """The conversation as one text. RequestError if the template refuses it."""
+        wrong = TypeError, ValueError, LookupError, ArithmeticError, RecursionError, self._jinja2.TemplateError
         try:
             text = self._template.render({**self._special_tokens, **(options or {}), "messages": messages})
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except wrong as error:
             raise RequestError(f"messages is not what this model's chat template takes: {error}.") from None
         if len(text) > MAX_CHARACTERS:
             raise RequestError(f"messages is too long: the prompt would have {len(text)} characters.")
@@ -66,4 +66,15 @@ def _source(folder: Path, options: Mapping[str, Any]) -> str | None:
 
 
 def _refuse(message: str) -> None:
-    raise TemplateError(message)
+    raise _jinja2().TemplateError(message)
+
+
+def _jinja2() -> ModuleType:
+    """For those models that have a template: it is a fiftieth of a server's start."""
+    try:
+        import jinja2.sandbox
+    except ImportError:
+        raise CheckpointError(
+            f"The checkpoint's chat template needs jinja2, which comes with: {how_to_install('serve')}."
+        ) from None
+    return jinja2

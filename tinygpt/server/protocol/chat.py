@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tinygpt.server.protocol.common import StreamOptions, Usage
-from tinygpt.server.protocol.fields import BestOf, ModelName, NumLogprobs, Positive, Strict, Text
+from tinygpt.server.protocol.fields import BestOf, Model, ModelName, NumLogprobs, Positive, Strict, Text
 from tinygpt.server.protocol.guided import GuidedFields
 
 MAX_MESSAGES = 10_000
@@ -42,8 +42,11 @@ class ChatRequest(GuidedFields):
     cache_salt: Text | None = None
     return_token_ids: bool | None = None
 
+    def name_of(self, field: str) -> str | None:
+        return "messages" if field == "prompt" else super().name_of(field)
 
-class TopLogprob(BaseModel):
+
+class TopLogprob(Model):
     token: str
     logprob: float
     bytes: list[int]
@@ -53,17 +56,17 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Model):
     content: list[ChatLogprob]
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(Model):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: str | None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Model):
     """token_ids are there where they are asked for."""
 
     index: int
@@ -74,7 +77,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Model):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -85,12 +88,12 @@ class ChatCompletion(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class Delta(BaseModel):
+class Delta(Model):
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(Model):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None

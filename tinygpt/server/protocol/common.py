@@ -1,8 +1,6 @@
 """What several kinds of requests and replies have in common."""
 
-from pydantic import BaseModel
-
-from tinygpt.server.protocol.fields import Strict
+from tinygpt.server.protocol.fields import Model, Strict
 
 
 class StreamOptions(Strict):
@@ -13,7 +11,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Usage(BaseModel):
+class Usage(Model):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -27,12 +25,12 @@ class Usage(BaseModel):
         )
 
 
-class Error(BaseModel):
+class Error(Model):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorReply(BaseModel):
+class ErrorReply(Model):
     error: Error

@@ -2,13 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tinygpt.server.protocol.common import StreamOptions, Usage
 from tinygpt.server.protocol.fields import (
     MAX_PROMPTS,
     BestOf,
     Count,
+    Model,
     ModelName,
     NumLogprobs,
     Text,
@@ -43,7 +44,7 @@ class CompletionRequest(GuidedFields):
     return_tokens_as_token_ids: bool | None = None
 
 
-class Logprobs(BaseModel):
+class Logprobs(Model):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -51,13 +52,13 @@ class Logprobs(BaseModel):
     top_token_ids: list[dict[str, int] | None] | None = None  # of top_logprobs' names, where ids are asked for
 
 
-class TokenLogprob(BaseModel):
+class TokenLogprob(Model):
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(Model):
     """The last three are there where they are asked for, and prompt_logprobs are vLLM's: id -> what it is."""
 
     index: int
@@ -70,7 +71,7 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
 
 
-class Completion(BaseModel):
+class Completion(Model):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from tinygpt.server.protocol.fields import MAX_PROMPTS, ModelName, Positive, Strict, Text, TokenIds
+from tinygpt.server.protocol.fields import MAX_PROMPTS, Model, ModelName, Positive, Strict, Text, TokenIds
 
 
 class EmbeddingRequest(Strict):
@@ -25,7 +25,7 @@ class EmbeddingRequest(Strict):
     add_special_tokens: bool | None = None
 
 
-class Embedding(BaseModel):
+class Embedding(Model):
     """base64: of the numbers as little-endian float32."""
 
     object: Literal["embedding"] = "embedding"
@@ -33,12 +33,12 @@ class Embedding(BaseModel):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(BaseModel):
+class EmbeddingUsage(Model):
     prompt_tokens: int
     total_tokens: int
 
 
-class Embeddings(BaseModel):
+class Embeddings(Model):
     object: Literal["list"] = "list"
     model: str
     data: list[Embedding]

@@ -4,7 +4,8 @@ A field that may be null is as if it were not there. JSON has one kind of number
 `whole` stands behind the limits, or pydantic would leave them out of the schema.
 """
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import TypeAliasType
@@ -15,13 +16,31 @@ MAX_PROMPTS = 256  # of one request
 MAX_TOKENS = 1_000_000  # of one list
 
 
-class Strict(BaseModel):
+class Model(BaseModel):
+    """What a request or a reply looks like. pydantic builds what checks and writes it when it is first needed, or in
+    `build_models`: for all of them that is a tenth of the time that a server may take to start."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+def build_models() -> Iterator[None]:
+    """Build those that are not yet, one at each turn. In one thread alone: not every pydantic has a lock for it."""
+    models: list[type[Model]] = [Model]
+    while models:
+        model = models.pop()
+        models += model.__subclasses__()
+        if model.model_rebuild():
+            yield
+
+
+class Strict(Model):
     """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true.
 
     All errors but the first are of no use, and a body of megabytes has room for a million: of several unknown fields
     the first alone is looked at, and lists have `fail_fast`.
     """
 
+    IS_LIBRARYS: ClassVar[bool] = False  # whether refusals are in the library's words
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -33,9 +52,9 @@ class Strict(BaseModel):
         unknown = next(name for name in given if name not in names)
         return {name: value for name, value in given.items() if name in names or name == unknown}
 
-    def name_of(self, field: str) -> str:
-        """What this request calls what the engine calls `field`."""
-        return field
+    def name_of(self, field: str) -> str | None:
+        """What this request calls what the engine calls `field`; None: it has no such field."""
+        return field if field.partition(".")[0] in type(self).model_fields else None
 
 
 def whole(value: Any) -> Any:

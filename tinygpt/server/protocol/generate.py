@@ -14,6 +14,7 @@ Found = list[dict[str, Number] | None] | None  # for each token: id -> log proba
 class GenerateRequest(SamplingFields):
     """LLM.submit's arguments. A prompt that is null or empty starts at the BOS token."""
 
+    IS_LIBRARYS = True
     model: ModelName | None = None
     prompt: str | TokenIds | None = Field(None, description="a text or a list of token ids")
     max_tokens: Positive | None = None

@@ -81,8 +81,9 @@ class GuidedFields(SamplingFields):
             raise RequestError(f"{last} is given beside {' and '.join(others_given)}: a text is guided by one of them.")
         return super().sampling_params(encode, **others, **dict(given.values()))
 
-    def name_of(self, field: str) -> str:
-        return next((name for name, (meant, _) in self._given().items() if meant == field), field)
+    def name_of(self, field: str) -> str | None:
+        given = (name for name, (meant, _) in self._given().items() if meant == field)
+        return next(given, None) or super().name_of(field)
 
     def _given(self) -> dict[str, tuple[str, Any]]:
         """What the request calls it -> (the guided field that it is, its value)."""

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from pydantic import BaseModel
+from tinygpt.server.protocol.fields import Model
 
 
-class ModelCard(BaseModel):
+class ModelCard(Model):
     """The last two are what a request may ask for at most."""
 
     id: str
@@ -18,20 +18,20 @@ class ModelCard(BaseModel):
     max_logprobs: int
 
 
-class ModelList(BaseModel):
+class ModelList(Model):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class Deleted(BaseModel):
+class Deleted(Model):
     id: str
     object: Literal["model"] = "model"
     deleted: bool
 
 
-class Health(BaseModel):
+class Health(Model):
     status: Literal["ok", "draining"]
 
 
-class Version(BaseModel):
+class Version(Model):
     version: str

@@ -119,6 +119,10 @@ class SamplingFields(Strict):
         given.setdefault("temperature", 0.0 if given.get("num_beams", 1) > 1 else DEFAULT_TEMPERATURE)
         return SamplingParams(seed=_seed(self.seed), logit_bias=_biases(self.logit_bias or {}, encode), **given)
 
+    def name_of(self, field: str) -> str | None:
+        is_other = field == "num_beams" and self.num_beams is None and self.use_beam_search
+        return "use_beam_search" if is_other else super().name_of(field)
+
 
 def _seed(seed: int | None) -> int | None:
     """OpenAI's seeds are signed 64 bits, the engine's unsigned; -1 is none, as in vLLM."""

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tinygpt.server.protocol.embeddings import EmbeddingUsage
-from tinygpt.server.protocol.fields import MAX_PROMPTS, ModelName, Strict, Text, TokenIds
+from tinygpt.server.protocol.fields import MAX_PROMPTS, Model, ModelName, Strict, Text, TokenIds
 from tinygpt.server.protocol.generate import Number
 
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -23,7 +23,7 @@ class ScoreRequest(Strict):
     split_special_tokens: bool | None = None
 
 
-class Score(BaseModel):
+class Score(Model):
     """score: from -1 to 1, the cosine of the angle between the texts' embeddings."""
 
     index: int
@@ -31,7 +31,7 @@ class Score(BaseModel):
     score: float
 
 
-class Scores(BaseModel):
+class Scores(Model):
     id: str
     object: Literal["list"] = "list"
     created: int
@@ -43,6 +43,7 @@ class Scores(BaseModel):
 class ContinuationsRequest(Strict):
     """LLM.score's arguments."""
 
+    IS_LIBRARYS = True
     model: ModelName | None = None
     prompt: str | TokenIds | None = Field(None, description="a text or a list of token ids")
     continuations: Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]

@@ -1,8 +1,6 @@
 """/tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
 
-from pydantic import BaseModel
-
-from tinygpt.server.protocol.fields import AnyTokenIds, ModelName, Strict
+from tinygpt.server.protocol.fields import AnyTokenIds, Model, ModelName, Strict
 
 
 class TokenizeRequest(Strict):
@@ -15,7 +13,7 @@ class TokenizeRequest(Strict):
     return_token_strs: bool | None = None
 
 
-class TokenizeReply(BaseModel):
+class TokenizeReply(Model):
     count: int
     max_model_len: int
     tokens: list[int]
@@ -28,11 +26,11 @@ class DetokenizeRequest(Strict):
     skip_special_tokens: bool | None = None
 
 
-class DetokenizeReply(BaseModel):
+class DetokenizeReply(Model):
     prompt: str
 
 
-class TokenizerInfo(BaseModel):
+class TokenizerInfo(Model):
     tokenizer_class: str
     eos_token: str | None
     bos_token: str | None

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from tinygpt.server.chat.job import ChatJob
 from tinygpt.server.chat.marks import Marks
+from tinygpt.server.chat.stream import ChatStream
 from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.endpoint import Endpoint
 from tinygpt.server.errors import ApiError
@@ -29,7 +30,7 @@ def routes(state: ServerState) -> list[Route]:
         job = await _read(state, request, template, form)
         if form.stream:
             await generation.submit([(job.prompt, job.params)], is_streamed=True)
-            return EventStream(job.events(generation))
+            return EventStream(ChatStream(job, generation).events)
         [output] = await generation.run([(job.prompt, job.params)])
         return json_reply(job.reply(output))
 

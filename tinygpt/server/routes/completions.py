@@ -3,6 +3,7 @@
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,9 +41,11 @@ def routes(state: ServerState) -> list[Route]:
         suffix = await _read_suffix(state, job)
         if not form.stream or form.max_tokens == 0:
             reply = completion(job, await _outputs(state, generation, job, suffix))
-            return EventStream(CompletionStream(job, generation).whole(reply)) if form.stream else json_reply(reply)
+            if form.stream:
+                return EventStream(partial(CompletionStream(job, generation).whole, reply))
+            return json_reply(reply)
         await generation.submit([(prompt, job.params) for prompt in job.prompts], is_streamed=True)
-        return EventStream(CompletionStream(job, generation).events())
+        return EventStream(CompletionStream(job, generation).events)
 
     endpoint = Endpoint(CompletionRequest, complete, state)
     return [Route("/v1/completions", endpoint, methods=["POST"])]

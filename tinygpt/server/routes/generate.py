@@ -1,6 +1,6 @@
 """/generate: LLM.submit over HTTP, whose output comes back whole. For RemoteLLM, which reads what is written here."""
 
-from collections.abc import AsyncIterator
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,8 +9,8 @@ from starlette.routing import Route
 from tinygpt.remote.wire import PATH, chunk_to_json, output_to_json
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.event_stream import EventStream, compact, event
-from tinygpt.server.generation import Generation
+from tinygpt.server.event_stream import EventStream, Write, compact, event
+from tinygpt.server.generation import Generation, PromptChunk
 from tinygpt.server.inputs import read_params, read_prompts
 from tinygpt.server.protocol.generate import GenerateRequest
 from tinygpt.server.state import ServerState
@@ -26,7 +26,7 @@ def routes(state: ServerState) -> list[Route]:
         requests = [(prompts[0], await _params(state, request, form))]
         if form.stream:
             await generation.submit(requests, is_streamed=True)
-            return EventStream(_events(generation))
+            return EventStream(partial(_events, generation))
         [output] = await generation.run(requests)
         return Response(compact(output_to_json(output)), media_type="application/json")
 
@@ -38,8 +38,10 @@ async def _params(state: ServerState, request: Request, form: GenerateRequest) -
     return await read_params(state, request, form, **named)
 
 
-async def _events(generation: Generation) -> AsyncIterator[bytes]:
-    async for items in generation.chunks():
-        yield b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in items if chunk is not None)
+async def _events(generation: Generation, write: Write) -> None:
+    def take(chunks: list[PromptChunk]) -> None:
+        write(b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks))
+
+    await generation.follow(take)
     [output] = generation.finished()
-    yield event({"output": output_to_json(output)})
+    write(event({"output": output_to_json(output)}))

@@ -2,19 +2,26 @@
 
 import asyncio
 import functools
+from collections import deque
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from tinygpt.server.openapi import document
 from tinygpt.server.state import ServerState
 
 
 def routes(state: ServerState) -> list[Route]:
-    described = functools.cache(document)  # made once, when somebody asks
+    @functools.cache
+    def described() -> dict[str, Any]:
+        """Made once, when somebody asks."""
+        from tinygpt.server.openapi import document
+
+        return document(state)
 
     async def openapi(request: Request) -> JSONResponse:
-        return JSONResponse(await asyncio.to_thread(described, state))
+        deque(state.unbuilt_models, maxlen=0)
+        return JSONResponse(await asyncio.to_thread(described))
 
     return [Route("/openapi.json", openapi)]

@@ -1,0 +1,52 @@
+"""What a start does not need is left for later: a server is to answer within a second."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import subprocess
+import sys
+
+from support.paths import ROOT
+from support.serving import served, until
+from tinygpt.server.protocol.fields import Model
+
+PROGRAM = """
+import sys
+import tinygpt.server.app, tinygpt.server.serve
+from tinygpt.cli.commands.serve import _server_config
+from tinygpt.server.protocol.fields import Model
+found, models = [Model], []
+while found:
+    models.append(found.pop())
+    found += models[-1].__subclasses__()
+print(len(models) > 20, [model.__name__ for model in models if model.__pydantic_complete__])
+print([name for name in ("jinja2", "tinygpt.server.openapi") if name in sys.modules])
+"""
+
+
+def test_importing_the_server_builds_no_model_and_reads_no_jinja():
+    result = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["True []", "[]"]
+
+
+def test_models_are_built_once_the_server_has_started(llm):
+    class Late(Model):
+        count: int
+
+    assert not Late.__pydantic_complete__
+    with served(llm):
+        until(lambda: Late.__pydantic_complete__)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/openapi.json"])
+def test_a_request_finds_all_models_built(server, path):
+    """However soon it comes: other threads are to find them as they are."""
+
+    class Late(Model):
+        count: int
+
+    server.state.unbuilt_models = type(server.state)(server.state.llm, server.state.config, 0).unbuilt_models
+    assert not Late.__pydantic_complete__
+    server.ask(path, {"prompt": "a", "n": 0} if "completions" in path else None)
+    assert Late.__pydantic_complete__

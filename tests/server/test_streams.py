@@ -1,0 +1,156 @@
+"""How events get from the engine to a client: what is done once for a step, or a stream, is not done for each token."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+
+import asyncio
+import json
+import socket
+from collections import Counter
+
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+from support.serving import served
+from tinygpt.server.chat.template import ChatTemplate
+from tinygpt.server.mailbox import Inbox, Mailbox
+from tinygpt.server.protocol.chat import ChatChunkChoice
+
+ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+CHAT = {name: value for name, value in ASKED.items() if name != "prompt"} | {
+    "messages": [{"role": "user", "content": "Who is there?"}]
+}
+
+
+@pytest.fixture(scope="module")
+def chat(llm):
+    with served(llm, chat_template=ChatTemplate("{{ messages[0].content }}", {})) as server:
+        yield lambda **body: server.ask("/v1/chat/completions", {**CHAT, **body})
+
+
+def events_of(body: bytes) -> list[dict]:
+    """The choices of a stream's events, which are made anew for each request but for these."""
+    events = [part.removeprefix(b"data: ") for part in body.split(b"\n\n")]
+    return [json.loads(event)["choices"] for event in events if event.startswith(b"{")]
+
+
+class Loop:
+    """In place of an event loop: notes what it is to call."""
+
+    def __init__(self):
+        self.called = []
+
+    def call_soon_threadsafe(self, call):
+        self.called.append(call)
+
+
+def test_a_step_wakes_the_loop_once_and_each_reader_once():
+    loop, readers = Loop(), [[] for _ in range(3)]
+    mailbox, inboxes = Mailbox(loop), [Inbox() for _ in readers]
+    for inbox, read in zip(inboxes, readers, strict=True):
+        inbox.read_by(read.append)
+    for token in (1, 2):
+        for i, inbox in enumerate(inboxes):
+            mailbox.post(inbox, (i, token))
+    assert len(loop.called) == 1
+    loop.called.pop()()
+    assert readers == [[[(i, 1), (i, 2)]] for i in range(3)]
+    mailbox.post(inboxes[0], "later")
+    loop.called.pop()()
+    assert readers[0][1:] == [["later"]]
+
+
+def test_what_comes_before_its_reader_waits_for_him():
+    inbox, found = Inbox(), []
+    inbox.put([1])
+    inbox.put([2])
+    inbox.read_by(found.append)
+    inbox.put([3])
+    assert found == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_only_the_ends_of_a_stream_go_through_all_layers(server, chat, monkeypatch, route):
+    """A coroutine for each layer, and a task to wake, would take longer than a token's event."""
+    sent, send = Counter(), RequestResponseCycle.send
+
+    async def counted(self, message):
+        sent[message["type"]] += 1
+        await send(self, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", counted)
+    reply = server.complete(**ASKED) if route == "completions" else chat()
+    assert len(reply.events) > 10
+    assert sent == {"http.response.start": 1, "http.response.body": 1}
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_token_ids": True}, {"n": 2, "temperature": 1, "seed": 5}], ids=str)
+def test_events_amid_a_chat_are_written_without_a_model_of_each(chat, monkeypatch, asked):
+    made = []
+
+    def counted(**fields):
+        made.append(fields)
+        return ChatChunkChoice(**fields)
+
+    monkeypatch.setattr("tinygpt.server.chat.stream.ChatChunkChoice", counted)
+    events = chat(**asked).events
+    assert len(events) > len(made) == 2 * asked.get("n", 1)  # the first and the last
+    for event in events:
+        [choice] = event["choices"]
+        assert ChatChunkChoice(**choice).model_dump(exclude_unset=True) == choice
+    assert {tuple(event) for event in events} == {tuple(events[-1])}
+
+
+def test_a_chat_has_what_stream_options_ask_for(chat):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = chat(max_tokens=3, stream_options=options).events
+    assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 3]
+    lines = chat(stream_options={"include_obfuscation": True}).body.decode().split("\n\n")[:-2]
+    assert {len(line + "\n\n") % 64 for line in lines} == {0}
+
+
+def test_a_client_of_http_1_0_gets_the_same_events(server):
+    """It knows no chunks: the body ends with the connection."""
+    data = json.dumps(ASKED).encode()
+    lines = ["POST /v1/completions HTTP/1.0", "host: localhost", "content-type: application/json"]
+    with socket.create_connection(("127.0.0.1", server.port), 60) as client:
+        client.sendall("\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data)
+        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert events_of(body) == events_of(server.complete(**ASKED).body)
+
+
+def test_behind_another_server_a_stream_is_the_same(server):
+    """One that knows nothing of our connections, but for what ASGI says."""
+    body = json.dumps(ASKED).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    expected = events_of(server.complete(**ASKED).body)
+    loop = server.state.mailbox._loop
+    messages = asyncio.run_coroutine_threadsafe(answered(server.app, scope, body), loop).result(60)
+    assert [message["type"] for message in messages[:1]] == ["http.response.start"]
+    assert [message["more_body"] for message in messages[1:]] == [True] * (len(messages) - 2) + [False]
+    told = b"".join(message["body"] for message in messages[1:])
+    assert events_of(told) == expected
+
+
+async def answered(app, scope, body: bytes) -> list[dict]:
+    messages, asked = [], [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        return asked.pop() if asked else await asyncio.Event().wait()
+
+    async def send(message):
+        await asyncio.sleep(0)
+        messages.append(message)
+
+    await app(scope, receive, send)
+    return messages
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_an_upgrade_is_not_taken_and_logs_no_advice(server, caplog, protocol):
+    reply = server.ask("/health", connection="Upgrade", upgrade=protocol)
+    assert (reply.status, reply.json) == (200, {"status": "ok"})
+    assert [record.message for record in caplog.records if record.name.startswith("uvicorn")] == []

@@ -1,0 +1,34 @@
+"""The engine's sentences for those who ask over HTTP: they set the fields of a request, and nothing else.
+
+A sentence that names a field begins with it, as in "max_tokens=0 is not possible" or "num_beams is 5 and ...".
+"""
+
+import re
+
+from tinygpt.server.protocol.fields import Strict
+
+_FIELD = re.compile(r"(?:the )?([a-z_.]+)(?==| is | has | holds | needs? )")
+# What a program could do -> what a client can do.
+_ADVICE = (
+    ("none was loaded: load it with LLM(soft_prompts={name: path})", "this server has none: leave it out"),
+    (": load it with LLM(soft_prompts={name: path})", ": take one of them, or leave it out"),
+    (": use generate.", ": leave out stream."),
+    (", so lower the one or raise the other.", ", so lower it."),
+    (": submit again later, or raise max_queue.", ": ask again later."),
+    (", and it can be raised to that", ""),
+)
+
+
+def for_client(sentence: str, form: Strict) -> tuple[str, str | None]:
+    """The sentence; and the field that it is about, by the name that the request has for it, if any."""
+    found = _FIELD.match(sentence)
+    name = None if found is None else form.name_of(found[1])
+    if form.IS_LIBRARYS:
+        return sentence, name
+    if name == "use_beam_search":  # which is no number
+        sentence = f"use_beam_search searches with n beams, and {sentence}"
+    elif name is not None and found.start(1) == 0:
+        sentence = name + sentence[found.end(1) :]
+    for advice, others in _ADVICE:
+        sentence = sentence.replace(advice, others)
+    return sentence, name
