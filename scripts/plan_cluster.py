@@ -6,7 +6,8 @@
 Each host is taken to be like this machine, whose memory bandwidth and tiles are measured, and runs one rank with all
 its cores; --latency is that of a message in microseconds, --bandwidth what goes between two hosts in GBit/s. A step of
 decoding reads its weights and its KV cache, or computes, whichever takes longer; --efficiency is the share of what the
-machine could do that it reaches, as `tinygpt bench` shows it. Figures are predictions, and are called that.
+machine could do that it reaches, as `tinygpt bench` shows it. Figures are predictions, and are called that; --check
+ends with exit code 1 if one is off by more than a quarter.
 """
 
 import argparse
@@ -33,8 +34,10 @@ from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import physical_cores
 from tinygpt.parallel.cut import part_of_rank
 from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.runner import GROUP_STEPS, LEAST_GROUP
 
 FLOAT, GIB = 4, 2**30  # bytes
+ALLOWED = 0.25  # of a measured step
 # Ranks gather a row of GPT-2 XL from each other, as they do twice a layer; the median, in seconds.
 GATHER = """
 import statistics, time
@@ -67,7 +70,7 @@ class Network:
 class Load:
     """Sequences that decode together on a replica, and the positions that each attends to."""
 
-    batch_size: int
+    batch_size: float
     context: int
 
 
@@ -82,10 +85,13 @@ def predict(
     config: ModelConfig, dtype: str, layout: Layout, load: Load, limits: MachineLimits, network: Network, share: float
 ) -> Prediction:
     """A step of decoding on one replica. share: of the limits that a step reaches."""
-    seconds, memory = 0.0, 0.0
-    for stage in range(layout.pipeline_size):
-        slowest, largest = _first_rank(config, dtype, layout, stage, load, limits)
-        seconds, memory = seconds + slowest / share, max(memory, largest)
+    stages = layout.pipeline_size
+    seconds, memory = zip(*(_first_rank(config, dtype, layout, i, load, limits) for i in range(stages)), strict=True)
+    seconds, memory = sum(seconds) / share, max(memory)
+    if stages > 1 and load.batch_size >= stages * LEAST_GROUP:  # each stage works on another group
+        group = replace(load, batch_size=load.batch_size / stages)
+        turn = max(_first_rank(config, dtype, layout, i, group, limits)[0] for i in range(stages)) / share
+        seconds = turn * (stages + (stages - 1) / GROUP_STEPS)
     between = _messages(config, layout, load.batch_size)
     return Prediction(memory, seconds + network.seconds(*between), sent_bytes(config, layout, load.batch_size))
 
@@ -93,24 +99,25 @@ def predict(
 def sent_bytes(config: ModelConfig, layout: Layout, rows: int) -> int:
     """Between all ranks, in a step of so many tokens whose logits are all wanted, but for the plan of the step.
 
-    Each layer has two sums, of which each rank sends its part to each other one.
+    The embedding is one exchange among the ranks of a stage and each layer two, in which each rank sends its part to
+    each other one.
     """
     width, tensor = rows * config.n_embd * FLOAT, layout.tensor_size
-    sums = 2 * config.n_layer * tensor * (tensor - 1) * width
+    exchanges = (2 * config.n_layer + 1) * tensor * (tensor - 1) * width
     hops = (layout.pipeline_size - 1) * tensor * width
     own = 0 if layout.pipeline_size > 1 else len(part_of_rank(layout, 0, config, "float32").vocab)
     logits = rows * (config.vocab_size - own) * FLOAT if layout.size > 1 else 0
-    return sums + hops + logits
+    return exchanges + hops + logits
 
 
 def _messages(config: ModelConfig, layout: Layout, rows: int) -> tuple[float, float]:
     """One after another: how many, and bytes that one link carries."""
     width = rows * config.n_embd * FLOAT
     others = layout.tensor_size - 1
-    sums = 2 * config.n_layer * (others > 0)
+    exchanges = (2 * config.n_layer + 1) * (others > 0)
     hops = layout.pipeline_size - 1
     logits = rows * config.vocab_size * FLOAT * (layout.size > 1)
-    return sums + hops + 2 * (layout.size > 1) + (others > 0), (sums * others + hops) * width + logits
+    return exchanges + hops + 2 * (layout.size > 1), (exchanges * others + hops) * width + logits
 
 
 def _first_rank(
@@ -154,37 +161,49 @@ def local_latency(ranks: int) -> float:
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def check(args: argparse.Namespace, config: ModelConfig, dtype: str, load: Load) -> None:
-    """Predicted beside measured: ranks of this machine, which share its cores and its memory's bandwidth."""
-    cores, rows = physical_cores(), []
-    if max(args.check) > cores:
-        raise SystemExit(
-            f"--check is {max(args.check)} and there are {cores} cores: a rank that waits keeps a core busy, so give "
-            f"{cores} at most."
-        )
+def check(args: argparse.Namespace, config: ModelConfig, dtype: str, load: Load) -> bool:
+    """Predicted beside measured: ranks of this machine, which share its cores and its memory's bandwidth. Whether all
+    predictions are within ALLOWED.
+
+    One rank says what share of the limits a step reaches, so its own prediction is none.
+    """
+    cores, is_right = physical_cores(), True
+    if args.check[0] != 1:
+        raise SystemExit(f"--check begins with {args.check[0]}: begin with 1, by which the others are predicted.")
     limits = measure_limits(dtype, cores)
-    for ranks in args.check:
-        threads = cores // ranks
-        cases = {"--batch-sizes": load.batch_size, "--prompt-lengths": load.context - 32, "--new-tokens": 64}
-        flags = [word for flag, value in cases.items() for word in (flag, str(value))]
-        model = ["--random", args.model.removeprefix("random:")] if "random:" in args.model else ["-m", args.model]
-        command = ["bench", *model, "--dtype", dtype, "-t", str(threads), "--tensor-parallel", str(ranks), *flags]
-        found = subprocess.run(
-            [sys.executable, "-m", "tinygpt", *command, "--json"], check=True, capture_output=True, text=True
-        )
-        record = next(record for record in json.loads(found.stdout) if record["n_gen"])
-        rows.append((ranks, record["ms_per_token"] / 1e3))
-    _, alone = rows[0]
-    share = predict(config, dtype, Layout(), load, limits, Network(0, 1e12), 1.0).seconds / alone
     print("\n| ranks of this machine | predicted ms | measured ms | off by |\n|---|---|---|---|")
-    for ranks, measured in rows:
+    for ranks in args.check:
+        if ranks > cores:
+            print(f"| {ranks} | | | not tried: {ranks} ranks would wait for one another's turn on {cores} cores |")
+            continue
+        measured = seconds_of_ranks(args.model, dtype, load, ranks, cores // ranks)
         one = MachineLimits(limits.bandwidth / ranks, {kind: rate / ranks for kind, rate in limits.tile_rates.items()})
         network = Network(local_latency(ranks), limits.bandwidth / 8)
+        if ranks == 1:
+            share = predict(config, dtype, Layout(), load, one, network, 1.0).seconds / measured
+            print(f"| 1 | | {measured * 1e3:.2f} | |")
+            continue
         predicted = predict(config, dtype, Layout(ranks), load, one, network, share).seconds
-        print(f"| {ranks} | {predicted * 1e3:.2f} | {measured * 1e3:.2f} | {predicted / measured - 1:+.0%} |")
+        off = predicted / measured - 1
+        is_right = is_right and abs(off) <= ALLOWED
+        print(f"| {ranks} | {predicted * 1e3:.2f} | {measured * 1e3:.2f} | {off:+.0%} |")
+    return is_right
 
 
-def main() -> None:
+def seconds_of_ranks(model: str, dtype: str, load: Load, ranks: int, threads: int) -> float:
+    """Of a step of decoding, measured on ranks of this machine."""
+    cases = {"--batch-sizes": load.batch_size, "--prompt-lengths": load.context - 32, "--new-tokens": 64}
+    flags = [word for flag, value in cases.items() for word in (flag, str(value))]
+    source = ["--random", model.removeprefix("random:")] if "random:" in model else ["-m", model]
+    command = ["bench", *source, "--dtype", dtype, "-t", str(threads), "--tensor-parallel", str(ranks), *flags]
+    found = subprocess.run(
+        [sys.executable, "-m", "tinygpt", *command, "--json"], check=True, capture_output=True, text=True
+    )
+    record = next(record for record in json.loads(found.stdout) if record["n_gen"])
+    return record["ms_per_token"] / 1e3
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="as --model of `tinygpt generate`; random:1.5B needs no download")
     parser.add_argument("--dtype", default="bfloat16")
@@ -200,8 +219,7 @@ def main() -> None:
     source = ModelSource.open(args.model, args.dtype)
     config, dtype, load = source.config, source.dtype, Load(args.batch_size, args.context)
     if args.check:
-        check(args, config, dtype, load)
-        return
+        return int(not check(args, config, dtype, load))
     limits = measure_limits(dtype, physical_cores())
     if args.memory_bandwidth:
         limits = replace(limits, bandwidth=args.memory_bandwidth * 1e9)
@@ -217,7 +235,8 @@ def main() -> None:
             name = f"{layout.tensor_size} x {layout.pipeline_size} x {replicas}"
             sizes = f"{found.memory / GIB:.2f} | {found.seconds * 1e3:.1f} | {rate:.1f} | {found.sent / 1e3:.0f}"
             print(f"| {hosts} | {name} | {sizes} |")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

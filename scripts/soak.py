@@ -20,11 +20,14 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine.engine import Engine
 from tinygpt.errors import QueueFullError
 
 THREADS, MAX_QUEUE, MAX_NUM_SEQS = 64, 32, 24
@@ -90,7 +93,6 @@ def run_request(llm: LLM, prompt: str, params: SamplingParams, is_cancelled: boo
         except QueueFullError:
             with report.lock:
                 report.refusals += 1
-                report.most_samples = max(report.most_samples, num_samples(llm))
             time.sleep(0.005)
     if is_cancelled:
         future.cancel()
@@ -105,9 +107,25 @@ def run_request(llm: LLM, prompt: str, params: SamplingParams, is_cancelled: boo
     return str(output.outputs[0].finish_reason)
 
 
-def num_samples(llm: LLM) -> int:
-    """Samples that run or wait."""
-    return len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting)
+class CountingRunner:
+    """A runner that counts the samples in each step, while none begins to run or ends: `Engine.wrapped` takes it."""
+
+    def __init__(self, runner: Any, llm: LLM, report: Report):
+        self._runner, self._engine, self._report = runner, llm.engine, report
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Any) -> Any:
+        self._report.most_samples = max(self._report.most_samples, num_samples(self._engine))
+        return self._runner.forward(batch)
+
+
+def num_samples(engine: Engine) -> int:
+    """Samples that run or wait, within a step. Cancelled ones are none, which leave at its end: their places in the
+    queue are free already. They are counted last, or one that is cancelled now would count beside its successor."""
+    held = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+    return held - len(engine._removed)
 
 
 def resident_bytes(pids: Sequence[int]) -> int:
@@ -157,10 +175,11 @@ def main() -> int:
     ):
         report.pids = rank_pids(args.tensor_parallel)
         threads = [threading.Thread(target=run_thread, args=(llm, each, i, report, bar)) for i in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with llm.engine.wrapped(partial(CountingRunner, llm=llm, report=report)):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         time.sleep(0.2)  # what was cancelled last leaves with the step
         found = problems(llm, report, each * THREADS)
     took = time.perf_counter() - start

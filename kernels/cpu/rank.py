@@ -3,29 +3,26 @@
 What ranks send one another is tinygpt/parallel's; the sums within a step are layers/ranks.py's.
 """
 
-import math
 from dataclasses import replace
 
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.epilogue import MAX_SEGMENTS
-from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Int8Weight
 from tinygpt.kernels.cpu.layers.ranks import Ranks
 from tinygpt.kernels.cpu.packing.part import Part
-from tinygpt.kernels.cpu.params import Params, head_segments, inner_segments, load_part, part_of
+from tinygpt.kernels.cpu.params import head_segments, inner_segments, load_part, part_of
 from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.cpu.trace import final_norm
 from tinygpt.kernels.cpu.workspace import Workspace, new_workspace
 
 __all__ = [
     "Part",
     "can_share",
-    "embedded",
     "final_norm",
     "hidden_rows",
     "load_part",
     "part_of",
+    "share_embedding",
     "workspace_of_part",
 ]
 
@@ -47,6 +44,7 @@ def workspace_of_part(
     ranks = Ranks(
         partial=zeros((max_num_tokens, part.n_embd)),
         gathered=zeros((part.tensor_size * max_num_tokens * part.n_embd,)),
+        owners=np.full(max_num_tokens, -1, np.int32),
         allgather=allgather,
         status=np.zeros(part.tensor_size, np.int64),
         no_bias=np.empty((1, 0), np.float32),
@@ -59,14 +57,12 @@ def hidden_rows(workspace: Workspace, count: int) -> np.ndarray:
     return workspace.buffers.x[:count]
 
 
-def embedded(params: Params, rows: np.ndarray) -> np.ndarray:
-    """(n, C) float32: these rows of wte, to the bit what the step's kernel makes of a token before its position."""
-    weight, (panels, columns) = params.wte, np.divmod(rows, PANEL)
-    size = params.wte_factors.size
-    found = weight.panels[0][panels, :, columns]  # (n, K or steps of K[, values of a step])
-    found = found.reshape(len(rows), math.prod(found.shape[1:]))[:, :size]  # (n, C)
-    if isinstance(weight, BFloat16Weight):
-        found = (found.astype(np.uint32) << 16).view(np.float32)
-    elif isinstance(weight, Int8Weight):
-        found = (found.astype(np.int32) - 128).astype(np.float32) * weight.scales[0][rows][:, None]
-    return found * params.wte_factors
+def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
+    """Have the ranks embed a step's tokens (N,) together; the ids to give this rank in their place.
+
+    starts: the first token that each rank has. Below 0 stand rows of the step's `embeds`, which are rank 0's; here they
+    stand for whatever another rank has.
+    """
+    owners = np.maximum(np.searchsorted(starts, token_ids, side="right") - 1, 0)
+    workspace.buffers.ranks.owners[: owners.size] = owners
+    return np.where(owners == rank, token_ids - starts[rank], -1).astype(np.int32)

@@ -88,11 +88,11 @@ def test_kernels_that_compile_are_in_no_figure(llm, monkeypatch):
     assert (run.prompt, run.generation, run.sampling, run.first_token, run.total) == (1, 5, 6, 2, 12)
 
 
-def test_no_step_is_taken_unseen(monkeypatch):
+def test_no_step_is_taken_unseen():
     """A backend that takes several steps at once is asked for one."""
-    runner = FakeRunner(monkeypatch)
-    assert runner.has_multi_step
-    assert not measure.TimedRunner(runner, SimpleNamespace(running=[]), 1, CompileClock(), HostMeter()).has_multi_step
+    runner = SimpleNamespace(steps_at_once=lambda num_sequences: 16)
+    timed = measure.TimedRunner(runner, SimpleNamespace(running=[]), 1, CompileClock(), HostMeter())
+    assert timed.steps_at_once(1) == 1
 
 
 def test_counts_of_one_prompt(llm):

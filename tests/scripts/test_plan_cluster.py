@@ -42,7 +42,16 @@ def test_two_stages_halve_the_memory_alone():
     assert two.memory == pytest.approx(4 * (9 * 12 * 768**2 + 50257 * 768), rel=0.01)  # 9 layers, and a tied embedding
 
 
-@pytest.mark.parametrize(("layout", "floats"), [(Layout(2), 24 * 2 * 768 + 25128), (Layout(1, 2), 768 + 50257)])
+def test_stages_that_work_on_groups_of_a_batch_take_a_turn_more_in_four_steps():
+    """Where computing takes the time, not reading: 9 layers, or 3 and a head that is as large as 5.4."""
+    slow = MachineLimits(1e15, {"float32": 1e9, "bfloat16": 1e9})
+    fields = "float32", Layout(1, 2), plan_cluster.Load(32, 1), slow, FREE, 1.0
+    layers, head = 12 * 12 * 768**2, 50257 * 768
+    turn = 2 * 16 * max(layers * 9 / 12, layers * 3 / 12 + head) / 1e9
+    assert plan_cluster.predict(ModelConfig(), *fields).seconds == pytest.approx(2.25 * turn, rel=1e-3)
+
+
+@pytest.mark.parametrize(("layout", "floats"), [(Layout(2), 25 * 2 * 768 + 25128), (Layout(1, 2), 768 + 50257)])
 def test_what_is_sent_in_a_step(layout, floats):
     assert plan_cluster.sent_bytes(ModelConfig(), layout, 1) == 4 * floats
 
@@ -52,8 +61,23 @@ def test_every_way_to_use_four_hosts():
     assert found == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
 
 
-def test_more_ranks_than_cores_are_not_measured(monkeypatch):
+@pytest.mark.parametrize(("of_two", "status"), [(1.1, 0), (1.5, 1)])
+def test_a_check_fails_by_predictions_that_are_off_and_not_by_what_was_not_tried(monkeypatch, capsys, of_two, status):
+    """Two ranks share what one has, and so are to take as long."""
+    seconds = {1: 1.0, 2: of_two}
     monkeypatch.setattr(plan_cluster, "physical_cores", lambda: 2)
-    monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", "1", "4"])
-    with pytest.raises(SystemExit, match="--check is 4 and there are 2 cores"):
+    monkeypatch.setattr(plan_cluster, "measure_limits", lambda dtype, threads: LIMITS)
+    monkeypatch.setattr(plan_cluster, "local_latency", lambda ranks: 1e-6)
+    monkeypatch.setattr(plan_cluster, "seconds_of_ranks", lambda model, dtype, load, ranks, threads: seconds[ranks])
+    monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", "1", "2", "4"])
+    assert plan_cluster.main() == status
+    one, two, four = capsys.readouterr().out.splitlines()[-3:]
+    assert one == "| 1 | | 1000.00 | |"
+    assert two.startswith("| 2 | ")
+    assert "4 ranks would wait for one another's turn on 2 cores" in four
+
+
+def test_a_check_begins_with_one_rank(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", "2", "4"])
+    with pytest.raises(SystemExit, match="--check begins with 2: begin with 1"):
         plan_cluster.main()

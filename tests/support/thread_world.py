@@ -1,13 +1,14 @@
 """Ranks that are threads of this process: a World without MPI, for tests.
 
 What a kernel calls in place of MPI_Allgather is Python here. `delivered` says in which order the parts of the ranks are
-handed over, so that a test may have them mixed up.
+handed over by a rank's i-th call, so that a test may have them mixed up.
 """
 
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Queue
 from typing import Any, NoReturn
 
@@ -44,7 +45,7 @@ class Meeting:
 class Threads:
     """What all ranks of one world share."""
 
-    def __init__(self, size: int, delivered: Sequence[int] | None = None):
+    def __init__(self, size: int, delivered: Callable[[int], Sequence[int]] | None = None):
         self.size, self.delivered = size, delivered
         self.meeting = Meeting(size)
         self.groups: dict[int, Meeting] = {}
@@ -96,6 +97,9 @@ class ThreadWorld:
         assert values.flags.c_contiguous
         values[...] = self._threads.mail[rank, self.rank].get(timeout=PATIENCE)
 
+    def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
+        return partial(self.receive, values, rank)
+
     def group(self, ranks: list[int]) -> "ThreadGroup":
         with self._threads.lock:
             meeting = self._threads.groups.setdefault(ranks[0], Meeting(len(ranks)))
@@ -110,17 +114,16 @@ class ThreadGroup:
     def __init__(self, threads: Threads, meeting: Meeting, place: int, size: int):
         self._threads, self._meeting, self._place, self._size = threads, meeting, place, size
         self._function = ALLGATHER(self._allgather)  # kept alive: kernels have its address
+        self._num_calls = 0
         self.allgather = np.array([ctypes.cast(self._function, ctypes.c_void_p).value, 0, 0], np.int64)
-
-    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, counts: list[int]) -> None:
-        assert len(mine) == counts[self._place]
-        rows[...] = np.concatenate(self._meeting.exchange(self._place, mine.copy()))
 
     def _allgather(self, send, count, datatype, receive, receive_count, receive_type, communicator) -> int:
         try:
             mine = np.ctypeslib.as_array(ctypes.cast(send, ctypes.POINTER(ctypes.c_float)), (count,))
             parts = self._meeting.exchange(self._place, mine.copy())
-            order = range(self._size) if self._threads.delivered is None else self._threads.delivered
+            delivered = self._threads.delivered
+            order = range(self._size) if delivered is None else delivered(self._num_calls)
+            self._num_calls += 1
             into = np.ctypeslib.as_array(ctypes.cast(receive, ctypes.POINTER(ctypes.c_float)), (self._size, count))
             into[...] = [parts[i] for i in order]
             self._threads.num_sent += count * (self._size - 1)

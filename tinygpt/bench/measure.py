@@ -112,9 +112,8 @@ class TimedRunner:
         function = getattr(self._runner, name)
         return partial(self._timed, (CHOICE,), function) if name in SAMPLING else function
 
-    @property
-    def has_multi_step(self) -> bool:
-        return self._meter.has_multi_step and self._runner.has_multi_step
+    def steps_at_once(self, num_sequences: int) -> int:
+        return self._runner.steps_at_once(num_sequences) if self._meter.has_multi_step else 1
 
     def seconds(self, kind: str) -> float:
         """Of all spans of a kind."""

@@ -10,15 +10,12 @@ from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.sampling.metadata import gather_warpers
 from tinygpt.sampling.sampler import Sampler, draws_of, sampled
 
-# Steps at once: few enough that a new request, or a reader of a stream, waits some milliseconds at most.
-MAX_STEPS = 16
-
 
 def num_steps(runner: ModelRunner, sampler: Sampler, chunks: list[Chunk], max_model_len: int) -> int:
     """How many steps may be taken at once for these chunks; 1: one step, looked at before the next."""
-    if not chunks or not runner.has_multi_step:
+    steps = runner.steps_at_once(len(chunks)) if chunks else 1
+    if steps == 1:
         return 1
-    steps = MAX_STEPS
     for chunk in chunks:
         sequence = chunk.sequence
         if not chunk.is_sampled or chunk.count > 1 or chunk.num_prompt_logits or sequence.beams is not None:

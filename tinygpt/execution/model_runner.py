@@ -24,6 +24,8 @@ from tinygpt.sampling_params import num_best
 
 logger = logging.getLogger(__name__)
 
+MAX_STEPS = 16
+
 
 class ModelRunner:
     """Runs steps of one model. For one thread at a time.
@@ -66,10 +68,12 @@ class ModelRunner:
         self._check_file()
         return self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
 
-    @property
-    def has_multi_step(self) -> bool:
-        """Whether the backend takes several decode steps at once, choosing the tokens between them by itself."""
-        return self._backend.multi_step is not None
+    def steps_at_once(self, num_sequences: int) -> int:
+        """How many decode steps of so many sequences `multi_step` is to take; 1: one, looked at before the next.
+
+        Few enough that a new request, or a reader of a stream, waits some milliseconds at most.
+        """
+        return 1 if self._backend.multi_step is None else MAX_STEPS
 
     def multi_step(self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int) -> np.ndarray:
         """Take so many decode steps, and return their tokens (steps, S); -1 where logits are not finite."""

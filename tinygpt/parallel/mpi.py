@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
 from functools import cache
@@ -66,6 +67,9 @@ class MpiWorld:
     def receive(self, values: np.ndarray, rank: int) -> None:
         self._all.Recv(values, rank)
 
+    def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
+        return self._all.Irecv(values, rank).Wait
+
     def group(self, ranks: list[int]) -> "MpiGroup":
         return MpiGroup(self._mpi, self._all.Split(ranks[0], self.rank))
 
@@ -79,15 +83,11 @@ class MpiGroup:
     """See Group. Kernels call the library's function themselves, without Python and its lock."""
 
     def __init__(self, mpi: Any, communicator: Any):
-        self._mpi, self._communicator = mpi, communicator
+        self._communicator = communicator  # kept, because kernels have its handle
         function = cast(CDLL(mpi.__file__).MPI_Allgather, c_void_p).value
         handles = mpi._handleof(mpi.FLOAT), mpi._handleof(communicator)
         # MPICH's handles are ints, whose sign a 64-bit register carries on.
         self.allgather = np.array([function, *(handle % 2**64 for handle in handles)], np.uint64).view(np.int64)
-
-    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, counts: list[int]) -> None:
-        sizes = [count * rows.shape[1] for count in counts]
-        self._communicator.Allgatherv(mine, [rows, sizes])
 
 
 def _unlink_shared_memory() -> None:

@@ -1,5 +1,6 @@
 """RankModel: what one rank has of a model, and its share of each step. All ranks call the same methods in one order."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,11 +8,12 @@ import numpy as np
 
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import TinyGPTError
-from tinygpt.execution.batch import NO_EMBEDS, Batch
+from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import rank as kernels
 from tinygpt.parallel.cut import part_of_rank
 from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.micro_batches import micro_batches
 from tinygpt.parallel.world import Group, World
 
 NO_ROWS = np.empty(0, np.int32)
@@ -43,12 +45,31 @@ class RankModel:
 
     def forward(self, batch: Batch) -> np.ndarray | None:
         """Take a step. Logits (R, V), valid until the next one, on rank 0."""
-        rows = batch.logit_rows if self.part.is_last else NO_ROWS
-        logits = self._backend.forward(
-            self._params, replace(self._with_input(batch), logit_rows=rows), self._kv_cache, self._workspace
-        )
-        self._pass_on(batch)
-        return self._collect(logits, batch.logit_rows.size)
+        return self.begin(batch)()
+
+    def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], np.ndarray | None]:
+        """Take this rank's share of a step; what is returned waits for the others', and gives the logits on rank 0.
+
+        first_row: where they lie in its buffer, in which those of another step that has begun may lie, too.
+        """
+        row = 0
+        found = None if self._world.rank else self._logits[first_row : first_row + batch.logit_rows.size]
+        arriving = [] if found is None else self._receive_logits(found)
+        for part in micro_batches(batch, self._layout.pipeline_size):
+            rows = part.logit_rows if self.part.is_last else NO_ROWS
+            logits = self._backend.forward(
+                self._params, replace(self._with_input(part), logit_rows=rows), self._kv_cache, self._workspace
+            )
+            self._pass_on(part)
+            self._deliver(logits, None if found is None else found[row : row + len(logits)])
+            row += len(logits)
+
+        def finish() -> np.ndarray | None:
+            for wait in arriving:
+                wait()
+            return found
+
+        return finish
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Take a step. Hidden states (L + 1, N, C) and queries (L, N, C), on rank 0."""
@@ -90,22 +111,8 @@ class RankModel:
             return replace(batch, token_ids=-1 - np.arange(count, dtype=np.int32), embeds=x)
         if self._group is None:
             return batch
-        # Each rank has the embeddings of some tokens; those that a soft prompt stands for are rank 0's.
-        owners = np.maximum(np.searchsorted(self._vocab_starts, batch.token_ids, side="right") - 1, 0)
-        order = np.argsort(owners, kind="stable")
-        mine = self._own_rows(batch, batch.token_ids[owners == self._tensor_rank])
-        rows = self._rows[:count]
-        self._group.gather_rows(mine, rows, np.bincount(owners, minlength=self._layout.tensor_size).tolist())
-        token_ids = np.empty(count, np.int32)
-        token_ids[order] = -1 - np.arange(count, dtype=np.int32)
-        return replace(batch, token_ids=token_ids, embeds=rows)
-
-    def _own_rows(self, batch: Batch, token_ids: np.ndarray) -> np.ndarray:
-        found = kernels.embedded(self._params, np.maximum(token_ids - self.part.vocab.start, 0))  # (n, C)
-        if batch.embeds is not NO_EMBEDS and batch.embeds.size:
-            given = np.flatnonzero(token_ids < 0)
-            found[given] = batch.embeds[-1 - token_ids[given]]
-        return np.ascontiguousarray(found, np.float32)
+        token_ids = kernels.share_embedding(self._workspace, batch.token_ids, self._vocab_starts, self._tensor_rank)
+        return replace(batch, token_ids=token_ids)
 
     def _pass_on(self, batch: Batch) -> None:
         """Give the next stage what it goes on with."""
@@ -115,22 +122,27 @@ class RankModel:
             x = kernels.hidden_rows(self._workspace, batch.token_ids.size)
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
-    def _collect(self, logits: np.ndarray, count: int) -> np.ndarray | None:
-        """The logits of all tokens (R, V), on rank 0."""
-        if self._world.rank and self.part.is_last:
-            for row in logits[:count]:
-                self._world.send(row, 0)
+    def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:
+        """Have other ranks' parts of the logits (R, V) arrive, each where it belongs; what waits for them.
+
+        Before the step begins: the last stage may have to wait until rank 0 takes them, and rank 0 for the last stage.
+        """
+        last = self._layout.pipeline_size - 1
+        sources = [(self._layout.rank_at(last, i), tokens) for i, tokens in enumerate(self._vocab_parts)]
+        return [
+            self._world.receive_later(row[tokens.start : tokens.stop], source)
+            for source, tokens in sources
+            if source
+            for row in found
+        ]
+
+    def _deliver(self, logits: np.ndarray, found: np.ndarray | None) -> None:
+        """Give rank 0 what this rank has of the logits of a run."""
         if self._world.rank:
-            return None
-        found = self._logits[:count]
-        for tensor_rank, tokens in enumerate(self._vocab_parts):
-            source = self._layout.rank_at(self._layout.pipeline_size - 1, tensor_rank)
-            if source == 0:
-                found[:, tokens.start : tokens.stop] = logits
-                continue
-            for row in found:  # each where it belongs, so that nothing is copied twice
-                self._world.receive(row[tokens.start : tokens.stop], source)
-        return found
+            for row in logits:
+                self._world.send(row, 0)
+        elif self.part.is_last:
+            found[:, : len(self.part.vocab)] = logits
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
         """What all ranks have, by rank: joined along `axis` within a stage, and stage after stage."""

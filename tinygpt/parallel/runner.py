@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,14 @@ from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.parallel.follower import Opening, load_together, rank_threads
+from tinygpt.parallel.groups import run_groups
 from tinygpt.parallel.plan import NO_PLAN, Order, plan_size, put_batch, put_numbers
 from tinygpt.parallel.rank_model import RankModel
 from tinygpt.parallel.world import World
+
+# Decode steps of a pipeline at once. A newcomer waits for all of them; with fewer, more is lost at both ends.
+GROUP_STEPS = 4
+LEAST_GROUP = 4  # sequences: smaller groups take as long as all together, because each reads the weights
 
 
 @dataclass
@@ -78,7 +83,7 @@ class ParallelRunner(ModelRunner):
             raise RequestError("another LLM of several ranks is open in this program: close it first.")
         self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
         self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
-        self._threads = rank_threads(opening.threads, lead.world)
+        self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
         self._workspace, self._kv_cache, self._file = None, None, source.file
         with lead.order():
             put_numbers(lead.plan, Order.OPEN)
@@ -92,6 +97,22 @@ class ParallelRunner(ModelRunner):
 
     def forward(self, batch: Batch) -> Any:
         return self._ordered(lambda plan: put_batch(plan, Order.FORWARD, batch), lambda model: model.forward(batch))
+
+    def steps_at_once(self, num_sequences: int) -> int:
+        return GROUP_STEPS if self._stages > 1 and num_sequences >= self._stages * LEAST_GROUP else 1
+
+    def multi_step(self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int) -> np.ndarray:
+        def begin(model: RankModel, group: Batch, first_row: int) -> Callable[[], np.ndarray]:
+            put_batch(self._lead.plan, Order.FORWARD, group)
+            self._lead.world.broadcast(self._lead.plan)
+            return model.begin(group, first_row)
+
+        def choose(logits: np.ndarray, rows: slice, step: int) -> np.ndarray:
+            own = type(warpers)(*(column[rows] for column in warpers))
+            return self.sample(logits, own, seeds[rows], indices[rows], batch.context_lens[rows] + step)
+
+        with self._one_order() as model:
+            return run_groups(batch, self._stages, steps, partial(begin, model), choose)
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         return self._ordered(lambda plan: put_batch(plan, Order.TRACE, batch), lambda model: model.trace(batch))
@@ -128,13 +149,18 @@ class ParallelRunner(ModelRunner):
         lead.plan, lead.model_is_open = np.zeros(NO_PLAN, np.int32), False
 
     def _ordered(self, put: Callable[[np.ndarray], None], do: Callable[[RankModel], Any]) -> Any:
+        with self._one_order() as model:
+            put(self._lead.plan)
+            self._lead.world.broadcast(self._lead.plan)
+            return do(model)
+
+    @contextmanager
+    def _one_order(self) -> Iterator[RankModel]:
         if os.getpid() != self._process:
             raise RequestError("this process was forked from a rank: its LLM is the parent's alone.")
         self._params.check_file()
         with self._lead.order():
-            put(self._lead.plan)
-            self._lead.world.broadcast(self._lead.plan)
-            return do(self._params)
+            yield self._params
 
 
 @contextmanager

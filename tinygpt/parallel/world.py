@@ -1,19 +1,17 @@
 """World: what ranks need of whatever connects them. `mpi.py` is one, and tests have one of threads."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 
 class Group(Protocol):
-    """Some ranks of a world: those that share a stage's layers. Arrays are contiguous."""
+    """Some ranks of a world: those that share a stage's layers."""
 
     # (3,) int64: the address of MPI_Allgather, or of a C function that is called as it is; its datatype for float32,
     # and its communicator
     allgather: np.ndarray
-
-    def gather_rows(self, mine: np.ndarray, rows: np.ndarray, counts: list[int]) -> None:
-        """Fill rows (N, C) float32 on every rank with counts[r] rows of each rank r, in the order of ranks."""
 
 
 class World(Protocol):
@@ -38,6 +36,9 @@ class World(Protocol):
 
     def receive(self, values: np.ndarray, rank: int) -> None:
         """Fill float32 values with those that a rank sends."""
+
+    def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
+        """As `receive`, while this rank does something else; what is returned waits for them."""
 
     def group(self, ranks: list[int]) -> Group:
         """Those ranks, of which this is one. Every rank asks for its own group."""

@@ -12,7 +12,7 @@ from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import NONE
 from tinygpt.kernels.cpu.layers.epilogue import SEGMENT_BYTES, expect_tile, finish_tile
 from tinygpt.kernels.cpu.layers.formats import Int4Weight, Int8Weight, Linear
-from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange_partials
+from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.tiles import (
@@ -109,7 +109,7 @@ def _nothing_to_sum(team, ranks, x, bias, layer):
 
 
 def _sum_partials(team, ranks, x, bias, layer):
-    exchange_partials(team, ranks, x.size)
+    exchange(team, ranks, ranks.partial, x.size)
     add_partials(team, x, ranks.gathered, ranks.status.size, bias, layer)
 
 

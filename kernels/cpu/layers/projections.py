@@ -9,6 +9,7 @@ from tinygpt.kernels.cpu.layers.embedding import add_positions, embed_tokens
 from tinygpt.kernels.cpu.layers.formats import Nothing
 from tinygpt.kernels.cpu.layers.layer_norm import ONE_LAYER, put_rows
 from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, linear_to_operand
+from tinygpt.kernels.cpu.layers.ranks import share_rows
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 
 
@@ -18,6 +19,7 @@ def embed_rows(team, params, x, step, b):
     rows, wpe = _first_rows(params.project_in, x, b.embedded, params.wpe, params.nothing)
     embed_tokens(team, rows, step.token_ids, step.embeds, step.positions, params.wte, params.wte_factors, wpe)  # (N, E)
     _project_in(team, params.project_in, x, rows, step.positions, params.wpe, b.every, b.to_project)  # (N, C)
+    share_rows(team, x, b.ranks)  # (N, C)
 
 
 @inline

@@ -14,6 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import I32, address, float32_at
 
@@ -32,6 +33,7 @@ class Ranks(NamedTuple):
 
     partial: np.ndarray  # (N, C) float32: this rank's part of a product
     gathered: np.ndarray  # (ranks * N * C,) float32: those of all ranks, one behind another
+    owners: np.ndarray  # (N,) int32: the rank that has a token's embedding; -1: the rows of x are here already
     # (3,) int64: where MPI_Allgather lies, or a function that is called as it is; its datatype; its communicator
     allgather: np.ndarray
     status: np.ndarray  # (ranks,) int64; the first: what a call returned that was not 0
@@ -42,12 +44,13 @@ ALONE = Alone(np.int64(1))
 
 
 @kernel
-def exchange_partials(team, ranks, count):
-    """Gather `count` values of each rank's partial. A phase of one item. After a failure nothing is called any more."""
+def exchange(team, ranks, values, count):
+    """Gather the first `count` of each rank's float32 values. A phase of one item. After a failure nothing is called
+    any more."""
     if claim(team, ONE_ITEM) == 0:
         if ranks.status[0] == 0:
             function, datatype = ranks.allgather[FUNCTION], ranks.allgather[DATATYPE]
-            send, receive = address(ranks.partial), address(ranks.gathered)
+            send, receive = address(values), address(ranks.gathered)
             ranks.status[0] = call_allgather(
                 function, send, count, datatype, receive, count, datatype, ranks.allgather[COMMUNICATOR]
             )
@@ -81,6 +84,36 @@ def add_partials(team, x, gathered, ranks, bias, layer):
         complete_rows(team, x.shape[0])
         first, last = claim_rows(team, x.shape[0])
     finish_phase(team)
+
+
+@kernel
+def take_rows(team, x, ranks):
+    """Put into x (N, C) the gathered rows, each of the rank that owns it. A phase."""
+    columns = x.shape[1]
+    first, last = claim_rows(team, x.shape[0])
+    while first >= 0:
+        for n in range(first, last):
+            row = float32_at(address(x) + n * columns * 4, columns)
+            found = float32_at(address(ranks.gathered) + (ranks.owners[n] * x.size + n * columns) * 4, columns)
+            for c in range(columns):
+                row[c] = found[c]
+        complete_rows(team, x.shape[0])
+        first, last = claim_rows(team, x.shape[0])
+    finish_phase(team)
+
+
+def _rows_are_here(team, x, ranks):
+    pass
+
+
+def _share_rows(team, x, ranks):
+    if ranks.owners[0] >= 0:
+        exchange(team, ranks, x, x.size)
+        take_rows(team, x, ranks)
+
+
+# share_rows(team, x, ranks): x (N, C), of which each rank has embedded the tokens that are its own, is whole on all.
+share_rows = by_type({Ranks: _share_rows}, otherwise=_rows_are_here, argument=2)
 
 
 @intrinsic
