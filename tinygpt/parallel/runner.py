@@ -24,7 +24,7 @@ from tinygpt.parallel.world import World
 
 # Decode steps of a pipeline at once. A newcomer waits for all of them; with fewer, more is lost at both ends.
 GROUP_STEPS = 4
-LEAST_GROUP = 4  # sequences: smaller groups take as long as all together, because each reads the weights
+LEAST_GROUP = 8  # sequences: smaller ones take nearly as long as all together, because each reads the weights
 
 
 @dataclass
