@@ -26,7 +26,7 @@ INTO_KERNELS = {
     "tinygpt.bench.meter": {"tinygpt.kernels.cuda.runtime.device"},
     "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},
     "tinygpt.cli.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cuda.runtime.jit"},
-    "tinygpt.cli.instructions": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cpu.simd.tiles"},
+    "tinygpt.cli.instructions": {"tinygpt.kernels.cpu.simd.targets"},
     "tinygpt.cli.workers": {"tinygpt.kernels.cpu.packed"},
     "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.ahead", "tinygpt.kernels.cpu.jit"},
     "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},

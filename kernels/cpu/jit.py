@@ -164,3 +164,8 @@ def has_feature(name: str) -> bool:
     if name.startswith("avx") and not config.ENABLE_AVX:
         return False
     return binding.get_host_cpu_features().get(name, False)
+
+
+def target_cpu() -> str:
+    """LLVM's name of the CPU that Numba compiles for."""
+    return config.CPU_NAME or binding.get_host_cpu_name()

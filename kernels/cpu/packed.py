@@ -16,7 +16,8 @@ from tinygpt.kernels.cpu.params import (
     no_positions,
     to_panels,
 )
-from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
 # What a reader must share with the writer. Count `packing` up when the same layout comes to mean other numbers.

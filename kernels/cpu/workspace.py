@@ -11,9 +11,12 @@ from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
 from tinygpt.kernels.cpu.layers.ranks import ALONE
+from tinygpt.kernels.cpu.packing.weights import head_dtype_of
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
+from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, OPERAND_BYTES
 from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.tiles import GROUP, TILE_ROWS
+from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
 
 
@@ -80,7 +83,7 @@ def new_workspace(
 ) -> Workspace:
     """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
     n, r, c, e = max_num_tokens, max_num_logits, config.n_embd, config.embedding_size
-    width, narrow = config.n_head * config.head_size, bool(config.embed_dim)
+    width, narrow, head_dtype = config.n_head * config.head_size, bool(config.embed_dim), head_dtype_of(dtype)
     x, attended, nothing = zeros((n, c)), zeros((n, width)), np.empty((0, 0, 0), np.float32)
     buffers = Buffers(
         x=x,
@@ -92,8 +95,8 @@ def new_workspace(
         attended=attended,
         heads=Float32Operand(attended) if dtype == "float32" else new_operand(dtype, n, width),
         inner=new_operand(dtype, n, config.inner_size),
-        final=new_operand(dtype, r, c),
-        to_score=new_operand(dtype, r * narrow, e),
+        final=new_operand(dtype if narrow else head_dtype, r, c),
+        to_score=new_operand(head_dtype, r * narrow, e),
         mixture=_new_mixture(config, n if config.expert_layers else 0, dtype),
         logits=zeros((r, config.vocab_size)),
         every=np.arange(n, dtype=np.int32),
@@ -135,9 +138,10 @@ def new_operand(dtype: str, n: int, k: int):
     if dtype == "float32":
         return Float32Operand(zeros((n, k)))
     if dtype == "bfloat16":
-        return BFloat16Operand(zeros((n, k + k % 2), np.uint16))
+        return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.bfloat16 == PAIRS else np.float32))
     groups = -(-k // GROUP)
-    return Int8Operand(zeros((n, groups * GROUP), np.int8), zeros((n, groups, 4)))
+    values = zeros((n, groups * GROUP), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
+    return Int8Operand(values, zeros((n, groups, 4)))
 
 
 def fill(buffers: Buffers, batch) -> None:

@@ -26,8 +26,8 @@ def test_dtypes_with_a_tile_in_common_have_one_limit_of_it():
 def test_the_tile_loop_multiplies():
     run, _, make_arguments = peak.LOOPS["float32"]
     a, b, c = make_arguments(8)
-    run(a, b, c, 1)
-    expected = a.astype(float) @ b.reshape(8, PANEL).astype(float)
+    run(a, b, c, 2)
+    expected = 2 * (a.astype(float) @ b.reshape(8, PANEL).astype(float))
     assert a.shape == (TILE_ROWS, 8)
     np.testing.assert_allclose(c, expected, rtol=1e-5)
 

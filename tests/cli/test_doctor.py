@@ -15,7 +15,7 @@ from tinygpt.cli.commands import doctor
 from tinygpt.cli.instructions import instructions
 from tinygpt.hardware import bandwidth
 from tinygpt.kernels.cpu import jit
-from tinygpt.kernels.cpu.simd import tiles
+from tinygpt.kernels.cpu.simd import targets
 
 
 @pytest.fixture
@@ -38,21 +38,14 @@ def test_a_package_that_is_not_there():
 
 
 def test_kernels_follow_the_features(monkeypatch):
-    for name in ("HAS_AVX512", "HAS_BF16", "HAS_VNNI"):
-        monkeypatch.setattr(tiles, name, True)
+    monkeypatch.setattr(targets, "TARGET", targets.choose({"avx2", "fma"}.__contains__, "znver3"))
     assert instructions() == {
-        "float32": "AVX-512",
-        "bfloat16": "AVX-512 BF16",
-        "int8": "AVX-512 VNNI",
-        "int4": "AVX-512 VNNI",
+        "target": "AVX2",
+        "float32": "multiply-adds",
+        "bfloat16": "two multiply-adds",
+        "int8": "vpmaddwd",
+        "int4": "vpmaddubsw",
     }
-    for name in ("HAS_AVX512", "HAS_BF16", "HAS_VNNI"):
-        monkeypatch.setattr(tiles, name, False)
-    monkeypatch.setattr(jit, "has_feature", lambda name: name == "avx2")
-    assert instructions()["float32"] == "AVX2"
-    assert instructions()["bfloat16"].startswith("AVX2, ")
-    monkeypatch.setattr(jit, "has_feature", lambda name: False)
-    assert "slow" in instructions()["int8"]
 
 
 def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp_path):

@@ -14,7 +14,8 @@ from tinygpt.kernels.cpu.layers.operands import put
 from tinygpt.kernels.cpu.packing.pack import panel_count
 from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight
 from tinygpt.kernels.cpu.runtime.team import Team, begin_step, new_board
-from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
 from tinygpt.kernels.cpu.workspace import new_operand
 
@@ -102,6 +103,11 @@ def from_bits(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def as_float32(array: np.ndarray) -> np.ndarray:
+    """bfloat16, kept in 16 bits or in 32."""
+    return array if array.dtype == np.float32 else from_bits(array)
+
+
 # Weights and operands in every precision, and what they stand for.
 
 
@@ -158,5 +164,5 @@ def values_of(operand, dtype: str) -> np.ndarray:
     if dtype == "float32":
         return operand.values.astype(np.float64)
     if dtype == "bfloat16":
-        return from_bits(operand.values).astype(np.float64)
+        return as_float32(operand.values).astype(np.float64)
     return operand.values * np.repeat(operand.scales[:, :, 0].astype(np.float64), GROUP, axis=1)

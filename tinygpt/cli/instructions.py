@@ -2,16 +2,8 @@
 
 
 def instructions() -> dict[str, str]:
-    """The instructions that each dtype's products are made of."""
-    from tinygpt.kernels.cpu.jit import has_feature
-    from tinygpt.kernels.cpu.simd import tiles
+    """The target that the kernels are compiled for, and the instructions that each dtype's products are made of."""
+    from tinygpt.kernels.cpu.simd.targets import TARGET
 
-    plain = "AVX2" if has_feature("avx2") else "what LLVM makes of 16 lanes, which is slow"
-    vectors = "AVX-512" if tiles.HAS_AVX512 else plain
-    integers = "AVX-512 VNNI" if tiles.HAS_VNNI else f"{vectors}, no VNNI"
-    return {
-        "float32": vectors,
-        "bfloat16": "AVX-512 BF16" if tiles.HAS_BF16 else f"{vectors}, bfloat16 widened to float32",
-        "int8": integers,
-        "int4": integers,
-    }
+    steps = {"float32": "multiply-adds", "bfloat16": TARGET.bfloat16, "int8": TARGET.int8, "int4": TARGET.int4}
+    return {"target": TARGET.name, **steps}

@@ -79,7 +79,9 @@ def _log_kernels(llm: "LLM", threads: int | None) -> None:
     """What computes, and where what was compiled is kept."""
     from tinygpt.kernels.cpu.jit import kernel_files
 
-    logger.debug("%d threads on %s, with %s", thread_count(threads), cpu_name(), instructions()[llm.dtype])
+    used = instructions()
+    where = thread_count(threads), cpu_name(), used["target"], used[llm.dtype]
+    logger.debug("%d threads on %s, with %s: %s", *where)
     files = kernel_files()
     logger.debug("%d compiled kernels in %s", len(files.names()), " and ".join(map(str, files.folders)) or "memory")
 

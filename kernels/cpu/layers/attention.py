@@ -17,10 +17,20 @@ from numba import types
 from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.layers.formats import Alibi
-from tinygpt.kernels.cpu.layers.operands import to_bfloat16
+from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.simd.tiles import PANEL, STEP_BYTES, TILE_ROWS, panel_add, panel_tile, strip_add
+from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.tiles import (
+    AHEAD,
+    LINE_BYTES,
+    PANEL,
+    STEP_BYTES,
+    TILE_ROWS,
+    panel_add,
+    panel_tile,
+    strip_add,
+)
 from tinygpt.kernels.cpu.simd.vector_ir import (
     LANES,
     address,
@@ -47,7 +57,7 @@ def padded_head(head_size: int) -> int:
 
 def scratch_size(head_size: int) -> int:
     """float32 values that one thread needs: queries, scores, weights, the running weighted sum, its maximum and sum."""
-    return TILE_ROWS * (head_size + 2 * KEY_BLOCK + padded_head(head_size) + 2)
+    return TILE_ROWS * (head_size + head_size % 2 + 2 * KEY_BLOCK + padded_head(head_size) + 2)
 
 
 @kernel
@@ -113,15 +123,15 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
     """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
     rows, steps, columns = last - first, k_cache.shape[3], v_cache.shape[3]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
-    q = address(scratch)  # (TILE_ROWS, steps) of STEP_BYTES
-    scores = q + TILE_ROWS * steps * STEP_BYTES  # (TILE_ROWS, KEY_BLOCK)
+    q, q_bytes = address(scratch), steps * left_bytes(k_cache)  # (TILE_ROWS, steps) of left_bytes
+    scores = q + TILE_ROWS * q_bytes  # (TILE_ROWS, KEY_BLOCK)
     weights = scores + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, KEY_BLOCK)
     totals = weights + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, columns)
     highest = float32_at(totals + TILE_ROWS * columns * 4, TILE_ROWS)
     weight_sum = float32_at(totals + TILE_ROWS * columns * 4 + TILE_ROWS * 4, TILE_ROWS)
     for r in range(rows):
         query = float32_at(address(qkv) + ((first + r) * qkv.shape[1] + head * size) * 4, size)
-        put_steps(k_cache, q + r * steps * STEP_BYTES, query, scale)
+        put_steps(k_cache, q + r * q_bytes, query, scale)
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
         highest[r], weight_sum[r] = -np.inf, ZERO
 
@@ -131,7 +141,8 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
     for block in range(newest // KEY_BLOCK + 1):
         first_key = block * KEY_BLOCK
         keys = k + block * k_cache.strides[2]
-        panel_tile(k_cache, rows, q, steps * STEP_BYTES, keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES)
+        where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, keys + AHEAD, LINE_BYTES
+        panel_tile(k_cache, rows, q, q_bytes, *where)
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             total = float32_at(totals + r * columns * 4, columns)
@@ -189,10 +200,12 @@ def _add_values(cache, rows, weights, start, first_key, keys, totals):
     row_bytes, steps, done = columns * STEP_BYTES, (keys + per_step - 1) // per_step, 0
     v = start + first_key // per_step * row_bytes
     while columns - done >= PANEL:
-        panel_add(cache, rows, weights, SCORE_BYTES, v + done * 4, row_bytes, steps, totals + done * 4, row_bytes)
+        where = v + done * 4, row_bytes, steps, totals + done * 4, row_bytes, v + done * 4 + AHEAD, LINE_BYTES
+        panel_add(cache, rows, weights, SCORE_BYTES, *where)
         done += PANEL
     while done < columns:
-        strip_add(cache, rows, weights, SCORE_BYTES, v + done * 4, row_bytes, steps, totals + done * 4, row_bytes)
+        where = v + done * 4, row_bytes, steps, totals + done * 4, row_bytes, v + done * 4 + AHEAD, row_bytes
+        strip_add(cache, rows, weights, SCORE_BYTES, *where)
         done += LANES
 
 
@@ -258,5 +271,24 @@ def _put_steps_bfloat16(cache, target, x, scale):
         values[i] = to_bfloat16(x[i] * scale)
 
 
+def _put_steps_widened(cache, target, x, scale):
+    values = float32_at(target, x.size + x.size % 2)
+    values[values.size - 1] = ZERO
+    for i in range(x.size):
+        values[i] = rounded_to_bfloat16(x[i] * scale)
+
+
+def _one_value(cache):
+    return STEP_BYTES
+
+
+def _two_values(cache):
+    return 2 * STEP_BYTES
+
+
+HAS_PAIRS = TARGET.bfloat16 == PAIRS
 # put_steps(cache, target, x, scale): put scale * x as a tile's left side multiplies it, rounded as the cache is.
-put_steps = by_type({types.float32: _put_steps_float32, types.uint16: _put_steps_bfloat16})
+# left_bytes(cache): what it takes there for a step.
+_put_rounded, _rounded_bytes = (_put_steps_bfloat16, _one_value) if HAS_PAIRS else (_put_steps_widened, _two_values)
+put_steps = by_type({types.float32: _put_steps_float32, types.uint16: _put_rounded})
+left_bytes = by_type({types.float32: _one_value, types.uint16: _rounded_bytes})

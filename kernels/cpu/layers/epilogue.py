@@ -11,7 +11,7 @@ from tinygpt.kernels.cpu.layers.activations import NONE, activate
 from tinygpt.kernels.cpu.layers.formats import Int8Weight
 from tinygpt.kernels.cpu.layers.operands import put
 from tinygpt.kernels.cpu.runtime.by_type import by_type
-from tinygpt.kernels.cpu.simd.tiles import PANEL, PANEL_VECTORS, TILE_ROWS
+from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, PANEL, PANEL_VECTORS, TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import (
     add,
     address,
@@ -23,10 +23,13 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 )
 
 MAX_SEGMENTS = 4
-SEGMENT_BYTES = TILE_ROWS * PANEL * 4
-BIASES = MAX_SEGMENTS * TILE_ROWS * PANEL  # where in the scratch a last panel's biases are padded
-SCRATCH = BIASES + PANEL  # float32 values that one thread needs
-LINE_BYTES = 64
+# Rows of x that a thread takes on at a time: enough to use each panel well while it is in the L2 cache.
+ROW_BLOCK = 8 * TILE_ROWS
+SEGMENT_BYTES = ROW_BLOCK * PANEL * 4
+# The scratch of a product, in float32 values: segments, a last panel's biases padded, a chunk that had to be expanded.
+BIASES = MAX_SEGMENTS * ROW_BLOCK * PANEL
+EXPANDED = BIASES + PANEL
+SCRATCH = EXPANDED + CHUNK_BYTES // 4
 
 add_row = make_row_operation(PANEL_VECTORS, add)
 multiply_row = make_row_operation(PANEL_VECTORS, multiply)

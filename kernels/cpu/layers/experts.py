@@ -8,10 +8,10 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.activations import NONE, exp
-from tinygpt.kernels.cpu.layers.epilogue import expect_tile, finish_tile
+from tinygpt.kernels.cpu.layers.epilogue import ROW_BLOCK, expect_tile, finish_tile
 from tinygpt.kernels.cpu.layers.formats import Nothing
 from tinygpt.kernels.cpu.layers.layer_norm import norm_before, put_rows
-from tinygpt.kernels.cpu.layers.linear import REPLACE, ROW_BLOCK, Tile, products, tile_rows
+from tinygpt.kernels.cpu.layers.linear import REPLACE, Tile, products, rows_together
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, complete_rows, finish_phase
 
@@ -88,7 +88,7 @@ def expert_linear(team, out, x, linears, first_layer, bounds, segments, activati
     a thread reads here; one that comes too late claims nothing.
     """
     weight = linears.weight
-    height, blocks = tile_rows(weight), 0
+    blocks = 0
     for e in range(bounds.size - 1):
         blocks += _blocks(bounds, e)
     items = weight.panels.shape[1] * max(blocks, 1)
@@ -98,7 +98,7 @@ def expert_linear(team, out, x, linears, first_layer, bounds, segments, activati
         while block >= _blocks(bounds, expert):
             block -= _blocks(bounds, expert)
             expert += 1
-        start = bounds[expert] + block * ROW_BLOCK
+        start, height = bounds[expert] + block * ROW_BLOCK, rows_together(weight, _blocks(bounds, expert))
         stop = min(start + ROW_BLOCK, bounds[expert + 1])
         for row in range(start, stop, height):
             tile = Tile(min(height, stop - row), row, panel)

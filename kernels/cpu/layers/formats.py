@@ -36,13 +36,13 @@ class Float32Operand(NamedTuple):
 
 
 class BFloat16Operand(NamedTuple):
-    values: np.ndarray  # (N, K rounded up to 2) uint16
+    values: np.ndarray  # (N, K rounded up to 2) uint16, or float32 rounded to bfloat16: see simd/targets.py
 
 
 class Int8Operand(NamedTuple):
     """x[n, k] = values[n, k] * scales[n, k / GROUP, 0]: quantised per token, so that neighbours do not matter."""
 
-    values: np.ndarray  # (N, K rounded up to GROUP) int8
+    values: np.ndarray  # (N, K rounded up to GROUP) int8, or int16 where the CPU multiplies those
     # (N, G, 4) float32: scale; -128 times the group's sum, an int32's bits; scale times the sum of each of its halves
     scales: np.ndarray
 

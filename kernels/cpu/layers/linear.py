@@ -9,40 +9,57 @@ from typing import NamedTuple
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import inline, kernel
-from tinygpt.kernels.cpu.layers.activations import NONE
-from tinygpt.kernels.cpu.layers.epilogue import SEGMENT_BYTES, expect_tile, finish_tile
-from tinygpt.kernels.cpu.layers.formats import Int4Weight, Int8Weight, Linear
+from tinygpt.kernels.cpu.layers.activations import NONE, ZERO
+from tinygpt.kernels.cpu.layers.epilogue import EXPANDED, ROW_BLOCK, SEGMENT_BYTES, expect_tile, finish_tile
+from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight, Linear
 from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.simd.tiles import (
+from tinygpt.kernels.cpu.simd.grouped_tiles import (
+    EXPANSION,
     GROUP,
-    GROUPED_ROWS,
-    PANEL,
+    GROUP_BYTES,
     SCALES_BYTES,
-    STEP_BYTES,
-    TILE_ROWS,
     WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
-    panel_tile,
-    panel_tile_int4,
-    panel_tile_int8,
+    expand_int4,
+    expand_int8,
+    tile_int4,
+    tile_int8,
 )
-from tinygpt.kernels.cpu.simd.vector_ir import address
+from tinygpt.kernels.cpu.simd.tiles import (
+    AHEAD,
+    CHUNK_BYTES,
+    LINE_BYTES,
+    PANEL,
+    PANEL_VECTORS,
+    STEP_BYTES,
+    TILE_ROWS,
+    panel_add,
+    strip_of,
+)
+from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 
-# Rows of x that a thread takes on at a time: enough to use each panel well while it is in the L2 cache.
-ROW_BLOCK = 8 * TILE_ROWS
 PANEL_BYTES = PANEL * 4  # of a row of a tile's result
 # What to do with the result. NumPy scalars: Numba would compile one more `linear` for each Python constant.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
 
 
 class Tile(NamedTuple):
-    """Which part of a product a tile is."""
+    """Which part of a product an item is, or one tile of it."""
 
     rows: int  # how many
     row: int  # the first of them
     panel: int
+
+
+class Unit(NamedTuple):
+    """The least of K that a tile takes: a step, or a group."""
+
+    k: int  # how many values
+    bytes: int  # of a panel
+    of_chunk: int  # how many of them several tiles work on at a time
+    alone: int  # up to this many rows, a tile works on all of K by itself
 
 
 @inline
@@ -63,10 +80,9 @@ def linear_to_operand(team, out, x, linears, layer, segments, activation, rows):
 
 @kernel
 def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows, columns):
-    weight = linears.weight
-    height = tile_rows(weight)
     blocks = max((rows + ROW_BLOCK - 1) // ROW_BLOCK, 1)
-    items = weight.panels.shape[1] * blocks
+    items = linears.weight.panels.shape[1] * blocks
+    height = rows_together(linears.weight, blocks)
     item = claim(team, items)
     while item >= 0:
         panel, block = item // blocks, item % blocks
@@ -74,7 +90,7 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
         for row in range(block * ROW_BLOCK, stop, height):
             tile = Tile(min(height, stop - row), row, panel)
             expect_tile(out, tile)
-            products(weight, x, tile, layer, segments, team.scratch)
+            products(linears.weight, x, tile, layer, segments, team.scratch)
             finish_tile(out, tile, linears, layer, segments, activation, add, columns, team.scratch)
         complete(team, items)
         item = claim(team, items)
@@ -117,62 +133,117 @@ def _sum_partials(team, ranks, x, bias, layer):
 _sum_over = by_type({Ranks: _sum_partials}, otherwise=_nothing_to_sum, argument=1)
 
 
-def _few_rows(weight):
-    return GROUPED_ROWS
+@kernel
+def rows_together(weight, blocks):
+    """How many rows of a block go through a panel together: one block reads it from memory, all its rows at once;
+    several find it in the L2 cache, and take it tile by tile."""
+    alone = unit_of(weight).alone
+    return alone if blocks > 1 and alone > 1 else ROW_BLOCK
 
 
-def _many_rows(weight):
-    return TILE_ROWS
+@kernel
+def products(weight, x, tile, layer, segments, scratch):
+    """scratch[segment, r, column] = the product over one segment of K, for a tile's rows; int8 columns unscaled.
 
-
-# tile_rows(weight): how many rows a tile of this weight has at most.
-tile_rows = by_type({Int8Weight: _few_rows, Int4Weight: _few_rows}, otherwise=_many_rows)
-
-
-def _products_plain(weight, x, tile, layer, segments, scratch):
-    """float32, or bfloat16 in pairs: STEP_BYTES of a row of x are multiplied in a step."""
-    per_step, lda = STEP_BYTES // x.values.itemsize, x.values.shape[1] * x.values.itemsize
-    a = address(x.values) + tile.row * lda
-    b = panel_address(weight.panels, layer, tile.panel)
+    More rows than one tile has take K in chunks, each of which stays in the L1 cache for all their tiles while the next
+    one is fetched. So memory and arithmetic take their time at once, not one after the other.
+    """
+    panel, unit = panel_address(weight.panels, layer, tile.panel), unit_of(weight)
     for s in range(segments.size - 1):
-        start, stop = segments[s] // per_step, (segments[s + 1] + per_step - 1) // per_step
-        a_segment, b_segment = a + start * STEP_BYTES, b + start * PANEL * STEP_BYTES
-        c_segment = address(scratch) + s * SEGMENT_BYTES
-        ldb = PANEL * STEP_BYTES
-        panel_tile(weight.panels, tile.rows, a_segment, lda, b_segment, ldb, stop - start, c_segment, PANEL_BYTES)
+        c = address(scratch) + s * SEGMENT_BYTES
+        float32_at(c, tile.rows * PANEL)[:] = ZERO
+        start, stop = segments[s] // unit.k, (segments[s + 1] + unit.k - 1) // unit.k
+        chunk = unit.of_chunk if tile.rows > unit.alone else stop - start
+        for first in range(start, stop, chunk):
+            units = min(chunk, stop - first)
+            b, following = panel + first * unit.bytes, panel + (first + units) * unit.bytes
+            if s == segments.size - 2 and first + units == stop:
+                following = panel + 2 * weight.panels.strides[1]  # the next panel is usually another thread's
+            add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch)
 
 
-def _products_int8(weight, x, tile, layer, segments, scratch):
-    lda, lds = x.values.shape[1], x.scales.shape[1] * SCALES_BYTES
-    a, scales = address(x.values) + tile.row * lda, address(x.scales) + tile.row * lds
-    b = panel_address(weight.panels, layer, tile.panel)
-    for s in range(segments.size - 1):
-        start, stop = segments[s] // GROUP, (segments[s + 1] + GROUP - 1) // GROUP
-        a_segment, s_segment = a + start * GROUP, scales + start * SCALES_BYTES
-        b_segment = b + start * GROUP * PANEL
-        c_segment = address(scratch) + s * SEGMENT_BYTES
-        panel_tile_int8(tile.rows, a_segment, lda, s_segment, lds, b_segment, b, stop - start, c_segment, PANEL_BYTES)
+@kernel
+def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
+    """Add the products of some units of K, whose weights lie at `b`, to C (rows, PANEL); `following`: what is next."""
+    tiles, size = (tile.rows + TILE_ROWS - 1) // TILE_ROWS, units * unit_of(weight).bytes
+    if tile.rows <= unit_of(weight).alone:
+        following = b + AHEAD
+    elif tile.rows > 1:
+        b = expand(weight, b, units, scratch)
+    for t in range(tiles):
+        low, high = t * tile.rows // tiles, (t + 1) * tile.rows // tiles  # of heights that differ by 1 at most
+        part = Tile(high - low, tile.row + low, tile.panel)
+        spacing = LINE_BYTES // min(tiles, 2) if t < 2 else 0  # the first two tiles fetch a half each
+        add_tile(weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, following + t * size // 2, spacing)
 
 
-def _products_int4(weight, x, tile, layer, segments, scratch):
-    lda, lds = x.values.shape[1], x.scales.shape[1] * SCALES_BYTES
-    a, scales = address(x.values) + tile.row * lda, address(x.scales) + tile.row * lds
-    b = panel_address(weight.panels, layer, tile.panel)
-    b_scales = panel_address(weight.group_scales, layer, tile.panel)
-    for s in range(segments.size - 1):
-        start, stop = segments[s] // GROUP, (segments[s + 1] + GROUP - 1) // GROUP
-        a_segment, s_segment = a + start * GROUP, scales + start * SCALES_BYTES
-        b_segment = b + start * GROUP * PANEL // 2
-        g_segment = b_scales + start * (GROUP // WEIGHT_GROUP) * WEIGHT_SCALES_BYTES
-        c_segment = address(scratch) + s * SEGMENT_BYTES
-        panel_tile_int4(
-            tile.rows, a_segment, lda, s_segment, lds, b_segment, g_segment, stop - start, c_segment, PANEL_BYTES
-        )
+def _always(unit):
+    return lambda weight: unit
 
 
-# products(weight, x, tile, layer, segments, scratch): scratch[segment, r, column] = the product over one segment of K,
-# for a tile's rows; int8 columns unscaled.
-products = by_type({Int8Weight: _products_int8, Int4Weight: _products_int4}, otherwise=_products_plain)
+STEP = PANEL * STEP_BYTES
+# Not where a tile of several rows takes its columns in strips, which would jump through the panel, or expanded weights.
+ALONE = TILE_ROWS if strip_of(TILE_ROWS) == PANEL_VECTORS else 1
+FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
+INT8_UNIT, INT4_UNIT = (
+    Unit(GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), ALONE if EXPANSION[dtype] == 1 else 1)
+    for dtype, size in GROUP_BYTES.items()
+)
+# unit_of(weight): its Unit.
+unit_of = by_type(
+    {
+        Float32Weight: _always(FLOAT32_UNIT),
+        BFloat16Weight: _always(BFLOAT16_UNIT),
+        Int8Weight: _always(INT8_UNIT),
+        Int4Weight: _always(INT4_UNIT),
+    }
+)
+
+
+def _as_it_lies(weight, b, units, scratch):
+    return b
+
+
+def _expand_int8(weight, b, units, scratch):
+    expand_int8(b, units, address(scratch) + EXPANDED * 4)
+    return address(scratch) + EXPANDED * 4
+
+
+def _expand_int4(weight, b, units, scratch):
+    expand_int4(b, units, address(scratch) + EXPANDED * 4)
+    return address(scratch) + EXPANDED * 4
+
+
+_expands_int8 = _expand_int8 if EXPANSION["int8"] > 1 else _as_it_lies
+# expand(weight, b, units, scratch): where a chunk lies as tiles of several rows multiply it; it begins at `b`.
+expand = by_type({Int8Weight: _expands_int8, Int4Weight: _expand_int4}, otherwise=_as_it_lies)
+
+
+def _add_plain(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+    lda, step = x.values.shape[1] * x.values.itemsize, STEP_BYTES // weight.panels.itemsize * x.values.itemsize
+    a = address(x.values) + tile.row * lda + first * step
+    panel_add(weight.panels, tile.rows, a, lda, b, PANEL * STEP_BYTES, units, c, PANEL_BYTES, ahead, spacing)
+
+
+def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+    lda, lds = x.values.shape[1] * x.values.itemsize, x.scales.shape[1] * SCALES_BYTES
+    a = address(x.values) + tile.row * lda + first * GROUP * x.values.itemsize
+    scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
+    tile_int8(tile.rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
+
+
+def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+    lda, lds = x.values.shape[1] * x.values.itemsize, x.scales.shape[1] * SCALES_BYTES
+    a = address(x.values) + tile.row * lda + first * GROUP * x.values.itemsize
+    scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
+    b_scales = panel_address(weight.group_scales, layer, tile.panel) + first * INT4_SCALES_BYTES
+    tile_int4(tile.rows, a, lda, scales, lds, b, b_scales, units, c, ahead, spacing)
+
+
+INT4_SCALES_BYTES = GROUP // WEIGHT_GROUP * WEIGHT_SCALES_BYTES  # of a group
+# add_tile(weight, x, tile, layer, first, units, b, c, ahead, spacing): add some units' products to C (rows, PANEL) of a
+# tile of up to TILE_ROWS rows. The weights lie at `b`, expanded unless the tile is of one row.
+add_tile = by_type({Int8Weight: _add_int8, Int4Weight: _add_int4}, otherwise=_add_plain)
 
 
 @kernel

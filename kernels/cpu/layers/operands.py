@@ -11,11 +11,11 @@ from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
-from tinygpt.kernels.cpu.simd.tiles import GROUP, SCALES_BYTES
+from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, SCALES_BYTES
+from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
-    I8,
     I32,
     INTS,
     LANES,
@@ -36,6 +36,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 )
 
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
+UPPER_HALF, NAN = np.uint32(0xFFFF0000), np.uint32(0x7FC00000)
 NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
 
 
@@ -52,6 +53,14 @@ def from_bfloat16(bits):
     return np.uint32(np.uint32(bits) << SIXTEEN).view(np.float32)
 
 
+@kernel
+def rounded_to_bfloat16(x):
+    """The nearest bfloat16 as float32: `from_bfloat16(to_bfloat16(x))`, which LLVM makes less of."""
+    bits = np.float32(x).view(np.uint32)
+    rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) & UPPER_HALF
+    return np.uint32(rounded if x == x else NAN).view(np.float32)
+
+
 def _put_float32(operand, row, first, values):
     target = float32_at(address(operand.values) + (row * operand.values.shape[1] + first) * 4, values.size)
     for i in range(values.size):
@@ -64,46 +73,57 @@ def _put_bfloat16(operand, row, first, values):
         target[i] = to_bfloat16(values[i])
 
 
+def _put_widened(operand, row, first, values):
+    target = float32_at(address(operand.values) + (row * operand.values.shape[1] + first) * 4, values.size)
+    for i in range(values.size):
+        target[i] = rounded_to_bfloat16(values[i])
+
+
 def _put_int8(operand, row, first, values):
-    target = address(operand.values) + row * operand.values.shape[1] + first
+    like, size = operand.values, operand.values.itemsize
+    target = address(like) + (row * like.shape[1] + first) * size
     scales = address(operand.scales) + (row * operand.scales.shape[1] + first // GROUP) * SCALES_BYTES
     if values.size == GROUP:  # the usual panel of a product, without a loop's preparations
-        quantise_group(address(values), target, scales)
+        quantise_group(like, address(values), target, scales)
         return
     whole = values.size // GROUP
     for g in range(whole):
-        quantise_group(address(values) + g * GROUP * 4, target + g * GROUP, scales + g * SCALES_BYTES)
+        quantise_group(like, address(values) + g * GROUP * 4, target + g * GROUP * size, scales + g * SCALES_BYTES)
     rest = values.size - whole * GROUP
     if rest:  # the operand's own row ends in zeros up to a whole group: quantised on the way
-        quantise_part(address(values) + whole * GROUP * 4, rest, target + whole * GROUP, scales + whole * SCALES_BYTES)
+        done = whole * GROUP
+        quantise_part(like, address(values) + done * 4, rest, target + done * size, scales + whole * SCALES_BYTES)
 
 
 # put(operand, row, first, values): put float32 values (n,) into columns first to first + n of a row; `first` is a
 # multiple of GROUP.
-put = by_type({Float32Operand: _put_float32, BFloat16Operand: _put_bfloat16, Int8Operand: _put_int8})
+_put_rounded = _put_bfloat16 if TARGET.bfloat16 == PAIRS else _put_widened
+put = by_type({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
 
 
 @intrinsic
-def quantise_group(typingctx, x, target, scales):
+def quantise_group(typingctx, like, x, target, scales):
     """GROUP float32 values to int8 with one scale: the largest size becomes 127, and zeros have scale 0.
 
-    All three are addresses; `scales` is that of the group's four entries, see Int8Operand.
+    They are stored as the values of the array `like` are, of which the type alone counts. The others are addresses;
+    `scales` is that of the group's four entries, see Int8Operand.
     """
 
     def codegen(context, builder, signature, args):
-        x, target, scales = args
-        _quantise(builder, [load(builder, at, FLOATS, 4) for at in _vectors_at(builder, x)], target, scales)
+        _, x, target, scales = args
+        kind, values = ir.IntType(like.dtype.bitwidth), [load(builder, at, FLOATS, 4) for at in _vectors_at(builder, x)]
+        _quantise(builder, values, kind, target, scales)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp), codegen
+    return types.void(like, types.intp, types.intp, types.intp), codegen
 
 
 @intrinsic
-def quantise_part(typingctx, x, count, target, scales):
+def quantise_part(typingctx, like, x, count, target, scales):
     """As quantise_group, for `count` values that zeros follow."""
 
     def codegen(context, builder, signature, args):
-        x, count, target, scales = args
+        _, x, count, target, scales = args
         kinds = [FLOATS.as_pointer(), I32, ir.VectorType(ir.IntType(1), LANES), FLOATS]
         load_some = declare(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, kinds)
         counts, values = broadcast(builder, builder.trunc(count, I32)), []
@@ -111,17 +131,17 @@ def quantise_part(typingctx, x, count, target, scales):
             is_given = builder.icmp_signed("<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts)
             at = builder.inttoptr(at, FLOATS.as_pointer())
             values.append(builder.call(load_some, [at, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)]))
-        _quantise(builder, values, target, scales)
+        _quantise(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp, types.intp), codegen
+    return types.void(like, types.intp, types.intp, types.intp, types.intp), codegen
 
 
 def _vectors_at(builder, start):
     return [builder.add(start, ir.Constant(start.type, i * VECTOR_BYTES)) for i in range(GROUP // LANES)]
 
 
-def _quantise(builder, values, target, scales) -> None:
+def _quantise(builder, values, kind, target, scales) -> None:
     def at(start, offset: int):
         return builder.add(start, ir.Constant(start.type, offset))
 
@@ -135,7 +155,7 @@ def _quantise(builder, values, target, scales) -> None:
     for i, value in enumerate(values):
         nearest = builder.fsub(multiply_add(builder, value, inverse, rounding), rounding)
         whole = builder.fptosi(nearest, INTS)
-        store(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), at(target, i * LANES), 1)
+        store(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), at(target, i * LANES * kind.width // 8), 1)
         sums.append(whole)
     half = len(sums) // 2
     low, high = (fold(builder, builder.add(*part), add_int) for part in (sums[:half], sums[half:]))

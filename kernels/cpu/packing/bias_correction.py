@@ -8,7 +8,8 @@ a calibration has measured the mean, the bias takes it back, and nothing more ha
 
 import numpy as np
 
-from tinygpt.kernels.cpu.simd.tiles import PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 
 
 def bias_correction(weight: np.ndarray, factors: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:

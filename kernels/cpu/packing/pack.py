@@ -8,7 +8,8 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
-from tinygpt.kernels.cpu.simd.tiles import PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING
 
 LEVELS = np.float32(15)

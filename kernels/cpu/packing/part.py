@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
+from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.tiles import PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 
 # Of each array of a weight: how many values of K an index of axis 2 stands for, and the axis of a panel's columns.
 LAYOUTS = {

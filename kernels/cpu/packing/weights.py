@@ -8,8 +8,9 @@ import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
 from tinygpt.kernels.cpu.packing.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
+from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 
 FORMATS = {
     "float32": (Float32Weight, pack_float32),

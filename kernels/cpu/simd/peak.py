@@ -7,21 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.simd.tiles import (
+from tinygpt.kernels.cpu.simd.grouped_tiles import (
+    EXPANSION,
     GROUP,
-    GROUPED_ROWS,
-    PANEL,
+    GROUP_BYTES,
+    OPERAND_BYTES,
     SCALES_BYTES,
-    TILE_ROWS,
     WEIGHT_GROUP,
-    panel_tile,
-    panel_tile_int4,
-    panel_tile_int8,
+    tile_int4,
+    tile_int8,
 )
+from tinygpt.kernels.cpu.simd.memory import zeros
+from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, PANEL, TILE_ROWS, panel_add
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
-K = {"float32": 768, "bfloat16": 1536, "int8": 3072, "int4": 6144}  # a panel is 192 KiB: in L2, not in L1
-TILES = 2000  # a run is 0.05 s or so
+# What a tile is given at a time: a chunk of a panel, which stays in the L1 cache.
+K = {"float32": CHUNK_BYTES // (4 * PANEL), "bfloat16": CHUNK_BYTES // (2 * PANEL)}
+K |= {dtype: CHUNK_BYTES // (size * EXPANSION[dtype]) * GROUP for dtype, size in GROUP_BYTES.items()}
+TILES = 20000  # a run is 0.05 s or so
 
 
 def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES) -> float:
@@ -46,43 +50,42 @@ def _seconds(pool: ThreadPoolExecutor, run: Callable[[tuple], object], arguments
 
 @jit
 def loop_plain(a, b, c, times):
-    lda = a.shape[1] * a.itemsize
+    lda, ldb, ahead = a.shape[1] * a.itemsize, PANEL * 4, address(b)
     for _ in range(times):
-        panel_tile(b, TILE_ROWS, address(a), lda, address(b), PANEL * 4, b.shape[0], address(c), PANEL * 4)
+        panel_add(b, TILE_ROWS, address(a), lda, address(b), ldb, b.shape[0], address(c), PANEL * 4, ahead, LINE_BYTES)
 
 
 @jit
 def loop_int8(a, scales, b, b_scales, c, times):
-    k, groups, x, s = a.shape[1], scales.shape[1], address(a), address(scales)
+    lda, lds, x, s = a.shape[1] * a.itemsize, scales.shape[1] * SCALES_BYTES, address(a), address(scales)
+    where = address(b), address(b_scales), scales.shape[1], address(c), address(b), LINE_BYTES
     for _ in range(times):
-        panel_tile_int8(
-            GROUPED_ROWS, x, k, s, groups * SCALES_BYTES, address(b), address(b_scales), groups, address(c), PANEL * 4
-        )
+        tile_int8(TILE_ROWS, x, lda, s, lds, *where)
 
 
 @jit
 def loop_int4(a, scales, b, b_scales, c, times):
-    k, groups, x, s = a.shape[1], scales.shape[1], address(a), address(scales)
+    lda, lds, x, s = a.shape[1] * a.itemsize, scales.shape[1] * SCALES_BYTES, address(a), address(scales)
+    where = address(b), address(b_scales), scales.shape[1], address(c), address(b), LINE_BYTES
     for _ in range(times):
-        panel_tile_int4(
-            GROUPED_ROWS, x, k, s, groups * SCALES_BYTES, address(b), address(b_scales), groups, address(c), PANEL * 4
-        )
+        tile_int4(TILE_ROWS, x, lda, s, lds, *where)
 
 
-def _plain_arguments(kind: type, per_step: int) -> Callable[[int], tuple]:
+def _plain_arguments(kind: type, left: type) -> Callable[[int], tuple]:
     def make(k: int) -> tuple:
-        a, b = _aligned((TILE_ROWS, k), kind), _aligned((k // per_step, PANEL, per_step), kind)
-        return a, b, _aligned((TILE_ROWS, PANEL), np.float32)
+        per_step = 4 // np.dtype(kind).itemsize
+        a, b = _aligned((TILE_ROWS, k), left), _aligned((k // per_step, PANEL, per_step), kind)
+        return a, b, zeros((TILE_ROWS, PANEL))
 
     return make
 
 
-def _grouped_arguments(weights_per_byte: int) -> Callable[[int], tuple]:
+def _grouped_arguments(dtype: str) -> Callable[[int], tuple]:
     def make(k: int) -> tuple:
-        a, scales = _aligned((GROUPED_ROWS, k), np.int8), _aligned((GROUPED_ROWS, k // GROUP, 4), np.float32)
-        b = _aligned((k // 4 // weights_per_byte, PANEL, 4), np.uint8)
-        b_scales = _aligned((k // WEIGHT_GROUP, 2, PANEL), np.uint16)
-        return a, scales, b, b_scales, _aligned((GROUPED_ROWS, PANEL), np.float32)
+        a = _aligned((TILE_ROWS, k), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
+        scales = _aligned((TILE_ROWS, k // GROUP, 4), np.float32)
+        b = _aligned((k // GROUP * GROUP_BYTES[dtype] * EXPANSION[dtype],), np.uint8)
+        return a, scales, b, _aligned((k // WEIGHT_GROUP, 2, PANEL), np.uint16), zeros((TILE_ROWS, PANEL))
 
     return make
 
@@ -96,9 +99,10 @@ def _aligned(shape: tuple[int, ...], kind: type) -> np.ndarray:
     return raw[start : start + size].view(kind).reshape(shape)
 
 
+LEFT = np.uint16 if TARGET.bfloat16 == PAIRS else np.float32  # of a product of bfloat16
 LOOPS = {  # the loop, its rows, its arguments for a K
-    "float32": (loop_plain, TILE_ROWS, _plain_arguments(np.float32, 1)),
-    "bfloat16": (loop_plain, TILE_ROWS, _plain_arguments(np.uint16, 2)),
-    "int8": (loop_int8, GROUPED_ROWS, _grouped_arguments(1)),
-    "int4": (loop_int4, GROUPED_ROWS, _grouped_arguments(2)),
+    "float32": (loop_plain, TILE_ROWS, _plain_arguments(np.float32, np.float32)),
+    "bfloat16": (loop_plain, TILE_ROWS, _plain_arguments(np.uint16, LEFT)),
+    "int8": (loop_int8, TILE_ROWS, _grouped_arguments("int8")),
+    "int4": (loop_int4, TILE_ROWS, _grouped_arguments("int4")),
 }

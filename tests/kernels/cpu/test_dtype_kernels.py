@@ -16,7 +16,18 @@ from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing.pack import SHARES, panel_count
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.simd import tiles
-from tinygpt.kernels.cpu.simd.tiles import GROUP, GROUPED_ROWS, PANEL, TILE_ROWS, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.grouped_tiles import (
+    EXPANSION,
+    GROUP,
+    OPERAND_BYTES,
+    WEIGHT_GROUP,
+    expand_int4,
+    expand_int8,
+    tile_int4,
+    tile_int8,
+)
+from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, TILE_ROWS
 
 F32 = np.float32
 ZERO_BELOW = 2.0**-120  # written out: a change of the kernels' own number must be seen
@@ -198,14 +209,23 @@ def bits_of(x: np.ndarray) -> np.ndarray:
 # Grouped tiles.
 
 
-@jit
-def int8_tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
-    tiles.panel_tile_int8(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc)
+EXPANDS_INT8 = EXPANSION["int8"] > 1
 
 
 @jit
-def int4_tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc):
-    tiles.panel_tile_int4(rows, a, lda, scales, lds, b, b_scales, groups, c, ldc)
+def int8_tile(rows, a, lda, scales, lds, b, b_scales, groups, c, expanded):
+    if rows > 1 and EXPANDS_INT8:
+        expand_int8(b, groups, expanded)
+        b = expanded
+    tile_int8(rows, a, lda, scales, lds, b, b_scales, groups, c, b, LINE_BYTES)
+
+
+@jit
+def int4_tile(rows, a, lda, scales, lds, b, b_scales, groups, c, expanded):
+    if rows > 1:
+        expand_int4(b, groups, expanded)
+        b = expanded
+    tile_int4(rows, a, lda, scales, lds, b, b_scales, groups, c, b, LINE_BYTES)
 
 
 GROUPED = {"int8": int8_tile, "int4": int4_tile}
@@ -224,6 +244,7 @@ class Grouped:
         self.scales = np.exp2(random.uniform(-20, 20, (rows, groups + 1))).astype(F32)
         shape = (groups * GROUP // WEIGHT_GROUP, 2, PANEL)
         self.b_scales = bits_of(np.exp2(random.uniform(-10, 1, shape)) * random.choice([-1, 1], shape))
+        self.before = random_values(rows, PANEL)
         if rows > 1:
             self.a[1], self.scales[1] = 0, 0  # what a row of zeros becomes
 
@@ -242,15 +263,16 @@ class Grouped:
 
     def run(self) -> np.ndarray:
         scales, b, b_scales, c = self.operand(), self.panel(), aligned(self.b_scales), unwritten(self.rows + 1, PANEL)
-        a, lda, lds = self.a.ctypes.data, self.a.strides[0], scales.strides[0]
-        where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, c.strides[0])
-        GROUPED[self.dtype](self.rows, a, lda, scales.ctypes.data, lds, *where)
+        c[: self.rows] = self.before
+        a, expanded = self.a.astype(f"i{OPERAND_BYTES[self.dtype]}"), aligned(np.repeat(b, EXPANSION[self.dtype]))
+        where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, expanded.ctypes.data)
+        GROUPED[self.dtype](self.rows, a.ctypes.data, a.strides[0], scales.ctypes.data, scales.strides[0], *where)
         assert np.isnan(c[self.rows]).all()
         return c[: self.rows].copy()
 
     def expected(self) -> np.ndarray:
         """Integers add up exactly; float64 holds what a fused multiply-add rounds once."""
-        c = np.zeros((self.rows, PANEL), F32)
+        c = self.before
         for g in range(self.groups):
             c = (self.int8_group if self.dtype == "int8" else self.int4_group)(g, c)
         return c
@@ -275,7 +297,7 @@ def fused(x, y, z) -> np.ndarray:
 
 @pytest.mark.parametrize("ends", [False, True], ids=["any", "ends"])
 @pytest.mark.parametrize("groups", [1, 2, 5])
-@pytest.mark.parametrize("rows", range(1, GROUPED_ROWS + 1))
+@pytest.mark.parametrize("rows", range(1, TILE_ROWS + 1))
 @pytest.mark.parametrize("dtype", GROUPED)
 def test_grouped_tiles(dtype, rows, groups, ends):
     case = Grouped(dtype, rows, groups, ends)
@@ -287,7 +309,7 @@ def test_grouped_tiles(dtype, rows, groups, ends):
 
 @jit
 def bf16_tile(like, rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc)
+    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 35, 64])
@@ -300,10 +322,11 @@ def test_a_tile_of_bfloat16_pairs(rows, steps):
         (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, PANEL))),
     ):
         a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, PANEL)
+        left = a_bits if TARGET.bfloat16 == PAIRS else from_bits(a_bits)
         pairs = aligned(b_bits.reshape(steps, 2, PANEL).transpose(0, 2, 1))
         where = (
-            a_bits.ctypes.data,
-            a_bits.strides[0],
+            left.ctypes.data,
+            left.strides[0],
             pairs.ctypes.data,
             PANEL * 4,
             steps,

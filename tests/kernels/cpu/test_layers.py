@@ -29,7 +29,7 @@ from tinygpt.kernels.cpu.layers.formats import Float32Operand, Norm
 from tinygpt.kernels.cpu.layers.layer_norm import layer_norm
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.simd import tiles
-from tinygpt.kernels.cpu.simd.tiles import PANEL, TILE_ROWS
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, fma, max_lanes, sum_lanes, sum_squares_lanes
 from tinygpt.kernels.cpu.workspace import new_operand
 from tinygpt.kernels.reference import layers as reference
@@ -41,17 +41,17 @@ ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for nam
 
 @jit
 def call_panel(like, rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc)
+    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
 @jit
 def call_panel_add(like, rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_add(like, rows, a, lda, b, ldb, steps, c, ldc)
+    tiles.panel_add(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
 @jit
 def call_strip_add(like, rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.strip_add(like, rows, a, lda, b, ldb, steps, c, ldc)
+    tiles.strip_add(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
 TILES = [(call_panel, PANEL, False), (call_panel_add, PANEL, True), (call_strip_add, LANES, True)]

@@ -31,7 +31,8 @@ from tinygpt.kernels.cpu.layers.operands import convert, from_bfloat16, to_bfloa
 from tinygpt.kernels.cpu.packing.pack import pack_float32, panel_count
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.params import NO_FACTORS
-from tinygpt.kernels.cpu.simd.tiles import GROUP, PANEL, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.cpu.workspace import new_operand
 
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]

@@ -1,0 +1,207 @@
+"""Tiles of quantised weights: integers add up over a group of K, exactly, and are folded to float32 once a group.
+
+The integer sums of a group stay in registers, the float32 ones in C: a load and a store of C a group are hidden beside
+its products.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, step_name, unpacked
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, PANEL_VECTORS, ask_ahead, for_each_height, strip_of
+from tinygpt.kernels.cpu.simd.vector_ir import (
+    F32,
+    FLOATS,
+    I16,
+    I32,
+    INTS,
+    LANES,
+    VECTOR_BYTES,
+    broadcast,
+    load,
+    multiply_add,
+    repeat,
+    store,
+)
+
+GROUP = 64  # values of K that share an activation's scale
+WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
+SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales: its four entries
+WEIGHT_SCALES_BYTES = 2 * PANEL * 2  # of a panel's WEIGHT_GROUP: bfloat16 scales, then offsets
+ROW_BYTES = PANEL_VECTORS * VECTOR_BYTES  # of a panel: what a step of all its columns multiplies
+GROUP_BYTES = {"int8": GROUP * PANEL, "int4": GROUP * PANEL // 2}  # of a panel
+OPERAND_BYTES = {dtype: 4 // INTEGER_STEPS[step_name(dtype)].k for dtype in GROUP_BYTES}  # of an activation: 1, or 2
+EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # how much longer a panel is as the steps multiply it
+
+
+def make_grouped_tile(dtype: str):
+    """The intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
+
+    All are addresses, strides are in bytes, and C is (rows, PANEL) without gaps. 1 <= rows <= TILE_ROWS, groups >= 1.
+    a: int8 or int16, see OPERAND_BYTES. scales: for each row and group 16 bytes: the activation's scale s (float32),
+    -128 times the sum of the group's a (int32), and s times the sum of each half of the group (two float32).
+    b, int8: weights + 128 as uint8, in fours along K. The 128 is taken out by starting the sums at -128 sum(a); the
+    scale of a weight's column is left to the caller, and b_scales is not read.
+    b, int4: weights 0..15, two steps in a byte, the first in its low half; b_scales: for each WEIGHT_GROUP a row of
+    bfloat16 scales and one of offsets, PANEL each: the weight is q * scale + offset.
+    One row takes b as it lies, several take it as make_expand has made it. Lines are asked for as in make_tile,
+    ROW_BYTES / EXPANSION of b as it lies for every step of several rows.
+    """
+    integer, part_k = INTEGER_STEPS[step_name(dtype)], {"int8": GROUP, "int4": WEIGHT_GROUP}[dtype]
+    parts, fold = GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+
+    def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
+        strip, per_load = strip_of(rows), EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
+        loads, strips = part_k // integer.k // per_load, PANEL_VECTORS // strip
+        lines = ROW_BYTES // LINE_BYTES // (EXPANSION[dtype] // per_load)
+
+        def size(n: int):
+            return ir.Constant(a.type, n)
+
+        def starts(first, stride):
+            return [builder.add(first, builder.mul(stride, size(r))) for r in range(rows)]
+
+        a_starts, s_starts, c_rows = starts(a, lda), starts(scales, lds), starts(c, size(ROW_BYTES))
+
+        def take_part(number, _):
+            a_offset = builder.mul(number, size(part_k * OPERAND_BYTES[dtype]))
+            s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
+            a_rows = [builder.add(start, a_offset) for start in a_starts]
+            s_rows = [builder.add(start, s_offset) for start in s_starts]
+            first_load = builder.mul(number, size(loads))
+
+            def take_strip(strip_number, _):
+                columns = builder.mul(strip_number, size(strip * VECTOR_BYTES))
+
+                def step(i, sums):
+                    row = builder.add(first_load, i)
+                    asked = builder.add(builder.mul(row, size(strips)), strip_number)
+                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips)
+                    b_row = builder.add(builder.add(b, columns), builder.mul(row, size(ROW_BYTES)))
+                    b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 64) for v in range(strip)]
+                    taken = [unpacked(builder, vector, dtype) if per_load > 1 else [vector] for vector in b_k]
+                    for j in range(per_load):
+                        k, new = builder.add(builder.mul(i, size(4 * per_load)), size(4 * j)), []
+                        for r in range(rows):
+                            a_k = broadcast(builder, load(builder, builder.add(a_rows[r], k), I32, 4))
+                            new += [
+                                integer.multiply(builder, a_k, taken[v][j], sums[r * strip + v]) for v in range(strip)
+                            ]
+                        sums = new
+                    return sums
+
+                start = [first for s in s_rows for first in [_first_sum(builder, dtype, integer, s)] * strip]
+                sums = [integer.finish(builder, total) for total in repeat(builder, size(loads), step, start)]
+                places = [
+                    builder.add(builder.add(c_row, columns), size(v * VECTOR_BYTES))
+                    for c_row in c_rows
+                    for v in range(strip)
+                ]
+                totals = [load(builder, at, FLOATS, 4) for at in places]
+                w_scales = builder.add(
+                    builder.add(b_scales, builder.mul(number, size(WEIGHT_SCALES_BYTES))),
+                    builder.mul(strip_number, size(strip * LANES * 2)),
+                )
+                half = builder.urem(number, size(parts))
+                for at, total in zip(places, fold(builder, strip, s_rows, half, w_scales, sums, totals), strict=True):
+                    store(builder, total, at, 4)
+                return []
+
+            repeat(builder, size(strips), take_strip, [])
+            return []
+
+        repeat(builder, builder.mul(groups, size(parts)), take_part, [])
+
+    @intrinsic
+    def tile(typingctx, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
+        def codegen(context, builder, signature, args):
+            for_each_height(builder, code, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 11), codegen
+
+    return tile
+
+
+def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> None:
+    """Of the lines that a row asks for, those of one strip of the row: `number` strips come before it."""
+    if lines >= strips:
+        first = builder.mul(number, ir.Constant(number.type, lines // strips))
+        ask_ahead(builder, ahead, spacing, first, lines // strips)
+    else:  # several strips share a line
+        part = builder.udiv(spacing, ir.Constant(spacing.type, strips // lines))
+        ask_ahead(builder, ahead, part, number, 1)
+
+
+def _first_sum(builder, dtype: str, integer, s_row):
+    if dtype == "int4":
+        return ir.Constant(integer.sums, None)
+    return broadcast(builder, load(builder, builder.add(s_row, ir.Constant(s_row.type, 4)), I32, 4))
+
+
+def _fold_int8(builder, strip, s_rows, half, w_scales, sums, totals):
+    scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
+    return [
+        multiply_add(builder, builder.sitofp(total, FLOATS), scales[i // strip], totals[i])
+        for i, total in enumerate(sums)
+    ]
+
+
+def _fold_int4(builder, strip, s_rows, half, w_scales, sums, totals):
+    def size(n: int):
+        return ir.Constant(half.type, n)
+
+    places = [builder.add(w_scales, size(2 * v * LANES)) for v in range(strip)]
+    w_scale = [_load_widened(builder, at) for at in places]
+    w_offset = [_load_widened(builder, builder.add(at, size(2 * PANEL))) for at in places]
+    part = builder.add(builder.mul(half, size(4)), size(8))
+    scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
+    a_sums = [broadcast(builder, load(builder, builder.add(s, part), F32, 4)) for s in s_rows]
+    new = []
+    for i, total in enumerate(sums):
+        r, v = divmod(i, strip)
+        scaled = builder.fmul(builder.sitofp(total, FLOATS), scales[r])
+        without_offset = multiply_add(builder, scaled, w_scale[v], totals[i])
+        new.append(multiply_add(builder, a_sums[r], w_offset[v], without_offset))
+    return new
+
+
+def _load_widened(builder, address):
+    halves = load(builder, address, ir.VectorType(I16, LANES), 32)
+    bits = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
+    return builder.bitcast(bits, FLOATS)
+
+
+def make_expand(dtype: str):
+    """The intrinsic expand(source, groups, target): a panel's groups as the steps of several rows multiply them."""
+
+    @intrinsic
+    def expand(typingctx, source, groups, target):
+        def codegen(context, builder, signature, args):
+            source, groups, target = args
+
+            def at(start, row, offset: int):
+                place = builder.mul(row, ir.Constant(row.type, ROW_BYTES))
+                return builder.add(builder.add(start, place), ir.Constant(row.type, offset))
+
+            def expand_row(i, _):
+                first = builder.mul(i, ir.Constant(i.type, EXPANSION[dtype]))
+                for v in range(PANEL_VECTORS):
+                    vector = load(builder, at(source, i, v * VECTOR_BYTES), INTS, 64)
+                    for j, part in enumerate(unpacked(builder, vector, dtype)):
+                        store(builder, part, at(target, first, j * ROW_BYTES + v * VECTOR_BYTES), 64)
+                return []
+
+            rows = ir.Constant(groups.type, GROUP_BYTES[dtype] // ROW_BYTES)
+            repeat(builder, builder.mul(groups, rows), expand_row, [])
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 3), codegen
+
+    return expand
+
+
+# Module-level names, see tiles.py.
+tile_int8, expand_int8 = make_grouped_tile("int8"), make_expand("int8")
+tile_int4, expand_int4 = make_grouped_tile("int4"), make_expand("int4")

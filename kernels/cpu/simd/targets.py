@@ -1,0 +1,47 @@
+"""What the tiles are made of on the CPU that Numba compiles for: one table, and the one choice from it.
+
+The same bits come out of every row. What differs is which instruction multiplies, and so how the left side of a product
+(activations, queries, softmax weights) lies in memory: see steps.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinygpt.kernels.cpu.jit import has_feature, target_cpu
+
+# How four bytes of a column are multiplied, by the instruction that does it.
+PAIRS = "vdpbf16ps"  # two bfloat16
+WIDENED = "two multiply-adds"  # of the same two in float32: the same bits, as each product is exact
+FOURS = "vpdpbusd"  # four bytes into an int32
+SHORTS = "vpmaddwd"  # two int16 into an int32, so bytes are widened
+BYTES = "vpmaddubsw"  # two bytes into an int16, which eight steps of nibbles cannot overflow
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    features: tuple[str, ...]  # which a CPU must have, in LLVM's spelling
+    cpu: str  # how LLVM's name of it must begin
+    vector_bytes: int
+    registers: int
+    bfloat16: str
+    int8: str
+    int4: str
+
+
+# The first that fits. Zen takes one cycle for vdpbf16ps; Intel's cores take two, and one for two multiply-adds.
+TARGETS = (
+    Target("AVX-512 BF16 VNNI", ("avx512bf16", "avx512vnni"), "znver", 64, 32, PAIRS, FOURS, FOURS),
+    Target("AVX-512 VNNI", ("avx512vnni",), "", 64, 32, WIDENED, FOURS, FOURS),
+    Target("AVX-512", ("avx512bw",), "", 64, 32, WIDENED, SHORTS, BYTES),
+    Target("AVX2 VNNI", ("avx2", "fma", "avxvnni"), "", 32, 16, WIDENED, FOURS, FOURS),
+    Target("AVX2", ("avx2", "fma"), "", 32, 16, WIDENED, SHORTS, BYTES),
+    Target("what LLVM makes of 16 lanes", (), "", 16, 16, WIDENED, SHORTS, SHORTS),
+)
+
+
+def choose(has: Callable[[str], bool], cpu: str) -> Target:
+    return next(t for t in TARGETS if all(map(has, t.features)) and cpu.startswith(t.cpu))
+
+
+TARGET = choose(has_feature, target_cpu())
