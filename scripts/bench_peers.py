@@ -3,6 +3,7 @@
     python scripts/bench_peers.py                          # random weights of GPT-2 124M's shape
     python scripts/bench_peers.py --shape 355M --long      # and of the next size, deep in the context too
     python scripts/bench_peers.py --model FOLDER           # a checkpoint of your own, "demo", or a Hub id
+    python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
     python scripts/bench_peers.py --batch-sizes 1 2 4 8 16 32 --json FILE    # for plot_peers.py to draw
 
 Each peer is installed into a virtual environment of its own, and each engine and dtype runs in a process of its own.
@@ -13,6 +14,7 @@ The machine's limits are measured in the same turns. A peer that cannot be insta
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,7 +24,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from peers.cases import CASES, LONG_CASES, Case, decode_cases, floor
-from peers.catalogue import DTYPES, OURS, PEERS
+from peers.catalogue import AVX2, DTYPES, OURS, PEERS, held_to_avx2
 from peers.measure import Engines
 from peers.prepare import Setup, prepare
 from peers.progress import say
@@ -46,6 +48,9 @@ def main() -> None:
     arguments = parse_arguments()
     work = arguments.work.resolve()
     peers = [peer for peer in PEERS if arguments.peers is None or peer.name in arguments.peers]
+    if arguments.isa == "avx2":
+        os.environ.update(AVX2)  # for every process that is started from here
+        peers = held_to_avx2(peers)
     setup = prepare(work, arguments.model, arguments.shape, peers, arguments.dtypes)
     if arguments.prepare_only:
         return
@@ -67,6 +72,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
     parser.add_argument(
         "--batch-sizes", nargs="+", type=int, metavar="N", help="decode alike at these, in place of all"
+    )
+    parser.add_argument(
+        "--isa", choices=["avx2"], help="hold every engine to these instructions (onnxruntime cannot be)"
     )
     parser.add_argument("--long", action="store_true", help="also decode from position 1000 of 1024")
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")

@@ -3,7 +3,8 @@
 The modules named here import their engine, so they are only imported in its own virtual environment.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 
@@ -20,6 +21,7 @@ class Peer:
     makes_files: bool = True
     environment: dict[tuple[str, str], str] = field(default_factory=dict)  # (dtype, variable) -> value
     build_environment: dict[str, str] = field(default_factory=dict)
+    build: str = ""  # what sets an environment apart that was built differently
 
     def variables(self, dtype: str) -> dict[str, str]:
         return {name: value for (key, name), value in self.environment.items() if key == dtype}
@@ -57,3 +59,25 @@ PEERS = (
 )
 OURS = Peer("tinygpt", "with_tinygpt", (), {dtype: dtype for dtype in DTYPES}, makes_files=False)
 MACHINE = Peer("machine", "machine", (), {dtype: dtype for dtype in DTYPES}, makes_files=False)
+
+# For LLVM's x86-64-v3, which is what most laptops have. Each library chooses by its own variable.
+AVX2 = {
+    "NUMBA_CPU_NAME": "x86-64-v3",
+    "NUMBA_CPU_FEATURES": "+avx2,+fma",
+    "CT2_FORCE_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+NO_SWITCH = ("onnxruntime",)  # takes AVX-512 wherever it is
+
+
+def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
+    """The peers as they are on a CPU without AVX-512, but for those that cannot be told."""
+    flags = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
+    held = []
+    for peer in peers:
+        if peer.name not in NO_SWITCH:
+            build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_environment.items()}
+            held.append(replace(peer, build_environment=build, build="-avx2" if build else ""))
+    return held

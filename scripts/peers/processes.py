@@ -27,7 +27,7 @@ def provide_python(peer: Peer, work: Path) -> Path:
     """
     if not peer.requirements:
         return Path(sys.executable)
-    folder = work / "environments" / peer.module
+    folder = work / "environments" / (peer.module + peer.build)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     wanted, installed = "\n".join(peer.requirements), folder / "installed.txt"
     if installed.exists() and installed.read_text() == wanted:

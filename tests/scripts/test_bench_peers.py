@@ -11,13 +11,14 @@ from safetensors.numpy import load_file
 
 from scripts.peers import measure, prepare
 from scripts.peers.cases import CASES, Case, bytes_read, floor
-from scripts.peers.catalogue import DTYPES, MACHINE, OURS, PEERS, Peer
+from scripts.peers.catalogue import AVX2, DTYPES, MACHINE, OURS, PEERS, Peer, held_to_avx2
 from scripts.peers.checkpoints import make, make_random
 from scripts.peers.engine import SteppingEngine
 from scripts.peers.prepare import Place, Setup
 from scripts.peers.processes import PeerError, Worker, make_form, provide_folder, run_logged
 from scripts.peers.table import Agreement, Row, markdown
 from tinygpt.config import ModelConfig
+from tinygpt.kernels.cpu.simd.targets import choose
 
 SMALL_GPT2 = {"n_layer": 12, "n_embd": 768, "n_inner": None, "vocab_size": 50257}
 DECODE_1, _, DECODE_32, PREFILL = CASES
@@ -104,6 +105,21 @@ def test_every_peer_has_its_module_and_dtypes():
         assert "class Engine" in source
         assert re.search(r"^def make\(", source, re.M) is not None or not peer.makes_files
         assert set(peer.forms) <= set(DTYPES)
+
+
+def test_peers_held_to_avx2_are_told_or_built_so_or_left_out():
+    held = {peer.name: peer for peer in held_to_avx2(PEERS)}
+    assert set(held) == {peer.name for peer in PEERS} - {"onnxruntime"}
+    built = held["llama.cpp"]
+    assert "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" in built.build_environment["CMAKE_ARGS"]
+    assert "GGML_NATIVE=ON" not in built.build_environment["CMAKE_ARGS"]
+    original = next(peer for peer in PEERS if peer.name == "llama.cpp")
+    assert built.module + built.build != original.module + original.build  # it does not take the other one's place
+    assert held["ctranslate2"].requirements
+    assert not held["ctranslate2"].build
+    assert (
+        choose(lambda name: f"+{name}" in AVX2["NUMBA_CPU_FEATURES"].split(","), AVX2["NUMBA_CPU_NAME"]).name == "AVX2"
+    )
 
 
 def test_peer_that_cannot_be_installed_is_absent_with_the_reason(tmp_path, monkeypatch):
