@@ -55,6 +55,7 @@ def make_grouped_tile(dtype: str):
         strip, per_load = strip_of(rows), EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
         loads, strips = part_k // integer.k // per_load, PANEL_VECTORS // strip
         lines = ROW_BYTES // LINE_BYTES // (EXPANSION[dtype] // per_load)
+        level = 1 if rows == 1 else 2  # several rows work on a chunk, and a second one has no place in the L1 cache
 
         def size(n: int):
             return ir.Constant(a.type, n)
@@ -77,7 +78,7 @@ def make_grouped_tile(dtype: str):
                 def step(i, sums):
                     row = builder.add(first_load, i)
                     asked = builder.add(builder.mul(row, size(strips)), strip_number)
-                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips)
+                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips, level)
                     b_row = builder.add(builder.add(b, columns), builder.mul(row, size(ROW_BYTES)))
                     b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 64) for v in range(strip)]
                     taken = [unpacked(builder, vector, dtype) if per_load > 1 else [vector] for vector in b_k]
@@ -124,14 +125,14 @@ def make_grouped_tile(dtype: str):
     return tile
 
 
-def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> None:
+def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int, level: int) -> None:
     """Of the lines that a row asks for, those of one strip of the row: `number` strips come before it."""
     if lines >= strips:
         first = builder.mul(number, ir.Constant(number.type, lines // strips))
-        ask_ahead(builder, ahead, spacing, first, lines // strips)
+        ask_ahead(builder, ahead, spacing, first, lines // strips, level)
     else:  # several strips share a line
         part = builder.udiv(spacing, ir.Constant(spacing.type, strips // lines))
-        ask_ahead(builder, ahead, part, number, 1)
+        ask_ahead(builder, ahead, part, number, 1, level)
 
 
 def _first_sum(builder, dtype: str, integer, s_row):

@@ -45,14 +45,14 @@ def strip_of(rows: int) -> int:
     return next((strip for strip in (4, 2) if (rows + kept) * strip * registers < TARGET.registers), 1)
 
 
-def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
-    """Prefetch `count` places `spacing` apart, of which `first` come before, after `ahead`.
+def ask_ahead(builder, ahead, spacing, first, count: int, level: int = 1) -> None:
+    """Prefetch `count` places `spacing` apart, of which `first` come before, after `ahead`, into a cache.
 
     With nothing to ask for, `spacing` is 0: one line again and again costs less than a branch in every step.
     """
     for i in range(count):
         number = builder.add(first, ir.Constant(first.type, i))
-        prefetch(builder, builder.add(ahead, builder.mul(number, spacing)))
+        prefetch(builder, builder.add(ahead, builder.mul(number, spacing)), level=level)
 
 
 def make_tile(vectors: int, adds: bool = True):

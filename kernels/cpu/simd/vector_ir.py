@@ -28,12 +28,12 @@ def store(builder, value, address, align: int) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
 
 
-def prefetch(builder, address, to_write: bool = False) -> None:
-    """Ask for the cache line at `address`; harmless wherever it points."""
+def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
+    """Ask for the cache line at `address`, into the L1 or L2 cache; harmless wherever it points."""
     line = I8.as_pointer()
     ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [line, I32, I32, I32])
-    into_l1, data = ir.Constant(I32, 3), ir.Constant(I32, 1)
-    builder.call(ask, [builder.inttoptr(address, line), ir.Constant(I32, int(to_write)), into_l1, data])
+    locality, data = ir.Constant(I32, 4 - level), ir.Constant(I32, 1)
+    builder.call(ask, [builder.inttoptr(address, line), ir.Constant(I32, int(to_write)), locality, data])
 
 
 def broadcast(builder, value, lanes: int = LANES):
