@@ -136,7 +136,7 @@ _sum_over = by_type({Ranks: _sum_partials}, otherwise=_nothing_to_sum, argument=
 @kernel
 def rows_together(weight, blocks):
     """How many rows of a block go through a panel together: one block reads it from memory, all its rows at once;
-    several find it in the L2 cache, and take it tile by tile."""
+    several find it in the L2 cache, and take it tile by tile if that is fast enough for their products."""
     alone = unit_of(weight).alone
     return alone if blocks > 1 and alone > 1 else ROW_BLOCK
 

@@ -46,7 +46,7 @@ def strip_of(rows: int) -> int:
 
 
 def ask_ahead(builder, ahead, spacing, first, count: int, level: int = 1) -> None:
-    """Prefetch `count` places `spacing` apart, of which `first` come before, after `ahead`, into a cache.
+    """Prefetch `count` places `spacing` apart, of which `first` come before, after `ahead`: into the L1 or L2 cache.
 
     With nothing to ask for, `spacing` is 0: one line again and again costs less than a branch in every step.
     """
