@@ -120,6 +120,8 @@ WITHOUT: dict[str, str] = {
     "start a proxy in front for TLS": "--ssl-keyfile --ssl-certfile --ssl",
     "give --interactive, which has :save and :load": "--prompt-cache --prompt-cache-all --session",
 }
+# Of these, what helps on a command line alone.
+OF_THE_SHELL = ("stdout ", "the log goes to stderr", "type $", "start the command with", "give --interactive")
 # An argument without a flag -> the flags that others have for it.
 ARGUMENTS: dict[str, str] = {
     "DST": "--output -o --outfile --out --out-dir --output-dir --dst --save",
@@ -190,7 +192,8 @@ def argument_meant(unknown: str, arguments: Collection[str]) -> str | None:
 
 def field_hint(unknown: str, fields: Collection[str], spelled: Callable[[str], str] = str) -> str | None:
     """What to say of the name of a field that is none: why there is none, or which is nearest. `spelled` quotes it."""
-    if why := why_without(_flag(unknown)):
+    why = why_without(_flag(unknown))
+    if why is not None and not why.startswith(OF_THE_SHELL):
         return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), why)
     nearest = nearest_field(unknown, fields)
     return f"did you mean {spelled(nearest)}?" if nearest else None

@@ -165,3 +165,10 @@ def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):
     assert tokenizer([PROMPT, ""]) == {"input_ids": [ids, []], "attention_mask": [[1] * len(ids), []]}
     split = tokenizer("<|endoftext|>", split_special_tokens=True)["input_ids"]
     assert split == tokenizer.encode("<|endoftext|>", split_special_tokens=True) != [8192]
+
+
+@pytest.mark.parametrize("field", ["quiet", "log_file", "session", "escape", "numa"])
+def test_a_field_gets_no_advice_for_a_shell(field, llm):
+    with pytest.raises(RequestError, match=f"unknown sampling field '{field}'") as refusal:
+        llm.generate(PROMPT, **{field: 1})
+    assert not any(word in str(refusal.value) for word in ("stdout", "stderr", "shell", "taskset", ":save"))

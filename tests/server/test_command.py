@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 
+import tinygpt.server.app
 import tinygpt.server.serve
 from support.commands import Result
 from support.paths import ROOT
@@ -132,11 +133,12 @@ def test_one_line_says_where(run, started):
 
 def test_a_start_looks_for_no_garbage(run, started, monkeypatch):
     """Which takes a tenth of it, and finds next to nothing; what is there stays, and is not looked at later either."""
-    kept = []
+    kept, create_app = [], tinygpt.server.app.create_app
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("garbage was looked for"))
-    monkeypatch.setattr(gc, "freeze", lambda: kept.append(True))
+    monkeypatch.setattr(gc, "freeze", lambda: kept.append("all"))
+    monkeypatch.setattr(tinygpt.server.app, "create_app", lambda *given: kept.append("app") or create_app(*given))
     assert run("--port 0").code == 0
-    assert kept == [True]
+    assert kept == ["app", "all"]
 
 
 def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):

@@ -9,6 +9,7 @@ import socket
 from support.http_client import head_of
 from support.serving import served, until
 from tinygpt.server import connection, endpoint, event_stream
+from tinygpt.server.connection import Connection
 
 SOON = 0.05  # seconds that clients have in these tests
 
@@ -58,6 +59,26 @@ def test_a_client_that_does_not_read(impatient):
     impatient.ended("/tokenize")
     until(lambda: impatient.num_connections == 0)
     client.close()
+
+
+class Transport:
+    def __init__(self, waiting: int):
+        self.waiting = waiting
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+
+def test_a_client_that_reads_slowly_is_not_given_up(monkeypatch):
+    """What a stream has made waits in memory, so that there may be no room for as long as he reads."""
+    slow = object.__new__(Connection)
+    slow.transport, slow._full_since, slow._num_written, slow._num_taken = Transport(900), 0.0, 1000, 0
+    monkeypatch.setattr(connection.time, "monotonic", lambda: 1e6)
+    assert not slow._is_stuck()
+    slow.transport.waiting = 899
+    assert not slow._is_stuck()
+    slow._num_written, slow.transport.waiting = 1500, 1399
+    assert slow._is_stuck()
 
 
 def test_steps_do_not_wait_for_a_reader(server):

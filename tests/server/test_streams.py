@@ -8,11 +8,13 @@ import asyncio
 import json
 import socket
 from collections import Counter
+from concurrent.futures import Future
 
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from support.serving import served
 from tinygpt.server.chat.template import ChatTemplate
+from tinygpt.server.generation import Generation, PromptChunk
 from tinygpt.server.mailbox import Inbox, Mailbox
 from tinygpt.server.protocol.chat import ChatChunkChoice
 
@@ -154,3 +156,18 @@ def test_an_upgrade_is_not_taken_and_logs_no_advice(server, caplog, protocol):
     reply = server.ask("/health", connection="Upgrade", upgrade=protocol)
     assert (reply.status, reply.json) == (200, {"status": "ok"})
     assert [record.message for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+def test_what_has_read_a_stream_goes_with_it():
+    """It knows the generation, which knows its inbox: such a ring would stay until garbage is looked for."""
+
+    async def followed():
+        generation = object.__new__(Generation)
+        generation._futures, generation._inbox, generation._reason = [Future()], Inbox(), None
+        generation._futures[0].set_result(None)
+        generation._inbox.put([PromptChunk(0, None)])
+        await generation.follow(lambda chunks: None)
+        return generation._inbox._read
+
+    read = asyncio.run(followed())
+    assert read.__closure__ is None

@@ -233,16 +233,22 @@ def test_what_begins_texts_is_not_lost_on_the_way(tmp_path, capsys):
     "change",
     [
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
-        {
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<end>", "type_id": 0}}],
-                "pair": [],
-                "special_tokens": {"<end>": {"id": "<end>", "ids": [5], "tokens": ["<end>"]}},
+        *(
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                        {"SpecialToken": {"id": "<end>", "type_id": 0}},
+                    ],
+                    "pair": [],
+                    "special_tokens": {"<end>": {"id": "<end>", "ids": [end], "tokens": ["<end>"]}},
+                }
             }
-        },
+            for end in (5, 4)
+        ),
     ],
-    ids=["a space", "a token behind"],
+    ids=["a space", "a token behind", "behind, the token that begins texts"],
 )
 def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, capsys, change):
     source = gguf(tmp_path / "x", TENSORS, **TOKENIZER)

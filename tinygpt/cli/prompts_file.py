@@ -24,7 +24,7 @@ from tinygpt.suggestions import field_hint, is_already, nearest_field
 MAX_LISTED = 20
 # For a shell: Python is there wherever this runs.
 _TO_JSONL = (
-    "python3 -c 'import json, sys; "
+    """python3 -c 'import json, sys; sys.stdin.reconfigure(encoding="utf-8-sig"); """
     """[print(json.dumps({"prompt": line.strip()})) for line in sys.stdin if line.strip()]'"""
 )
 _EXPECTED = f"A line is a JSON object, such as {json.dumps({'prompt': 'Once upon a time'})}."

@@ -14,7 +14,7 @@ PATIENCE = 30.0  # seconds
 
 
 class Connection(H11Protocol):
-    """A client may take PATIENCE for the head of a request, and as long to make room for more of a reply.
+    """A client may take PATIENCE for the head of a request, and as long without reading any more of a reply.
 
     uvicorn itself waits for both for ever. A connection that is given up counts as one that its client has closed.
     """
@@ -30,13 +30,16 @@ class Connection(H11Protocol):
         takes longer than to write a token's event. What the client has no room for stays in memory.
         """
         if not self.cycle.disconnected:
-            is_chunked = self.scope["http_version"] == "1.1"  # else the body ends with the connection
-            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part)
+            is_chunked = self.scope["http_version"] >= "1.1"  # else the body ends with the connection
+            part = b"%x\r\n%b\r\n" % (len(part), part) if is_chunked else part
+            self._num_written += len(part)
+            self.transport.write(part)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._last_cycle: Any = self  # none that there is
         self._full_since: float | None = None
+        self._num_written = self._num_taken = 0  # bytes by `write`; of them, less what waited at the last look
         self._watch = self.loop.call_later(PATIENCE, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -62,8 +65,9 @@ class Connection(H11Protocol):
         self._watch = self.loop.call_later(PATIENCE, self._look)
 
     def _is_stuck(self) -> bool:
+        before, self._num_taken = self._num_taken, self._num_written - self.transport.get_write_buffer_size()
         if self._full_since is not None:
-            return time.monotonic() - self._full_since >= PATIENCE
+            return self._num_taken == before and time.monotonic() - self._full_since >= PATIENCE
         is_idle = self.cycle is None or self.cycle.response_complete
         is_same, self._last_cycle = self.cycle is self._last_cycle, self.cycle
         return is_idle and is_same

@@ -109,6 +109,7 @@ class Generation:
             for future in self._futures:
                 future.result()  # or the error that ended it
         finally:
+            self._inbox.read_by(lambda items: None)  # or what has read would stay, as it knows this generation
             self.cancel()
 
     def cancel(self) -> None:

@@ -220,18 +220,30 @@ def _unpacked(args: argparse.Namespace, checkpoint: "Checkpoint | PackedCheckpoi
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     """The tokenizer in the form of a tokenizer.json, where it is GPT-2's kind or BLOOM's. What is left out is said."""
     from tinygpt.execution.model_source import read_spec
-    from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
+    from tinygpt.tokenizer.byte_level_bpe import UnlikeGPT2
     from tinygpt.weights.families.byte_level import is_blooms_kind
 
     try:
         spec = read_spec(checkpoint)
-        around = [] if is_blooms_kind(spec) else ByteLevelBPE(spec).encode("", split_special_tokens=False)
-        if around not in ([], [checkpoint.config.bos_token_id]) or spec["pre_tokenizer"].get("add_prefix_space"):
+        around, is_behind = ([], False) if is_blooms_kind(spec) else _put_around(spec)
+        is_more = is_behind or around not in ([], [checkpoint.config.bos_token_id])
+        if is_more or spec["pre_tokenizer"].get("add_prefix_space"):
             raise UnlikeGPT2("it puts more around a text than the token that begins one")
     except (TinyGPTError, UnlikeGPT2) as error:
         say(f"the file will have no tokenizer: {error}")
         return None
     return {**spec, "add_bos_token": bool(around)}
+
+
+def _put_around(spec: dict[str, Any]) -> tuple[list[int], bool]:
+    """What a tokenizer of GPT-2's kind puts before a text, and whether it puts anything behind it."""
+    from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE
+
+    bare, whole = (
+        ByteLevelBPE(one).encode("a", split_special_tokens=False) for one in ({**spec, "post_processor": None}, spec)
+    )
+    before = whole[: len(whole) - len(bare)]
+    return before, before + bare != whole
 
 
 def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, Any], dict[str, object]]:

@@ -125,7 +125,7 @@ def _lacks(package: str) -> RequestError:
 
 def _import_web() -> None:
     """In a second thread, while the first loads the model and waits for its kernels."""
-    with suppress(ImportError):  # which is told when the module is needed
+    with suppress(Exception):  # which is told when the module is needed
         for name in WEB_MODULES:
             import_module(name)
 
@@ -139,6 +139,10 @@ def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: s
         raise _lacks(error.name) from None
     configure_logging(args.log_format)
     app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
+    # What is there now stays, so it is not looked at, not even now: that takes a tenth of the start, and finds next to
+    # nothing. What requests leave behind is, at Python's own pace.
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
 
 
@@ -157,10 +161,6 @@ def _check(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> "LLM":
     llm, _ = loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
-    # What is there now stays, so it is not looked at, not even now: that takes a tenth of the start, and finds next to
-    # nothing. What requests leave behind is, at Python's own pace.
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
     return llm
 
 
