@@ -8,8 +8,8 @@ import pytest
 from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.tiny_checkpoint import write_checkpoint, write_one_layer
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine import multi_step as ahead
 from tinygpt.errors import RequestError
+from tinygpt.execution import model_runner
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import DeviceError
 
@@ -102,7 +102,7 @@ def test_several_steps_are_taken_without_a_look(model, monkeypatch):
     params = SamplingParams(max_tokens=18, ignore_eos=True, temperature=1.0, seed=1)
     with load(model) as llm:
         at_once = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-    monkeypatch.setattr(ahead, "MAX_STEPS", 1)
+    monkeypatch.setattr(model_runner, "MAX_STEPS", 1)
     with load(model) as llm:
         one_by_one = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
     assert at_once == one_by_one
