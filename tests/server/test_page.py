@@ -375,10 +375,11 @@ def test_a_refusal_is_told(server, visit):
 
 
 def test_a_refusal_is_seen_whatever_the_length_of_the_text(server, visit):
-    """However far below the text it stands."""
+    """And the fields that it speaks of are on the page."""
     visitor = visit(server, "the king " * 300, allowed=[400])
     expect(visitor.page.get_by_role("alert")).to_contain_text("Shorten the prompt to at most 512 tokens")
     expect(visitor.page.get_by_role("alert")).to_be_in_viewport()
+    expect(visitor.page.get_by_label("max tokens")).to_be_visible()
 
 
 def test_a_text_that_fills_the_context_is_read(server, llm, visit):

@@ -160,8 +160,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> "LLM":
-    llm, _ = loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)
-    return llm
+    return loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)[0]
 
 
 def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "ServerConfig":
