@@ -200,6 +200,11 @@ class LLM:
         params = params_list(params, 1)[0]
         return self._inputs.num_truncated_tokens(_single_prompt(prompt), params)
 
+    def num_virtual_tokens(self, soft_prompt: str | None) -> int:
+        """How many positions the soft prompt of this name takes in front of a prompt; 0 for None."""
+        self.engine.check_open()
+        return self._inputs.num_virtual_tokens(soft_prompt)
+
     def session(self, cache_salt: str | None = None) -> Session:
         """A text, empty at first, to be written in turns; its context is not computed again for each.
 

@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM, SamplingParams
@@ -135,14 +138,19 @@ def test_a_bad_body_is_a_sentence(server, llm, name):
             {"prompt": [1] * 500, "max_tokens": 13},
             "max_tokens",
             (513, 500, 13),
-            "Shorten the prompt to at most 499 tokens, or lower max_tokens to at most 12, or set overflow to truncate.",
+            "Shorten the prompt to at most 499 tokens, or set max_tokens to at most 12, or set overflow to truncate.",
         ),
-        ({"max_tokens": 2**31 - 1}, "max_tokens", (2**31, 1, 2**31 - 1), "Lower max_tokens to at most 511."),
+        (
+            {"max_tokens": 2**31 - 1},
+            "max_tokens",
+            (2**31, 1, 2**31 - 1),
+            "Set max_tokens to at most 511, or set overflow to clamp.",
+        ),
         (
             {"prompt": [1] * 600, "max_tokens": 600},
             "prompt",
             (1200, 600, 600),
-            "Shorten the prompt and lower max_tokens.",
+            "Set overflow to slide.",
         ),
     ],
 )
@@ -151,6 +159,23 @@ def test_what_does_not_fit_is_told_with_the_numbers(server, body, param, numbers
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     said = "has 512 tokens, and {} were asked for: {} in the prompt and {} to generate."
     assert f"{said.format(*numbers)} {ways}" in error["message"]
+
+
+def test_a_soft_prompt_takes_positions_too(small_demo, tmp_path):
+    """In what is refused, and in what fits where nobody says how much is wanted."""
+    with LLM(small_demo) as plain:
+        vectors = np.zeros((7, plain.config.n_embd), np.float32)
+    save_file({"prompt_embeddings": vectors}, tmp_path / "tale.safetensors")
+    body = {"prompt": [1] * 500, "soft_prompt": "tale", "ignore_eos": True}
+    with LLM(small_demo, soft_prompts={"tale": tmp_path / "tale.safetensors"}) as llm, served(llm) as server:
+        assert server.complete(**body).json["usage"]["completion_tokens"] == 512 - 507
+        error = server.complete(**body, max_tokens=6).error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    ways = "at most 499 tokens beside the soft prompt's, or set max_tokens to at most 5, or set overflow to truncate."
+    assert error["message"] == (
+        "this model's context has 512 tokens, and 513 were asked for: 507 in the prompt (7 of them a soft prompt's) "
+        f"and 6 to generate. Shorten the prompt to {ways}"
+    )
 
 
 def test_what_overflow_allows_is_served(server):

@@ -92,6 +92,10 @@ class InputProcessor:
         _, _, fitted = self._fit(prompt, params)
         return fitted.num_truncated
 
+    def num_virtual_tokens(self, soft_prompt: str | None) -> int:
+        """How many positions a soft prompt takes; 0 for None."""
+        return len(self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt)) or ())
+
     def scoring_requests(
         self, prompt: Any, continuations: Any, soft_prompt: str | None, split_special_tokens: bool | None
     ) -> list[Request]:

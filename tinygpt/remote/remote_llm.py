@@ -48,6 +48,7 @@ ELSEWHERE = {
     "load_session": "a session's keys and values lie in the memory of an LLM: use one",
     "logits": f"{_INSIDE}; logprobs and prompt_logprobs are there",
     "num_truncated_tokens": "outputs tell their num_truncated_tokens",
+    "num_virtual_tokens": "the server counts them",
     "session": "a session's keys and values lie in the memory of an LLM: use one; prompts that begin alike share that "
     "over there anyway",
     "step": "the server takes the steps",

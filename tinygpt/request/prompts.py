@@ -178,22 +178,24 @@ def check_length(
     raise RequestError(
         f"the prompt has {size}{virtual} and max_tokens is {params.max_tokens}, together {total}, but "
         f"{describe_positions(max_model_len, n_positions)}: "
-        f"{_ways_to_fit(num_prompt_tokens, params, max_model_len, num_virtual)}."
+        f"{ways_to_fit(num_prompt_tokens, params.max_tokens, params, max_model_len, num_virtual)}."
     )
 
 
-def _ways_to_fit(num_prompt_tokens: int, params: SamplingParams, max_model_len: int, num_virtual: int) -> str:
-    """Each of them is enough by itself."""
+def ways_to_fit(
+    num_prompt_tokens: int, max_tokens: int, params: SamplingParams, max_model_len: int, num_virtual: int
+) -> str:
+    """Each of them is enough by itself. max_tokens: 0 where the prompt alone is wanted, all of it."""
     least = num_virtual + 1 if params.overflow == "truncate" else num_prompt_tokens  # tokens of the prompt that stay
     left = max_model_len - least
-    room = max_model_len - (1 if params.overflow == "clamp" else params.max_tokens) - num_virtual
+    room = max_model_len - (1 if params.overflow == "clamp" else max_tokens) - num_virtual
     ways = []
     if room > 0:
         others = " beside the soft prompt's" if num_virtual else ""
         ways.append(f"shorten the prompt to at most {room} token{'s' * (room > 1)}{others}")
     if left > 0:
         ways.append(f"set max_tokens to at most {left}")
-    can_truncate = max_model_len - params.max_tokens - num_virtual > 0 and params.prompt_logprobs is None
+    can_truncate = max_model_len - num_virtual > max_tokens > 0 and params.prompt_logprobs is None
     if params.overflow in ("refuse", "clamp") and can_truncate:
         ways.append("set overflow='truncate'")
     elif params.overflow == "refuse" and left > 0:

@@ -7,13 +7,14 @@ from typing import Any
 from starlette.requests import Request
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.request.prompts import Prompt
+from tinygpt.request.prompts import Prompt, ways_to_fit
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.errors import ApiError
 from tinygpt.server.protocol.sampling import SamplingFields
 from tinygpt.server.record import record_of
 from tinygpt.server.state import ServerState
 from tinygpt.server.threads import beside
+from tinygpt.server.wording import in_words
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
@@ -66,9 +67,12 @@ def check_lengths(state: ServerState, prompts: Sequence[Prompt], field: str) -> 
         raise ApiError(400, message, field, "context_length_exceeded")
 
 
-def default_max_tokens(state: ServerState, prompts: Sequence[Prompt], most: int | None = DEFAULT_MAX_TOKENS) -> int:
+def default_max_tokens(
+    state: ServerState, prompts: Sequence[Prompt], soft_prompt: str | None, most: int | None = DEFAULT_MAX_TOKENS
+) -> int:
     """What fits behind the longest prompt, and no more than `most`; 1 where nothing does, to be refused."""
-    room = state.llm.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
+    num_virtual = state.llm.num_virtual_tokens(soft_prompt)
+    room = state.llm.max_model_len - num_virtual - max(len(prompt.token_ids) for prompt in prompts)
     return max(room if most is None else min(most, room), 1)
 
 
@@ -82,21 +86,15 @@ def check_context(state: ServerState, prompts: Sequence[Prompt], params: Samplin
     """Refuse what does not fit, with the numbers; what `overflow` allows is left to the engine."""
     if params.overflow != "refuse":
         return
-    longest, limit = max(len(prompt.token_ids) for prompt in prompts), state.llm.max_model_len
+    num_virtual, limit = state.llm.num_virtual_tokens(params.soft_prompt), state.llm.max_model_len
+    longest = num_virtual + max(len(prompt.token_ids) for prompt in prompts)
     if longest + max_tokens > limit:
+        virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
+        ways = ways_to_fit(longest, max_tokens, params, limit, num_virtual)
         raise ApiError(
             400,
             f"this model's context has {limit} tokens, and {longest + max_tokens} were asked for: {longest} in the "
-            f"prompt and {max_tokens} to generate. {_ways_to_fit(longest, max_tokens, limit, params).capitalize()}.",
+            f"prompt{virtual} and {max_tokens} to generate. {in_words(ways).capitalize()}.",
             param="prompt" if longest >= limit else "max_tokens",
             code="context_length_exceeded",
         )
-
-
-def _ways_to_fit(longest: int, max_tokens: int, limit: int, params: SamplingParams) -> str:
-    """Each of them is enough by itself. Who has not set max_tokens is told of it only where it would help."""
-    room = limit - max_tokens
-    ways = [f"shorten the prompt to at most {room} tokens"] * (room > 0)
-    ways += [f"lower max_tokens to at most {limit - longest}"] * (longest < limit)
-    ways += ["set overflow to truncate"] * (0 < max_tokens < limit and params.prompt_logprobs is None)
-    return ", or ".join(ways) or "shorten the prompt and lower max_tokens"

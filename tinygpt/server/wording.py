@@ -19,6 +19,14 @@ _ADVICE = (
 )
 
 
+_ASSIGNED = re.compile(r"(\w+)='(\w+)'")
+
+
+def in_words(ways: str) -> str:
+    """Advice of the engine, in no language's spelling: `set overflow='slide'` is "set overflow to slide"."""
+    return _ASSIGNED.sub(r"\1 to \2", ways)
+
+
 def for_client(sentence: str, form: Strict) -> tuple[str, str | None]:
     """The sentence; and the field that it is about, by the name that the request has for it, if any."""
     found = _FIELD.match(sentence)

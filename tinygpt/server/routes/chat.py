@@ -62,7 +62,7 @@ async def _read(state: ServerState, request: Request, template: ChatTemplate, fo
         state,
         request,
         form,
-        max_tokens=given or default_max_tokens(state, [prompt], most=None),
+        max_tokens=given or default_max_tokens(state, [prompt], form.soft_prompt, most=None),
         best_of=form.best_of or None,
         logprobs=(form.top_logprobs or 0) if form.logprobs else None,
     )

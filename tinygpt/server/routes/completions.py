@@ -83,7 +83,9 @@ async def _params(
         state,
         request,
         form,
-        max_tokens=default_max_tokens(state, prompts) if form.max_tokens is None else max(form.max_tokens, 1),
+        max_tokens=(
+            default_max_tokens(state, prompts, form.soft_prompt) if form.max_tokens is None else max(form.max_tokens, 1)
+        ),
         best_of=form.best_of or None,
         logprobs=form.logprobs,
         prompt_logprobs=max((count for count in wanted if count is not None), default=None),
