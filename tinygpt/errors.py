@@ -11,6 +11,10 @@ class CheckpointError(TinyGPTError):
     """A folder, file or Hub id cannot be loaded: absent, damaged, incomplete or not implemented."""
 
 
+class LostFileError(CheckpointError):
+    """A file of a loaded checkpoint was cut short while it was in use."""
+
+
 class RequestError(TinyGPTError):
     """A prompt or a parameter cannot be served as asked."""
 

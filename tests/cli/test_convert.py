@@ -277,7 +277,7 @@ def test_an_empty_folder_is_filled(source, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["./nowhere", "{tmp}/x"], 1, "nowhere"),
+        (["./nowhere", "{tmp}/x"], 2, "nowhere"),
         (["demo", "{tmp}/no/such/folder"], 2, "create it first"),
         (["{int8}", "{tmp}/x"], 2, "converted already"),
         (["demo", "{tmp}/x", "--threads", "0"], 2, "threads is 0"),
@@ -301,7 +301,7 @@ def test_an_empty_folder_is_filled(source, tmp_path):
         (["demo", "{tmp}/x", "--dtype", "float8", "--calibrate", "{text}"], 2, "dtype is 'float8', whose activations"),
         (["demo", "{tmp}/x", "--calibrate", "{empty}"], 2, "is empty: give a file that holds text"),
         (["demo", "{tmp}/x", "--calibrate", "{tmp}/none"], 2, "none"),
-        (["demo", "{tmp}/x", "--act-scales", "{text}"], 1, "text"),
+        (["demo", "{tmp}/x", "--act-scales", "{text}"], 2, "text"),
         (["{int8}", "{tmp}/x", "--dtype", "float8"], 2, "converted already"),
     ],
 )

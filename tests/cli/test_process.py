@@ -68,7 +68,7 @@ def test_a_closed_stream(arguments, closed, code, out, says):
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no names that are no text")
 def test_a_name_that_is_no_text_is_still_reported():
     result = run_process("generate", "Once", "--model", b"./caf\xe9")
-    assert (result.returncode, result.stdout) == (1, b"")
+    assert (result.returncode, result.stdout) == (2, b"")
     assert rb"caf\udce9" in result.stderr
     assert b"Traceback" not in result.stderr
 

@@ -6,7 +6,7 @@ import pytest
 
 from support import tiny_checkpoint
 from tinygpt.cli.commands import generate
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import CheckpointError, LostFileError, TinyGPTError
 
 pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
 
@@ -42,11 +42,11 @@ pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr 
         ("Once --max-num-batched-tokens 4", 2, "--max-num-batched-tokens is 4 and --max-num-seqs is 32"),
         ("Once --prefix-cache-seqs -1", 2, "--prefix-cache-seqs is -1"),
         ("Once --num-speculative-tokens 0", 2, "--num-speculative-tokens is 0"),
-        ("Once --soft-prompt a=./nowhere", 1, "nowhere"),
-        ("Once --lora ./nowhere", 1, "nowhere"),
-        ("Once --draft-model ./nowhere", 1, "nowhere"),
+        ("Once --soft-prompt a=./nowhere", 2, "nowhere"),
+        ("Once --lora ./nowhere", 2, "nowhere"),
+        ("Once --draft-model ./nowhere", 2, "nowhere"),
         (["half a character: \udce9"], 2, "lone surrogate"),
-        ("Once --model ./nowhere", 1, "nowhere"),
+        ("Once --model ./nowhere", 2, "nowhere"),
     ],
 )
 def test_an_error_is_a_sentence(run, arguments, code, says):
@@ -63,7 +63,7 @@ def test_text_needs_a_tokenizer(run, tmp_path):
     folder = str(tiny_checkpoint.write_checkpoint(tmp_path / "tiny"))
     for flags in (["--n", "2"], ["--no-stream"], []):
         result = run(["", "--model", folder, "--max-tokens", "2", *flags])
-        assert (result.code, result.out) == (1, "")
+        assert (result.code, result.out) == (2, "")
         assert result.err.startswith("tinygpt: error: ")
         assert "tokenizer" in result.err
     record = json.loads(run(["", "--model", folder, "--max-tokens", "2", "--json"]).out)
@@ -126,10 +126,12 @@ def test_stdin_that_is_no_text(run, give_stdin):
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: 'out.jsonl'"),
         (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero"),
-        (CheckpointError("a \x1b[2J\x07\x9b\nb"), 1, "a \\x1b[2J\\x07\\x9b\nb\n"),
-        (CheckpointError("a \u202eb\u2066"), 1, "a \\u202eb\\u2066\n"),
+        (CheckpointError("a \x1b[2J\x07\x9b\nb"), 2, "a \\x1b[2J\\x07\\x9b\nb\n"),
+        (CheckpointError("a \u202eb\u2066"), 2, "a \\u202eb\\u2066\n"),
+        (LostFileError("model.safetensors was cut short"), 1, "error: model.safetensors was cut short\n"),
+        (TinyGPTError("no parity"), 1, "error: no parity\n"),
         (ValueError("a \x1b[2J"), 1, "unexpected ValueError: a \\x1b[2J (run it again"),
-        (CheckpointError("a" * 10_000), 1, f"{'a' * 8000} [...] and 2000 characters more\n"),
+        (CheckpointError("a" * 10_000), 2, f"{'a' * 8000} [...] and 2000 characters more\n"),
     ],
     ids=lambda value: type(value).__name__,
 )

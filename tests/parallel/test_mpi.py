@@ -160,7 +160,7 @@ def test_a_model_that_one_rank_lacks_is_one_sentence(tmp_path, five):
     here.mkdir(), there.mkdir()
     (here / "model").symlink_to(five)
     status, out, err = refused("-c", program, str(here), str(there), *words, ranks=2)
-    assert (status, out) == (1, "")
+    assert (status, out) == (2, "")
     assert "rank 1 of 2, on " in err
     assert len(err.splitlines()) == 1
 

@@ -10,6 +10,7 @@ and let the diff show what users will notice. Sentences of --help and annotation
 import argparse
 import contextlib
 import dataclasses
+import errno
 import inspect
 import io
 import json
@@ -98,9 +99,11 @@ def _exit_codes() -> Iterator[str]:
     with mock.patch("sys.stdin", keyboard):
         yield f"interrupted: {_run('generate')[0]}"
     yield f"done: {_run('info demo')[0]}"
-    yield f"failed: {_run('info ./nowhere')[0]}"
+    yield f"failed: {_run('info demo', FullDisk())[0]}"
     yield f"impossible: {_run('generate Once --n 0')[0]}"
     yield f"malformed: {_run('generate --nonsense')[0]}"
+    yield f"a model that is not there: {_run('generate Once --model ./nowhere')[0]}"
+    yield f"a file that is not there: {_run('generate --input ./nowhere')[0]}"
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "tinygpt", "info", "demo"]
@@ -109,9 +112,16 @@ def _exit_codes() -> Iterator[str]:
     yield f"a closed pipe: {process.returncode}"
 
 
-def _run(arguments: str) -> tuple[int, str]:
+class FullDisk(io.StringIO):
+    """As stdout is when it goes to a file that cannot grow."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _run(arguments: str, stdout: io.StringIO | None = None) -> tuple[int, str]:
     """The exit code and stdout of a command line."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+    with contextlib.redirect_stdout(stdout or io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
         try:
             return main(arguments.split()), out.getvalue()
         except SystemExit as exit_:  # argparse

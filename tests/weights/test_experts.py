@@ -109,7 +109,7 @@ def test_layers_of_several_numbers_of_experts_are_refused(tmp_path):
 def test_nothing_else_can_hold_experts(flags, tmp_path, capsys):
     source = write_moe(tmp_path / "source", moe_arrays())
     result = Result(capsys, "convert", [str(source), str(tmp_path / "out"), *flags])
-    assert result.code == 1
+    assert result.code == 2
     assert "is a Megatron-LM GPT with experts, which convert writes in no format: load it as it is" in result.err
     assert not (tmp_path / "out").exists()
 

@@ -16,7 +16,7 @@ from tinygpt.cli.messages import log_shown
 from tinygpt.cli.parser import Help, Parser, hyphenated
 from tinygpt.cli.ranks import start_ranks
 from tinygpt.cli.wording import Worded, for_shell
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import CheckpointError, LostFileError, RequestError, TinyGPTError
 from tinygpt.suggestions import nearest_command, nearest_flag
 
 COMMANDS = {
@@ -41,7 +41,8 @@ EXAMPLES = """tinygpt generate "Once upon a time"     a text, by the demo model
 tinygpt generate -m gpt2 "Hello" -n 50  50 tokens, by GPT-2 of the Hugging Face Hub
 tinygpt help generate                   what goes with a command"""
 EPILOG = """text goes to stdout and everything else to stderr
-exit codes: 0 done, 1 failed, 2 asked for something impossible (nothing has been done)"""
+exit codes: 0 done, 1 failed on the way, 2 nothing has been done, because what was asked for is
+impossible, or a file or model that it names is not there or cannot be used"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,7 +135,8 @@ def _report(error: BaseException, flags: Mapping[str, str]) -> int:
         _complain(f"\ntinygpt: interrupted{': ' * bool(error.args)}{error}")
         return INTERRUPTED
     _complain(f"tinygpt: error: {_printable(_sentence(error, flags))}")
-    return USAGE if isinstance(error, RequestError) else FAILED
+    is_refused = isinstance(error, (RequestError, CheckpointError)) and not isinstance(error, LostFileError)
+    return USAGE if is_refused else FAILED
 
 
 def _give_up_streams() -> None:

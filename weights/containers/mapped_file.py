@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import CheckpointError, LostFileError
 from tinygpt.regular_file import open_regular
 
 # How each floating-point dtype lies in a file: little-endian, and bfloat16, unknown to NumPy, as its bits.
@@ -73,9 +73,9 @@ class MappedFile:
             self.data.madvise(mmap.MADV_DONTNEED)
 
     def check_whole(self) -> None:
-        """CheckpointError if the file is shorter than it was: to touch what is gone would end the process."""
+        """LostFileError if the file is shorter than it was: to touch what is gone would end the process."""
         if self.data.size() < len(self.data):
-            raise CheckpointError(
+            raise LostFileError(
                 f"{self.path} was cut short while it was in use: restore it and load the model again. Replace a file "
                 "that may be in use by renaming another to its name."
             )

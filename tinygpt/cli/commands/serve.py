@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tinygpt.cli import loading, model_flags
 from tinygpt.cli.flags import number, whole_number
 from tinygpt.cli.messages import say
-from tinygpt.errors import CheckpointError, RequestError, how_to_install
+from tinygpt.errors import RequestError, how_to_install
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
@@ -105,12 +105,9 @@ def run(args: argparse.Namespace) -> None:
     with listen(args.host, args.port) as listener:
         importing = threading.Thread(target=_import_web)
         importing.start()
-        try:
-            with _load(args) as llm:
-                importing.join()
-                _serve(args, llm, listener, url_of(listener))
-        except CheckpointError as error:  # nothing has been served: exit code 2
-            raise RequestError(str(error)) from error
+        with _load(args) as llm:
+            importing.join()
+            _serve(args, llm, listener, url_of(listener))
 
 
 def _check_installed() -> None:
