@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers import CONTAINERS, describe, find_weights
 from tinygpt.weights.matching import read_checkpoint
@@ -47,6 +48,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
             from tinygpt.weights.hub import download
 
             path = download(str(model))
+        refuse_adapter(path)
         _check_is_checkpoint(path)
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
         raise CheckpointError(f"{model} cannot be read: {error}.") from error
@@ -65,7 +67,15 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
         return path
     name = str(model).strip(" ./").lower()
     if "/" not in name and get_close_matches(name, ["demo"], cutoff=NEAR):
-        raise CheckpointError(f"There is no folder or file {model}: did you mean demo?")
+        raise CheckpointError(
+            f"There is no folder or file {model}: did you mean demo? A model of the Hub is given with its owner, as "
+            f"OWNER/{name}."
+        )
+    if path.exists():
+        raise CheckpointError(
+            f"{model} is a device, a pipe or a socket, and no checkpoint: give a folder, a file of weights, or a Hub "
+            "id such as 'gpt2'."
+        )
     if _is_meant_as_path(model):
         raise CheckpointError(f"There is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
     return None

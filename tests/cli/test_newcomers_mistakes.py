@@ -1,5 +1,6 @@
 """What newcomers type: no traceback, the right sentence, and advice that works when it is followed to the letter."""
 
+import io
 import json
 import re
 import shlex
@@ -7,10 +8,12 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.bench_records import LIMITS
 from support.commands import Outcome
+from support.golden_adapters import write_lora, write_soft_prompt
 from tinygpt.bench import plan
 
 pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
@@ -36,6 +39,16 @@ def read_script() -> list[Mistake]:
     return mistakes
 
 
+def npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **{"transformer.wte.weight": np.zeros((2, 3), np.float32)})
+    return file.getvalue()
+
+
+ADAPTERS = {  # of the small demo, each by what writes it into a folder
+    "tales_lora": lambda folder: write_lora(folder, 1, ["c_attn"], has_head=False),
+    "tales_prompt": lambda folder: write_soft_prompt(folder, "prompt", 3),
+}
 FILES = {
     "story.txt": b"Once upon a time there was a king who had a daughter.\n",
     "507_tokens.txt": b"the" + b" the" * 506,
@@ -57,12 +70,13 @@ FILES = {
     "long.jsonl": b'{"prompt": "%s", "max_tokens": 5}\n' % (b"the" + b" the" * 600),
     "twice.jsonl": b'{"id": "a", "prompt": "Once"}\n{"id": "a", "prompt": "Then"}\n',
     "schema.json": b'{"type": "object"}',
+    "arrays.npz": npz(),
     "full/notes": b"",
     **{f"many/{i}": b"" for i in range(40)},
 }
 
 
-NAMES = {*FILES, "new", "many/new"}  # which a user has, or makes up
+NAMES = {*FILES, "new", "new.gguf", "new/model.gguf", "many/new"}  # which a user has, or makes up
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +93,9 @@ def write_files(folder: Path, mistake: Mistake) -> None:
         if name.partition("/")[0] in lines:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
+    for name, write in ADAPTERS.items():
+        if name in lines:
+            write(folder / name)
 
 
 @pytest.fixture

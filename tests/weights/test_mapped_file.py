@@ -15,7 +15,7 @@ from tinygpt.weights.stored.packed import PACKED_FILE
 PROGRAM = """
 import os, sys
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import LostFileError
 
 folder, file, change = sys.argv[1:]
 llm, params = LLM(folder), SamplingParams(max_tokens=3, seed=1)
@@ -35,7 +35,7 @@ calls = {
 for name, call in calls.items():
     try:
         print(name, call() == before)
-    except CheckpointError as error:
+    except LostFileError as error:
         print(name, error)
 llm.close()
 """

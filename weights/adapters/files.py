@@ -1,6 +1,7 @@
 """A folder that PEFT's save_pretrained wrote: adapter_config.json and the tensors that were trained."""
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.containers.torch_file import read_torch
 from tinygpt.weights.json_file import read_json_object
-from tinygpt.weights.messages import listed
+from tinygpt.weights.messages import listed, shown
 
 # In the order in which PEFT looks for them; early versions wrote the second.
+CONFIG = "adapter_config.json"
 READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": read_torch}
 MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, and matched
 
@@ -36,8 +38,8 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
     """
     path = existing_path(folder)
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file: give the folder that holds it and adapter_config.json.")
-    config = read_json_object(path / "adapter_config.json")
+        raise CheckpointError(f"{path} is a file: give the folder that holds it and {CONFIG}.")
+    config = read_json_object(path / CONFIG)
     if config.get("peft_type") not in peft_types:
         raise CheckpointError(
             f"{path} is an adapter of the type {config.get('peft_type')!r} and must be one of {', '.join(peft_types)}."
@@ -48,6 +50,25 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
             _check_names(path / name, tensors)
             return AdapterFiles(path, config, check_floating(path / name, tensors))
     raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
+
+
+def refuse_adapter(path: Path) -> None:
+    """CheckpointError where the folder or file that was given as a checkpoint is an adapter, and no model."""
+    folder = path if path.is_dir() else path.parent
+    is_meant = path.is_dir() or path.name in (CONFIG, *READERS)
+    if not (is_meant and (folder / CONFIG).is_file()) or (folder / "config.json").is_file():
+        return
+    config = read_json_object(folder / CONFIG)
+    base, kind = config.get("base_model_name_or_path"), shown(config.get("peft_type"))
+    trained_for = f"the checkpoint that it was trained for{f', {shown(base)},' if base else ''}"
+    if config.get("peft_type") == "LORA":
+        use = f"as lora, or --lora {shlex.quote(str(folder))}"
+    else:
+        use = f"among soft_prompts, or as --soft-prompt NAME={shlex.quote(str(folder))}"
+    raise CheckpointError(
+        f"{path} is an adapter of the type {kind}, and no checkpoint: give {trained_for} as the "
+        f"model, and this folder {use}."
+    )
 
 
 def _check_names(file: Path, names: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.ft_folder import find_ft_folder, read_ft_folder
 from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
+from tinygpt.weights.containers.npz_file import is_npz, read_npz
 from tinygpt.weights.containers.onnx_file import is_onnx, read_onnx
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.ranks import (
@@ -46,6 +47,7 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_tf_index, read_tf_bundle),
     (is_tar, read_nemo),
     (is_gzip, read_gzip),
+    (is_npz, read_npz),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
     (is_onnx, read_onnx),
@@ -90,6 +92,7 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
         if found := find(folder):
             return found, read
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
+    files = files or sorted(folder.glob("*.npz"))  # which are refused by what they are
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)
         raise CheckpointError(f"{folder} holds several files that may be weights: {names}. Name the one to load.")
@@ -116,6 +119,8 @@ def _reader_of(file: Path) -> Reader:
     for is_format, read in FORMATS:
         if is_format(peek):
             return read
+    found = f"it begins with {peek.head[:8]!r}" if peek.size else "it is empty"
     raise CheckpointError(
-        f"{file} is in no format of weights that is implemented (it begins with {peek.head[:8]!r}): give another file."
+        f"{file} is in no format of weights that is implemented ({found}): give a file of safetensors, PyTorch, GGUF, "
+        "ONNX, TensorFlow or NeMo, or a folder with config.json and its weights."
     )

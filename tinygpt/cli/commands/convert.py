@@ -31,6 +31,7 @@ FORMATS = {  # and of the others
     "gguf": ("float32", "float16", "bfloat16", "int8", "int4"),
     "npz": ("float32", "float16"),
 }
+ONE_FILE = ("gguf", "npz")  # whose readers are given the file, and not its folder
 CALIBRATED = ("int8", "int4")
 SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 
@@ -82,14 +83,17 @@ def run(args: argparse.Namespace) -> None:
     _settle_source(args)
     target = Path(args.target).expanduser().absolute()
     args.dtype = args.dtype or ("float32" if args.to else "int8")
+    _check_name(args, target)
     _check_target(target)
     _check_format(args)
     _check_calibration(args)
     set_thread_pools(args.threads)
     with _becoming(target) as folder:
-        before, after = _convert(args, folder)
-    use = "" if args.to == "npz" else f"; use it as --model {target}"
-    say(f"{target}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
+        before, file = _convert(args, folder)
+        after = file.stat().st_size
+    made = target / file.name if args.to in ONE_FILE else target
+    use = "" if args.to == "npz" else f"; use it as --model {made}"
+    say(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
 
 
 def _settle_source(args: argparse.Namespace) -> None:
@@ -101,6 +105,17 @@ def _settle_source(args: argparse.Namespace) -> None:
         raise RequestError(
             f"{USAGE} takes two arguments, a checkpoint and the folder to make: give them, as in tinygpt convert "
             f"{args.source or args.target or 'demo'} {FOLDER} --dtype int8."
+        )
+
+
+def _check_name(args: argparse.Namespace, target: Path) -> None:
+    """A folder that is named as the file of a format is in that format."""
+    ending = target.suffix.lower().removeprefix(".")
+    if ending in FORMATS and ending != args.to:
+        asked = "there is no --to" if args.to is None else f"--to is {args.to}"
+        raise RequestError(
+            f"DST {args.target} is named as a file of the format {ending}, and {asked}: give --to {ending}, which "
+            "makes a folder of this name with the file in it, or name the folder otherwise."
         )
 
 
@@ -167,8 +182,8 @@ def _written(target: str) -> Iterator[None]:
         ) from None
 
 
-def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
-    """Fill the folder; the sizes of the weights' files in bytes, before and after."""
+def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
+    """Fill the folder; the size of the weights' files before, in bytes, and the file of the weights now."""
     from tinygpt.weights.random_checkpoint import is_random
     from tinygpt.weights.stored.companions import write_companions
 
@@ -176,9 +191,9 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, int]:
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
     checkpoint, write = (_in_other_format if args.to else _in_own_format)(args, folder)
     with elapsed(f"writing {args.target}"), _written(args.target):
-        after = write().stat().st_size
+        file = write()
         write_companions(folder, checkpoint)
-    return sum(file.stat().st_size for file in checkpoint.files), after
+    return sum(file.stat().st_size for file in checkpoint.files), file
 
 
 def _in_own_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
