@@ -31,6 +31,11 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
     return PackedCheckpoint.open(path) if (path / PACKED_FILE).exists() else read_checkpoint(path)
 
 
+def is_here(model: str | os.PathLike[str]) -> bool:
+    """Whether nothing has to be downloaded to open `model`, if it can be opened at all."""
+    return is_random(model) or _is_demo(model) or os.path.exists(os.path.expanduser(model))
+
+
 def resolve(model: str | os.PathLike[str]) -> Path:
     """The path of `model`: "demo" (the embedded checkpoint), a local folder or file, or a Hub id, which is downloaded.
 

@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 
 from support.paths import DEMO
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli import batch, tasks
+from tinygpt.cli import batch, messages, tasks
 from tinygpt.cli import main as cli
+from tinygpt.weights import hub
 
 LINES = [
     {"id": "fox", "prompt": "The fox", "max_tokens": 12},
@@ -393,6 +394,28 @@ def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):
     assert jobs.output.read_bytes() == b""
 
 
+def test_all_that_is_wrong_is_listed_at_once_whoever_finds_it(jobs, no_model):
+    """What no line may be, and what this model cannot serve, in the order of the lines, and no weights are read."""
+    wrong = [({"prompt": [8193]}, "token id 8193"), *BAD[:2], ({"prompt": "long", "max_tokens": 600}, "512 positions")]
+    jobs.write([{"prompt": "fine"}, *(line for line, _ in wrong)])
+    assert jobs.run() == 2
+    problems = jobs.err.splitlines()[1:]
+    assert len(problems) == len(wrong)
+    for number, (problem, (_, says)) in enumerate(zip(problems, wrong, strict=True), 2):
+        assert problem.startswith(f"  line {number}: ")
+        assert says in problem
+    assert not jobs.output.exists()
+
+
+def test_for_a_file_that_is_refused_no_model_is_downloaded(jobs, no_model, monkeypatch):
+    """Nor is a model that is not there in the way of what is wrong with the lines."""
+    monkeypatch.setattr(hub, "download", None)
+    jobs.write([{"prompt": "fine"}, "not json"])
+    for model in ("gpt2", "./nowhere"):
+        assert jobs.run("--model", model) == 2
+        assert "  line 2: not JSON" in jobs.err
+
+
 def test_flags_are_checked_once_for_all(jobs, no_model):
     assert jobs.run("--top-k", "-2") == 2
     assert jobs.err.startswith("tinygpt: error: --top-k -2")
@@ -451,6 +474,16 @@ def test_a_terminal_shows_a_progress_bar(jobs, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     assert jobs.run() == 0
     assert "4/4" in terminal.getvalue()
+
+
+def test_a_log_has_a_line_now_and_then(jobs, monkeypatch):
+    assert jobs.run() == 0
+    assert "answered" not in jobs.err  # it takes less
+    jobs.output.unlink()
+    monkeypatch.setattr(messages, "INTERVAL", 0.0)
+    assert jobs.run() == 0
+    said = [line for line in jobs.err.splitlines() if "answered" in line]
+    assert said == [f"tinygpt: {number} of 4 prompts answered" for number in (1, 2, 3)]
 
 
 def test_lines_take_every_field(jobs, llm):

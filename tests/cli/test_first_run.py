@@ -73,6 +73,20 @@ def test_once_is_said_once(capsys):
     assert "2 kernels compiled" in said
 
 
+def test_what_takes_long_is_said_now_and_then(capsys, monkeypatch):
+    """Of kernels that take 3 seconds each, while a clock goes on between them, which counts for nothing."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with compiling_shown():
+        for _ in range(16):
+            now[0] += 100
+            ANNOUNCER.begin("one")
+            now[0] += 3
+            ANNOUNCER.end()
+    said = [line.rpartition("machine")[2] for line in capsys.readouterr().err.splitlines()[:-1]]
+    assert said == [f" ({compile_notice.OUTLOOK})", ": 8 kernels, 21.0 s", ": 15 kernels, 42.0 s"]
+
+
 @pytest.mark.parametrize("name", ["load_params", "forward", "sample", "process_logits"])
 def test_what_compiles_is_said_wherever_it_does(run, monkeypatch, name):
     """As weights are packed, or in the middle of a request."""

@@ -4,18 +4,18 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
 from tinygpt.cli.cut_texts import num_cut
-from tinygpt.cli.messages import counted, put, say
+from tinygpt.cli.messages import Pace, counted, put, say
 from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
-from tinygpt.cli.prompts_file import PromptRecord, in_json_words, read_prompts, refuse
+from tinygpt.cli.prompts_file import PromptRecord, PromptsFile, in_json_words, read_lines
 from tinygpt.cli.statistics import rates
 from tinygpt.cli.tasks import Answer, Task, has_workers
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
 
@@ -35,7 +35,10 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     source, target = Path(args.input), None if args.output is None else Path(args.output)
     if target is not None:
         check_output(target, source)
-    prompts = read_prompts(source, params)
+    file = read_lines(source, params)
+    if file.problems:
+        file.refuse(_problems_for_the_model(args, file))
+    prompts = file.records
     if not prompts:
         say(f"--input {source} holds no prompt, so there is nothing to do")
     earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
@@ -47,11 +50,11 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
 
     def check(llm: "LLM") -> None:
         check_dtype(target, earlier, llm.dtype)
-        encoded.extend(_encode(llm, source, pending))
+        encoded.extend(_encode(llm, file, pending))
 
     with _writer(target, earlier) as write:
         if pending and has_workers(args):
-            _answer_by_workers(args, source, target, earlier, pending, len(prompts), write)
+            _answer_by_workers(args, file, target, earlier, pending, write)
         elif pending:
             llm, load_seconds = loading.load_llm(args, check)
             before = llm.engine.throughput
@@ -62,18 +65,17 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
 
 def _answer_by_workers(
     args: argparse.Namespace,
-    source: Path,
+    file: PromptsFile,
     target: Path | None,
     earlier: Earlier,
     pending: list[PromptRecord],
-    total: int,
     write: Callable[[str], None],
 ) -> None:
     from tinygpt.cli.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
 
-    reader = Reader(args)
+    reader, total = Reader(args), len(file.records)
     check_dtype(target, earlier, reader.dtype)
-    encoded = _encode(reader, source, pending)
+    encoded = _encode(reader, file, pending)
     tasks = [Task(i, pending[i].id, prompt, pending[i].params) for i, prompt in enumerate(encoded)]
     began = time.perf_counter()
     if args.ray:
@@ -88,18 +90,36 @@ def _answer_by_workers(
     say(f"{counted(len(pending), 'prompt')} by {args.workers} workers in {seconds:.2f} s; seeds in their records")
 
 
-def _encode(llm: "LLM | Reader", source: Path, pending: list[PromptRecord]) -> list["Prompt"]:
+def _encode(llm: "LLM | Reader", file: PromptsFile, pending: list[PromptRecord]) -> list["Prompt"]:
     """Every prompt, encoded once. RequestError, for all lines at once, for what only the model can refuse."""
+    encoded, problems = _encoded(llm, pending)
+    file.refuse(problems)
+    return encoded
+
+
+def _encoded(llm: "LLM | Reader", records: list[PromptRecord]) -> tuple[list["Prompt"], dict[int, str]]:
+    """The prompts that the model can serve, and what is wrong with each other line."""
     encoded, problems = [], {}
-    for record in pending:
+    for record in records:
         try:
             prompt = {"prompt": record.prompt, "cache_salt": record.cache_salt}
             encoded.append(llm.read_prompt(prompt, record.split_special_tokens))
             llm.generate_as_finished([encoded[-1]], record.params)  # checks when called, runs when iterated
         except RequestError as error:
             problems[record.line] = in_json_words(error)
-    refuse(source, problems)
-    return encoded
+    return encoded, problems
+
+
+def _problems_for_the_model(args: argparse.Namespace, file: PromptsFile) -> dict[int, str]:
+    """Of lines that could be read, in a file that is refused for others: all of them are told at once."""
+    from tinygpt.cli.workers import Reader
+    from tinygpt.weights.open import is_here
+
+    if not file.records or not is_here(args.model):  # nothing is downloaded for a file that is refused anyway
+        return {}
+    with suppress(TinyGPTError):  # what is wrong with the model is told once the file is right
+        return _encoded(Reader(args), file.records)[1]
+    return {}
 
 
 def _answer(
@@ -122,11 +142,13 @@ def _write_all(
     total: int,
     write: Callable[[str], None],
 ) -> None:
-    """Write each record as it comes, with a progress bar on a terminal; then say which texts were cut."""
+    """Write each record as it comes, and say how far that is: by a bar on a terminal, and elsewhere by a line now and
+    then. At last, say which texts were cut."""
     from tqdm import tqdm
 
     num_truncated, num_unfinished, num_answered = 0, 0, total - len(pending)
     check = functools.lru_cache(GRAMMARS)(text_check)
+    pace = Pace()
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
         try:
@@ -136,6 +158,8 @@ def _write_all(
                 num_truncated += answer.is_truncated
                 num_unfinished += num_cut(pending[answer.index].params, answer.samples, check)
                 bar.update()
+                if pace.is_due() and num_answered < total:
+                    say(f"{num_answered} of {counted(total, 'prompt')} answered")
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_how_to_go_on(args.output, num_answered, total)) from None
     if num_truncated:

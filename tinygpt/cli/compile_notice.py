@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tinygpt.cli import messages
 from tinygpt.cli.messages import SCREEN, counted, say
 from tinygpt.kernels.compiling import ANNOUNCER
 
@@ -30,11 +31,13 @@ def compiling_shown() -> Iterator[None]:
 
 
 class CompileNotice:
-    """On a terminal, a line that counts kernels and seconds, until something else is written; elsewhere, one line."""
+    """On a terminal, a line that counts kernels and seconds, until something else is written; elsewhere, a line at the
+    beginning, and one for each INTERVAL that they take."""
 
     def __init__(self):
         self.num_kernels = 0
         self.seconds = 0.0  # until the last time that none compiled any more
+        self._told = 0.0  # of these, when a line was written last
         self._depth = 0  # kernels that are under way, each for the one before
         self._began = 0.0
         self._lock = threading.Lock()
@@ -54,6 +57,9 @@ class CompileNotice:
                 elif self._clock is None:
                     self._clock = threading.Thread(target=self._tick, daemon=True)
                     self._clock.start()
+            if not sys.stderr.isatty() and self._so_far() - self._told >= messages.INTERVAL:
+                self._told = self._so_far()
+                say(self._status())
 
     def end(self) -> None:
         with self._lock:
@@ -72,6 +78,11 @@ class CompileNotice:
         while not self._is_over.wait(TICK):
             with self._lock:
                 if self._depth:
-                    seconds = self.seconds + time.perf_counter() - self._began
-                    status = f"{MESSAGE}: {counted(self.num_kernels, 'kernel')}, {seconds:.1f} s"
-                    SCREEN.show(status, comes_first=True)
+                    SCREEN.show(self._status(), comes_first=True)
+
+    def _status(self) -> str:
+        return f"{MESSAGE}: {counted(self.num_kernels, 'kernel')}, {self._so_far():.1f} s"
+
+    def _so_far(self) -> float:
+        """Seconds, while kernels compile."""
+        return self.seconds + time.perf_counter() - self._began

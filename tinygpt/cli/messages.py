@@ -9,6 +9,23 @@ from contextlib import contextmanager, suppress
 
 from tinygpt.errors import TinyGPTError
 
+INTERVAL = 20.0  # seconds between lines that say how far something has come, where no terminal shows it
+
+
+class Pace:
+    """When it is time for such a line."""
+
+    def __init__(self):
+        self._last = time.perf_counter()
+
+    def is_due(self) -> bool:
+        """Whether the last one was a while ago, or the beginning; where it was, a line is written now."""
+        now = time.perf_counter()
+        if sys.stderr.isatty() or now - self._last < INTERVAL:
+            return False
+        self._last = now
+        return True
+
 
 class Screen:
     """The last line of the terminal: a status may stand there, and whatever is written next takes its place."""

@@ -1,5 +1,6 @@
 """The file behind --input: one prompt a line, all of them checked before any work."""
 
+import csv
 import json
 import shlex
 from collections.abc import Callable
@@ -27,6 +28,11 @@ _TO_JSONL = (
     """python3 -c 'import json, sys; sys.stdin.reconfigure(encoding="utf-8-sig"); """
     """[print(json.dumps({"prompt": line.strip()})) for line in sys.stdin if line.strip()]'"""
 )
+_TABLE_TO_JSONL = (
+    'import csv, json, sys; sys.stdin.reconfigure(encoding="utf-8-sig", newline=""); '
+    '[print(json.dumps({{"prompt": row[{column}]}})) for row in csv.DictReader(sys.stdin, delimiter={delimiter})]'
+)
+TABLES, DELIMITERS, MAX_HEADER = (".csv", ".tsv"), ",;\t", 10_000  # characters
 _EXPECTED = f"A line is a JSON object, such as {json.dumps({'prompt': 'Once upon a time'})}."
 _FUNCTIONS = "logits_processors"  # which JSON has not
 _FIELDS = (
@@ -50,14 +56,44 @@ class PromptRecord:
     cache_salt: str | None
 
 
+@dataclass(frozen=True)
+class PromptsFile:
+    """The lines of a file that can be used, and what is wrong with each other, by its number."""
+
+    path: Path
+    records: list[PromptRecord]
+    problems: dict[int, str]
+    advice: str = ""  # on all problems
+
+    def refuse(self, more: dict[int, str]) -> None:
+        """RequestError that lists the lines with problems, if there are any; `more` are those that a model has."""
+        problems = sorted({**self.problems, **more}.items())
+        if not problems:
+            return
+        listed = [f"  line {number}: {problem}" for number, problem in problems[:MAX_LISTED]]
+        if len(problems) > MAX_LISTED:
+            listed.append(f"  and {len(problems) - MAX_LISTED} more")
+        source = "stdin" if str(self.path) == STDIN else self.path
+        headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
+        raise Worded("\n".join([headline, *listed, *[self.advice] * bool(self.advice)]))
+
+
 def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
+    """What `read_lines` finds. Raises RequestError that lists the lines which cannot be used, if there are any."""
+    file = read_lines(path, defaults)
+    file.refuse({})
+    return file.records
+
+
+def read_lines(path: Path, defaults: SamplingParams) -> PromptsFile:
     """Read every line; a line's own sampling fields come before `defaults`, and blank lines hold no prompt.
 
-    Raises RequestError that lists the lines which cannot be used, or says why the file cannot be read.
+    Raises RequestError that says why the file cannot be read.
     """
     data = read_bytes("--input", path, "a JSONL file")
     check_encoding(f"--input {path}", data)
     _check_is_no_array(path, data)
+    _check_is_no_table(path, data)
     records, problems = {}, {}
     check = lru_cache(check_grammar)  # many lines may have the same one
     for number, line in enumerate(data.split(b"\n"), 1):
@@ -70,8 +106,7 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
             records[record.id] = record
         except RequestError as error:
             problems[number] = in_json_words(error)
-    refuse(path, problems, _advice_for_text(path, data, problems))
-    return list(records.values())
+    return PromptsFile(path, list(records.values()), problems, _advice_for_text(path, data, problems))
 
 
 def _check_is_no_array(path: Path, data: bytes) -> None:
@@ -82,6 +117,23 @@ def _check_is_no_array(path: Path, data: bytes) -> None:
     if is_array:
         source = "stdin" if str(path) == STDIN else f"--input {path}"
         raise Worded(f"{source} is a JSON array: give one object a line, as `jq -c '.[]'` makes of it.")
+
+
+def _check_is_no_table(path: Path, data: bytes) -> None:
+    """A table is refused as a whole, with what makes JSONL of its column of prompts."""
+    if path.suffix.lower() not in TABLES or data.lstrip()[:1] in (b"", b"{"):
+        return
+    first_line = data.decode("utf-8-sig", "replace").partition("\n")[0][:MAX_HEADER]
+    delimiter = max(DELIMITERS, key=first_line.count)
+    columns = next(csv.reader([first_line], delimiter=delimiter))
+    column = "prompt" if "prompt" in columns else columns[0]
+    column_text, delimiter_text = (json.dumps(text, ensure_ascii=False) for text in (column, delimiter))
+    program = shlex.quote(_TABLE_TO_JSONL.format(column=column_text, delimiter=delimiter_text))
+    source, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
+    raise Worded(
+        f"--input {path} is a table by its name, and must be JSONL (a text that is one prompt is for --file): to make "
+        f"a prompt of each row's {column}, type python3 -c {program} < {source} > {target}"
+    )
 
 
 def _advice_for_text(path: Path, data: bytes, problems: dict[int, str]) -> str:
@@ -96,18 +148,6 @@ def _advice_for_text(path: Path, data: bytes, problems: dict[int, str]) -> str:
 def in_json_words(error: RequestError) -> str:
     """What is wrong with a line, as one who writes JSON would have it."""
     return for_json(str(error), DEFAULTS)
-
-
-def refuse(path: Path, problems: dict[int, str], advice: str = "") -> None:
-    """RequestError that lists the lines with problems, if there are any, and ends in the advice."""
-    if not problems:
-        return
-    listed = [f"  line {number}: {problem}" for number, problem in list(problems.items())[:MAX_LISTED]]
-    if len(problems) > MAX_LISTED:
-        listed.append(f"  and {len(problems) - MAX_LISTED} more")
-    source = "stdin" if str(path) == STDIN else path
-    headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
-    raise Worded("\n".join([headline, *listed, *[advice] * bool(advice)]))
 
 
 def _read_line(

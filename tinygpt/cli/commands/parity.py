@@ -10,7 +10,7 @@ from tinygpt.cli import loading
 from tinygpt.cli.flags import number, whole_number
 from tinygpt.cli.messages import elapsed, say
 from tinygpt.cli.model_flags import add_checkpoint, add_flag, checkpoint_of
-from tinygpt.cli.prompts_file import read_prompts, refuse
+from tinygpt.cli.prompts_file import read_lines
 from tinygpt.cli.report import print_fields, print_json, print_table
 from tinygpt.cli.results_file import check_writable
 from tinygpt.config import DTYPES
@@ -160,14 +160,14 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     """Their token ids. RequestError lists every line that cannot be used."""
     from tinygpt.request.prompts import read_ids
 
-    prompts, problems = [], {}
-    for record in read_prompts(path, SamplingParams()):
+    file, prompts, problems = read_lines(path, SamplingParams()), [], {}
+    for record in file.records:
         try:
             given = record.prompt, llm.config, lambda: llm.tokenizer, llm.max_model_len, record.split_special_tokens
             prompts.append(read_ids("logits", *given))
         except TinyGPTError as error:
             problems[record.line] = str(error)
-    refuse(path, problems)
+    file.refuse(problems)
     if not prompts:
         raise RequestError(f"{path} holds no prompt.")
     return prompts
