@@ -67,7 +67,9 @@ def test_of_two_servers_that_start_at_once_one_is_told(run, monkeypatch):
 
 
 def test_an_address_of_nobody(run):
-    expect_sentence(run("--host 192.0.2.1"), "192.0.2.1:8000")
+    expect_sentence(
+        run("--host 192.0.2.1"), "--host 192.0.2.1 is no address of this machine: give 127.0.0.1, ", "0.0.0.0"
+    )
     expect_sentence(run("--host no.such.host.invalid"), "no.such.host.invalid")
 
 

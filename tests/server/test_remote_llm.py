@@ -48,6 +48,12 @@ def told(output):
     return repr(dataclasses.replace(output, metrics=None, num_cached_tokens=0))
 
 
+@pytest.mark.parametrize("end", ["/v1", "/v1/", "/"])
+def test_the_address_may_be_the_one_that_openais_clients_are_given(server, llm, end):
+    with RemoteLLM(f"http://127.0.0.1:{server.port}{end}", max_retries=0, split_special_tokens=True) as remote:
+        assert told(*remote.generate("Once", **SAMPLED)) == told(*llm.generate("Once", **SAMPLED))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_output_is_the_librarys(remote, llm, name):
     params = SamplingParams(**CASES[name])

@@ -22,11 +22,12 @@ class Connections:
     """Of one server. What a server has certainly not begun is tried again, `max_retries` times: a connection that is
     refused, and a status that says so. One that the server has closed while it was idle is opened anew.
 
-    timeout: seconds that the server may be silent.
+    url: with or without the /v1 that OpenAI's clients are given. timeout: seconds that the server may be silent.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float, max_retries: int):
-        self.url, self.timeout, self.max_retries = url.rstrip("/"), timeout, max_retries
+        self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+        self.timeout, self.max_retries = timeout, max_retries
         parts = urlsplit(self.url)
         try:
             self._host, self._port = parts.hostname, parts.port

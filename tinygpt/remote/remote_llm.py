@@ -59,7 +59,7 @@ class RemoteLLM:
     """The face of an LLM, before a model that `tinygpt serve` runs: `generate`, `stream`, `submit`, `score` and `embed`
     give what they give in an LLM, to the bit. For asyncio there is AsyncLLM(RemoteLLM(url)).
 
-    url: the server's address.
+    url: the server's address; a /v1 at its end, as OpenAI's clients are given, is left out.
     api_key: what the server wants to be sent; None is the variable TINYGPT_API_KEY, if there is one.
     timeout: seconds that the server may be silent before a request ends with a ServerError.
     max_connections: requests of `generate` and `submit` that are under way at once; more wait here.

@@ -1,5 +1,6 @@
 """Sockets: the address of a server is taken before anything is loaded."""
 
+import errno
 import socket
 
 from tinygpt.errors import RequestError
@@ -23,6 +24,11 @@ def listen(host: str, port: int) -> socket.socket:
         found.listen()  # two sockets may have one address until one of them listens
     except OSError as error:
         found.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise RequestError(
+                f"--host {host} is no address of this machine: give 127.0.0.1, which this machine alone reaches, or "
+                "0.0.0.0, which is all of its addresses."
+            ) from None
         raise RequestError(
             f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port, or end what has it."
         ) from None
