@@ -120,7 +120,14 @@ WITHOUT: dict[str, str] = {
     "start a proxy in front for TLS": "--ssl-keyfile --ssl-certfile --ssl",
     "give --interactive, which has :save and :load": "--prompt-cache --prompt-cache-all --session",
 }
-# Of these, what helps on a command line alone.
+# Our precision -> names of those that others have and that it comes nearest to: PyTorch's, NumPy's, llama.cpp's.
+DTYPES_MEANT = {
+    "int4": r"i?q[1-4].*|u?int[2-4].*|nf4|fp4|w4.*|.*4.?bit|awq|gptq",
+    "int8": r"q[5-8].*|u?int8|f(loat|p)?8.*|w8.*|.*8.?bit",
+    "bfloat16": r"b?f(loat|p)?16|half",
+    "float32": r"t?f(loat|p)?(32|64)?|single|double",
+}
+# Of those in WITHOUT, what helps on a command line alone.
 OF_THE_SHELL = ("stdout ", "the log goes to stderr", "type $", "start the command with", "give --interactive")
 # An argument without a flag -> the flags that others have for it.
 ARGUMENTS: dict[str, str] = {
@@ -176,6 +183,13 @@ def nearest_choice(unknown: str, choices: Collection[str]) -> str | None:
     own = {command.split()[-1]: others for command, others in COMMANDS_MEANT.items()}
     meant = {other: name for name in choices for other in own.get(name, "").split()}
     return _nearest(unknown.strip().lower(), choices, meant)
+
+
+def nearest_dtype(unknown: object, dtypes: Collection[str]) -> str | None:
+    """As `nearest_flag`, of precisions, whose names may be those of other libraries' types: torch.float16."""
+    word = str(unknown).strip("<>' ").lower().rpartition(".")[2]
+    meant = next((dtype for dtype, names in DTYPES_MEANT.items() if re.fullmatch(names, word)), None)
+    return meant if meant in dtypes else next(iter(get_close_matches(word, dtypes, n=1, cutoff=NEAR)), None)
 
 
 def nearest_field(unknown: str, fields: Collection[str]) -> str | None:

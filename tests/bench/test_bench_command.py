@@ -167,7 +167,7 @@ def test_what_is_impossible_is_refused_before_any_work(arguments, message, capsy
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--preset no-such-study", "--preset: invalid choice: 'no-such-study'"),
+        ("--preset no-such-study", "--preset is 'no-such-study' and must be one of "),
         ("--threads one", "--threads is 'one' and must be a whole number, or several separated by commas"),
         ("--random 124M --model demo", "--model"),
         ("--dtype float32,", "--dtype is 'float32,' and must be one of auto, float32, bfloat16, int8, int4, or"),

@@ -253,6 +253,23 @@ def test_sizes_and_progress_are_reported(source, tmp_path, capsys):
     assert f"--model {tmp_path / 'int8'}" in err
 
 
+@pytest.mark.parametrize(
+    ("to", "made", "use"),
+    [
+        ("gguf", "out/model.gguf", "; use it as --model {}"),
+        ("safetensors", "out", "; use it as --model {}"),
+        ("npz", "out/model.npz", ""),
+    ],
+)
+def test_what_others_are_given_is_named(source, tmp_path, capsys, to, made, use):
+    """llama.cpp and NumPy want the file, transformers the folder."""
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", to]) == 0
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"tinygpt: {tmp_path / made}: ")
+    assert said.endswith(f" MB{use.format(tmp_path / made)}")
+    assert (tmp_path / made).exists()
+
+
 @pytest.mark.parametrize("there", ["a file", "a folder", "a converted checkpoint"])
 def test_what_is_there_stays(source, tmp_path, there, capsys):
     target = tmp_path / "target"

@@ -11,6 +11,7 @@ import pytest
 
 from support.commands import STATS
 from tinygpt import SamplingParams
+from tinygpt.cli import loading
 from tinygpt.cli import main as cli
 from tinygpt.kernels import cpu as kernels
 from tinygpt.outputs import RequestOutput
@@ -195,3 +196,11 @@ def test_special_tokens_in_a_prompt(run, llm, flags, is_split):
     prompt = llm.read_prompt("The end.<|endoftext|>", split_special_tokens=is_split)
     assert json.loads(result.out)["prompt_token_ids"] == prompt.token_ids
     assert (prompt.token_ids[-1] == 8192) != is_split
+
+
+def test_more_threads_than_cores_are_said_to_be_slower(run, monkeypatch):
+    monkeypatch.setattr(loading, "logical_cores", lambda: 2)
+    said = "tinygpt: --threads is 3 and there are 2 cores: more threads than cores are slower\n"
+    assert run("Once --max-tokens 1 --threads 3").err.count(said) == 1
+    for flags in ("", "--threads 2", "--threads 5000"):  # the last is refused by itself
+        assert "slower" not in run(f"Once --max-tokens 1 {flags}").err

@@ -178,5 +178,5 @@ def test_text_says_what_is_refused(capsys, folder):
 
 
 def test_no_checkpoint_at_all(capsys, tmp_path):
-    assert cli.main(["info", str(tmp_path)]) == 1
+    assert cli.main(["info", str(tmp_path)]) == 2
     assert "is no checkpoint" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 from tinygpt import suggestions
 from tinygpt.cli import main as cli
 from tinygpt.cli.parser import hyphenated
+from tinygpt.config import DTYPES
 
 
 def parsed(line: str) -> dict:
@@ -93,6 +94,26 @@ def test_what_is_near_in_meaning_comes_first(typed, flags, nearest):
 
 
 @pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("Q4_K_M", "int4"),
+        ("iq3_xxs", "int4"),
+        ("q6_k", "int8"),
+        ("fp8", "int8"),
+        ("torch.float16", "bfloat16"),
+        ("<class 'numpy.float64'>", "float32"),
+        ("flaot32", "float32"),
+        ("load_in_4bit", "int4"),
+        ("None", None),
+        ("complex64", None),
+    ],
+)
+def test_other_precisions_are_near_to_one_of_ours(typed, nearest):
+    assert suggestions.nearest_dtype(typed, DTYPES) == nearest
+    assert suggestions.nearest_dtype(typed, ["auto"]) is None
+
+
+@pytest.mark.parametrize(
     ("line", "prompt"),
     [("generate -n 2 -- -ngl 99", ["-ngl", "99"]), ("generate Once -n 2 -- -temp", ["Once", "-temp"])],
 )
@@ -104,7 +125,7 @@ def test_a_value_that_looks_like_a_foreign_flag_is_said_to_begin_with_a_dash(cap
     with pytest.raises(SystemExit):
         parsed("generate Once --stop -ngl")
     error = capsys.readouterr().err
-    assert "--stop: expected" in error
+    assert "--stop needs a value, --stop TEXT: " in error
     assert "a value that begins with a dash is written --stop=-ngl" in error
     assert "unrecognized" not in error
 

@@ -38,7 +38,9 @@ def test_a_process_separates_stdout_and_stderr(small_demo):
     result = run_process(*arguments, "--threads", threads, **options)
     assert result.returncode == 0
     assert result.stdout.decode().startswith("Été 🦊")
-    assert STATS.fullmatch(result.stderr.decode().replace(os.linesep, "\n"))
+    note, _, statistics = result.stderr.decode().replace(os.linesep, "\n").partition("\n")
+    assert note.startswith(f"tinygpt: --threads is {threads} and there are ")
+    assert STATS.fullmatch(statistics)
     assert run_process(*arguments, "--threads", "1", **options).stdout == result.stdout
 
 

@@ -79,7 +79,10 @@ def test_text_needs_a_tokenizer(run, tmp_path):
         ("--stop-token-ids 1,x", "--stop-token-ids is '1,x' and must be token ids, such as 11,262."),
         ("--logit-bias 11", "--logit-bias is '11' and must be a token id and a number, such as 11=-2.5."),
         ("--early-stopping maybe", "--early-stopping is 'maybe' and must be true, false or never."),
-        ("--soft-prompt x", "--soft-prompt is 'x' and must be NAME=PATH."),
+        (
+            "--soft-prompt x",
+            "--soft-prompt is 'x' and must be NAME=PATH, a name of your choice and the folder or file.",
+        ),
     ],
 )
 def test_a_malformed_value_is_answered_by_what_is_allowed(run, arguments, says):

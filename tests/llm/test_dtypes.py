@@ -173,10 +173,14 @@ def test_the_cache_follows_the_weights_or_is_chosen(dtype, same, other, window):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"dtype": "int3"}, "dtype is 'int3' and .* 'float32', 'bfloat16', 'int8', 'int4'"),
-        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"dtype": "int3"}, "dtype is 'int3' and .* 'float32', 'bfloat16', 'int8', 'int4' only: .* 'int4'[?]$"),
+        ({"dtype": "float16"}, "dtype is 'float16' and .* only: did you mean 'bfloat16'[?]$"),
+        ({"dtype": np.float32}, "did you mean 'float32'[?]$"),
         ({"dtype": None}, "dtype is None"),
-        ({"dtype": "int8", "device": "reference"}, "dtype is 'int8' and device 'reference' computes in 'float32' only"),
+        (
+            {"dtype": "int8", "device": "reference"},
+            "dtype is 'int8' and device 'reference' computes in 'float32' only.$",
+        ),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8' and must be one of 'auto', 'float32', 'bfloat16'"),
         ({"kv_cache_dtype": "bfloat16", "device": "reference"}, "kv_cache_dtype is 'bfloat16' .* 'auto', 'float32'"),
     ],

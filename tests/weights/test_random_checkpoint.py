@@ -93,7 +93,7 @@ def test_an_unknown_shape_is_refused():
 def test_what_needs_files_is_refused(tmp_path, capsys):
     with pytest.raises(CheckpointError, match="random:tiny is drawn in memory and has no files"):
         resolve("random:tiny")
-    assert cli.main(["info", "random:tiny"]) == 1
+    assert cli.main(["info", "random:tiny"]) == 2
     assert cli.main(["convert", "random:tiny", str(tmp_path / "packed")]) == 2
     assert capsys.readouterr().err.count("drawn in memory") == 2
     assert not any(tmp_path.iterdir())

@@ -6,6 +6,7 @@ from typing import Any
 
 from tinygpt.cli.messages import say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
+from tinygpt.suggestions import nearest_dtype
 
 
 class Once(argparse.Action):
@@ -45,6 +46,8 @@ def _dtype(text: str) -> str:
         )
     found = ALIASES.get(name, name)
     if found not in (*ALL_DTYPES, STORAGE_DTYPE):
+        if nearest := nearest_dtype(name, DTYPES):
+            raise argparse.ArgumentTypeError(f"it is {text!r} and must be one of {_LISTED}: did you mean {nearest}?")
         raise ValueError
     if found in MEANINGS and found != name:
         say(f"{text} is taken for {found}: {MEANINGS[found]}")

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.instructions import instructions
+from tinygpt.cli.messages import counted, say
 from tinygpt.cli.model_flags import llm_arguments
 from tinygpt.hardware.cpu import cpu_name
-from tinygpt.hardware.threads import thread_count
+from tinygpt.hardware.threads import MAX_THREADS, logical_cores, thread_count
 from tinygpt.kernels import compiling
 from tinygpt.sampling_params import SamplingParams
 
@@ -60,6 +61,14 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None], **more: A
                 _log_kernels(llm, args.threads)
             _compile_kernels(llm, args.kv_cache_dtype)
     return llm, clock.since(started)
+
+
+def note_threads(threads: int | Sequence[int] | None) -> None:
+    """More threads than cores do the same work, and wait for one another."""
+    given = (threads,) if isinstance(threads, int) else threads or ()
+    most, num_cores = max(given, default=0), logical_cores()
+    if num_cores < most <= MAX_THREADS:
+        say(f"--threads is {most} and there are {counted(num_cores, 'core')}: more threads than cores are slower")
 
 
 def set_thread_pools(threads: int | None) -> None:

@@ -12,6 +12,7 @@ import tinygpt
 from tinygpt.cli.commands import bench, convert, doctor, generate, info, parity, serve, warmup
 from tinygpt.cli.commands import eval as evaluate
 from tinygpt.cli.compile_notice import compiling_shown
+from tinygpt.cli.loading import note_threads
 from tinygpt.cli.messages import log_shown
 from tinygpt.cli.parser import Help, Parser, hyphenated
 from tinygpt.cli.ranks import start_ranks
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return USAGE
+    if words[0] in ("-h", "--help") and words[1:2] and words[1] in COMMANDS:  # `tinygpt --help generate`
+        words = ["help", words[1]]
     if words[0] == "help":
         topic = [word for word in words[1:2] if word != "help"]
         words = topic if topic and topic[0] not in COMMANDS else [*topic, "--help"]
@@ -67,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.refuse_unknown(unknown)
     try:
         start_ranks(args, words)
+        note_threads(getattr(args, "threads", None))
         with log_shown(args.debug), compiling_shown():
             COMMANDS[args.command].run(args)
         return DONE

@@ -70,7 +70,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "lora": {"metavar": "PATH", "help": "a LoRA adapter in PEFT's layout to merge (default: none)"},
     "soft_prompt": {
         "action": "append",
-        "type": reader(_named_path, "NAME=PATH"),
+        "type": reader(_named_path, "NAME=PATH, a name of your choice and the folder or file"),
         "metavar": "NAME=PATH",
         "help": "a soft prompt in PEFT's layout, put in front of every prompt; with --input, several may be given: a "
         "line's field soft_prompt names one, and the first is used where there is no such field (default: none)",

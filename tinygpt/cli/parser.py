@@ -5,12 +5,13 @@ import math
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choice, nearest_flag, why_without
 
 RESULTS = (".json", ".jsonl", ".csv", ".md")  # how names of files with results end
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
-_MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+): it is ")
+_MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+|\{[\w,]+\}): it is ")
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         """End with `message`, put into words where argparse's say little."""
         if found := _NO_VALUE.match(message):
-            message = f"{message}{self._dash_advice(found['flags'].split('/'))}"
+            message = self._without_value(found["flags"].split("/"))
         super().error(_MALFORMED.sub(r"\g<flag> is ", message))
 
     def refuse_unknown(self, unknown: Sequence[str]) -> None:
@@ -58,13 +59,13 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {', '.join(described)}; {self._where()}")
 
     def _check_value(self, action, value):
-        """As argparse does, and with the choice that is nearest."""
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
+        """As argparse does, in the words of our own types, and with the choice that is nearest."""
+        if action.choices is not None and value not in action.choices:
             nearest = nearest_choice(str(value), action.choices)
-            hint = f": did you mean {nearest}?" if nearest else ""
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+            hint = f": did you mean {nearest}?" if nearest else "."
+            raise argparse.ArgumentError(
+                action, f"it is {value!r} and must be one of {', '.join(action.choices)}{hint}"
+            )
 
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]
@@ -131,6 +132,8 @@ class Parser(argparse.ArgumentParser):
             behind = self._words[self._words.index(flag) + 1 :][:1]
             values = flag.split("=", 1)[1:] or values or [word for word in behind if not _is_flag(word)]
             given = {word.partition("=")[0] for word in self._words}
+            if self._option_string_actions[nearest].metavar == "NAME=PATH":
+                values = [value if "=" in value else f"{Path(value).stem}={value}" for value in values]
             if nearest == "--output" and "--input" in {*self.flags()} - given:
                 return f"{shlex.join(words)} (did you mean > {shlex.join(values)}? {nearest} needs --input)"
             nearest = shlex.join([nearest, *values])
@@ -159,6 +162,13 @@ class Parser(argparse.ArgumentParser):
 
     def _where(self) -> str:
         return f"{'--help-all' if self._every_day else '--help'} lists the flags"
+
+    def _without_value(self, flags: list[str]) -> str:
+        """What may stand behind a flag that stands alone."""
+        action = self._option_string_actions[flags[-1]]
+        value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper())
+        about = (action.help or "").partition(" (default")[0]
+        return f"{'/'.join(flags)} needs a value, {flags[-1]} {value}: {about}{self._dash_advice(flags)}"
 
     def _dash_advice(self, flags: list[str]) -> str:
         """What to write where the value begins with a dash, so that argparse has taken it for a flag."""

@@ -66,9 +66,9 @@ FLAGS: dict[str, dict[str, dict]] = {
         ),
     },
     "where a sample ends": {
-        "stop": _flag("at this text, which is left out; may be given several times", str, "TEXT", action="append"),
+        "stop": _flag("a text to end at, which is left out; may be given several times", str, "TEXT", action="append"),
         "include_stop_str_in_output": _switch("keep that text, or that of the stop token"),
-        "stop_token_ids": _flag("at one of these tokens", _ids, "ID,ID"),
+        "stop_token_ids": _flag("tokens to end at", _ids, "ID,ID"),
         "eos_token_id": _flag("end-of-text tokens in place of the model's (default: the model's)", _ids, "ID,ID"),
         "ignore_eos": _switch("go on past the end-of-text token"),
         "min_tokens": _flag("not before N tokens", whole_number, "N"),

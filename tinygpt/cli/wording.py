@@ -23,6 +23,8 @@ _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _PLAIN = rf"(?:{_TEXT}|[^\[\]{{}}()'\"])*"
 _LIST = rf"\[(?:{_TEXT}|\[{_PLAIN}\]|\({_PLAIN}\)|[^\[\]{{}}()'\"])*\]"
 _VALUE = rf"(?:{_TEXT}|{_LIST}|\{{{_PLAIN}\}}|[^\s,;:)]*[^\s,;:).])"
+# What a program may do -> what the command line may.
+_SHELLS = {"LLM(soft_prompts={name: path})": "--soft-prompt NAME=PATH"}
 # What a field may be -> what its flag may be, where that is something else.
 _FLAGS = {
     "a dict from token ids to numbers": "token ids and numbers",
@@ -56,6 +58,8 @@ def for_json(sentence: str, names: Iterable[str]) -> str:
     """The sentence as one who writes JSON would have it; `names` are those of fields. `top_k=-2` is `"top_k": -2`."""
     assigned = re.compile(rf"(?<![\w./'\"-])({_any_of(names)})=({_VALUE})")
     sentence = assigned.sub(lambda found: f'"{found[1]}": {_as_json(found[2])}', sentence)
+    for call, flag in _SHELLS.items():
+        sentence = sentence.replace(call, flag)
     return _PYTHON.sub(lambda found: _JSON[found[0]], sentence)
 
 

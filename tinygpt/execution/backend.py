@@ -7,6 +7,7 @@ from types import ModuleType
 from tinygpt.config import STORAGE_DTYPE, ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.kernels.errors import DeviceError
+from tinygpt.suggestions import nearest_dtype
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/
 
@@ -23,7 +24,9 @@ def load_backend(device: str, dtype: str) -> ModuleType:
         )
     if dtype not in ("auto", *backend.DTYPES):
         allowed = ", ".join(map(repr, backend.DTYPES))
-        raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only.")
+        nearest = nearest_dtype(dtype, backend.DTYPES)
+        hint = f": did you mean {nearest!r}?" if nearest else "."
+        raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only{hint}")
     try:
         backend.check_device()
     except DeviceError as error:

@@ -81,10 +81,7 @@ class ModelSource:
 def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:
     """The tokenizer that came with the weights, or that of the files beside them. CheckpointError if there is none."""
     if is_random(str(checkpoint.path)):
-        raise CheckpointError(
-            f"{checkpoint.path} has no tokenizer: give token ids, as a line "
-            '{"prompt": [464, 257]} of --input does; or measure it, as by `tinygpt bench --random tiny`.'
-        )
+        raise CheckpointError(f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one.")
     spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
     if spec is not None:
         return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)

@@ -123,7 +123,9 @@ def run(args: argparse.Namespace) -> None:
     _note_file_name(args)
     if args.input is not None:
         run_batch(args, params)
-    elif args.interactive:
+        return
+    _check_has_texts(args)
+    if args.interactive:
         run_interactive(args, sampling.with_seed(params), _given_prompt(args))
     else:
         prompt = _given_prompt(args)
@@ -154,6 +156,19 @@ def _check_combination(args: argparse.Namespace) -> None:
     not_interactive = [name for name in ("input", "json", "no_stream", "echo") if getattr(args, name)]
     if args.interactive and not_interactive:
         raise RequestError(f"--{not_interactive[0].replace('_', '-')} is not possible with --interactive.")
+
+
+def _check_has_texts(args: argparse.Namespace) -> None:
+    """RequestError for a model without a tokenizer by its nature, before it is drawn; a record may do without text."""
+    loading.set_thread_pools(args.threads)  # before NumPy is imported
+    from tinygpt.weights.random_checkpoint import PREFIX, SHAPE_OF, is_random
+
+    shape = args.model.removeprefix(PREFIX)
+    if is_random(args.model) and shape.lower() in SHAPE_OF and not args.json:
+        raise RequestError(
+            f"{args.model} is drawn in memory and has no tokenizer, so that it has no texts: give token ids, as a line "
+            f'{{"prompt": [464, 257]}} of --input does, or measure it: tinygpt bench --random {shape}.'
+        )
 
 
 def _note_backslashes(args: argparse.Namespace) -> None:
