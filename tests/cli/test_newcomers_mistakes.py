@@ -73,6 +73,7 @@ FILES = {
     "schema.json": b'{"type": "object"}',
     "arrays.npz": npz(),
     "full/notes": b"",
+    "checkpoint/config.json": b"{}",
     **{f"many/{i}": b"" for i in range(40)},
 }
 

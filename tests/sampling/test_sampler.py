@@ -409,3 +409,20 @@ def test_stop_strings_wait_for_min_tokens_and_are_cut_off_or_left(demo, is_inclu
 def test_token_ids_outside_the_vocabulary_are_refused_before_any_work(demo):
     with pytest.raises(RequestError, match="suppress_tokens holds token id 99999"):
         demo.generate("The", SamplingParams(suppress_tokens=[99999]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_alone"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.9, "top_k": 5, "top_p": 0.9}, True),
+        ({"temperature": 0.9, "suppress_tokens": [3]}, False),
+        ({"temperature": 0.9, "logits_processors": [halve]}, False),
+        ({"temperature": 0.9, "logprobs": 0}, False),
+        ({"temperature": 0.9, "n": 1, "best_of": 2}, False),
+        ({"temperature": 0.9, "top_p": 0.9, "top_p_decay": 0.5}, False),
+    ],
+)
+def test_what_needs_a_look_between_two_tokens(fields, is_alone):
+    """Scores that Python changes, logarithms that it reports, and warpers that are others for the next token."""
+    assert Sampler(BareRunner(reference, V)).is_drawn_alone(sequence_of(**fields)) is is_alone

@@ -167,7 +167,9 @@ class Parser(argparse.ArgumentParser):
         """What may stand behind a flag that stands alone."""
         action = self._option_string_actions[flags[-1]]
         value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper())
-        about = (action.help or "").partition(" (default")[0]
+        about = re.split(r" \(default|; ", action.help or "", maxsplit=1)[0]
+        if action.choices:
+            about = f"one of {', '.join(action.choices)}"
         return f"{'/'.join(flags)} needs a value, {flags[-1]} {value}: {about}{self._dash_advice(flags)}"
 
     def _dash_advice(self, flags: list[str]) -> str:

@@ -16,8 +16,13 @@ from tinygpt.weights.containers.torch_file import read_torch
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.messages import listed, shown
 
+CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+# PEFT's name of a kind that is implemented -> where one is to be given, in the library or on the command line.
+PLACES = {
+    "LORA": "as lora, or --lora {}",
+    **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), "among soft_prompts, or as --soft-prompt NAME={}"),
+}
 # In the order in which PEFT looks for them; early versions wrote the second.
-CONFIG = "adapter_config.json"
 READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": read_torch}
 MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, and matched
 
@@ -39,10 +44,14 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
     path = existing_path(folder)
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file: give the folder that holds it and {CONFIG}.")
+    if (path / MODEL_CONFIG).is_file() and not (path / CONFIG).exists():
+        raise CheckpointError(f"{path} is a checkpoint, and no adapter: it has {MODEL_CONFIG}. Give it as the model.")
     config = read_json_object(path / CONFIG)
     if config.get("peft_type") not in peft_types:
+        place = _place_of(config, path)
         raise CheckpointError(
-            f"{path} is an adapter of the type {config.get('peft_type')!r} and must be one of {', '.join(peft_types)}."
+            f"{path} is an adapter of the type {shown(config.get('peft_type'))} and must be one of "
+            f"{', '.join(peft_types)}{f': give it {place}' if place else ''}."
         )
     for name, read in READERS.items():
         if (path / name).exists():
@@ -56,19 +65,21 @@ def refuse_adapter(path: Path) -> None:
     """CheckpointError where the folder or file that was given as a checkpoint is an adapter, and no model."""
     folder = path if path.is_dir() else path.parent
     is_meant = path.is_dir() or path.name in (CONFIG, *READERS)
-    if not (is_meant and (folder / CONFIG).is_file()) or (folder / "config.json").is_file():
+    if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
         return
     config = read_json_object(folder / CONFIG)
-    base, kind = config.get("base_model_name_or_path"), shown(config.get("peft_type"))
-    trained_for = f"the checkpoint that it was trained for{f', {shown(base)},' if base else ''}"
-    if config.get("peft_type") == "LORA":
-        use = f"as lora, or --lora {shlex.quote(str(folder))}"
-    else:
-        use = f"among soft_prompts, or as --soft-prompt NAME={shlex.quote(str(folder))}"
+    base, place = config.get("base_model_name_or_path"), _place_of(config, folder)
+    use = f" as the model, and this folder {place}" if place else ", as such adapters are not implemented"
     raise CheckpointError(
-        f"{path} is an adapter of the type {kind}, and no checkpoint: give {trained_for} as the "
-        f"model, and this folder {use}."
+        f"{path} is an adapter of the type {shown(config.get('peft_type'))}, and no checkpoint: give the checkpoint "
+        f"that it was trained for{f', {shown(base)},' if base and place else ''}{use}."
     )
+
+
+def _place_of(config: Mapping[str, Any], folder: Path) -> str | None:
+    """Where an adapter of this config is to be given; None where its kind is not implemented."""
+    place = next((place for kind, place in PLACES.items() if kind == config.get("peft_type")), None)
+    return place and place.format(shlex.quote(str(folder)))
 
 
 def _check_names(file: Path, names: Iterable[str]) -> None:
