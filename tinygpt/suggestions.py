@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 
-NEAR = 0.72  # of difflib's ratio, without dashes: max-token is near max-tokens, and prompt is not near soft-prompt
+NEAR = 0.8  # of difflib's ratio, without dashes: temprature is near temperature, and template is not
 
 # Our flag, with its value where that is part of the meaning -> how else it is called: by transformers, vLLM, llama.cpp,
 # nanoGPT and OpenAI's scripts.
@@ -92,7 +92,7 @@ MEANT: dict[str, str] = {
 }
 # What others have a flag for and none of our commands has -> why, or what to do instead.
 WITHOUT: dict[str, str] = {
-    "it is so without a flag: leave it out": "--use-cache --enable-prefix-caching --enable-chunked-prefill --no-cnv "
+    "it is so anyway: leave it out": "--use-cache --enable-prefix-caching --enable-chunked-prefill --no-cnv "
     "-no-cnv --no-conversation --single-turn -st --no-warmup --low-cpu-mem-usage --cont-batching -cb --mmap",
     "stdout has the result alone: leave it out, or add 2> /dev/null": "--quiet -q --silent --log-disable --no-perf "
     "--disable-log-stats --disable-log-requests --no-progress --disable-tqdm --color -co --simple-io",
@@ -197,6 +197,13 @@ def nearest_field(unknown: str, fields: Collection[str]) -> str | None:
     flags = {_flag(field): field for field in fields}
     nearest = nearest_flag(_flag(unknown), flags)
     return None if nearest is None else flags[nearest.split()[0]]
+
+
+def field_meant(unknown: str, fields: Collection[str]) -> str | None:
+    """The one of `fields` that is `unknown`, or that other programs call so, however it is spelled there."""
+    flags = {_flag(field): field for field in fields}
+    meant = _meant_of(flags).get(_flag(unknown), _flag(unknown))
+    return flags.get(meant.split()[0])
 
 
 def argument_meant(unknown: str, arguments: Collection[str]) -> str | None:

@@ -144,6 +144,32 @@ def test_what_is_not_possible(chat, body, param):
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_what_does_not_fit_is_told_in_the_fields_that_were_sent(chat, name):
+    for content, param, way in (
+        ("a", name, f"Set {name} to at most "),
+        ("again and " * 300, "messages", "Set overflow to slide."),
+    ):
+        error = chat(messages=[{"role": "user", "content": content}], **{name: 512}).error
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert way in error["message"]
+        assert " in messages and 512 to generate." in error["message"]
+        assert "prompt" not in error["message"]
+
+
+def test_a_chat_that_is_too_long_by_itself_is_about_its_messages(chat):
+    error = chat(messages=[{"role": "user", "content": "again and " * 300}]).error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "Shorten messages to at most 511 tokens, or set overflow to truncate." in error["message"]
+
+
+@pytest.mark.parametrize("fields", [{"num_beams": 2}, {"use_beam_search": True, "n": 2}])
+def test_a_search_is_refused_to_a_stream_when_it_is_asked_for(chat, fields):
+    error = chat(**ASKED, **fields, stream=True).error
+    assert error["param"] == next(iter(fields))
+    assert "until it ends: leave out stream" in error["message"]
+
+
 def test_a_checkpoint_without_a_template_says_so(server):
     reply = server.ask("/v1/chat/completions", ASKED)
     assert (reply.status, reply.error["code"]) == (400, "no_chat_template")

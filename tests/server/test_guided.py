@@ -54,8 +54,8 @@ SPELLINGS = {
 # A body, the field that the refusal names, and a part of its sentence.
 REFUSED = {
     "expression": ({"guided_regex": "("}, "guided_regex", "is not possible"),
-    "a choice of nothing": ({"guided_choice": []}, "guided_choice", "at least 1"),
-    "an empty choice": ({"guided_choice": [""]}, "guided_choice", "at least 1"),
+    "a choice of nothing": ({"guided_choice": []}, "guided_choice", "a list that is not empty"),
+    "an empty choice": ({"guided_choice": [""]}, "guided_choice", 'guided_choice.0 is "" and must be'),
     "no schema": ({"guided_json": 5}, "guided_json", "a JSON schema"),
     "text that is no schema": ({"guided_json": "[1]"}, "guided_json", "a JSON schema"),
     "a type that is none": ({"guided_json": {"type": "bogus"}}, "guided_json", "bogus"),
@@ -73,8 +73,16 @@ REFUSED = {
         "response_format.json_schema.schema",
         "bogus",
     ),
-    "OpenAI's without a schema": ({"response_format": {"type": "json_schema"}}, "response_format", "required"),
-    "another format": ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    "OpenAI's without a schema": (
+        {"response_format": {"type": "json_schema"}},
+        "response_format",
+        "json_schema is missing",
+    ),
+    "another format": (
+        {"response_format": {"type": "xml"}},
+        "response_format",
+        '.type is "xml" and must be "text", "json_object"',
+    ),
     "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "given beside guided_choice"),
     "two spellings": (
         {"structured_outputs": {"json": {}, "choice": ["a"]}, "response_format": {"type": "json_object"}},

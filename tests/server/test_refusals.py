@@ -14,7 +14,7 @@ from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM, SamplingParams
 
-# A body, the field that the refusal names, and a part of its sentence.
+# A body, to which a prompt is added, the field that the refusal names, and a part of its sentence.
 BODIES = {
     "unknown field": (b'{"foo": 1}', "foo", "unrecognized request argument: foo"),
     "a field by another name": (b'{"max_new_tokens": 5}', "max_new_tokens", "(did you mean max_tokens?)"),
@@ -25,28 +25,47 @@ BODIES = {
     "a wrong type inside": (
         b'{"stream_options": {"include_usage": 1}}',
         "stream_options",
-        "stream_options.include_usage",
+        "stream_options.include_usage is 1 and must be true or false.",
     ),
     "a wrong type far inside": (
         b'{"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 1}}}',
         "response_format",
-        "response_format.json_schema.schema: ",
+        "response_format.json_schema.schema is 1 and must be an object.",
     ),
     "nothing inside": (
         b'{"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}',
         "response_format",
-        "response_format.json_schema.schema: ",
+        "response_format.json_schema.schema is missing: give an object.",
     ),
-    "a bias that is none": (b'{"logit_bias": {"7": "a"}}', "logit_bias", "logit_bias.7: "),
-    "text for a number": (b'{"n": "3"}', "n", "integer"),
-    "true for a number": (b'{"n": true}', "n", "integer"),
-    "a broken number": (b'{"n": 1.5}', "n", "integer"),
-    "NaN": (b'{"temperature": NaN}', "temperature", "finite"),
-    "infinity": (b'{"top_p": Infinity}', "top_p", ""),
-    "too hot": (b'{"temperature": 1e9}', "temperature", "100"),
-    "a list of all kinds": (b'{"prompt": [1, "a"]}', "prompt", "a list of token ids"),
-    "an empty list": (b'{"prompt": []}', "prompt", "a text"),
-    "a number as prompt": (b'{"prompt": 5}', "prompt", "a text"),
+    "an unknown kind": (
+        b'{"response_format": {"type": "xml"}}',
+        "response_format",
+        'response_format.type is "xml" and must be "text", "json_object" or "json_schema".',
+    ),
+    "no object inside": (
+        b'{"stream_options": []}',
+        "stream_options",
+        "is an empty list and must be an object with include_usage, continuous_usage_stats and include_obfuscation.",
+    ),
+    "a bias that is none": (
+        b'{"logit_bias": {"7": "a"}}',
+        "logit_bias",
+        'logit_bias.7 is "a" and must be a number from -100 to 100.',
+    ),
+    "text for a number": (b'{"n": "3"}', "n", 'n is "3" and must be a whole number from 1 to 128.'),
+    "true for a number": (b'{"n": true}', "n", "n is true and must be a whole number from 1 to 128."),
+    "a broken number": (b'{"n": 1.5}', "n", "n is 1.5 and must be a whole number from 1 to 128."),
+    "NaN": (b'{"temperature": NaN}', "temperature", "temperature is NaN and must be a number from 0 to 100."),
+    "infinity": (b'{"top_p": Infinity}', "top_p", "is Infinity and must be a number above 0 and of at most 1."),
+    "too hot": (b'{"temperature": 1e9}', "temperature", "is 1000000000.0 and must be a number from 0 to 100."),
+    "no name of a rule": (b'{"top_p_rule": "x"}', "top_p_rule", 'must be "hf", "openai" or "fastertransformer".'),
+    "one of a list": (b'{"stop": ["a", 5]}', "stop", "stop.1 is 5 and must be a text that is not empty."),
+    "a long text for a list": (b'{"stop_token_ids": "' + b"a" * 5000 + b'"}', "stop_token_ids", "aaa... and must be a"),
+    "no prompt": (b'{"max_tokens": 1}', "prompt", "prompt is missing: give a text, a list of token ids, a list of up"),
+    "a prompt by another name": (b'{"input": "a"}', "input", "input (did you mean prompt?)."),
+    "a list of all kinds": (b'{"prompt": [1, "a"]}', "prompt", "prompt is a list of 2 and must be a text, a list of"),
+    "an empty list": (b'{"prompt": []}', "prompt", "prompt is an empty list and must be a text, a list of token ids"),
+    "a number as prompt": (b'{"prompt": 5}', "prompt", "prompt is 5 and must be a text, a list of token ids"),
     "too many prompts": (b'{"prompt": [' + b",".join([b'"a"'] * 257) + b"]}", "prompt", "256"),
     "an id outside": (b'{"prompt": [9999]}', "prompt", "0 to 8192"),
     "a negative id": (b'{"prompt": [-1]}', "prompt", ""),
@@ -59,6 +78,16 @@ BODIES = {
     "best_of below n": (b'{"best_of": 1, "n": 2}', "best_of", "n=2"),
     "best_of in a stream": (b'{"best_of": 2, "stream": true}', "best_of", "stream"),
     "beams in a stream": (b'{"num_beams": 2, "stream": true}', "num_beams", "until it ends: leave out stream"),
+    "beams in a stream of nothing": (
+        b'{"num_beams": 2, "stream": true, "max_tokens": 0}',
+        "num_beams",
+        "until it ends: leave out stream",
+    ),
+    "beams by vLLM's name in a stream of nothing": (
+        b'{"use_beam_search": true, "n": 2, "stream": true, "max_tokens": 0}',
+        "use_beam_search",
+        "use_beam_search searches with n beams, and num_beams is 2, and a search has no text until it ends",
+    ),
     "more beams than slots": (
         b'{"num_beams": 5}',
         "num_beams",
@@ -105,6 +134,31 @@ BODIES = {
     ),
 }
 
+OF_PROMPTS = ("no prompt", "a prompt by another name")  # those of BODIES that are about it
+# A path, a field that its form does not have, and the advice about it, if any.
+HINTS = (
+    ("/v1/completions", "do_sample", "did you mean temperature? 0 is greedy, and all above it draws"),
+    ("/v1/completions", "greedy", "did you mean temperature? 0 is greedy, and all above it draws"),
+    ("/v1/embeddings", "do_sample", None),
+    ("/v1/completions", "load_in_8bit", "dtype is decided when the server starts: leave it out"),
+    ("/v1/completions", "dtype", "dtype is decided when the server starts: leave it out"),
+    ("/v1/completions", "n_ctx", "max_model_len is decided when the server starts: leave it out"),
+    ("/v1/chat/completions", "store", "nothing is stored: leave it out"),
+    ("/v1/chat/completions", "metadata", "nothing is stored: leave it out"),
+    ("/v1/chat/completions", "functions", "the model calls no functions: leave it out"),
+    ("/v1/chat/completions", "tool_choice", "the model calls no functions: leave it out"),
+    ("/v1/chat/completions", "prediction", "the model reads and writes texts alone: leave it out"),
+    ("/v1/chat/completions", "prompt", "did you mean messages?"),
+    ("/v1/completions", "messages", "messages are for /v1/chat/completions"),
+    ("/v1/completions", "skip_special_tokens", "special tokens have no text: leave it out"),
+    ("/v1/completions", "bos_token_id", "the checkpoint says which token that is: leave it out"),
+    ("/v1/completions", "safety_identifier", "did you mean user?"),
+    ("/v1/completions", "n_predict", "did you mean max_tokens?"),
+    ("/v1/completions", "template", None),
+    ("/v1/completions", "details", None),
+    ("/v1/chat/completions", "instructions", None),
+)
+
 # What the engine advises those who call it, and a client cannot do.
 OF_PROGRAMS = re.compile(r"LLM\(|use generate|raise|submit")
 
@@ -112,6 +166,8 @@ OF_PROGRAMS = re.compile(r"LLM\(|use generate|raise|submit")
 @pytest.mark.parametrize("name", BODIES)
 def test_a_bad_body_is_a_sentence(server, llm, name):
     body, field, part = BODIES[name]
+    if body.startswith(b'{"') and name not in OF_PROMPTS and b'"prompt"' not in body:
+        body = b'{"prompt": "a", ' + body[1:]
     with llm.engine.wrapped(Gate) as gate:
         reply = server.ask("/v1/completions", body)
         assert gate.num_asked == 0
@@ -121,6 +177,25 @@ def test_a_bad_body_is_a_sentence(server, llm, name):
     assert part in reply.error["message"]
     assert not OF_PROGRAMS.search(reply.error["message"])
     assert reply.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(("path", "field", "hint"), HINTS)
+def test_an_unknown_field_is_told_what_is_near_in_meaning_and_nothing_else(server, path, field, hint):
+    error = server.ask(path, {field: "a"}).error
+    expected = f"unrecognized request argument: {field}{f' ({hint})' if hint else ''}."
+    assert (error["message"], error["param"]) == (expected, field)
+
+
+def test_a_prompt_of_nothing_starts_at_the_beginning_where_it_is_said(server, llm):
+    """And only there: one that was forgotten is refused, as OpenAI's description of its API has it."""
+    texts = [server.complete(prompt=p, max_tokens=3, temperature=0).json["choices"][0]["text"] for p in (None, "")]
+    assert texts == [llm.generate("", SamplingParams(max_tokens=3))[0].outputs[0].text] * 2
+    for path, body in (("/generate", {"max_tokens": 1}), ("/score_continuations", {"continuations": ["a"]})):
+        error = server.ask(path, body).error
+        assert (error["param"], error["message"][:19]) == ("prompt", "prompt is missing: ")
+    schemas = server.ask("/openapi.json").json["components"]["schemas"]
+    forms = ("CompletionRequest", "GenerateRequest", "ContinuationsRequest")
+    assert all("prompt" in schemas[form]["required"] for form in forms)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +216,7 @@ def test_a_bad_body_is_a_sentence(server, llm, name):
             "Shorten the prompt to at most 499 tokens, or set max_tokens to at most 12, or set overflow to truncate.",
         ),
         (
-            {"max_tokens": 2**31 - 1},
+            {"prompt": "", "max_tokens": 2**31 - 1},
             "max_tokens",
             (2**31, 1, 2**31 - 1),
             "Set max_tokens to at most 511, or set overflow to clamp.",
@@ -184,7 +259,7 @@ def test_what_overflow_allows_is_served(server):
 
 
 def test_a_model_that_is_not_there(server):
-    for reply in (server.complete(model="gpt-5"), server.ask("/v1/models/gpt-5")):
+    for reply in (server.complete(prompt="a", model="gpt-5"), server.ask("/v1/models/gpt-5")):
         assert (reply.status, reply.error["code"]) == (404, "model_not_found")
         assert "demo, other/name" in reply.error["message"]
 
@@ -199,11 +274,15 @@ def test_paths_and_methods_that_are_not_there(server):
     ):
         reply = server.ask(path)
         assert (reply.status, reply.error["message"]) == (404, f"there is no such path: {said}")
-    for path, allowed in (("/v1/completions", "POST"), ("/v1/models/x", "DELETE, GET, HEAD")):
+    for path, allowed, advice in (
+        ("/v1/completions", "POST", "use POST."),
+        ("/health", "GET, HEAD", "use GET."),
+        ("/v1/models/x", "DELETE, GET, HEAD", "use DELETE or GET."),
+    ):
         reply = server.ask(path, method="PUT")
         assert reply.status == 405
         assert ", ".join(sorted(reply.headers["allow"].split(", "))) == allowed
-        assert reply.error["message"]
+        assert reply.error["message"] == f"PUT is not possible here: {advice}"
 
 
 def test_a_body_that_is_no_json(server):

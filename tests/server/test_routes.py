@@ -24,8 +24,8 @@ def test_models_by_each_name(server, llm):
         assert server.ask(f"/v1/models/{card['id'].replace('/', '%2F')}").json == card
         assert (card["object"], card["max_model_len"], card["max_logprobs"]) == ("model", llm.max_model_len, 20)
     for name in ("demo", "other/name"):
-        assert server.complete(model=name, max_tokens=1).json["model"] == name
-    assert server.complete(max_tokens=1).json["model"] == "demo"
+        assert server.complete(prompt="a", model=name, max_tokens=1).json["model"] == name
+    assert server.complete(prompt="a", max_tokens=1).json["model"] == "demo"
 
 
 def test_nothing_is_deleted(server):

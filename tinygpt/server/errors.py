@@ -61,7 +61,7 @@ async def answer_api_error(request: Request, error: ApiError) -> JSONResponse:
 
 
 async def answer_http_error(request: Request, error: HTTPException) -> JSONResponse:
-    message = _no_path(request) if error.status_code == 404 else error.detail
+    message = _no_path(request) if error.status_code == 404 else _no_method(request, error)
     return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
 
@@ -70,6 +70,13 @@ def _no_path(request: Request) -> str:
     paths = [route.path for route in request.app.routes if "{" not in route.path]
     nearest = nearest_choice(request.url.path, paths)
     return "there is no such path: " + (f"did you mean {nearest}?" if nearest else "/openapi.json has all that are.")
+
+
+def _no_method(request: Request, error: HTTPException) -> str:
+    methods = {each.strip() for each in (error.headers or {}).get("Allow", "").split(",")} - {"", "HEAD"}
+    if error.status_code != 405 or not methods:
+        return error.detail
+    return f"{request.method} is not possible here: use {' or '.join(sorted(methods))}."
 
 
 async def answer_bug(request: Request, error: Exception) -> JSONResponse:

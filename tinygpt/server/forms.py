@@ -4,14 +4,16 @@ import json
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
+from tinygpt.server.allowed import KEY, allowed_at
 from tinygpt.server.errors import ApiError
 from tinygpt.server.protocol.fields import Strict
-from tinygpt.suggestions import field_hint
+from tinygpt.server.unknown_fields import hint_for
 
 Form = TypeVar("Form", bound=Strict)
-SHOWN = 100  # characters of a name that a client has made up
+SHOWN = 100  # characters of what a client has made up
+OF_KIND = ("union_tag_invalid", "union_tag_not_found")  # pydantic's errors about the field that says which kind it is
 
 
 def read_form(form: type[Form], body: bytes) -> Form:
@@ -45,34 +47,72 @@ def _half_a_character(body: bytes) -> str | None:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return _shown(name) if name.isascii() else None
+            return _cut(name) if name.isascii() else None
     return None
 
 
 def _refusal(error: ValidationError, form: type[Strict], given: dict[str, Any]) -> ApiError:
-    """What is wrong with the first field that is. The protocol keeps the list of errors short."""
+    """What is wrong with the first field that is; what is missing comes last, as it may be there by a wrong name.
+
+    The protocol keeps the list of errors short.
+    """
     errors = error.errors(include_url=False, include_input=False, include_context=False)
-    first, name = errors[0], _shown(str(errors[0]["loc"][0]))
-    path = ".".join(_path(first["loc"], given, is_missing=first["type"] == "missing"))
+    first = _of_one_type(min(errors, key=lambda each: each["type"] == "missing"), errors, given)
+    name, path = _cut(str(first["loc"][0])), _path(first, given)
+    written = ".".join(_cut(str(part)) for part in path)
     if first["type"] == "extra_forbidden":
-        names = [field.alias or name for name, field in form.model_fields.items()]
-        hint = field_hint(name, names) if path == name else None
-        return ApiError(400, f"unrecognized request argument: {path}{f' ({hint})' if hint else ''}.", name)
-    choices = {part for other in errors if other["loc"][0] == name for part in other["loc"][1:2]}
-    if len(choices) > 1 and name in form.model_fields:  # a field of several types: each says why it is none of them
-        return ApiError(400, f"{name} must be {form.model_fields[name].description or 'of another type'}.", name)
-    return ApiError(400, f"{path}: {first['msg']}.", name)
+        hint = hint_for(name, form) if len(path) == 1 else None
+        return ApiError(400, f"unrecognized request argument: {written}{f' ({hint})' if hint else ''}.", name)
+    if first["loc"][-1] == KEY:
+        allowed = allowed_at(form, [*path[:-1], KEY])
+        return ApiError(400, f"{name} has the key {_shown(path[-1])}, and a key must be {allowed}.", name)
+    allowed = allowed_at(form, path)
+    if _is_missing(path, given):
+        return ApiError(400, f"{written} is missing: give {allowed}.", name)
+    return ApiError(400, f"{written} is {_shown(_at(path, given))} and must be {allowed}.", name)
 
 
-def _path(loc: tuple[int | str, ...], given: Any, is_missing: bool) -> list[str]:
+def _of_one_type(first: ErrorDetails, errors: list[ErrorDetails], given: Any) -> ErrorDetails:
+    """Of a field of several types, what is wrong inside, where one type alone is what was meant.
+
+    pydantic says first that it is not the first type, whose name is behind the field's.
+    """
+    depth = len(first["loc"]) - 1
+    inside = [each for each in errors if each["loc"][:depth] == first["loc"][:depth] and len(each["loc"]) > depth + 1]
+    is_clear = len(_path(first, given)) == depth and len({each["loc"][depth] for each in inside}) == 1
+    return inside[0] if is_clear else first
+
+
+def _path(error: ErrorDetails, given: Any) -> list[str | int]:
     """Names and positions as the client has them: pydantic puts the types that it has tried between them."""
-    found = []
-    for part in loc[: len(loc) - is_missing]:
+    *found, last = error["loc"] if error["type"] == "missing" else (*error["loc"], None)
+    path = []
+    for part in found:
         if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int)):
             given = given[part]
-            found.append(_shown(str(part)))
-    return found + [str(part) for part in loc[len(loc) - is_missing :]]
+            path.append(part)
+    return [*path, *([last] if last is not None else []), *(["type"] if error["type"] in OF_KIND else [])]
 
 
-def _shown(name: str) -> str:
-    return name if len(name) <= SHOWN else f"{name[:SHOWN]}..."
+def _at(path: list[str | int], given: Any) -> Any:
+    for part in path:
+        given = given[part]
+    return given
+
+
+def _is_missing(path: list[str | int], given: Any) -> bool:
+    inner = _at(path[:-1], given)
+    return isinstance(inner, dict) and path[-1] not in inner
+
+
+def _shown(value: Any) -> str:
+    """A value in a sentence: a long one is not made JSON again."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if value else "an empty list"
+    if isinstance(value, dict):
+        return "an object"
+    return _cut(json.dumps(value[: SHOWN + 1] if isinstance(value, str) else value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

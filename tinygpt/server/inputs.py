@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tinygpt.errors import TinyGPTError
+from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.request.prompts import Prompt, ways_to_fit
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.errors import ApiError
@@ -77,12 +77,18 @@ def default_max_tokens(
 
 
 def check_stream(params: SamplingParams) -> None:
-    """Refuse what cannot be told before it has ended."""
+    """Refuse what cannot be told before it has ended, as LLM.submit would: but that comes later."""
     if (params.best_of or params.n) > params.n:
-        raise ApiError(400, f"best_of is {params.best_of}, and a stream cannot choose among samples.", "best_of")
+        raise RequestError(f"best_of is {params.best_of}, and a stream cannot choose among samples: leave out stream.")
+    if params.num_beams > 1:
+        raise RequestError(
+            f"num_beams is {params.num_beams}, and a search has no text until it ends: leave out stream."
+        )
 
 
-def check_context(state: ServerState, prompts: Sequence[Prompt], params: SamplingParams, max_tokens: int) -> None:
+def check_context(
+    state: ServerState, form: SamplingFields, prompts: Sequence[Prompt], params: SamplingParams, max_tokens: int
+) -> None:
     """Refuse what does not fit, with the numbers; what `overflow` allows is left to the engine."""
     if params.overflow != "refuse":
         return
@@ -91,10 +97,9 @@ def check_context(state: ServerState, prompts: Sequence[Prompt], params: Samplin
     if longest + max_tokens > limit:
         virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
         ways = ways_to_fit(longest, max_tokens, params, limit, num_virtual)
-        raise ApiError(
-            400,
+        sentence = (
             f"this model's context has {limit} tokens, and {longest + max_tokens} were asked for: {longest} in the "
-            f"prompt{virtual} and {max_tokens} to generate. {in_words(ways).capitalize()}.",
-            param="prompt" if longest >= limit else "max_tokens",
-            code="context_length_exceeded",
+            f"prompt{virtual} and {max_tokens} to generate. {ways.capitalize()}."
         )
+        field = form.name_of("prompt" if longest >= limit else "max_tokens")
+        raise ApiError(400, in_words(sentence, form), field, "context_length_exceeded")

@@ -12,19 +12,21 @@ _FIELD = re.compile(r"(?:the )?([a-z_.]+)(?==| is | has | holds | needs? )")
 _ADVICE = (
     ("none was loaded: load it with LLM(soft_prompts={name: path})", "this server has none: leave it out"),
     (": load it with LLM(soft_prompts={name: path})", ": take one of them, or leave it out"),
-    (": use generate.", ": leave out stream."),
     (", so lower the one or raise the other.", ", so lower it."),
     (": submit again later, or raise max_queue.", ": ask again later."),
     (", and it can be raised to that", ""),
 )
-
-
 _ASSIGNED = re.compile(r"(\w+)='(\w+)'")
+# Fields that a form may have under another name -> how sentences write them.
+_RENAMED = {"prompt": "the prompt", "max_tokens": "max_tokens"}
 
 
-def in_words(ways: str) -> str:
-    """Advice of the engine, in no language's spelling: `set overflow='slide'` is "set overflow to slide"."""
-    return _ASSIGNED.sub(r"\1 to \2", ways)
+def in_words(sentence: str, form: Strict) -> str:
+    """Advice by the names that the form has, and in no language's spelling: overflow='slide' is "overflow to slide"."""
+    for field, written in _RENAMED.items():
+        if (name := form.name_of(field)) not in (field, None):
+            sentence = sentence.replace(written, name)
+    return _ASSIGNED.sub(r"\1 to \2", sentence)
 
 
 def for_client(sentence: str, form: Strict) -> tuple[str, str | None]:

@@ -43,6 +43,8 @@ class ChatRequest(GuidedFields):
     return_token_ids: bool | None = None
 
     def name_of(self, field: str) -> str | None:
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
         return "messages" if field == "prompt" else super().name_of(field)
 
 

@@ -19,7 +19,7 @@ from tinygpt.server.protocol.guided import GuidedFields
 
 
 class CompletionRequest(GuidedFields):
-    """A prompt that is null or empty starts at the BOS token."""
+    """A prompt has to be there, so that none is forgotten: null or empty, it starts at the BOS token."""
 
     model: ModelName | None = None
     prompt: (
@@ -28,7 +28,9 @@ class CompletionRequest(GuidedFields):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | None
-    ) = Field(None, description=f"a text, a list of token ids, or a list of up to {MAX_PROMPTS} of either")
+    ) = Field(
+        description=f"a text, a list of token ids, a list of up to {MAX_PROMPTS} of either, or null to start at BOS"
+    )
     best_of: BestOf | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None

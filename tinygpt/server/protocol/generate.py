@@ -12,11 +12,11 @@ Found = list[dict[str, Number] | None] | None  # for each token: id -> log proba
 
 
 class GenerateRequest(SamplingFields):
-    """LLM.submit's arguments. A prompt that is null or empty starts at the BOS token."""
+    """LLM.submit's arguments. A prompt has to be there: null or empty, it starts at the BOS token."""
 
     IS_LIBRARYS = True
     model: ModelName | None = None
-    prompt: str | TokenIds | None = Field(None, description="a text or a list of token ids")
+    prompt: str | TokenIds | None = Field(description="a text, a list of token ids, or null to start at the BOS token")
     max_tokens: Positive | None = None
     logprobs: NumLogprobs | None = None
     best_of: BestOf | None = None

@@ -45,7 +45,7 @@ class ContinuationsRequest(Strict):
 
     IS_LIBRARYS = True
     model: ModelName | None = None
-    prompt: str | TokenIds | None = Field(None, description="a text or a list of token ids")
+    prompt: str | TokenIds | None = Field(description="a text, a list of token ids, or null to start at the BOS token")
     continuations: Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     soft_prompt: Text | None = None
     split_special_tokens: bool | None = None

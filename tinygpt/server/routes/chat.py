@@ -68,7 +68,7 @@ async def _read(state: ServerState, request: Request, template: ChatTemplate, fo
     )
     if form.stream:
         check_stream(params)
-    check_context(state, [prompt], params, params.max_tokens)
+    check_context(state, form, [prompt], params, params.max_tokens)
     return ChatJob(
         id=f"chatcmpl-{secrets.token_hex(16)}",
         created=int(time.time()),

@@ -60,7 +60,8 @@ async def _read(state: ServerState, request: Request, form: CompletionRequest) -
     params = await _params(state, request, form, prompts)
     if form.stream:
         check_stream(params)
-    check_context(state, prompts, params, params.max_tokens if form.max_tokens is None else form.max_tokens)
+    max_tokens = params.max_tokens if form.max_tokens is None else form.max_tokens
+    check_context(state, form, prompts, params, max_tokens)
     with_echo = form.echo and form.logprobs is not None and params.soft_prompt is None
     return CompletionJob(
         id=f"cmpl-{secrets.token_hex(16)}",
