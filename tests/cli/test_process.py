@@ -30,6 +30,17 @@ def test_help_of_a_command_imports_nothing_heavy():
     assert not {"numpy", "numba", "tiktoken", "tqdm", "safetensors"} & set(result.stdout.split())
 
 
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_command_imports_no_other(command):
+    """Nor what only others need: bench's tables and the server's modules are a tenth of a start."""
+    code = (
+        f"import sys; from tinygpt.cli.main import main\ntry: main(['{command}', '-h'])\nfinally: print(*sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    found = {name for name in result.stdout.split() if name.startswith("tinygpt.cli.commands.")}
+    assert found == {f"tinygpt.cli.commands.{command}"}
+
+
 def test_a_process_separates_stdout_and_stderr(small_demo):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     threads = str((os.cpu_count() or 1) + 3)
@@ -90,7 +101,7 @@ import runpy, sys
 
 class CtrlC:
     def find_spec(name, path=None, target=None):
-        if name == "tinygpt.cli.commands.generate":
+        if name == sys.argv[1]:
             raise KeyboardInterrupt
 
 sys.meta_path.insert(0, CtrlC)
@@ -98,8 +109,9 @@ runpy.run_module("tinygpt", run_name="__main__")
 """
 
 
-def test_ctrl_c_while_modules_are_imported():
-    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+@pytest.mark.parametrize("module", ["tinygpt.cli.parser", "tinygpt.cli.commands.generate"])
+def test_ctrl_c_while_modules_are_imported(module):
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (cli.INTERRUPTED, "", "\ntinygpt: interrupted\n")
 

@@ -7,10 +7,10 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
 
 import tinygpt
-from tinygpt.cli.commands import bench, convert, doctor, generate, info, parity, serve, warmup
-from tinygpt.cli.commands import eval as evaluate
 from tinygpt.cli.compile_notice import compiling_shown
 from tinygpt.cli.loading import note_threads
 from tinygpt.cli.messages import log_shown
@@ -20,17 +20,8 @@ from tinygpt.cli.wording import Worded, for_shell
 from tinygpt.errors import CheckpointError, LostFileError, RequestError, TinyGPTError
 from tinygpt.suggestions import nearest_command, nearest_flag
 
-COMMANDS = {
-    "generate": generate,
-    "serve": serve,
-    "convert": convert,
-    "warmup": warmup,
-    "bench": bench,
-    "eval": evaluate,
-    "info": info,
-    "doctor": doctor,
-    "parity": parity,
-}
+# Each is a module of tinygpt/cli/commands, imported when it is asked for, or when all of them are listed.
+COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
 DONE, FAILED, USAGE = 0, 1, 2
 MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some lines
 # All control characters but tabs and ends of lines, and what turns the direction of the text behind it.
@@ -52,16 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     As argparse does, --help, --version and malformed flags raise SystemExit.
     """
     _prepare_streams()
-    words = hyphenated(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
+    words = _help_behind(hyphenated(sys.argv[1:] if argv is None else argv))
+    try:
+        parser = build_parser([name for name in COMMANDS if name in words[:1]] or COMMANDS)
+    except KeyboardInterrupt as error:  # while a command's modules are read
+        return _report(error, {})
     if not words:
         parser.print_help(sys.stderr)
         return USAGE
-    if words[0] in ("-h", "--help") and words[1:2] and words[1] in COMMANDS:  # `tinygpt --help generate`
-        words = ["help", words[1]]
-    if words[0] == "help":
-        topic = [word for word in words[1:2] if word != "help"]
-        words = topic if topic and topic[0] not in COMMANDS else [*topic, "--help"]
     if words[0] not in {*COMMANDS, *parser.flags()}:
         parser.error(_advice_for_no_command(words, parser.flags()))
     args, unknown = parser.parse_known_args(words)
@@ -72,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_ranks(args, words)
         note_threads(getattr(args, "threads", None))
         with log_shown(args.debug), compiling_shown():
-            COMMANDS[args.command].run(args)
+            _module_of(args.command).run(args)
         return DONE
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
@@ -82,12 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_streams()
 
 
-def build_parser() -> Parser:
-    """The parser of every subcommand; builds without NumPy or Numba, so that --help answers at once."""
+def build_parser(commands: Sequence[str] = COMMANDS) -> Parser:
+    """The parser of every subcommand, or of these; builds without NumPy or Numba, so that --help answers at once."""
     parser = Parser("tinygpt", usage="tinygpt COMMAND [flags]", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("-V", "--version", action="version", version=f"tinygpt {tinygpt.__version__}")
     parser.subparsers = subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", prog="tinygpt")
-    for name, command in COMMANDS.items():
+    for name in commands:
+        command = _module_of(name)
         subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,
@@ -102,8 +92,20 @@ def build_parser() -> Parser:
         subparser.add_argument(
             "--debug", action="store_true", help="show the log, and the traceback of an error (default: off)"
         )
-        subparser.siblings = subparsers.choices
+        subparser.siblings = lambda: build_parser().subparsers.choices
     return parser
+
+
+def _module_of(command: str) -> ModuleType:
+    return import_module(f"tinygpt.cli.commands.{command}")
+
+
+def _help_behind(words: list[str]) -> list[str]:
+    """`tinygpt help generate` and `tinygpt --help generate` as `tinygpt generate --help`."""
+    topic = [word for word in words[1:2] if word != "help"]
+    if words[:1] == ["help"]:
+        return topic if topic and topic[0] not in COMMANDS else [*topic, "--help"]
+    return [*topic, "--help"] if words[:1] in (["-h"], ["--help"]) and topic and topic[0] in COMMANDS else words
 
 
 def _advice_for_no_command(words: list[str], flags: list[str]) -> str:

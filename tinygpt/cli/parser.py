@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choice, nearest_flag, why_without
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         )
         self._every_day, self._rare = every_day, rare
         self._words: Sequence[str] = ()
-        self.siblings: Mapping[str, Parser] = {}  # the parsers of all commands, by their names
+        self.siblings: Callable[[], Mapping[str, Parser]] = dict  # makes the parsers of all commands, by their names
         self.add_argument("-h", "--help", action=Help, help="show this help and exit")
 
     def parse_known_args(self, args=None, namespace=None):
@@ -147,7 +147,7 @@ class Parser(argparse.ArgumentParser):
             return None
         if argument := argument_meant(flag, [action.metavar for action in self._get_positional_actions()]):
             return f"{argument} has no flag: leave {flag} out"
-        commands = [name for name, parser in self.siblings.items() if flag in parser.flags()]
+        commands = [name for name, parser in self.siblings().items() if flag in parser.flags()]
         return why_without(flag) or (f"it is a flag of tinygpt {' and '.join(commands[:2])}" if commands else None)
 
     def _advice_for_a_word(self, word: str) -> str:
