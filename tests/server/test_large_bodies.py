@@ -105,7 +105,7 @@ def test_texts_of_large_fields_are_encoded_beside_the_loop(server, llm, monkeypa
 @pytest.mark.parametrize("form", [CompletionRequest, ChatRequest])
 @pytest.mark.parametrize("value", [[5.0, 6], [5, 6.0]])
 def test_a_whole_number_may_have_a_point_in_a_list_too(form, value):
-    asked = {"stop_token_ids": value, "messages": [{"role": "user", "content": "a"}]}
+    asked = {"stop_token_ids": value, "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
     found = form.model_validate({name: value for name, value in asked.items() if name in form.model_fields})
     assert found.stop_token_ids == [5, 6]
     with pytest.raises(ValidationError):
