@@ -12,12 +12,12 @@ import subprocess
 import sys
 
 import tinygpt.server.app
-import tinygpt.server.serve
+import tinygpt.server.transport.serve
 from support.commands import Result
 from support.paths import ROOT
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt.cli import loading
-from tinygpt.server.listen import listen
+from tinygpt.server.transport.listen import listen
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def started(monkeypatch):
         on_start()
         found.append((app.state.server, listener.getsockname(), drain_seconds))
 
-    monkeypatch.setattr(tinygpt.server.serve, "serve", serve)
+    monkeypatch.setattr(tinygpt.server.transport.serve, "serve", serve)
     return found
 
 

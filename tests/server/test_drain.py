@@ -21,8 +21,8 @@ from support.paths import ROOT
 from support.serving import served, until
 from tinygpt.server.app import create_app
 from tinygpt.server.config import ServerConfig
-from tinygpt.server.listen import listen
-from tinygpt.server.serve import server_of
+from tinygpt.server.transport.listen import listen
+from tinygpt.server.transport.serve import server_of
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 

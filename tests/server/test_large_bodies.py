@@ -10,11 +10,11 @@ import threading
 
 from pydantic import ValidationError
 
-from tinygpt.server import endpoint
 from tinygpt.server.protocol.chat import ChatRequest
 from tinygpt.server.protocol.completions import CompletionRequest
 from tinygpt.server.protocol.fields import MAX_TOKENS
 from tinygpt.server.protocol.sampling import MAX_WORDS
+from tinygpt.server.transport import endpoint
 
 MANY = 5000
 FEW = 8  # errors: one for each type that a field may have, and for each part of an object

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt.server.logs import JsonLines, TextLines
+from tinygpt.server.transport.logs import JsonLines, TextLines
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 

@@ -12,7 +12,7 @@ import secrets
 
 from support.serving import served
 from tinygpt.server.routes.page import content_security_policy
-from tinygpt.server.security import host_name
+from tinygpt.server.transport.security import host_name
 
 KEYS = ("first-key", "schlüssel-🔑")
 NEEDS_KEY = ("/v1/models", "/v1/models/demo", "/tokenizer_info", "/v1/nowhere")

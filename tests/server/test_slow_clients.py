@@ -8,8 +8,8 @@ import socket
 
 from support.http_client import head_of
 from support.serving import served, until
-from tinygpt.server import connection, endpoint, event_stream
-from tinygpt.server.connection import Connection
+from tinygpt.server.transport import connection, endpoint, event_stream
+from tinygpt.server.transport.connection import Connection
 
 SOON = 0.05  # seconds that clients have in these tests
 

@@ -13,7 +13,7 @@ from tinygpt.server.protocol.fields import Model
 
 PROGRAM = """
 import sys
-import tinygpt.server.app, tinygpt.server.serve
+import tinygpt.server.app, tinygpt.server.transport.serve
 from tinygpt.cli.commands.serve import _server_config
 from tinygpt.server.protocol.fields import Model
 found, models = [Model], []

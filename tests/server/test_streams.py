@@ -14,9 +14,9 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from support.serving import served
 from tinygpt.server.chat.template import ChatTemplate
-from tinygpt.server.generation import Generation, PromptChunk
-from tinygpt.server.mailbox import Inbox, Mailbox
 from tinygpt.server.protocol.chat import ChatChunkChoice
+from tinygpt.server.work.generation import Generation, PromptChunk
+from tinygpt.server.work.mailbox import Inbox, Mailbox
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
 CHAT = {name: value for name, value in ASKED.items() if name != "prompt"} | {

@@ -1,7 +1,7 @@
 """How replies spell tokens: each by a name of its own."""
 
 from support.paths import DEMO
-from tinygpt.server.token_names import TokenNames
+from tinygpt.server.replies.token_names import TokenNames
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 

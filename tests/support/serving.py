@@ -14,9 +14,9 @@ from support.http_client import SECONDS, RawRequest, Reply, ask
 from tinygpt import LLM
 from tinygpt.server.app import create_app
 from tinygpt.server.config import ServerConfig
-from tinygpt.server.listen import listen
-from tinygpt.server.security import LOOPBACK
-from tinygpt.server.serve import server_of
+from tinygpt.server.transport.listen import listen
+from tinygpt.server.transport.security import LOOPBACK
+from tinygpt.server.transport.serve import server_of
 
 
 class Served(logging.Handler):

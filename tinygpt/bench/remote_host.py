@@ -22,7 +22,7 @@ def check_server() -> None:
     """RequestError if what a server needs is not installed."""
     try:
         import tinygpt.server.app
-        import tinygpt.server.serve  # noqa: F401
+        import tinygpt.server.transport.serve  # noqa: F401
     except ImportError as error:
         raise RequestError(f"--remote needs {error.name}, which comes with: {how_to_install('serve')}.") from None
 

@@ -16,7 +16,7 @@ from tinygpt.on_ray.metrics import RayMetrics
 from tinygpt.server.app import create_app
 from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.config import ServerConfig
-from tinygpt.server.logs import configure_logging
+from tinygpt.server.transport.logs import configure_logging
 
 
 class Arguments(BaseModel):

@@ -8,12 +8,12 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from tinygpt.llm import LLM
-from tinygpt.server.access import AccessLog
 from tinygpt.server.config import ServerConfig
-from tinygpt.server.errors import ApiError, answer_api_error, answer_bug, answer_http_error
+from tinygpt.server.refusals.errors import ApiError, answer_api_error, answer_bug, answer_http_error
 from tinygpt.server.routes import all_routes
-from tinygpt.server.security import HostCheck, KeyCheck
 from tinygpt.server.state import ServerState
+from tinygpt.server.transport.access import AccessLog
+from tinygpt.server.transport.security import HostCheck, KeyCheck
 
 
 def create_app(llm: LLM, config: ServerConfig) -> Starlette:

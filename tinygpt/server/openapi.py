@@ -21,8 +21,8 @@ from tinygpt.server.protocol.tokens import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from tinygpt.server.security import OPEN_PATHS
 from tinygpt.server.state import ServerState
+from tinygpt.server.transport.security import OPEN_PATHS
 
 REF = "#/components/schemas/{model}"
 STATUSES = {

@@ -7,7 +7,7 @@ from starlette.types import Scope
 
 from tinygpt.outputs import RequestOutput
 from tinygpt.request.request import Progress
-from tinygpt.server.generation import Generation
+from tinygpt.server.work.generation import Generation
 
 
 @dataclass

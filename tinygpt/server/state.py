@@ -16,14 +16,14 @@ from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.config import ServerConfig
-from tinygpt.server.errors import ApiError
-from tinygpt.server.generation import Generation
-from tinygpt.server.mailbox import Mailbox
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.protocol.fields import build_models
 from tinygpt.server.record import record_of
-from tinygpt.server.token_names import TokenNames
-from tinygpt.server.turns import Turns
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.replies.token_names import TokenNames
+from tinygpt.server.work.generation import Generation
+from tinygpt.server.work.mailbox import Mailbox
+from tinygpt.server.work.turns import Turns
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 Result = TypeVar("Result")

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
     loading.set_thread_pools(args.threads)
     gc.set_threshold(loading.COLLECT_AFTER)
     _check_installed()
-    from tinygpt.server.listen import listen, url_of
+    from tinygpt.server.transport.listen import listen, url_of
 
     with listen(args.host, args.port) as listener:
         importing = threading.Thread(target=_import_web)
@@ -130,8 +130,8 @@ def _import_web() -> None:
 def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: str) -> None:
     try:
         from tinygpt.server.app import create_app
-        from tinygpt.server.logs import configure_logging
-        from tinygpt.server.serve import serve
+        from tinygpt.server.transport.logs import configure_logging
+        from tinygpt.server.transport.serve import serve
     except ImportError as error:
         raise _lacks(error.name) from None
     configure_logging(args.log_format)
@@ -164,7 +164,7 @@ def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "Serve
     """address: what --host has turned out to be."""
     from tinygpt.server.chat.template import ChatTemplate
     from tinygpt.server.config import ServerConfig
-    from tinygpt.server.security import LOOPBACK
+    from tinygpt.server.transport.security import LOOPBACK
 
     keys, is_local = _keys(args), ip_address(address).is_loopback
     hosts = LOOPBACK | {args.host.lower(), address} if is_local else {"*"}

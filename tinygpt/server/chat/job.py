@@ -7,7 +7,6 @@ from typing import Any
 from tinygpt.outputs import CompletionOutput, RequestOutput
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.finite import finite
 from tinygpt.server.protocol.chat import (
     AssistantMessage,
     ChatChoice,
@@ -18,7 +17,8 @@ from tinygpt.server.protocol.chat import (
     TopLogprob,
 )
 from tinygpt.server.protocol.common import Usage
-from tinygpt.server.token_names import TokenNames
+from tinygpt.server.replies.finite import finite
+from tinygpt.server.replies.token_names import TokenNames
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from tinygpt.outputs import StreamChunk
 from tinygpt.server.chat.job import ChatJob
-from tinygpt.server.event_stream import Write
-from tinygpt.server.events import EventWriter, quoted
-from tinygpt.server.generation import Generation, PromptChunk
 from tinygpt.server.protocol.chat import ChatChunkChoice, Delta
+from tinygpt.server.replies.events import EventWriter, quoted
+from tinygpt.server.transport.event_stream import Write
+from tinygpt.server.work.generation import Generation, PromptChunk
 
 
 class ChatStream:

@@ -9,7 +9,7 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.completions.logprobs import LogprobArrays, TokenLogprobs
 from tinygpt.server.protocol.common import Usage
 from tinygpt.server.protocol.completions import CompletionRequest
-from tinygpt.server.token_names import TokenNames, name_by_id
+from tinygpt.server.replies.token_names import TokenNames, name_by_id
 
 
 @dataclass(frozen=True)

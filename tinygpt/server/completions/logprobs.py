@@ -4,9 +4,9 @@ import codecs
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tinygpt.server.finite import finite
 from tinygpt.server.protocol.completions import Logprobs
-from tinygpt.server.token_names import Namer, TokenNames
+from tinygpt.server.replies.finite import finite
+from tinygpt.server.replies.token_names import Namer, TokenNames
 
 
 class TokenLogprobs(NamedTuple):

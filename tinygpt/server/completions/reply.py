@@ -5,8 +5,8 @@ from typing import Any
 
 from tinygpt.outputs import CompletionOutput, RequestOutput
 from tinygpt.server.completions.job import CompletionJob, sampled_tokens
-from tinygpt.server.finite import finite
 from tinygpt.server.protocol.completions import Completion, CompletionChoice, TokenLogprob
+from tinygpt.server.replies.finite import finite
 
 
 def completion(job: CompletionJob, outputs: list[RequestOutput]) -> Completion:

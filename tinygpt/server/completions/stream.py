@@ -6,10 +6,10 @@ from tinygpt.outputs import StreamChunk
 from tinygpt.server.completions.job import CompletionJob
 from tinygpt.server.completions.logprobs import TokenLogprobs
 from tinygpt.server.completions.reply import described
-from tinygpt.server.event_stream import Write
-from tinygpt.server.events import EventWriter, quoted
-from tinygpt.server.generation import Generation, PromptChunk
 from tinygpt.server.protocol.completions import Completion, CompletionChoice
+from tinygpt.server.replies.events import EventWriter, quoted
+from tinygpt.server.transport.event_stream import Write
+from tinygpt.server.work.generation import Generation, PromptChunk
 
 
 class CompletionStream:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from tinygpt.outputs import CompletionOutput, RequestOutput
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.errors import ApiError
-from tinygpt.server.generation import Generation
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.work.generation import Generation
 
 
 def check_suffix(prompts: list[Prompt], suffix: Prompt, params: SamplingParams, max_model_len: int) -> None:

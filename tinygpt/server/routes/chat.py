@@ -12,14 +12,14 @@ from tinygpt.server.chat.job import ChatJob
 from tinygpt.server.chat.marks import Marks
 from tinygpt.server.chat.stream import ChatStream
 from tinygpt.server.chat.template import ChatTemplate
-from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.errors import ApiError
-from tinygpt.server.event_stream import EventStream
-from tinygpt.server.inputs import check_context, check_stream, default_max_tokens, read_params, read_prompts
 from tinygpt.server.protocol.chat import ChatRequest, Message
-from tinygpt.server.replies import json_reply
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.replies.json_reply import json_reply
+from tinygpt.server.routes.inputs import check_context, check_stream, default_max_tokens, read_params, read_prompts
 from tinygpt.server.state import ServerState
-from tinygpt.server.threads import in_thread
+from tinygpt.server.transport.endpoint import Endpoint
+from tinygpt.server.transport.event_stream import EventStream
+from tinygpt.server.work.threads import in_thread
 
 
 def routes(state: ServerState) -> list[Route]:

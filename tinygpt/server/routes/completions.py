@@ -17,10 +17,9 @@ from tinygpt.server.completions.reply import completion
 from tinygpt.server.completions.scoring import scored, scoring_request
 from tinygpt.server.completions.stream import CompletionStream
 from tinygpt.server.completions.suffix import check_suffix, choose
-from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.event_stream import EventStream
-from tinygpt.server.generation import Generation
-from tinygpt.server.inputs import (
+from tinygpt.server.protocol.completions import CompletionRequest
+from tinygpt.server.replies.json_reply import json_reply
+from tinygpt.server.routes.inputs import (
     check_context,
     check_stream,
     default_max_tokens,
@@ -28,9 +27,10 @@ from tinygpt.server.inputs import (
     read_params,
     read_prompts,
 )
-from tinygpt.server.protocol.completions import CompletionRequest
-from tinygpt.server.replies import json_reply
 from tinygpt.server.state import ServerState
+from tinygpt.server.transport.endpoint import Endpoint
+from tinygpt.server.transport.event_stream import EventStream
+from tinygpt.server.work.generation import Generation
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -9,13 +9,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinygpt.request.prompts import Prompt
-from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.errors import ApiError
-from tinygpt.server.inputs import check_lengths, prompt_list, read_prompts
 from tinygpt.server.protocol.embeddings import Embedding, EmbeddingRequest, Embeddings, EmbeddingUsage
 from tinygpt.server.record import record_of
-from tinygpt.server.replies import json_reply
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.replies.json_reply import json_reply
+from tinygpt.server.routes.inputs import check_lengths, prompt_list, read_prompts
 from tinygpt.server.state import ServerState
+from tinygpt.server.transport.endpoint import Endpoint
 
 
 def routes(state: ServerState) -> list[Route]:

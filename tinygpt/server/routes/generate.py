@@ -8,12 +8,12 @@ from starlette.routing import Route
 
 from tinygpt.remote.wire import PATH, chunk_to_json, output_to_json
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.event_stream import EventStream, Write, compact, event
-from tinygpt.server.generation import Generation, PromptChunk
-from tinygpt.server.inputs import read_params, read_prompts
 from tinygpt.server.protocol.generate import GenerateRequest
+from tinygpt.server.routes.inputs import read_params, read_prompts
 from tinygpt.server.state import ServerState
+from tinygpt.server.transport.endpoint import Endpoint
+from tinygpt.server.transport.event_stream import EventStream, Write, compact, event
+from tinygpt.server.work.generation import Generation, PromptChunk
 
 
 def routes(state: ServerState) -> list[Route]:

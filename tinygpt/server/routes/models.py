@@ -4,9 +4,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinygpt.server.errors import ApiError
 from tinygpt.server.protocol.models import Deleted, ModelCard, ModelList
-from tinygpt.server.replies import json_reply
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.replies.json_reply import json_reply
 from tinygpt.server.state import ServerState
 
 

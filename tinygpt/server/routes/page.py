@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
-PAGE = Path(__file__).resolve().parent.parent / "page.html"
+PAGE = Path(__file__).resolve().parent / "page.html"
 
 
 def routes() -> list[Route]:

@@ -10,15 +10,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinygpt.remote.wire import SCORE_PATH, score_to_json
-from tinygpt.server.endpoint import Endpoint
-from tinygpt.server.errors import ApiError
-from tinygpt.server.event_stream import compact
-from tinygpt.server.inputs import check_lengths, read_prompts, salted
 from tinygpt.server.protocol.embeddings import EmbeddingUsage
 from tinygpt.server.protocol.scores import ContinuationsRequest, Score, ScoreRequest, Scores
 from tinygpt.server.record import record_of
-from tinygpt.server.replies import json_reply
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.replies.json_reply import json_reply
+from tinygpt.server.routes.inputs import check_lengths, read_prompts, salted
 from tinygpt.server.state import ServerState
+from tinygpt.server.transport.endpoint import Endpoint
+from tinygpt.server.transport.event_stream import compact
 
 
 def routes(state: ServerState) -> list[Route]:

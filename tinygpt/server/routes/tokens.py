@@ -4,7 +4,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinygpt.server.endpoint import Endpoint
 from tinygpt.server.protocol.tokens import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -12,9 +11,10 @@ from tinygpt.server.protocol.tokens import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from tinygpt.server.replies import json_reply
+from tinygpt.server.replies.json_reply import json_reply
 from tinygpt.server.state import ServerState
-from tinygpt.server.threads import beside, in_thread
+from tinygpt.server.transport.endpoint import Endpoint
+from tinygpt.server.work.threads import beside, in_thread
 
 
 def routes(state: ServerState) -> list[Route]:

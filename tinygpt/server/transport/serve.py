@@ -13,9 +13,9 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from tinygpt.server.connection import Connection
-from tinygpt.server.errors import ApiError
+from tinygpt.server.refusals.errors import ApiError
 from tinygpt.server.state import ServerState
+from tinygpt.server.transport.connection import Connection
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEEP_ALIVE_SECONDS = 30

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from tinygpt.server.errors import ApiError
-from tinygpt.server.threads import in_thread
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.work.threads import in_thread
 
 Result = TypeVar("Result")
 

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.server.errors import ApiError, from_engine
-from tinygpt.server.forms import read_form
 from tinygpt.server.protocol.fields import Strict
 from tinygpt.server.record import record_of
+from tinygpt.server.refusals.errors import ApiError, from_engine
 from tinygpt.server.state import ServerState
-from tinygpt.server.threads import beside
+from tinygpt.server.transport.forms import read_form
+from tinygpt.server.work.threads import beside
 
 BODY_SECONDS = 30.0  # that a body may take to arrive
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.server.errors import ApiError, error_body
+from tinygpt.server.refusals.errors import ApiError, error_body
 
 log = logging.getLogger("tinygpt.server")
 PING_SECONDS = 15.0  # without an event, after which proxies and clients are told that there is still somebody

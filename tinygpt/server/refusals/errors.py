@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 
 from tinygpt.errors import QueueFullError, TinyGPTError
 from tinygpt.server.protocol.fields import Strict
-from tinygpt.server.wording import for_client
+from tinygpt.server.refusals.wording import for_client
 from tinygpt.suggestions import nearest_choice
 
 # What a client's retries should do: its library retries these statuses unless it is told that waiting will not help.

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinygpt.server.errors import error_body
+from tinygpt.server.refusals.errors import error_body
 
 # What needs no key: it tells nothing of texts, and monitors and browsers ask for it without one.
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"})

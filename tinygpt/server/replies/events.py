@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tinygpt.server.event_stream import compact
 from tinygpt.server.protocol.common import StreamOptions
+from tinygpt.server.transport.event_stream import compact
 
 OBFUSCATED_SIZE = 64  # bytes: events are as long as multiples of it
 

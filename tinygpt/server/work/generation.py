@@ -15,9 +15,9 @@ from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.request.prompts import Prompt
 from tinygpt.request.request import Progress
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.errors import ApiError
-from tinygpt.server.mailbox import Inbox, Mailbox
-from tinygpt.server.threads import beside
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.work.mailbox import Inbox, Mailbox
+from tinygpt.server.work.threads import beside
 
 
 class PromptChunk(NamedTuple):

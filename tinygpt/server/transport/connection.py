@@ -8,7 +8,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from tinygpt.server.event_stream import CONNECTION
+from tinygpt.server.transport.event_stream import CONNECTION
 
 PATIENCE = 30.0  # seconds
 

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from tinygpt.server.allowed import KEY, allowed_at
-from tinygpt.server.errors import ApiError
 from tinygpt.server.protocol.fields import Strict
-from tinygpt.server.unknown_fields import hint_for
+from tinygpt.server.refusals.allowed import KEY, allowed_at
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.refusals.unknown_fields import hint_for
 
 Form = TypeVar("Form", bound=Strict)
 SHOWN = 100  # characters of what a client has made up

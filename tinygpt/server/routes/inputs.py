@@ -9,12 +9,12 @@ from starlette.requests import Request
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.request.prompts import Prompt, ways_to_fit
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.errors import ApiError
 from tinygpt.server.protocol.sampling import SamplingFields
 from tinygpt.server.record import record_of
+from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.refusals.wording import in_words
 from tinygpt.server.state import ServerState
-from tinygpt.server.threads import beside
-from tinygpt.server.wording import in_words
+from tinygpt.server.work.threads import beside
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
