@@ -170,6 +170,16 @@ def test_a_search_is_refused_to_a_stream_when_it_is_asked_for(chat, fields):
     assert "until it ends: leave out stream" in error["message"]
 
 
+def test_a_part_that_is_no_text_is_named(chat):
+    """Not the content around it, which may be a text or a list."""
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    error = chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]).error
+    assert error["message"] == 'messages.0.content.1.type is "image_url" and must be "text".'
+    error = chat(messages=[{"role": "user", "content": 5}]).error
+    expected = 'messages.0.content is 5 and must be a text, or a list of {"type": "text", "text": ...}.'
+    assert error["message"] == expected
+
+
 def test_a_checkpoint_without_a_template_says_so(server):
     reply = server.ask("/v1/chat/completions", ASKED)
     assert (reply.status, reply.error["code"]) == (400, "no_chat_template")

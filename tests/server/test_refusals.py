@@ -42,6 +42,11 @@ BODIES = {
         "response_format",
         'response_format.type is "xml" and must be "text", "json_object" or "json_schema".',
     ),
+    "no object of any kind": (
+        b'{"response_format": 5}',
+        "response_format",
+        'response_format is 5 and must be an object whose type is "json_object", "json_schema" or "text".',
+    ),
     "no object inside": (
         b'{"stream_options": []}',
         "stream_options",

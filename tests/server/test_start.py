@@ -30,6 +30,22 @@ def test_importing_the_server_builds_no_model_and_reads_no_jinja():
     assert result.stdout.splitlines() == ["True []", "[]"]
 
 
+ALONGSIDE = """
+import sys
+from tinygpt.cli.commands import serve
+serve._import_web()
+found = set(sys.modules)
+import tinygpt.server.app, tinygpt.server.transport.serve
+print([*set(sys.modules) - found])
+"""
+
+
+def test_a_second_thread_imports_all_of_the_server():
+    """Behind the model's load nothing is left to import before the first request."""
+    result = subprocess.run([sys.executable, "-c", ALONGSIDE], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
 def test_models_are_built_once_the_server_has_started(llm):
     class Late(Model):
         count: int

@@ -35,9 +35,7 @@ class ServerState:
     def __init__(self, llm: LLM, config: ServerConfig, started: int):
         self.llm, self.config, self.started = llm, config, started
         self.metrics = Metrics(llm, self.model_name)
-        self.unbuilt_models = (
-            build_models()
-        )  # one at a turn, in the loop; whoever needs them takes all turns that are left
+        self.unbuilt_models = build_models()  # one at a turn, in the loop; who needs them takes all that are left
         self.is_draining = False
         self._generations: WeakSet[Generation] = WeakSet()
         self._others: set[asyncio.Event] = set()  # to be set: each for a client that waits for something else

@@ -25,7 +25,10 @@ KEY_VARIABLE = "TINYGPT_API_KEY"
 GC_THRESHOLDS = 700, 10, 10  # Python's own; loading has raised them
 LOG_FORMATS = ("text", "json")
 PACKAGES = ("starlette", "uvicorn", "h11", "pydantic", "prometheus_client")  # of the extra `serve`
-WEB_MODULES = ("pydantic.main", "starlette.applications", "uvicorn.protocols.http.h11_impl", "prometheus_client")
+WEB_MODULES = (
+    *("pydantic.main", "starlette.applications", "uvicorn.protocols.http.h11_impl", "prometheus_client"),
+    *("tinygpt.server.app", "tinygpt.server.transport.serve"),  # last: they wait for what the first thread imports
+)
 SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests that name it; several may be given (default: none)"
 
 
