@@ -9,6 +9,7 @@ from tinygpt.kernels.cpu.packing.smoothing import BALANCE
 from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, weight_layout
 from tinygpt.kernels.cpu.params import (
     FACTORS_BEFORE,
+    NOTHING,
     PROJECTIONS,
     Params,
     new_params,
@@ -77,12 +78,15 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
 def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part) -> Params:
     """As params_of, of one of several ranks. What is not cut is used as it lies; what is cut is a copy."""
     whole, layers = params_of(arrays, config, dtype), slice(part.layers.start, part.layers.stop)
-    given = {name: getattr(whole, name) for name in ("wte_factors", "wpe", "head_factors")}
-    if not part.is_first:
-        given["wpe"] = no_positions(config)
+    given = {name: getattr(whole, name) for name in ("wte_factors", "head_factors")}
+    if not config.has_alibi:
+        given["wpe"] = whole.wpe if part.is_first else no_positions(config)
     for norm in NORMS:
         given |= {f"{norm}_{kind}": array[layers] for kind, array in zip(KINDS, getattr(whole, norm), strict=True)}
-    given |= {f"ln_f_{kind}": array[0] for kind, array in zip(KINDS, whole.ln_f, strict=True)}
+    once = {"ln_f": whole.ln_f, "ln_e": whole.embed_norm if part.is_first else NOTHING}
+    for norm, found in once.items():
+        if not isinstance(found, Nothing):
+            given |= {f"{norm}_{kind}": array[0] for kind, array in zip(KINDS, found, strict=True)}
     for name in LINEARS:
         linear = getattr(whole, name)
         given[name] = part.weight(name, type(linear.weight)(*(array[layers] for array in linear.weight)))

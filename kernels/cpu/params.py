@@ -117,7 +117,7 @@ def _outside_of_layers(checkpoint, dtype: str, pool: ThreadPoolExecutor, part: P
         arrays["wte"], _ = pack_layers(checkpoint, ["wte.weight"], head_dtype, pool, keep=part.keep("wte"))
     if not config.has_alibi:
         arrays["wpe"] = _stack(checkpoint, ["wpe.weight"])[0] if part.is_first else no_positions(config)
-    for kind in KINDS if config.embed_norm else ():
+    for kind in KINDS if config.embed_norm and part.is_first else ():
         arrays[f"ln_e_{kind}"] = _stack(checkpoint, [f"ln_e.{kind}"])[0]
     for kind in KINDS if config.final_norm else ():
         divisor = factors if config.embed_dim is None else np.float32(1)  # by which the head was multiplied
@@ -171,7 +171,7 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = N
     part = part or part_of(config, dtype)
     norm_record = PostNorm if config.norm_placement == "post" else Norm
     norms = {norm: norm_record(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
-    slopes = np.array(config.alibi_slopes, np.float32)
+    slopes = np.array(config.alibi_slopes[part.heads.start : part.heads.stop], np.float32)
     C, E = config.n_embd, config.embedding_size
     return Params(
         **{name: arrays[name] for name in ("wte_factors", "head_factors")},

@@ -14,6 +14,8 @@ import pytest
 
 import tinygpt.llm
 from scripts.plan_cluster import FLOAT, sent_bytes
+from support.family_models import bloom, mpt, openai_gpt
+from support.family_models import write_model as write_fields
 from support.golden_adapters import SOFT_PROMPTS, write_lora, write_soft_prompt
 from support.golden_models import golden_array, write_model
 from support.thread_world import Threads, running
@@ -32,6 +34,12 @@ XL_HEADS = {"n_embd": 1600, "n_head": 25, "n_layer": 4, "vocab_size": 211, "n_po
 UNTIED = {**FIVE_HEADS, "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}
 SMALL_XL = {"n_embd": 200, "n_head": 25, "n_layer": 4, "vocab_size": 131, "n_positions": 90}
 MODELS = {"five": FIVE_HEADS, "odd": ODD_HEADS, "small-xl": SMALL_XL, "xl": XL_HEADS, "untied": UNTIED}
+# ALiBi and a norm behind the embeddings; ALiBi alone; norms behind the blocks, and none before the head.
+FAMILIES = {
+    "bloom": bloom(5, 64, seq_length=90),
+    "mpt": mpt(6, max_seq_len=90),
+    "gpt-1": openai_gpt(n_embd=35, n_head=5, n_positions=90),
+}
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 ALL = [(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2, 4) if (tp, pp) != (1, 1)]
 FEW = [
@@ -43,6 +51,9 @@ FEW = [
     ("odd", "float32", (3, 4)),
     ("small-xl", "float32", (4, 1)),
     ("small-xl", "bfloat16", (2, 1)),  # 13 + 12 heads
+    ("bloom", "int8", (2, 2)),
+    ("mpt", "float32", (4, 1)),
+    ("gpt-1", "float32", (2, 2)),
 ]
 # Every layout in every dtype, and of the other models a few.
 REST = [("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five", dtype, layout) not in FEW] + [
@@ -53,6 +64,11 @@ REST = [("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five"
     ("untied", "int4", (2, 4)),
     ("odd", "float32", (2, 2)),
     ("small-xl", "bfloat16", (3, 2)),
+    ("bloom", "float32", (3, 1)),
+    ("bloom", "bfloat16", (4, 2)),
+    ("bloom", "int4", (1, 2)),
+    ("mpt", "bfloat16", (3, 2)),
+    ("gpt-1", "bfloat16", (1, 2)),
 ]
 CASES = FEW + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
 
@@ -63,7 +79,10 @@ def folders(tmp_path_factory):
 
     def folder(name: str) -> str:
         if name not in made:
-            made[name] = str(write_model(tmp_path_factory.mktemp(name), **MODELS[name]))
+            path = tmp_path_factory.mktemp(name)
+            made[name] = str(
+                write_fields(path, FAMILIES[name]) if name in FAMILIES else write_model(path, **MODELS[name])
+            )
         return made[name]
 
     return folder

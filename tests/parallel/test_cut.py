@@ -5,10 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.family_models import write_family
 from support.golden_models import write_model
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.model_source import ModelSource
+from tinygpt.kernels.cpu.layers.formats import Norm
+from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
 from tinygpt.kernels.cpu.packing.bias_correction import unpack
 from tinygpt.kernels.cpu.rank import load_part
 from tinygpt.parallel.cut import check_cut, part_of_rank, stage_layers
@@ -79,6 +82,30 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
         assert (params.lm_head.weight.panels.shape[1] == 1) or part.is_last or (part.is_first and tied)
 
 
+@pytest.mark.parametrize("name", ["bloom-6", "mpt-6", "opt-no-final-norm", "gpt-1"])
+def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path, name):
+    """ALiBi's slopes by heads; a norm behind the embeddings in the first stage alone; no norm before the head."""
+    source = ModelSource.open(str(write_family(tmp_path, name)), "float32")
+    converted = arrays_of(source.load_params(1))
+    layout, has_alibi = Layout(2 if source.config.n_head > 3 else 1, 2), source.config.has_alibi
+    for rank in range(layout.size):
+        part = part_of_rank(layout, rank, source.config, "float32")
+        params = source.load_part(1, part, load_part)
+        assert list(params.alibi[0]) == [np.float32(source.config.alibi_slopes[i]) for i in part.heads if has_alibi]
+        assert isinstance(params.embed_norm, Norm) == (source.config.embed_norm and part.is_first)
+        assert_same(params, params_of_part(converted, source.config, "float32", part))
+
+
+def assert_same(mine, theirs):
+    """Two records of records of arrays."""
+    assert type(mine) is type(theirs)
+    if isinstance(mine, tuple):
+        for pair in zip(mine, theirs, strict=True):
+            assert_same(*pair)
+    else:
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def shape_of(name: str, config: ModelConfig) -> tuple[int, int]:
     width, inner = config.n_embd, config.inner_size
     return {"c_attn": (3 * width, width), "attn_proj": (width, width), "c_fc": (inner, width)}.get(name, (width, inner))
@@ -112,8 +139,8 @@ def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, sa
 def test_a_model_that_a_field_sets_apart_from_gpt2_is_refused_by_the_field():
     """Whatever ModelConfig learns, ranks run nothing that nobody has thought of how to cut."""
     check_cut(Layout(2), ModelConfig(), "float32", "cpu")
-    with pytest.raises(RequestError, match="positions is 'alibi', num_experts is 4, which several ranks cannot run"):
-        check_cut(Layout(2), ModelConfig(positions="alibi", num_experts=4), "float32", "cpu")
+    with pytest.raises(RequestError, match="embed_dim is 512, num_experts is 4, which several ranks cannot run"):
+        check_cut(Layout(2), ModelConfig(embed_dim=512, num_experts=4), "float32", "cpu")
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (5, 1), (True, 2), ("2", 1), (1, -1), (1, 2.0)])

@@ -133,7 +133,7 @@ def _mpt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _openai_gpt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     C = fields["n_embd"]
-    shapes = {"tokens_embed.weight": (V, C), "positions_embed.weight": (T, C)}
+    shapes = {"tokens_embed.weight": (V, C), "positions_embed.weight": (fields["n_positions"], C)}
     linears = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
     for i in range(L):
         weights = {f"h.{i}.{name}.weight": shape for name, shape in linears.items()}

@@ -13,6 +13,7 @@ KNOWN = {
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "tie_word_embeddings"),
     *("activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_ids"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
+    *("norm_placement", "positions", "embed_norm", "final_norm"),
 }
 
 
@@ -46,8 +47,8 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
         raise RequestError(
             f"tensor_parallel_size is {layout.tensor_size} and this model's {config.n_head} heads of "
             f"{config.head_size} and {config.inner_size} hidden units cannot be shared in {dtype} with the same "
-            "results: it takes 4 heads or more, and sizes that are whole groups of 64 in int8 and int4: use "
-            "another dtype, or pipeline_parallel_size."
+            "results: it takes 4 heads or more, and sizes that are whole pairs in bfloat16 and whole groups of 64 in "
+            "int8 and int4: use another dtype, or pipeline_parallel_size."
         )
 
 
