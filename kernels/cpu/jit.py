@@ -20,6 +20,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from tinygpt.kernels import compiling
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
+from tinygpt.kernels.cpu.parts import PartCompiler
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
@@ -31,6 +32,15 @@ _HARMLESS = {
     "NUMBA_THREADING_LAYER_PRIORITY",
 }
 _SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
+
+PART_OPTIONS = {
+    "nogil": True,
+    "error_model": "numpy",
+    "fastmath": False,
+    "no_cfunc_wrapper": True,
+    "no_cpython_wrapper": True,
+    "pipeline_class": PartCompiler,
+}
 
 # A fork waits for the kernel that another thread compiles: the child would find Numba's lock taken for ever.
 if hasattr(os, "register_at_fork"):
@@ -62,8 +72,12 @@ def kernel(function):
 
 
 def _compiled(function, **options):
-    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=False, no_cfunc_wrapper=True, **options)(function)
+    options = PART_OPTIONS | options
+    part = numba.njit(**options)(function)
+    options = {name: value for name, value in options.items() if name not in ("pipeline_class", "no_cpython_wrapper")}
+    compiled = numba.njit(**options)(function)
     compiled._cache = DiskCache(function, kernel_files)
+    compiled.get_call_template, compiled.get_overload = part.get_call_template, part.get_overload
     return compiled
 
 
