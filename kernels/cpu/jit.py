@@ -33,14 +33,8 @@ _HARMLESS = {
 }
 _SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
 
-PART_OPTIONS = {
-    "nogil": True,
-    "error_model": "numpy",
-    "fastmath": False,
-    "no_cfunc_wrapper": True,
-    "no_cpython_wrapper": True,
-    "pipeline_class": PartCompiler,
-}
+OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "no_cfunc_wrapper": True}
+PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartCompiler}
 
 # A fork waits for the kernel that another thread compiles: the child would find Numba's lock taken for ever.
 if hasattr(os, "register_at_fork"):
@@ -54,12 +48,14 @@ if hasattr(os, "register_at_fork"):
 def jit(function):
     """Compile a function on first call. It is at module level: a closure is compiled by every process.
 
+    Python calls a kernel, which is kept on the disk; where a kernel calls the function, it is a part of that one.
+
     Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a float32, int8
     or int4 result has the same bits on every CPU, and a bfloat16 one but for denormals, which AVX-512's product of
     pairs takes for 0; and isnan() works. Where a fused multiply-add or a sum over lanes pays, the kernel
     says so itself (see tiles.py).
     """
-    return _compiled(function)
+    return _kernel_or_part(function)
 
 
 def kernel(function):
@@ -68,25 +64,31 @@ def kernel(function):
     Numba would count one up and down for every array that a function is given. The counters are atomic and belong to
     all threads: with a tile that takes 300 ns, its epilogue took 150.
     """
-    return _compiled(function, _nrt=False)
+    return _kernel_or_part(function, _nrt=False)
 
 
-def _compiled(function, **options):
-    options = PART_OPTIONS | options
-    part = numba.njit(**options)(function)
-    options = {name: value for name, value in options.items() if name not in ("pipeline_class", "no_cpython_wrapper")}
-    compiled = numba.njit(**options)(function)
-    compiled._cache = DiskCache(function, kernel_files)
+def separate_kernel(function):
+    """As `kernel`, and a kernel on the disk for those that call it, too: a second process may compile it (ahead.py)."""
+    return _kernel(function, _nrt=False)
+
+
+def _kernel_or_part(function, **options):
+    compiled, part = _kernel(function, **options), numba.njit(**PART_OPTIONS, **options)(function)
     compiled.get_call_template, compiled.get_overload = part.get_call_template, part.get_overload
     return compiled
 
 
-def inline(function):
-    """Make a function part of whatever kernel calls it.
+def _kernel(function, **options):
+    compiled = numba.njit(**OPTIONS, **options)(function)
+    compiled._cache = DiskCache(function, kernel_files)
+    return compiled
 
-    LLVM optimises a jitted function once more inside each of its callers, all the way up. That is for short functions,
-    and for those that do little but call others from one place. Several loops in one function are dearer to compile
-    than a kernel for each of them: with three searches inlined into one, the draw took 13.0 s to compile, not 9.8 s.
+
+def inline(function):
+    """Make a function part of whatever kernel calls it, before types are known.
+
+    That is for what does little but call others from one place: several loops in one function are dearer to compile
+    than a kernel for each of them.
     """
     return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
 
