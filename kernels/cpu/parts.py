@@ -5,7 +5,7 @@ A step is a hundred functions, up to eight deep, of which Python calls one.
 """
 
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import CompileResult, CompilerBase, DefaultPassBuilder
+from numba.core.compiler import CompilerBase, CompileResult, DefaultPassBuilder
 
 
 class PartCompiler(CompilerBase):
@@ -18,7 +18,7 @@ class PartCompiler(CompilerBase):
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
 
     def compile_extra(self, func) -> CompileResult:
-        result, key = super().compile_extra(func), [].append  # a built-in function of its own, as Numba wants one
+        result, key = super().compile_extra(func), [].append  # to find it by: Numba wants a built-in function
         self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
         return result._replace(entry_point=key)
 
@@ -28,6 +28,5 @@ class _PartLibrary(JITCodeLibrary):
 
     def finalize(self) -> None:
         for library in dict.fromkeys(self._linking_libraries):
-            self._reload_init.update(library._reload_init)
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         self._finalized = True
