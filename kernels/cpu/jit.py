@@ -67,11 +67,6 @@ def kernel(function):
     return _kernel_or_part(function, _nrt=False)
 
 
-def separate_kernel(function):
-    """As `kernel`, and a kernel on the disk for those that call it, too: a second process may compile it (ahead.py)."""
-    return _kernel(function, _nrt=False)
-
-
 def _kernel_or_part(function, **options):
     compiled, part = _kernel(function, **options), numba.njit(**PART_OPTIONS, **options)(function)
     compiled.get_call_template, compiled.get_overload = part.get_call_template, part.get_overload

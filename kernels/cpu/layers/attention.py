@@ -14,7 +14,7 @@ are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
 import numpy as np
 from numba import types
 
-from tinygpt.kernels.cpu.jit import inline, kernel, separate_kernel
+from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.layers.formats import Alibi
 from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
@@ -60,7 +60,7 @@ def scratch_size(head_size: int) -> int:
     return TILE_ROWS * (head_size + head_size % 2 + 2 * KEY_BLOCK + padded_head(head_size) + 2)
 
 
-@separate_kernel
+@kernel
 def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
     """Put the new tokens' keys and values in their place. A phase; an item is a head.
 
@@ -95,7 +95,7 @@ def _column(k_cache, slot, head, position):
     return address(k_cache) + block + position % KEY_BLOCK * STEP_BYTES
 
 
-@separate_kernel
+@kernel
 def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
     """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
 

@@ -69,19 +69,6 @@ def test_only_what_python_calls_becomes_machine_code(made):
     assert made == ["twelve_times", "nine_times"]
 
 
-def test_a_separate_kernel_is_one_wherever_it_is_called(made):
-    @jit.separate_kernel
-    def twice(x):
-        return 2 * x
-
-    @jit.kernel
-    def four_times(x):
-        return twice(twice(x))
-
-    assert four_times(2) == 8
-    assert made == ["twice", "four_times"]
-
-
 def test_an_error_within_a_part_reaches_python():
     twelve_times, _ = new_kernels()
     with pytest.raises(ValueError, match="more than a hundred"):
