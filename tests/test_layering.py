@@ -28,7 +28,7 @@ INTO_KERNELS = {
     "tinygpt.cli.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cuda.runtime.jit"},
     "tinygpt.cli.instructions": {"tinygpt.kernels.cpu.simd.targets"},
     "tinygpt.cli.workers": {"tinygpt.kernels.cpu.packed"},
-    "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.ahead", "tinygpt.kernels.cpu.jit"},
+    "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.jit"},
     "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},
     "tinygpt.parallel.cut": {"tinygpt.kernels.cpu.rank"},
     "tinygpt.parallel.rank_model": {"tinygpt.kernels.cpu.rank"},

@@ -20,6 +20,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from tinygpt.kernels import compiling
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
+from tinygpt.kernels.cpu.parts import PartCompiler
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
@@ -31,6 +32,9 @@ _HARMLESS = {
     "NUMBA_THREADING_LAYER_PRIORITY",
 }
 _SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
+
+OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "no_cfunc_wrapper": True}
+PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartCompiler}
 
 # A fork waits for the kernel that another thread compiles: the child would find Numba's lock taken for ever.
 if hasattr(os, "register_at_fork"):
@@ -44,12 +48,14 @@ if hasattr(os, "register_at_fork"):
 def jit(function):
     """Compile a function on first call. It is at module level: a closure is compiled by every process.
 
+    Python calls a kernel, which is kept on the disk; where a kernel calls the function, it is a part of that one.
+
     Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a float32, int8
     or int4 result has the same bits on every CPU, and a bfloat16 one but for denormals, which AVX-512's product of
     pairs takes for 0; and isnan() works. Where a fused multiply-add or a sum over lanes pays, the kernel
     says so itself (see tiles.py).
     """
-    return _compiled(function)
+    return _kernel_or_part(function)
 
 
 def kernel(function):
@@ -58,21 +64,26 @@ def kernel(function):
     Numba would count one up and down for every array that a function is given. The counters are atomic and belong to
     all threads: with a tile that takes 300 ns, its epilogue took 150.
     """
-    return _compiled(function, _nrt=False)
+    return _kernel_or_part(function, _nrt=False)
 
 
-def _compiled(function, **options):
-    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=False, no_cfunc_wrapper=True, **options)(function)
+def _kernel_or_part(function, **options):
+    compiled, part = _kernel(function, **options), numba.njit(**PART_OPTIONS, **options)(function)
+    compiled.get_call_template, compiled.get_overload = part.get_call_template, part.get_overload
+    return compiled
+
+
+def _kernel(function, **options):
+    compiled = numba.njit(**OPTIONS, **options)(function)
     compiled._cache = DiskCache(function, kernel_files)
     return compiled
 
 
 def inline(function):
-    """Make a function part of whatever kernel calls it.
+    """Make a function part of whatever kernel calls it, before types are known.
 
-    LLVM optimises a jitted function once more inside each of its callers, all the way up. That is for short functions,
-    and for those that do little but call others from one place. Several loops in one function are dearer to compile
-    than a kernel for each of them: with three searches inlined into one, the draw took 13.0 s to compile, not 9.8 s.
+    That is for what does little but call others from one place: several loops in one function are dearer to compile
+    than a kernel for each of them.
     """
     return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
 

@@ -32,7 +32,7 @@ THREAD_POOLS = (
 )
 COLLECT_AFTER = 200_000  # new objects
 # For a second process, which finds its modules where this one does.
-COMPILE_SHARE = "import sys; sys.path[:] = {!r}; from tinygpt.cli import loading; loading.compile_share({!r}, {!r})"
+COMPILE_SHARE = "import sys; sys.path[:] = {!r}; from tinygpt.cli import loading; loading.compile_draw({!r})"
 PATIENCE = 60  # seconds for which it may keep this one waiting
 
 logger = logging.getLogger(__name__)
@@ -108,10 +108,10 @@ def _compile_kernels(llm: "LLM", kv_cache_dtype: str) -> None:
 
 @contextmanager
 def _share_compiled_meanwhile(args: argparse.Namespace) -> Iterator[None]:
-    """On a first run, a second process compiles attention and the draw of tokens while the block compiles a step.
+    """On a first run, a second process compiles the draw of tokens while the block compiles a step.
 
-    Numba compiles one kernel at a time in a process. The two meet in the folder of compiled kernels: this one finds
-    attention there when it comes to it. What the second leaves undone, for whatever reason, is compiled here.
+    Numba compiles one kernel at a time in a process. The two meet in the folder of compiled kernels. What the second
+    leaves undone, for whatever reason, is compiled here.
     """
     process = _start_compiling_share(args) if _is_first_run(args) else None
     if process is None:
@@ -133,32 +133,24 @@ def _is_first_run(args: argparse.Namespace) -> bool:
 
 
 def _start_compiling_share(args: argparse.Namespace) -> subprocess.Popen | None:
-    from tinygpt.execution.backend import load_backend
-    from tinygpt.execution.model_source import resolve_kv_cache_dtype
+    """None where no token is drawn, or no process can be started."""
     from tinygpt.sampling.metadata import Warpers
 
-    # A converted checkpoint may have another dtype than its flag says: it then finds no attention, and compiles it.
-    dtype = "float32" if args.dtype == "auto" else args.dtype
-    kv_cache_dtype = resolve_kv_cache_dtype(args.kv_cache_dtype, load_backend("cpu", dtype), dtype)
-    asked = {name: getattr(args, name) for name in Warpers._fields} if args.temperature > 0 else None
-    nowhere = subprocess.DEVNULL
+    if args.temperature <= 0:
+        return None
+    asked, nowhere = {name: getattr(args, name) for name in Warpers._fields}, subprocess.DEVNULL
     with suppress(OSError):
-        code = COMPILE_SHARE.format(sys.path, kv_cache_dtype, asked)
+        code = COMPILE_SHARE.format(sys.path, asked)
         return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
     return None
 
 
-def compile_share(kv_cache_dtype: str, asked: dict[str, float | str] | None) -> None:
-    """Compile attention for such a KV cache, and what draws a token as the flags ask, by drawing one of two."""
+def compile_draw(asked: dict[str, float | str]) -> None:
+    """Compile what draws a token as the flags ask, by drawing one of two."""
     import numpy as np
 
-    from tinygpt.config import ModelConfig
     from tinygpt.execution.backend import load_backend
-    from tinygpt.kernels.cpu.ahead import compile_attention
     from tinygpt.sampling.metadata import Warpers, warpers_of
 
-    smallest = ModelConfig(vocab_size=1, n_positions=1, n_embd=1, n_layer=1, n_head=1, n_inner=1)
-    compile_attention(smallest, kv_cache_dtype)
-    if asked is not None:
-        warpers = Warpers(*np.array(warpers_of(SamplingParams(**asked)), np.float64)[:, None])
-        load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))
+    warpers = Warpers(*np.array(warpers_of(SamplingParams(**asked)), np.float64)[:, None])
+    load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

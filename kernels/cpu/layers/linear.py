@@ -11,7 +11,14 @@ import numpy as np
 from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.layers.activations import NONE, ZERO
 from tinygpt.kernels.cpu.layers.epilogue import EXPANDED, ROW_BLOCK, SEGMENT_BYTES, expect_tile, finish_tile
-from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight, Linear
+from tinygpt.kernels.cpu.layers.formats import (
+    BFloat16Weight,
+    Float32Operand,
+    Float32Weight,
+    Int4Weight,
+    Int8Weight,
+    Linear,
+)
 from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
@@ -72,10 +79,17 @@ def linear(team, out, x, linears, layer, segments, activation, add):
     for_each_tile(team, out, x, linears, layer, segments, activation, add, out.shape[0], out.shape[1])
 
 
-@inline
-def linear_to_operand(team, out, x, linears, layer, segments, activation, rows):
-    """As `linear` without `add`, into rows of an operand: the next product's activations, converted tile by tile."""
+def _linear_to_array(team, out, x, linears, layer, segments, activation, rows):
+    for_each_tile(team, out.values, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1])
+
+
+def _linear_to_operand(team, out, x, linears, layer, segments, activation, rows):
     for_each_tile(team, out, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1])
+
+
+# linear_to_operand(team, out, x, linears, layer, segments, activation, rows): as `linear` without `add`, into rows of
+# an operand: the next product's activations, converted tile by tile. float32 needs no other code than an array.
+linear_to_operand = by_type({Float32Operand: _linear_to_array}, otherwise=_linear_to_operand, argument=1)
 
 
 @kernel

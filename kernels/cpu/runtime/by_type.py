@@ -12,6 +12,8 @@ from typing import Any
 from numba import types
 from numba.extending import overload
 
+from tinygpt.kernels.cpu.jit import PART_OPTIONS
+
 
 def by_type(choices: dict[Any, Callable], otherwise: Callable | None = None, argument: int = 0) -> Callable:
     """A function for compiled code that stands for one of `choices`, or `otherwise`.
@@ -22,7 +24,7 @@ def by_type(choices: dict[Any, Callable], otherwise: Callable | None = None, arg
     def name_only(*arguments):
         raise NotImplementedError("compiled code alone can call this")
 
-    @overload(name_only, strict=False)  # not strict: the choices' parameters have names
+    @overload(name_only, jit_options=PART_OPTIONS, strict=False)  # not strict: the choices' parameters have names
     def choose(*argument_types):
         return choices.get(_kind_of(argument_types[argument]), otherwise)
 

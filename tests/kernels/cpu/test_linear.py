@@ -144,6 +144,11 @@ def test_rows_of_zeros_stay_zero(dtype):
 
 
 @jit
+def run_linear_to_operand(team, out, x, linears, layer, segments, activation, rows):
+    linear_to_operand(team, out, x, linears, layer, segments, activation, rows)
+
+
+@jit
 def run_convert(team, operand, x, factors, layer):
     convert(team, operand, x, factors, layer)
 
@@ -256,7 +261,7 @@ def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
     layer, kind = random_layer(11, 35, n), activations.GELU_TANH
     out = new_operand(dtype, 12, n)
     x, linears = operand_of(layer.x, dtype), Linear(packed(layer.weight, dtype), layer.bias[None], NO_FACTORS)
-    linear_to_operand(solo_team(), out, x, linears, ONLY, whole(35), kind, 11)
+    run_linear_to_operand(solo_team(), out, x, linears, ONLY, whole(35), kind, 11)
     assert_same_operand(
         out, operand_of(np.vstack([run_linear(layer, dtype, kind), np.zeros((1, n), np.float32)]), dtype)
     )
@@ -273,7 +278,7 @@ def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
         factors,
     )
     out = new_operand(dtype, 11, n)
-    linear_to_operand(solo_team(), out, operand_of(layer.x, dtype), linears, np.int64(1), whole(35), kind, 11)
+    run_linear_to_operand(solo_team(), out, operand_of(layer.x, dtype), linears, np.int64(1), whole(35), kind, 11)
     assert_same_operand(out, operand_of(run_linear(layer, dtype, kind) * factors[1, :n], dtype))
 
 

@@ -1,0 +1,75 @@
+"""What a kernel calls is optimised as a part of it, and is no machine code of its own."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numba.core.codegen import JITCodeLibrary
+
+from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.cpu.runtime.by_type import by_type
+
+
+class Metres(NamedTuple):
+    length: float
+
+
+class Feet(NamedTuple):
+    length: float
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[str]:
+    """The functions that have become machine code, but for Numba's own."""
+    names, finish = [], JITCodeLibrary._finalize_specific
+
+    def note(library):
+        names.extend({library.name.split(".")[-1]} - {"nrt"})
+        finish(library)
+
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", note)
+    return names
+
+
+def new_kernels():
+    """Two kernels, the first of which calls the second; closures, and so compiled anew."""
+
+    @jit.kernel
+    def thrice(x):
+        if x > 100:
+            raise ValueError("more than a hundred")
+        return 3 * x
+
+    @jit.kernel
+    def nine_times(x):
+        return thrice(thrice(x))
+
+    def as_it_is(record):
+        return record.length
+
+    def to_metres(record):
+        return thrice(record.length) * 0.1
+
+    in_metres = by_type({Feet: to_metres}, otherwise=as_it_is)
+
+    @jit.jit
+    def twelve_times(record):
+        return nine_times(in_metres(record)) + thrice(in_metres(record))
+
+    return twelve_times, nine_times
+
+
+def test_only_what_python_calls_becomes_machine_code(made):
+    twelve_times, nine_times = new_kernels()
+    for record, expected in ((Metres(2.0), 24.0), (Feet(20.0), 72.0)):
+        made.clear()
+        assert twelve_times(record) == expected
+        assert made == ["twelve_times"]
+    assert nine_times(np.int32(2)) == 18  # Python may call each
+    assert made == ["twelve_times", "nine_times"]
+
+
+def test_an_error_within_a_part_reaches_python():
+    twelve_times, _ = new_kernels()
+    with pytest.raises(ValueError, match="more than a hundred"):
+        twelve_times(Metres(40.0))
