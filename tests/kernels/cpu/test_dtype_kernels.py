@@ -26,7 +26,7 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int4,
     tile_int8,
 )
-from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, TILE_ROWS
 
 F32 = np.float32
@@ -322,7 +322,7 @@ def test_a_tile_of_bfloat16_pairs(rows, steps):
         (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, PANEL))),
     ):
         a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, PANEL)
-        left = a_bits if TARGET.bfloat16 == PAIRS else from_bits(a_bits)
+        left = a_bits if TARGET.multiplies_bfloat16 else from_bits(a_bits)
         pairs = aligned(b_bits.reshape(steps, 2, PANEL).transpose(0, 2, 1))
         where = (
             left.ctypes.data,
