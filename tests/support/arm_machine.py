@@ -63,7 +63,7 @@ def fetch_debian(folder: Path) -> None:
     }
     options = [f"-o={name}={value}" for name, value in own.items()]
     run("apt-get", *options, "update")
-    run("apt-get", *options, "install", "--yes", "--no-install-recommends", "--download-only", "python3")
+    run("apt-get", *options, "install", "--yes", "--no-install-recommends", "--download-only", "python3", "libstdc++6")
     (qemu := folder / "qemu").mkdir(exist_ok=True)
     subprocess.run(["apt-get", "download", "qemu-user-static"], cwd=qemu, check=True)
     for package in qemu.glob("*.deb"):
