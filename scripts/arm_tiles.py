@@ -26,12 +26,15 @@ sys.path.insert(0, str(ROOT))
 from tinygpt.kernels.cpu.arm_features import arm_features  # noqa: E402
 
 TRIPLE = "aarch64-unknown-linux-gnu"
-CPUS = ("neoverse-v2", "neoverse-v1", "neoverse-n1", "apple-m1", "cortex-a72")
+CPUS = ("neoverse-v2", "neoverse-v1", "neoverse-n1", "apple-m1")
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 # Multiplications that an instruction does.
-PRODUCTS = {"fmla": 4, "bfmlalb": 4, "bfmlalt": 4, "smull": 4, "smull2": 4, "sdot": 16, "usdot": 16, "usmmla": 32}
+FLOATS = {"fmla": 4, "bfmlalb": 4, "bfmlalt": 4}
+INTEGERS = {"sdot": 16, "usdot": 16, "usmmla": 32}
+PRODUCTS = {"float32": FLOATS, "bfloat16": FLOATS, "int8": INTEGERS, "int4": INTEGERS}
 HEIGHTS = (6, 1)
 COLUMNS = 64
+PART_K = {"int8": 64, "int4": 32}  # of a sum of integers
 
 
 def main() -> None:
@@ -127,24 +130,19 @@ class Tile:
 def tile_of(assembly: str, dtype: str, rows: int) -> Tile:
     """Of float32 and bfloat16 the innermost loop; of integers the loop around it, which folds their sums, too."""
     lines = lines_of(assembly)
-    loops = loops_of(lines)
-    inner = max(
-        (loop for loop in loops if not any(contains(loop, other) for other in loops)),
-        key=lambda loop: count(lines[slice(*loop)]),
-    )
-    if dtype in ("float32", "bfloat16"):
-        return Tile(code(lines[slice(*inner)]), count(lines[slice(*inner)]))
-    part = {"int8": 64, "int4": 32}[dtype]
-    around = [loop for loop in loops if contains(loop, inner)]
-    # How often the inner loop is gone through: until a part of K is multiplied, by the columns that it has.
-    once, parts = count(lines[slice(*inner)]), [rows * COLUMNS // strips * part for strips in (1, 2, 4)]
-    if not around or once in parts:
-        return Tile(code(lines[slice(*inner)]), once)
-    outer = min(around, key=lambda loop: loop[1] - loop[0])
-    rounds = next(n for n in (8, 4, 2, 1) if n * once in parts)
-    first, last = inner
-    body = lines[outer[0] : first] + lines[first:last] * rounds + lines[last : outer[1]]
-    return Tile(code(body), rounds * once)
+    loops, products = loops_of(lines), PRODUCTS[dtype]
+    innermost = [loop for loop in loops if not any(contains(loop, other) for other in loops)]
+    first, last = max(innermost, key=lambda loop: count(lines[slice(*loop)], products))
+    once = count(lines[first:last], products)
+    if products is FLOATS:
+        return Tile(code(lines[first:last]), once)
+    # The inner loop is gone through until a part of K is multiplied by the columns that are taken at a time.
+    wanted = [rows * COLUMNS // strips * PART_K[dtype] for strips in (1, 2, 4)]
+    rounds = next(n for n in (1, 2, 4, 8, 16) if n * once in wanted)
+    if rounds == 1:  # LLVM has unrolled it
+        return Tile(code(lines[first:last]), once)
+    start, stop = min((loop for loop in loops if contains(loop, (first, last))), key=lambda loop: loop[1] - loop[0])
+    return Tile(code([*lines[start:first], *lines[first:last] * rounds, *lines[last:stop]]), rounds * once)
 
 
 def lines_of(assembly: str) -> list[str]:
@@ -169,8 +167,8 @@ def code(lines: list[str]) -> list[str]:
     return [line for line in lines if not line.endswith(":") and not re.match(r"(b|b\.\w+|cbn?z|tbn?z)\s", line)]
 
 
-def count(lines: list[str]) -> int:
-    return sum(PRODUCTS.get(line.split()[0], 0) for line in lines)
+def count(lines: list[str], products: dict[str, int]) -> int:
+    return sum(products.get(line.split()[0], 0) for line in lines)
 
 
 # Times.
@@ -183,29 +181,16 @@ def print_table(cpus: list[str], llvm_mca: str) -> None:
         assembly = assembly_for(cpu)
         for dtype in DTYPES:
             tall, lone = (tile_of(assembly[f"{dtype}-{rows}"], dtype, rows) for rows in HEIGHTS)
-            name = max(
-                PRODUCTS, key=lambda word: sum(line.split()[0] == word for line in tall.instructions) * PRODUCTS[word]
-            )
-            rate, most = tall.products / cycles(tall.instructions, cpu, llvm_mca), peak(name, cpu, llvm_mca)
-            read = lone.products / cycles(lone.instructions, cpu, llvm_mca) * BYTES[dtype]
+            products = PRODUCTS[dtype]
+            multiplications = [line for line in tall.instructions if line.split()[0] in products]
+            name = multiplications[-1].split()[0]
+            rate = tall.products / cycles(tall.instructions, cpu, llvm_mca)
+            most = tall.products / cycles(multiplications, cpu, llvm_mca)
+            read = lone.products * BYTES[dtype] / cycles(lone.instructions, cpu, llvm_mca)
             print(f"| {cpu} | {dtype} | `{name}` | {rate:.1f} | {most:.0f} | {rate / most:.0%} | {read:.0f} |")
 
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}  # of a weight
-
-
-def peak(name: str, cpu: str, llvm_mca: str) -> float:
-    """Multiplications a cycle of nothing but this instruction, on 24 registers."""
-    shapes = {
-        "fmla": "4s 4s 4s",
-        "bfmlalb": "4s 8h 8h",
-        "bfmlalt": "4s 8h 8h",
-        "smull": "4s 4h 4h",
-        "smull2": "4s 8h 8h",
-    }
-    sums, left, right = shapes.get(name, "4s 16b 16b").split()
-    alone = [f"{name} v{i}.{sums}, v24.{left}, v25.{right}" for i in range(24)]
-    return 24 * PRODUCTS[name] / cycles(alone, cpu, llvm_mca)
 
 
 def cycles(instructions: list[str], cpu: str, llvm_mca: str, iterations: int = 50) -> float:

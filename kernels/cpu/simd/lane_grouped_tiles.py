@@ -135,13 +135,8 @@ def make_lane_grouped_code(dtype: str):
                     builder.mul(strip_number, size(strip * LANES * 2)),
                 )
                 c_strips = [builder.add(c_row, columns) for c_row in c_rows]
-                for q in range(strip * QUADS):
-                    places = [builder.add(at, size(q * REGISTER_BYTES)) for at in c_strips]
-                    totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
-                    half = builder.urem(number, size(parts))
-                    totals = fold(builder, sums[q], totals, s_rows, half, builder.add(w_scales, size(q * QUAD * 2)))
-                    for at, total in zip(places, totals, strict=True):
-                        store(builder, total, at, 4)
+                half = builder.urem(number, size(parts))
+                fold(builder, sums, c_strips, s_rows, half, w_scales)
                 return []
 
             repeat(builder, size(strips), take_strip, [])
@@ -244,23 +239,33 @@ def _rows_of(builder, sums, rows: int):
     return found[:rows]
 
 
-def _fold_int8(builder, sums, totals, s_rows, half, w_scales):
-    return [
-        fma(builder, builder.sitofp(total, FLOAT_QUAD), lane(builder, load_register(builder, s, FLOAT_QUAD), 0), so_far)
-        for total, so_far, s in zip(sums, totals, s_rows, strict=True)
-    ]
+def _fold_int8(builder, sums, c_rows, s_rows, half, w_scales) -> None:
+    for r, (c_row, s_row) in enumerate(zip(c_rows, s_rows, strict=True)):
+        scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
+        places = [_at(builder, c_row, q * REGISTER_BYTES) for q in range(len(sums))]
+        totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
+        for q, at in enumerate(places):
+            store(builder, fma(builder, builder.sitofp(sums[q][r], FLOAT_QUAD), scale, totals[q]), at, 4)
 
 
-def _fold_int4(builder, sums, totals, s_rows, half, w_scales):
-    w_scale = _load_widened(builder, w_scales)
-    w_offset = _load_widened(builder, builder.add(w_scales, ir.Constant(half.type, WEIGHT_SCALES_BYTES // 2)))
-    part, new = builder.add(builder.mul(half, ir.Constant(half.type, 4)), ir.Constant(half.type, 8)), []
-    for total, so_far, s in zip(sums, totals, s_rows, strict=True):
-        scale = lane(builder, load_register(builder, s, FLOAT_QUAD), 0)
-        a_sum = lane(builder, load_register(builder, builder.add(s, part), FLOAT_QUAD, 4), 0)
-        scaled = builder.fmul(builder.sitofp(total, FLOAT_QUAD), scale)
-        new.append(fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)))
-    return new
+def _fold_int4(builder, sums, c_rows, s_rows, half, w_scales) -> None:
+    part = builder.add(builder.mul(half, ir.Constant(half.type, 4)), ir.Constant(half.type, 4))
+    for q, quad_sums in enumerate(sums):
+        w_quad = _at(builder, w_scales, q * QUAD * 2)
+        w_scale = _load_widened(builder, w_quad)
+        w_offset = _load_widened(builder, _at(builder, w_quad, WEIGHT_SCALES_BYTES // 2))
+        places = [_at(builder, c_row, q * REGISTER_BYTES) for c_row in c_rows]
+        totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
+        for at, total, so_far, s_row in zip(places, quad_sums, totals, s_rows, strict=True):
+            scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
+            # The second of two numbers: LLVM would broadcast a single one as it loads it.
+            a_sum = lane(builder, load_register(builder, builder.add(s_row, part), FLOAT_QUAD, 8), 1)
+            scaled = builder.fmul(builder.sitofp(total, FLOAT_QUAD), scale)
+            store(builder, fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)), at, 4)
+
+
+def _at(builder, start, offset: int):
+    return builder.add(start, ir.Constant(start.type, offset))
 
 
 def _load_widened(builder, address):

@@ -1,11 +1,11 @@
 """The innermost steps of ARM's tiles: registers of 16 bytes, and products by one lane of a register.
 
-A register of a row of A serves several steps, each by lanes of its own, so that nothing is broadcast, which would take
-one of the units that multiply. A `quad` is a register of 4 columns of B:
+What a register of A holds is multiplied lane by lane, so that nothing is broadcast, which would take one of the units
+that multiply. A `quad` is a register of 4 columns of B:
 
     B            B is taken as         a register of A is        a step adds, in each of 4 columns
     float32      it lies               4 float32: 4 steps        a product, fused
-    bfloat16     it lies               8 bfloat16: 4 steps       two products, fused one after the other      LONGS
+    bfloat16     it lies               2 bfloat16: a step        two products, fused one after the other      LONGS
                  float32               4 float32: 2 steps        the same                                     WIDENED
     int8, int4   int8                  16 int8: 4 steps          four products, in int32                      DOTS
                  uint8                 the same                  the same                                     a lone row
@@ -37,6 +37,9 @@ class LaneStep(NamedTuple):
 
     bytes: int  # of a row of A
     register: ir.VectorType  # of A
+    # How many of them a register of A is loaded for. LLVM would broadcast a single float32 as it loads it. A lane of
+    # bfloat16 is of one of the first 16 registers: several steps' would take too many of those.
+    together: int
     # (builder, a register of each row, which of their steps, a quad, a sum of each row) -> sums
     multiply: Callable
 
@@ -79,10 +82,9 @@ def _multiply_longs(builder, rows, j, quad, sums):
     return sums
 
 
-FLOAT_STEP = LaneStep(4, FLOAT_QUAD, _multiply_floats)
-PAIR_STEP = (
-    LaneStep(4, BFLOATS, _multiply_longs) if TARGET.bfloat16 == LONGS else LaneStep(8, FLOAT_QUAD, _multiply_widened)
-)
+FLOAT_STEP = LaneStep(4, FLOAT_QUAD, 4, _multiply_floats)
+LONG_STEP, WIDENED_STEP = LaneStep(4, BFLOATS, 1, _multiply_longs), LaneStep(8, FLOAT_QUAD, 2, _multiply_widened)
+PAIR_STEP = LONG_STEP if TARGET.bfloat16 == LONGS else WIDENED_STEP
 LANE_STEPS = {types.float32: FLOAT_STEP, types.uint16: PAIR_STEP}  # by the dtype of the array that holds B
 
 

@@ -29,7 +29,7 @@ def make_lane_code(vectors: int, adds: bool):
     """What emits a tile of so many rows, as make_tile in tiles.py wants it; `step`: how a dtype multiplies."""
 
     def code(builder, rows: int, step: LaneStep, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip, together = min(strip_of_lanes(rows), vectors), REGISTER_BYTES // step.bytes
+        strip, together = min(strip_of_lanes(rows), vectors), step.together
         quads = range(strip * QUADS)
 
         def size(n: int):
@@ -64,11 +64,13 @@ def make_lane_code(vectors: int, adds: bool):
                 builder.add(builder.add(start, columns), size(q * REGISTER_BYTES)) for q in quads for start in c_starts
             ]
             sums = [load(builder, at, FLOAT_QUAD, 4) if adds else ir.Constant(FLOAT_QUAD, None) for at in places]
-            whole = builder.udiv(steps, size(together))
-            done = builder.mul(whole, size(together))
-            sums = repeat_any(
-                builder, whole, lambda i, sums: take(builder.mul(i, size(together)), together, sums), sums
-            )
+            done = size(0)
+            if together > 1:
+                whole = builder.udiv(steps, size(together))
+                done = builder.mul(whole, size(together))
+                sums = repeat_any(
+                    builder, whole, lambda i, sums: take(builder.mul(i, size(together)), together, sums), sums
+                )
             rest = builder.sub(steps, done)
             sums = repeat_any(builder, rest, lambda i, sums: take(builder.add(done, i), 1, sums), sums)
             for at, total in zip(places, sums, strict=True):

@@ -17,6 +17,7 @@ from tinygpt.kernels.cpu.packing.pack import SHARES, panel_count
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
+    EXPANDS,
     EXPANSION,
     GROUP,
     OPERAND_BYTES,
@@ -209,7 +210,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
 # Grouped tiles.
 
 
-EXPANDS_INT8 = EXPANSION["int8"] > 1
+EXPANDS_INT8 = EXPANDS["int8"]
 
 
 @jit
