@@ -8,8 +8,8 @@ import functools
 
 from llvmlite import binding
 
-# The instruction by which LLVM shows that it knows of a feature.
-SHOWN_BY = {"neon": "fadd\tv0.4s", "dotprod": "sdot", "i8mm": "usdot", "bf16": "bfcvtn"}
+# By which instruction, or which registers, LLVM shows that it knows of a feature. macOS has its own way to write them.
+SHOWN_BY = {"neon": ".4s", "dotprod": "sdot", "i8mm": "usdot", "bf16": "bfcvtn"}
 SAMPLES = """
 declare <4 x i32> @llvm.vector.partial.reduce.add.v4i32.v16i32(<4 x i32>, <16 x i32>)
 define <4 x float> @neon(<4 x float> %a) {
