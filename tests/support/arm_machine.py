@@ -1,6 +1,6 @@
 """Runs a command on an emulated 64-bit ARM CPU, or else the kernels' tests that say most:
 
-    python tests/support/arm_machine.py FOLDER [--cpu NAME] [ARGUMENT...]
+    python tests/support/arm_machine.py [--cpu NAME] FOLDER [ARGUMENT...]
 
 The arguments are Python's ("-m pytest -x tests/kernels/cpu/test_linear.py"). FOLDER keeps what the first run fetches,
 half a gigabyte: QEMU and an arm64 Python of this Debian, by apt-get, and the wheels of this environment's versions, by
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
     "tests/kernels/cpu/test_targets.py",
-    "tests/kernels/cpu/test_arm.py",
+    "tests/kernels/cpu/test_arm_features.py",
     "tests/kernels/cpu/test_dtype_kernels.py",
     "tests/kernels/cpu/test_linear.py",
     "tests/kernels/cpu/test_attention.py",
