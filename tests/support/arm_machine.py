@@ -1,4 +1,4 @@
-"""Runs a command on an emulated 64-bit ARM CPU, or else the kernels' tests that say most:
+"""Runs a command on an emulated 64-bit ARM CPU, or else the tests of single kernels:
 
     python tests/support/arm_machine.py [--cpu NAME] FOLDER [ARGUMENT...]
 
@@ -22,7 +22,6 @@ TESTS = [
     "tests/kernels/cpu/test_linear.py",
     "tests/kernels/cpu/test_attention.py",
     "tests/kernels/cpu/test_layers.py",
-    "tests/kernels/cpu/test_team.py",
 ]
 WHEELS = ("numba", "llvmlite", "numpy", "safetensors", "tiktoken", "huggingface_hub", "tqdm", "pytest", "hypothesis")
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
