@@ -191,7 +191,7 @@ def _first_sums(builder, s_rows):
 def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
     """The same, two rows of A and two columns of B at a time; an odd last row is taken twice."""
     pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
-    longs = ir.VectorType(LONG, 2)
+    count, longs = len(pairs), ir.VectorType(LONG, 2)
 
     def step(i, sums):
         """16 values of K, four rows of B."""
@@ -209,21 +209,18 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
                 vector, place = divmod(n, 2 * QUADS)
                 half, place = divmod(place, QUADS)
                 at = builder.add(b_rows[half], ir.Constant(i.type, vector * VECTOR_BYTES + place * REGISTER_BYTES))
-                columns, totals = (
-                    load(builder, at, INT_QUAD, REGISTER_BYTES),
-                    sums[n * len(pairs) : (n + 1) * len(pairs)],
-                )
+                columns, totals = load(builder, at, INT_QUAD, REGISTER_BYTES), sums[n * count : (n + 1) * count]
                 new += [add_matrix(builder, total, columns, pair) for total, pair in zip(totals, both, strict=True)]
             sums = new
         return sums
 
-    start = [ir.Constant(INT_QUAD, None)] * len(pairs)
+    start = [ir.Constant(INT_QUAD, None)] * count
     if dtype == "int8":
         firsts = _first_sums(builder, s_rows)
         start = [_alternating(builder, firsts[first], firsts[second]) for first, second in pairs]
-    count = ir.Constant(a_rows[0].type, PART_K[dtype] // STEP_K // REGISTER_STEPS)
-    sums = repeat(builder, count, step, start * (2 * quads))
-    return [_rows_of(builder, sums[2 * q * len(pairs) : 2 * (q + 1) * len(pairs)], len(a_rows)) for q in range(quads)]
+    times = ir.Constant(a_rows[0].type, PART_K[dtype] // STEP_K // REGISTER_STEPS)
+    sums = repeat(builder, times, step, start * (2 * quads))
+    return [_rows_of(builder, sums[2 * q * count : 2 * (q + 1) * count], len(a_rows)) for q in range(quads)]
 
 
 def _alternating(builder, first, second):
