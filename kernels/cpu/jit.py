@@ -19,6 +19,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from tinygpt.kernels import compiling
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
+from tinygpt.kernels.cpu.arm_features import arm_features
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
 from tinygpt.kernels.cpu.parts import PartCompiler
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
@@ -170,11 +171,22 @@ def has_feature(name: str) -> bool:
 
     NUMBA_CPU_FEATURES chooses other features than the machine's, and NUMBA_ENABLE_AVX=0 takes some away.
     """
+    if platform.machine() in ("aarch64", "arm64", "ARM64"):
+        return name in _arm_features()
     if config.CPU_FEATURES is not None:
         return f"+{name}" in config.CPU_FEATURES.split(",")
     if name.startswith("avx") and not config.ENABLE_AVX:
         return False
     return binding.get_host_cpu_features().get(name, False)
+
+
+def _arm_features() -> frozenset[str]:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = config.CPU_FEATURES
+    if features is None:
+        features = binding.get_host_cpu_features().flatten()
+    return arm_features(binding.get_process_triple(), target_cpu(), features)
 
 
 def target_cpu() -> str:

@@ -15,7 +15,7 @@ from tinygpt.kernels.cpu.packing.weights import head_dtype_of
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, OPERAND_BYTES
 from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
 
@@ -138,7 +138,7 @@ def new_operand(dtype: str, n: int, k: int):
     if dtype == "float32":
         return Float32Operand(zeros((n, k)))
     if dtype == "bfloat16":
-        return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.bfloat16 == PAIRS else np.float32))
+        return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.multiplies_bfloat16 else np.float32))
     groups = -(-k // GROUP)
     values = zeros((n, groups * GROUP), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
     return Int8Operand(values, zeros((n, groups, 4)))

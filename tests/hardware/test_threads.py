@@ -85,6 +85,16 @@ def test_only_fast_cores_of_a_hybrid_cpu_count(machine):
     assert threads.linux_cores({1, 5}, root) == 1
 
 
+def test_only_fast_cores_of_a_hybrid_arm_cpu_count(machine):
+    """As Linux tells their capacities: four fast cores, one of which may clock higher, and four slow ones."""
+    root = machine({cpu: f"{cpu}\n" for cpu in range(8)})
+    for cpu, capacity in enumerate([414, 414, 414, 414, 930, 930, 930, 1024]):
+        write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", f"{capacity}\n")
+    assert thread_count() == 4
+    assert threads.linux_cores({0, 1, 4}, root) == 1
+    assert threads.linux_cores({0, 1, 2}, root) == 3  # it may run on slow ones alone
+
+
 V2, V1 = "0::{}\n", "5:memory:/x\n4:cpu,cpuacct:{}\n3:cpuset:/y\n"
 
 

@@ -39,9 +39,16 @@ def logical_cores() -> int:
 
 def linux_cores(allowed: Iterable[int], root: Path) -> int:
     """`physical_cores` of a system whose files are under `root`, for a process that may run on some logical cores."""
-    fast = set(allowed) & _listed(_read(root / "sys/devices/cpu_core/cpus")) or set(allowed)
-    cores = len({_siblings(cpu, root) for cpu in fast})
+    cores = len({_siblings(cpu, root) for cpu in _fast(set(allowed), root)})
     return max(1, min([cores, *(int(share) for share in _quotas(root))]))
+
+
+def _fast(allowed: set[int], root: Path) -> set[int]:
+    """Those of the allowed logical cores that are no slow ones: as Linux lists Intel's, or measures ARM's."""
+    if listed := allowed & _listed(_read(root / "sys/devices/cpu_core/cpus")):
+        return listed
+    sizes = {cpu: int(_read(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") or 0) for cpu in allowed}
+    return {cpu for cpu, size in sizes.items() if 3 * size >= 2 * max(sizes.values())}
 
 
 def _siblings(cpu: int, root: Path) -> str:

@@ -20,7 +20,7 @@ from tinygpt.kernels.cpu.layers.formats import Alibi
 from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
-from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import (
     AHEAD,
     LINE_BYTES,
@@ -286,9 +286,10 @@ def _two_values(cache):
     return 2 * STEP_BYTES
 
 
-HAS_PAIRS = TARGET.bfloat16 == PAIRS
 # put_steps(cache, target, x, scale): put scale * x as a tile's left side multiplies it, rounded as the cache is.
 # left_bytes(cache): what it takes there for a step.
-_put_rounded, _rounded_bytes = (_put_steps_bfloat16, _one_value) if HAS_PAIRS else (_put_steps_widened, _two_values)
+_put_rounded, _rounded_bytes = (
+    (_put_steps_bfloat16, _one_value) if TARGET.multiplies_bfloat16 else (_put_steps_widened, _two_values)
+)
 put_steps = by_type({types.float32: _put_steps_float32, types.uint16: _put_rounded})
 left_bytes = by_type({types.float32: _one_value, types.uint16: _rounded_bytes})

@@ -23,6 +23,7 @@ from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
+    EXPANDS,
     EXPANSION,
     GROUP,
     GROUP_BYTES,
@@ -228,7 +229,7 @@ def _expand_int4(weight, b, units, scratch):
     return address(scratch) + EXPANDED * 4
 
 
-_expands_int8 = _expand_int8 if EXPANSION["int8"] > 1 else _as_it_lies
+_expands_int8 = _expand_int8 if EXPANDS["int8"] else _as_it_lies
 # expand(weight, b, units, scratch): where a chunk lies as tiles of several rows multiply it; it begins at `b`.
 expand = by_type({Int8Weight: _expands_int8, Int4Weight: _expand_int4}, otherwise=_as_it_lies)
 

@@ -12,7 +12,7 @@ from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, 
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, SCALES_BYTES
-from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
@@ -97,7 +97,7 @@ def _put_int8(operand, row, first, values):
 
 # put(operand, row, first, values): put float32 values (n,) into columns first to first + n of a row; `first` is a
 # multiple of GROUP.
-_put_rounded = _put_bfloat16 if TARGET.bfloat16 == PAIRS else _put_widened
+_put_rounded = _put_bfloat16 if TARGET.multiplies_bfloat16 else _put_widened
 put = by_type({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
 
 

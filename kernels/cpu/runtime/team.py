@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.vector_ir import address
+from tinygpt.kernels.cpu.simd.vector_ir import address, declare
 
 PUBLISHED, CLAIMS, DONE = 0, 8, 16  # indices into the board: 64 bytes apart
 BOARD_SIZE = 24
@@ -179,10 +179,12 @@ def pause(typingctx):
     """Tell the core that this is a waiting loop."""
 
     def codegen(context, builder, signature, args):
-        if "x86" in builder.module.triple:
-            function = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.pause"
-            builder.call(builder.module.globals.get(name) or ir.Function(builder.module, function, name), [])
+        triple = builder.module.triple
+        if "x86" in triple:
+            builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+        elif triple.startswith(("aarch64", "arm64")):  # its own hint is over at once; this one takes some 20 cycles
+            every = ir.IntType(32)
+            builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [every]), [ir.Constant(every, 15)])
         return context.get_dummy_value()
 
     return types.void(), codegen

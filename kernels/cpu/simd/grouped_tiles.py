@@ -8,8 +8,24 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from tinygpt.kernels.cpu.simd.lane_grouped_tiles import (
+    ROWS_TOGETHER,
+    expand_lanes,
+    make_lane_grouped_code,
+    takes_lanes,
+)
+from tinygpt.kernels.cpu.simd.panels import (
+    GROUP,
+    PANEL_VECTORS,
+    ROW_BYTES,
+    SCALES_BYTES,
+    WEIGHT_GROUP,
+    WEIGHT_SCALES_BYTES,
+    ask_part_ahead,
+)
 from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, step_name, unpacked
-from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, PANEL_VECTORS, ask_ahead, for_each_height, strip_of
+from tinygpt.kernels.cpu.simd.targets import SHORTS
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, for_each_height, strip_of
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
@@ -25,14 +41,10 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     store,
 )
 
-GROUP = 64  # values of K that share an activation's scale
-WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
-SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales: its four entries
-WEIGHT_SCALES_BYTES = 2 * PANEL * 2  # of a panel's WEIGHT_GROUP: bfloat16 scales, then offsets
-ROW_BYTES = PANEL_VECTORS * VECTOR_BYTES  # of a panel: what a step of all its columns multiplies
 GROUP_BYTES = {"int8": GROUP * PANEL, "int4": GROUP * PANEL // 2}  # of a panel
-OPERAND_BYTES = {dtype: 4 // INTEGER_STEPS[step_name(dtype)].k for dtype in GROUP_BYTES}  # of an activation: 1, or 2
+OPERAND_BYTES = {dtype: 2 if step_name(dtype) == SHORTS else 1 for dtype in GROUP_BYTES}  # of an activation
 EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # how much longer a panel is as the steps multiply it
+EXPANDS = {dtype: size > 1 or takes_lanes(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
 
 
 def make_grouped_tile(dtype: str):
@@ -48,6 +60,21 @@ def make_grouped_tile(dtype: str):
     One row takes b as it lies, several take it as make_expand has made it. Lines are asked for as in make_tile,
     ROW_BYTES / EXPANSION of b as it lies for every step of several rows.
     """
+    code = make_lane_grouped_code(dtype) if takes_lanes(dtype) else _make_code(dtype)
+
+    @intrinsic
+    def tile(typingctx, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
+        def codegen(context, builder, signature, args):
+            for_each_height(builder, code, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 11), codegen
+
+    return tile
+
+
+def _make_code(dtype: str):
+    """What emits a tile of so many rows."""
     integer, part_k = INTEGER_STEPS[step_name(dtype)], {"int8": GROUP, "int4": WEIGHT_GROUP}[dtype]
     parts, fold = GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
@@ -114,25 +141,7 @@ def make_grouped_tile(dtype: str):
 
         repeat(builder, builder.mul(groups, size(parts)), take_part, [])
 
-    @intrinsic
-    def tile(typingctx, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
-        def codegen(context, builder, signature, args):
-            for_each_height(builder, code, *args)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 11), codegen
-
-    return tile
-
-
-def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int, level: int) -> None:
-    """Of the lines that a row asks for, those of one strip of the row: `number` strips come before it."""
-    if lines >= strips:
-        first = builder.mul(number, ir.Constant(number.type, lines // strips))
-        ask_ahead(builder, ahead, spacing, first, lines // strips, level)
-    else:  # several strips share a line
-        part = builder.udiv(spacing, ir.Constant(spacing.type, strips // lines))
-        ask_ahead(builder, ahead, part, number, 1, level)
+    return code
 
 
 def _first_sum(builder, dtype: str, integer, s_row):
@@ -176,6 +185,12 @@ def _load_widened(builder, address):
 
 def make_expand(dtype: str):
     """The intrinsic expand(source, groups, target): a panel's groups as the steps of several rows multiply them."""
+    together = ROWS_TOGETHER[dtype] if takes_lanes(dtype) else 1
+
+    def expand_vectors(builder, vectors):
+        if takes_lanes(dtype):
+            return expand_lanes(builder, vectors, dtype)
+        return unpacked(builder, *vectors, dtype)
 
     @intrinsic
     def expand(typingctx, source, groups, target):
@@ -186,16 +201,18 @@ def make_expand(dtype: str):
                 place = builder.mul(row, ir.Constant(row.type, ROW_BYTES))
                 return builder.add(builder.add(start, place), ir.Constant(row.type, offset))
 
-            def expand_row(i, _):
-                first = builder.mul(i, ir.Constant(i.type, EXPANSION[dtype]))
+            def expand_rows(i, _):
+                before = builder.mul(i, ir.Constant(i.type, together))
+                first = builder.mul(before, ir.Constant(i.type, EXPANSION[dtype]))
                 for v in range(PANEL_VECTORS):
-                    vector = load(builder, at(source, i, v * VECTOR_BYTES), INTS, 64)
-                    for j, part in enumerate(unpacked(builder, vector, dtype)):
+                    places = [at(source, before, row * ROW_BYTES + v * VECTOR_BYTES) for row in range(together)]
+                    vectors = [load(builder, place, INTS, 64) for place in places]
+                    for j, part in enumerate(expand_vectors(builder, vectors)):
                         store(builder, part, at(target, first, j * ROW_BYTES + v * VECTOR_BYTES), 64)
                 return []
 
-            rows = ir.Constant(groups.type, GROUP_BYTES[dtype] // ROW_BYTES)
-            repeat(builder, builder.mul(groups, rows), expand_row, [])
+            rows = ir.Constant(groups.type, GROUP_BYTES[dtype] // ROW_BYTES // together)
+            repeat(builder, builder.mul(groups, rows), expand_rows, [])
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 3), codegen

@@ -18,7 +18,7 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int8,
 )
 from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, PANEL, TILE_ROWS, panel_add
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
@@ -99,7 +99,7 @@ def _aligned(shape: tuple[int, ...], kind: type) -> np.ndarray:
     return raw[start : start + size].view(kind).reshape(shape)
 
 
-LEFT = np.uint16 if TARGET.bfloat16 == PAIRS else np.float32  # of a product of bfloat16
+LEFT = np.uint16 if TARGET.multiplies_bfloat16 else np.float32  # of a product of bfloat16
 LOOPS = {  # the loop, its rows, its arguments for a K
     "float32": (loop_plain, TILE_ROWS, _plain_arguments(np.float32, np.float32)),
     "bfloat16": (loop_plain, TILE_ROWS, _plain_arguments(np.uint16, LEFT)),

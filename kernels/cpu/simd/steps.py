@@ -10,7 +10,7 @@
                                       4 int8               two products in either of two int16           BYTES
                  int16, four steps    2 int16              two products, in int32                        SHORTS
 
-Which of them a dtype takes, targets.py says.
+Which of them a dtype takes, targets.py says. ARM has steps of its own but for SHORTS: lane_steps.py.
 """
 
 from collections.abc import Callable

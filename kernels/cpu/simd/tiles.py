@@ -11,6 +11,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from tinygpt.kernels.cpu.simd.lane_steps import LANE_STEPS
+from tinygpt.kernels.cpu.simd.lane_tiles import make_lane_code
+from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ask_ahead
 from tinygpt.kernels.cpu.simd.steps import PARTS
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import (
@@ -21,12 +24,10 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     VECTOR_BYTES,
     broadcast,
     load,
-    prefetch,
     repeat,
     store,
 )
 
-PANEL_VECTORS = 4
 PANEL = PANEL_VECTORS * LANES
 # 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers; 6 x 16 fill 15 of AVX2's 16.
 TILE_ROWS = 6
@@ -45,16 +46,6 @@ def strip_of(rows: int) -> int:
     return next((strip for strip in (4, 2) if (rows + kept) * strip * registers < TARGET.registers), 1)
 
 
-def ask_ahead(builder, ahead, spacing, first, count: int, level: int = 1) -> None:
-    """Prefetch `count` places `spacing` apart, of which `first` come before, after `ahead`: into the L1 or L2 cache.
-
-    With nothing to ask for, `spacing` is 0: one line again and again costs less than a branch in every step.
-    """
-    for i in range(count):
-        number = builder.add(first, ir.Constant(first.type, i))
-        prefetch(builder, builder.add(ahead, builder.mul(number, spacing)), level=level)
-
-
 def make_tile(vectors: int, adds: bool = True):
     """The intrinsic tile(like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing): addresses, strides in bytes.
 
@@ -63,6 +54,23 @@ def make_tile(vectors: int, adds: bool = True):
     of rows. At each step, a cache line is asked for at each of the next `vectors` places, `spacing` apart, from
     `ahead` on.
     """
+    code = make_lane_code(vectors, adds) if TARGET.has_lanes else _make_code(vectors, adds)
+
+    @intrinsic
+    def tile(typingctx, like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
+        def codegen(context, builder, signature, args):
+            _, rows, *places = args
+            how = (LANE_STEPS if TARGET.has_lanes else PARTS)[like.dtype]
+            for_each_height(builder, code, rows, how, *places)
+            return context.get_dummy_value()
+
+        return types.void(like, *[types.intp] * 10), codegen
+
+    return tile
+
+
+def _make_code(vectors: int, adds: bool):
+    """What emits a tile of so many rows."""
 
     def code(builder, rows, parts, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
         strip = min(strip_of(rows), vectors)
@@ -99,16 +107,7 @@ def make_tile(vectors: int, adds: bool = True):
 
         repeat(builder, size(vectors // strip), take_strip, [])
 
-    @intrinsic
-    def tile(typingctx, like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        def codegen(context, builder, signature, args):
-            _, rows, *places = args
-            for_each_height(builder, code, rows, PARTS[like.dtype], *places)
-            return context.get_dummy_value()
-
-        return types.void(like, *[types.intp] * 10), codegen
-
-    return tile
+    return code
 
 
 def for_each_height(builder, code, rows, *arguments) -> None:

@@ -17,6 +17,7 @@ from tinygpt.kernels.cpu.packing.pack import SHARES, panel_count
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
+    EXPANDS,
     EXPANSION,
     GROUP,
     OPERAND_BYTES,
@@ -26,7 +27,7 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int4,
     tile_int8,
 )
-from tinygpt.kernels.cpu.simd.targets import PAIRS, TARGET
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, TILE_ROWS
 
 F32 = np.float32
@@ -209,7 +210,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
 # Grouped tiles.
 
 
-EXPANDS_INT8 = EXPANSION["int8"] > 1
+EXPANDS_INT8 = EXPANDS["int8"]
 
 
 @jit
@@ -322,7 +323,7 @@ def test_a_tile_of_bfloat16_pairs(rows, steps):
         (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, PANEL))),
     ):
         a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, PANEL)
-        left = a_bits if TARGET.bfloat16 == PAIRS else from_bits(a_bits)
+        left = a_bits if TARGET.multiplies_bfloat16 else from_bits(a_bits)
         pairs = aligned(b_bits.reshape(steps, 2, PANEL).transpose(0, 2, 1))
         where = (
             left.ctypes.data,

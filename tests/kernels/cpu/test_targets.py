@@ -2,7 +2,18 @@
 
 import pytest
 
-from tinygpt.kernels.cpu.simd.targets import BYTES, FOURS, PAIRS, SHORTS, TARGETS, WIDENED, choose
+from tinygpt.kernels.cpu.simd.targets import (
+    BYTES,
+    DOTS,
+    FOURS,
+    LONGS,
+    MATRICES,
+    PAIRS,
+    SHORTS,
+    TARGETS,
+    WIDENED,
+    choose,
+)
 
 AVX2 = {"avx2", "fma"}
 AVX512 = {*AVX2, "avx512f", "avx512bw"}
@@ -23,7 +34,10 @@ ZEN_4 = {*VNNI, "avx512bf16"}
         (AVX2, "znver3", (WIDENED, SHORTS, BYTES)),
         ({"avx2"}, "no such", (WIDENED, SHORTS, SHORTS)),
         (set(), "x86-64", (WIDENED, SHORTS, SHORTS)),
-        ({"neon"}, "apple-m1", (WIDENED, SHORTS, SHORTS)),
+        ({"neon", "dotprod", "bf16", "i8mm"}, "neoverse-v1", (LONGS, MATRICES, MATRICES)),
+        ({"neon", "dotprod", "bf16"}, "no such", (WIDENED, DOTS, DOTS)),
+        ({"neon", "dotprod"}, "apple-m1", (WIDENED, DOTS, DOTS)),
+        ({"neon"}, "cortex-a72", (WIDENED, SHORTS, SHORTS)),
     ],
 )
 def test_a_cpu_gets_what_is_fastest_on_it(features, cpu, expected):

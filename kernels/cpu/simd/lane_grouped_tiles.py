@@ -1,0 +1,270 @@
+"""Tiles of quantised weights for ARM: as in grouped_tiles.py, the same exact sums, in registers of four columns.
+
+Several rows go by twos where a CPU multiplies matrices (usmmla): a register has 8 values of K of both, and one of B
+those of two columns, so that four sums are of two columns and two rows. All else is by a lane of A (sdot, usdot).
+"""
+
+from llvmlite import ir
+
+from tinygpt.kernels.cpu.simd.lane_steps import (
+    BYTES,
+    FLOAT_QUAD,
+    INT_QUAD,
+    LONG,
+    QUAD,
+    REGISTER_BYTES,
+    add_dot,
+    add_matrix,
+    fma,
+    four,
+    lane,
+    load_register,
+)
+from tinygpt.kernels.cpu.simd.lane_tiles import QUADS, strip_of_lanes
+from tinygpt.kernels.cpu.simd.panels import (
+    GROUP,
+    PANEL_VECTORS,
+    ROW_BYTES,
+    SCALES_BYTES,
+    WEIGHT_GROUP,
+    WEIGHT_SCALES_BYTES,
+    ask_part_ahead,
+)
+from tinygpt.kernels.cpu.simd.targets import DOTS, MATRICES, TARGET
+from tinygpt.kernels.cpu.simd.vector_ir import (
+    I8,
+    I16,
+    I32,
+    INTS,
+    LANES,
+    VECTOR_BYTES,
+    broadcast,
+    load,
+    repeat,
+    store,
+)
+
+PART_K = {"int8": GROUP, "int4": WEIGHT_GROUP}  # that integer sums go over
+STEP_K = 4  # values of K in a row of a panel, and in a lane of A
+REGISTER_STEPS = REGISTER_BYTES // STEP_K
+
+
+def takes_lanes(dtype: str) -> bool:
+    """Whether this CPU's tiles of int8 or int4 are of this file."""
+    return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype] in (DOTS, MATRICES)
+
+
+# How many rows of a panel are expanded together: two make those of two columns' registers.
+ROWS_TOGETHER = {"int8": 2 if TARGET.int8 == MATRICES else 1, "int4": 1}
+
+
+def expand_lanes(builder, rows, dtype: str):
+    """Rows' vectors of 16 columns as several rows of A are multiplied by them."""
+    if dtype == "int4":
+        rows = _nibbles(builder, *rows)
+    elif TARGET.int8 == DOTS:
+        return [_signed(builder, *rows)]
+    return _two_columns(builder, *rows) if TARGET.int8 == MATRICES else rows
+
+
+def _two_columns(builder, first, second):
+    """Of two steps, the 8 bytes of a column side by side."""
+    half = LANES // 2
+    masks = ([place for i in range(start, start + half) for place in (i, LANES + i)] for start in (0, half))
+    return [builder.shuffle_vector(first, second, ir.Constant(INTS, mask)) for mask in masks]
+
+
+def _signed(builder, weights):
+    """w + 128 without a sign as w with one."""
+    return builder.xor(weights, ir.Constant(weights.type, [0x80808080] * weights.type.count))
+
+
+def _nibbles(builder, weights):
+    eights = ir.VectorType(I8, 4 * weights.type.count)
+    both, four_bits, low = builder.bitcast(weights, eights), _all(eights, 4), _all(eights, 15)
+    parts = builder.and_(both, low), builder.lshr(both, four_bits)
+    return [builder.bitcast(part, weights.type) for part in parts]
+
+
+def _all(kind, value: int):
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def make_lane_grouped_code(dtype: str):
+    """What emits a tile of so many rows, as make_grouped_tile in grouped_tiles.py wants it."""
+    part_k = PART_K[dtype]
+    parts, fold = GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+
+    def code(builder, rows: int, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
+        by_twos = TARGET.int8 == MATRICES and rows > 1
+        multiply, strip = _matrices if by_twos else _dots, strip_of_lanes(rows + rows % 2 if by_twos else rows)
+        lone_int4, strips = dtype == "int4" and rows == 1, PANEL_VECTORS // strip
+        part_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
+        lines = PANEL_VECTORS // (2 if dtype == "int4" and rows > 1 else 1)  # that a row asks for
+        level = 1 if rows == 1 else 2  # several rows work on a chunk, and a second one has no place in the L1 cache
+
+        def size(n: int):
+            return ir.Constant(a.type, n)
+
+        def starts(first, stride):
+            return [builder.add(first, builder.mul(stride, size(r))) for r in range(rows)]
+
+        a_starts, s_starts, c_rows = starts(a, lda), starts(scales, lds), starts(c, size(ROW_BYTES))
+
+        def take_part(number, _):
+            a_offset = builder.mul(number, size(part_k))
+            s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
+            a_rows = [builder.add(start, a_offset) for start in a_starts]
+            s_rows = [builder.add(start, s_offset) for start in s_starts]
+            first_row = builder.mul(number, size(part_rows))
+            b_part = builder.add(b, builder.mul(first_row, size(ROW_BYTES)))
+
+            def take_strip(strip_number, _):
+                columns = builder.mul(strip_number, size(strip * VECTOR_BYTES))
+                b_strip = builder.add(b_part, columns)
+
+                def row_at(row):
+                    """Where a row of the part begins; asks for what comes in its place later."""
+                    before = builder.add(builder.mul(builder.add(first_row, row), size(strips)), strip_number)
+                    ask_part_ahead(builder, ahead, spacing, before, lines, strips, level)
+                    return builder.add(b_strip, builder.mul(row, size(ROW_BYTES)))
+
+                sums = multiply(builder, dtype, strip * QUADS, a_rows, s_rows, row_at)
+                w_scales = builder.add(
+                    builder.add(b_scales, builder.mul(number, size(WEIGHT_SCALES_BYTES))),
+                    builder.mul(strip_number, size(strip * LANES * 2)),
+                )
+                c_strips = [builder.add(c_row, columns) for c_row in c_rows]
+                half = builder.urem(number, size(parts))
+                fold(builder, sums, c_strips, s_rows, half, w_scales)
+                return []
+
+            repeat(builder, size(strips), take_strip, [])
+            return []
+
+        repeat(builder, builder.mul(groups, size(parts)), take_part, [])
+
+    return code
+
+
+def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
+    """The integer sums of a part, for each quad and row: by a lane of A."""
+    rows, is_signed = len(a_rows), TARGET.int8 == DOTS
+    per_load = 2 if dtype == "int4" and rows == 1 else 1  # steps that a quad as it lies holds
+    loads = REGISTER_STEPS // per_load
+
+    def take(quad):
+        if rows > 1 or (dtype == "int8" and not is_signed):
+            return [quad]
+        return _nibbles(builder, quad) if dtype == "int4" else [_signed(builder, quad)]
+
+    def step(i, sums):
+        offset = builder.mul(i, ir.Constant(i.type, REGISTER_BYTES))
+        registers = [load_register(builder, builder.add(start, offset), BYTES) for start in a_rows]
+        for n in range(loads):
+            row, new = builder.add(builder.mul(i, ir.Constant(i.type, loads)), ir.Constant(i.type, n)), []
+            b_row = row_at(row)
+            for q in range(quads):
+                at = builder.add(b_row, ir.Constant(i.type, q * REGISTER_BYTES))
+                totals = sums[q * rows : (q + 1) * rows]
+                for j, taken in enumerate(take(load(builder, at, INT_QUAD, REGISTER_BYTES)), n * per_load):
+                    totals = [
+                        add_dot(builder, total, taken, four(builder, register, j), is_signed)
+                        for total, register in zip(totals, registers, strict=True)
+                    ]
+                new += totals
+            sums = new
+        return sums
+
+    start = [ir.Constant(INT_QUAD, None)] * rows
+    if dtype == "int8" and not is_signed:
+        start = [broadcast(builder, value, QUAD) for value in _first_sums(builder, s_rows)]
+    count = ir.Constant(a_rows[0].type, PART_K[dtype] // STEP_K // REGISTER_STEPS)
+    sums = repeat(builder, count, step, start * quads)
+    return [sums[q * rows : (q + 1) * rows] for q in range(quads)]
+
+
+def _first_sums(builder, s_rows):
+    return [load(builder, builder.add(s, ir.Constant(s.type, 4)), I32, 4) for s in s_rows]
+
+
+def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
+    """The same, two rows of A and two columns of B at a time; an odd last row is taken twice."""
+    pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
+    count, longs = len(pairs), ir.VectorType(LONG, 2)
+
+    def step(i, sums):
+        """16 values of K, four rows of B."""
+        offset = builder.mul(i, ir.Constant(i.type, REGISTER_BYTES))
+        registers = [load_register(builder, builder.add(start, offset), longs) for start in a_rows]
+        for j in range(2):
+            eights = ir.VectorType(I32, 2)
+            both = [
+                builder.shuffle_vector(registers[first], registers[second], ir.Constant(eights, [j, 2 + j]))
+                for first, second in pairs
+            ]
+            row = builder.add(builder.mul(i, ir.Constant(i.type, 4)), ir.Constant(i.type, 2 * j))
+            b_rows, new = [row_at(row), row_at(builder.add(row, ir.Constant(i.type, 1)))], []
+            for n in range(2 * quads):  # registers of two columns; see _two_columns for where they lie
+                vector, place = divmod(n, 2 * QUADS)
+                half, place = divmod(place, QUADS)
+                at = builder.add(b_rows[half], ir.Constant(i.type, vector * VECTOR_BYTES + place * REGISTER_BYTES))
+                columns, totals = load(builder, at, INT_QUAD, REGISTER_BYTES), sums[n * count : (n + 1) * count]
+                new += [add_matrix(builder, total, columns, pair) for total, pair in zip(totals, both, strict=True)]
+            sums = new
+        return sums
+
+    start = [ir.Constant(INT_QUAD, None)] * count
+    if dtype == "int8":
+        firsts = _first_sums(builder, s_rows)
+        start = [_alternating(builder, firsts[first], firsts[second]) for first, second in pairs]
+    times = ir.Constant(a_rows[0].type, PART_K[dtype] // STEP_K // REGISTER_STEPS)
+    sums = repeat(builder, times, step, start * (2 * quads))
+    return [_rows_of(builder, sums[2 * q * count : 2 * (q + 1) * count], len(a_rows)) for q in range(quads)]
+
+
+def _alternating(builder, first, second):
+    mask = ir.Constant(INT_QUAD, [0, QUAD, 0, QUAD])
+    return builder.shuffle_vector(broadcast(builder, first, QUAD), broadcast(builder, second, QUAD), mask)
+
+
+def _rows_of(builder, sums, rows: int):
+    """A quad's sums of each row: those of columns 0 and 1 with each pair of rows come first, then columns 2 and 3."""
+    pairs = len(sums) // 2
+    masks = [ir.Constant(INT_QUAD, list(range(first, 2 * QUAD, 2))) for first in (0, 1)]
+    found = [builder.shuffle_vector(sums[p], sums[pairs + p], masks[second]) for p in range(pairs) for second in (0, 1)]
+    return found[:rows]
+
+
+def _fold_int8(builder, sums, c_rows, s_rows, half, w_scales) -> None:
+    for r, (c_row, s_row) in enumerate(zip(c_rows, s_rows, strict=True)):
+        scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
+        places = [_at(builder, c_row, q * REGISTER_BYTES) for q in range(len(sums))]
+        totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
+        for q, at in enumerate(places):
+            store(builder, fma(builder, builder.sitofp(sums[q][r], FLOAT_QUAD), scale, totals[q]), at, 4)
+
+
+def _fold_int4(builder, sums, c_rows, s_rows, half, w_scales) -> None:
+    part = builder.add(builder.mul(half, ir.Constant(half.type, 4)), ir.Constant(half.type, 4))
+    for q, quad_sums in enumerate(sums):
+        w_quad = _at(builder, w_scales, q * QUAD * 2)
+        w_scale = _load_widened(builder, w_quad)
+        w_offset = _load_widened(builder, _at(builder, w_quad, WEIGHT_SCALES_BYTES // 2))
+        places = [_at(builder, c_row, q * REGISTER_BYTES) for c_row in c_rows]
+        totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
+        for at, total, so_far, s_row in zip(places, quad_sums, totals, s_rows, strict=True):
+            scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
+            # The second of two numbers: LLVM would broadcast a single one as it loads it.
+            a_sum = lane(builder, load_register(builder, builder.add(s_row, part), FLOAT_QUAD, 8), 1)
+            scaled = builder.fmul(builder.sitofp(total, FLOAT_QUAD), scale)
+            store(builder, fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)), at, 4)
+
+
+def _at(builder, start, offset: int):
+    return builder.add(start, ir.Constant(start.type, offset))
+
+
+def _load_widened(builder, address):
+    halves = load(builder, address, ir.VectorType(I16, QUAD), 8)
+    return builder.bitcast(builder.shl(builder.zext(halves, INT_QUAD), _all(INT_QUAD, 16)), FLOAT_QUAD)

@@ -1,0 +1,43 @@
+"""Which of the table's rows an ARM CPU gets, by LLVM's name of it, without such a CPU."""
+
+import pytest
+from llvmlite import binding
+
+from tinygpt.kernels.cpu.arm_features import arm_features
+from tinygpt.kernels.cpu.simd.targets import choose
+
+LINUX, MACOS = "aarch64-unknown-linux-gnu", "arm64-apple-darwin24"
+NEWER, NEW, OLD = "NEON BF16 I8MM", "NEON DotProd", "NEON"
+
+
+@pytest.fixture(autouse=True)
+def _code_generator():
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    try:
+        binding.Target.from_triple(LINUX)
+    except RuntimeError:
+        pytest.skip("this llvmlite compiles for no ARM CPU")
+
+
+@pytest.mark.parametrize(
+    ("triple", "cpu", "features", "expected"),
+    [
+        (LINUX, "neoverse-v1", "", NEWER),
+        (LINUX, "neoverse-v2", "", NEWER),
+        (LINUX, "neoverse-n2", "", NEWER),
+        (MACOS, "apple-m2", "", NEWER),
+        (MACOS, "apple-m4", "", NEWER),
+        (MACOS, "apple-m1", "", NEW),
+        (LINUX, "neoverse-n1", "", NEW),
+        (LINUX, "cortex-a76", "", NEW),
+        (LINUX, "cortex-a72", "", OLD),
+        (LINUX, "generic", "", OLD),
+        (LINUX, "generic", "+dotprod", NEW),
+        (LINUX, "generic", "+dotprod,+bf16,+i8mm", NEWER),
+        (LINUX, "neoverse-v2", "-bf16", NEW),
+        (MACOS, "apple-m2", "-i8mm", NEW),
+    ],
+)
+def test_a_cpu_by_its_name_and_what_is_added_or_taken_away(triple, cpu, features, expected):
+    assert choose(arm_features(triple, cpu, features).__contains__, cpu).name == expected
