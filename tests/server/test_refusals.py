@@ -2,6 +2,8 @@
 
 import http.client
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -201,6 +203,47 @@ def test_a_prompt_of_nothing_starts_at_the_beginning_where_it_is_said(server, ll
     schemas = server.ask("/openapi.json").json["components"]["schemas"]
     forms = ("CompletionRequest", "GenerateRequest", "ContinuationsRequest")
     assert all("prompt" in schemas[form]["required"] for form in forms)
+
+
+def test_a_refusal_allows_the_numbers_that_the_description_does(server):
+    """What true is given for, which is no number anywhere: the sentence has the bounds of /openapi.json, and no other."""
+    document, checked = server.ask("/openapi.json").json, set()
+    schemas = document["components"]["schemas"]
+    for path, methods in document["paths"].items():
+        if "requestBody" not in methods.get("post", {}):
+            continue
+        content = methods["post"]["requestBody"]["content"]["application/json"]
+        example, form = content["examples"]["usual"]["value"], schemas[content["schema"]["$ref"].rpartition("/")[2]]
+        for field, schema in form["properties"].items():
+            for value, bounds in no_numbers(schema, schemas):
+                sentence = server.ask(path, example | {field: value}).error["message"]
+                allowed = sentence.partition(" and must be ")[2].rstrip(".")
+                found = re.findall(r"(?<![\w.])-?\d[\d.e+]*", allowed)
+                assert "is true and must be a" in sentence, (path, field)
+                assert [*map(float, found)] == [*map(float, bounds)], (path, field, sentence)
+                checked.add(field)
+    assert {"n", "seed", "logit_bias", "logprobs", "top_logprobs", "stop_token_ids", "bad_words_ids"} <= checked
+    assert {"tokens", "max_tokens", "top_p", "max_time", "repetition_detection", "dimensions"} <= checked
+
+
+def no_numbers(schema: dict[str, Any], schemas: dict[str, Any]) -> Iterator[tuple[Any, list[float]]]:
+    """Values with true in place of a number, and the bounds that this number has. A description stands for its field's
+    bounds where there is one."""
+    if "description" in schema:
+        return
+    if "$ref" in schema:
+        yield from no_numbers(schemas[schema["$ref"].rpartition("/")[2]], schemas)
+    for option in schema.get("anyOf", ()):
+        yield from no_numbers(option, schemas)
+    if schema.get("type") in ("integer", "number"):
+        names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        yield True, [schema[name] for name in names if name in schema]
+    inside = [*schema.get("properties", {}).items(), ("7", schema.get("additionalProperties"))]
+    for name, inner in inside:
+        if isinstance(inner, dict):
+            yield from (({name: value}, bounds) for value, bounds in no_numbers(inner, schemas))
+    if "items" in schema:
+        yield from (([value], bounds) for value, bounds in no_numbers(schema["items"], schemas))
 
 
 @pytest.mark.parametrize(

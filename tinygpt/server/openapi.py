@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 
 import tinygpt
 from tinygpt.server.protocol.chat import ChatCompletion, ChatRequest
@@ -13,6 +12,7 @@ from tinygpt.server.protocol.completions import Completion, CompletionRequest
 from tinygpt.server.protocol.embeddings import EmbeddingRequest, Embeddings
 from tinygpt.server.protocol.generate import Generated, GenerateRequest
 from tinygpt.server.protocol.models import Deleted, Health, ModelCard, ModelList, Version
+from tinygpt.server.protocol.schemas import REF, schemas_of
 from tinygpt.server.protocol.scores import ContinuationsRequest, ScoredContinuations, ScoreRequest, Scores
 from tinygpt.server.protocol.tokens import (
     DetokenizeReply,
@@ -24,7 +24,6 @@ from tinygpt.server.protocol.tokens import (
 from tinygpt.server.state import ServerState
 from tinygpt.server.transport.security import OPEN_PATHS
 
-REF = "#/components/schemas/{model}"
 STATUSES = {
     400: "the request is not possible; the message says why",
     401: "no key, or a wrong one",
@@ -145,10 +144,7 @@ OPERATIONS = (
 
 def document(state: ServerState) -> dict[str, Any]:
     models = [model for operation in OPERATIONS for model in (operation.form, operation.reply) if model is not None]
-    modes = [(model, "validation") for model in dict.fromkeys([*models, ErrorReply])]
-    _, found = models_json_schema(modes, ref_template=REF)
-    components: dict[str, Any] = {"schemas": found["$defs"]}
-    _fill_in(components["schemas"], state)
+    components: dict[str, Any] = {"schemas": schemas_of(dict.fromkeys([*models, ErrorReply]), state.limits)}
     if state.config.api_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths: dict[str, Any] = {}
@@ -156,13 +152,6 @@ def document(state: ServerState) -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, state)
     info = {"title": "tinygpt", "version": tinygpt.__version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
-
-
-def _fill_in(schemas: dict[str, Any], state: ServerState) -> None:
-    """What this server's model knows."""
-    schemas["TokenId"]["maximum"] = state.llm.config.vocab_size - 1
-    schemas["ModelName"]["enum"] = list(state.config.served_model_names)
-    schemas["NumLogprobs"]["maximum"] = state.config.max_logprobs
 
 
 def _described(operation: Operation, state: ServerState) -> dict[str, Any]:

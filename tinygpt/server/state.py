@@ -18,6 +18,7 @@ from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.config import ServerConfig
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.protocol.fields import build_models
+from tinygpt.server.protocol.schemas import ModelLimits
 from tinygpt.server.record import record_of
 from tinygpt.server.refusals.errors import ApiError
 from tinygpt.server.replies.token_names import TokenNames
@@ -34,6 +35,7 @@ class ServerState:
 
     def __init__(self, llm: LLM, config: ServerConfig, started: int):
         self.llm, self.config, self.started = llm, config, started
+        self.limits = ModelLimits(config.served_model_names, llm.config.vocab_size - 1, config.max_logprobs)
         self.metrics = Metrics(llm, self.model_name)
         self.unbuilt_models = build_models()  # one at a turn, in the loop; who needs them takes all that are left
         self.is_draining = False
@@ -143,7 +145,7 @@ class ServerState:
             raise ApiError(400, f"{field} is {count}, and this server gives at most {self.config.max_logprobs}.", field)
 
     def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
-        highest = self.llm.config.vocab_size - 1
+        highest = self.limits.max_token_id
         if max(token_ids, default=0) > highest:
             message = f"{field} holds {max(token_ids)}, which is outside the vocabulary of ids 0 to {highest}."
             raise ApiError(400, message, field)

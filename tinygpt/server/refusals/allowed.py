@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from tinygpt.server.protocol.fields import Strict
+from tinygpt.server.protocol.schemas import ModelLimits, Schema, schemas_of
 
-Schema = dict[str, Any]
+Schemas = dict[str, Schema]  # by name
 KEY = "[key]"  # as part of a path: an object's names themselves
 _LIMITS = {
     "minimum": "of at least {}",
@@ -17,36 +18,36 @@ _LIMITS = {
 }
 
 
-def allowed_at(form: type[Strict], path: Sequence[str | int]) -> str:
+def allowed_at(form: type[Strict], path: Sequence[str | int], limits: ModelLimits) -> str:
     """What may stand there, as in "a whole number from 1 to 128". path: names of fields, and positions in lists."""
-    whole = _schema(form)
-    found = [whole]
+    schemas = _schemas(form, limits)
+    found = [schemas[form.__name__]]
     for part in path:
-        found = [inner for schema in found for inner in _inside(schema, part, whole)]
-    return _either(dict.fromkeys(_words(schema, whole) for schema in found)) or "of another type"
+        found = [inner for schema in found for inner in _inside(schema, part, schemas)]
+    return _either(dict.fromkeys(_words(schema, schemas) for schema in found)) or "of another type"
 
 
-@cache
-def _schema(form: type[Strict]) -> Schema:
-    return form.model_json_schema()
+@lru_cache(maxsize=64)  # forms
+def _schemas(form: type[Strict], limits: ModelLimits) -> Schemas:
+    return schemas_of([form], limits)
 
 
-def _options(schema: Schema, whole: Schema) -> Iterator[Schema]:
+def _options(schema: Schema, schemas: Schemas) -> Iterator[Schema]:
     """The types that a value may have, null left out: a field that is null is as if it were not there."""
     if "$ref" in schema:
-        yield from _options(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
+        yield from _options(schemas[schema["$ref"].rpartition("/")[2]], schemas)
     elif "anyOf" in schema:
         for option in schema["anyOf"]:
-            yield from _options(option, whole)
+            yield from _options(option, schemas)
     elif schema.get("type") != "null":
         yield schema
 
 
-def _inside(schema: Schema, part: str | int, whole: Schema) -> Iterator[Schema]:
-    for option in _options(schema, whole):
+def _inside(schema: Schema, part: str | int, schemas: Schemas) -> Iterator[Schema]:
+    for option in _options(schema, schemas):
         if "oneOf" in option:
             for kind in option["oneOf"]:
-                yield from _inside(kind, part, whole)
+                yield from _inside(kind, part, schemas)
         elif part == KEY:
             yield {"type": "string", **option.get("propertyNames", {})}
         elif isinstance(part, int):
@@ -56,13 +57,13 @@ def _inside(schema: Schema, part: str | int, whole: Schema) -> Iterator[Schema]:
             yield from [inner] if isinstance(inner, dict) else []
 
 
-def _words(schema: Schema, whole: Schema) -> str:
+def _words(schema: Schema, schemas: Schemas) -> str:
     if "description" in schema:
         return schema["description"]
-    return _either(dict.fromkeys(_words_of_one(option, whole) for option in _options(schema, whole)))
+    return _either(dict.fromkeys(_words_of_one(option, schemas) for option in _options(schema, schemas)))
 
 
-def _words_of_one(schema: Schema, whole: Schema) -> str:
+def _words_of_one(schema: Schema, schemas: Schemas) -> str:
     if "const" in schema or "enum" in schema:
         return _either(map(json.dumps, schema.get("enum") or [schema["const"]]))
     if "discriminator" in schema:
@@ -79,7 +80,7 @@ def _words_of_one(schema: Schema, whole: Schema) -> str:
             return "a text" + _size(schema.get("minLength"), schema.get("maxLength"), " characters")
         case "array":
             size = _size(schema.get("minItems"), schema.get("maxItems"), "")
-            return f"a list{size}, each {_words(schema['items'], whole)}"
+            return f"a list{size}, each {_words(schema['items'], schemas)}"
         case _:
             *others, last = schema.get("properties") or [""]
             return f"an object with {', '.join(others)} and {last}" if others else "an object"

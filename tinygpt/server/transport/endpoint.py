@@ -35,7 +35,7 @@ class Endpoint(Generic[Form]):
             body = await self._state.unless_stopped(read_body(request, self._state.config.max_body_bytes))
             record_of(request).num_bytes = len(body)
             deque(self._state.unbuilt_models, maxlen=0)
-            form = await beside(len(body), read_form, self._form, body)
+            form = await beside(len(body), read_form, self._form, self._state.limits, body)
             await while_connected(receive, self._answer(request, form, scope, receive, send))
 
     async def _answer(self, request: Request, form: Form, scope: Scope, receive: Receive, send: Send) -> None:

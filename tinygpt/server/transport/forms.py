@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from tinygpt.server.protocol.fields import Strict
+from tinygpt.server.protocol.schemas import ModelLimits
 from tinygpt.server.refusals.allowed import KEY, allowed_at
 from tinygpt.server.refusals.errors import ApiError
 from tinygpt.server.refusals.unknown_fields import hint_for
@@ -16,7 +17,7 @@ SHOWN = 100  # characters of what a client has made up
 OF_KIND = ("union_tag_invalid", "union_tag_not_found")  # pydantic's errors about the field that says which kind it is
 
 
-def read_form(form: type[Form], body: bytes) -> Form:
+def read_form(form: type[Form], limits: ModelLimits, body: bytes) -> Form:
     """ApiError at the first thing that is wrong. Of a name that is given twice, the last value counts."""
     given = _read_json(body)
     if not isinstance(given, dict):
@@ -24,7 +25,7 @@ def read_form(form: type[Form], body: bytes) -> Form:
     try:
         return form.model_validate(given)
     except ValidationError as error:
-        raise _refusal(error, form, given) from None
+        raise _refusal(error, form, limits, given) from None
 
 
 def _read_json(body: bytes) -> Any:
@@ -51,7 +52,7 @@ def _half_a_character(body: bytes) -> str | None:
     return None
 
 
-def _refusal(error: ValidationError, form: type[Strict], given: dict[str, Any]) -> ApiError:
+def _refusal(error: ValidationError, form: type[Strict], limits: ModelLimits, given: dict[str, Any]) -> ApiError:
     """What is wrong with the first field that is; what is missing comes last, as it may be there by a wrong name.
 
     The protocol keeps the list of errors short.
@@ -64,9 +65,9 @@ def _refusal(error: ValidationError, form: type[Strict], given: dict[str, Any]) 
         hint = hint_for(name, form) if len(path) == 1 else None
         return ApiError(400, f"unrecognized request argument: {written}{f' ({hint})' if hint else ''}.", name)
     if first["loc"][-1] == KEY:
-        allowed = allowed_at(form, [*path[:-1], KEY])
+        allowed = allowed_at(form, [*path[:-1], KEY], limits)
         return ApiError(400, f"{name} has the key {_shown(path[-1])}, and a key must be {allowed}.", name)
-    allowed = allowed_at(form, path)
+    allowed = allowed_at(form, path, limits)
     if _is_missing(path, given):
         return ApiError(400, f"{written} is missing: give {allowed}.", name)
     return ApiError(400, f"{written} is {_shown(_at(path, given))} and must be {allowed}.", name)
