@@ -143,6 +143,15 @@ def test_a_model_that_a_field_sets_apart_from_gpt2_is_refused_by_the_field():
         check_cut(Layout(2), ModelConfig(embed_dim=512, num_experts=4), "float32", "cpu")
 
 
+@pytest.mark.parametrize(("field", "value"), [("positions", "rotary"), ("norm_placement", "sandwich")])
+def test_a_value_that_no_ranks_have_run_is_refused_by_the_field(field, value):
+    """A field that ranks know may learn a value that they do not."""
+    for known in {"positions": ("learned", "alibi"), "norm_placement": ("pre", "post")}[field]:
+        check_cut(Layout(2), ModelConfig(**{field: known}), "float32", "cpu")
+    with pytest.raises(RequestError, match=f"this model's {field} is '{value}', which several ranks cannot run"):
+        check_cut(Layout(2), ModelConfig(**{field: value}), "float32", "cpu")
+
+
 @pytest.mark.parametrize("sizes", [(0, 1), (5, 1), (True, 2), ("2", 1), (1, -1), (1, 2.0)])
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(RequestError, match="must be a whole number from 1 to"):

@@ -206,7 +206,7 @@ def test_a_prompt_of_nothing_starts_at_the_beginning_where_it_is_said(server, ll
 
 
 def test_a_refusal_allows_the_numbers_that_the_description_does(server):
-    """What true is given for, which is no number anywhere: the sentence has the bounds of /openapi.json, and no other."""
+    """True, which is no number anywhere, is refused in a sentence with the bounds of /openapi.json, and no others."""
     document, checked = server.ask("/openapi.json").json, set()
     schemas = document["components"]["schemas"]
     for path, methods in document["paths"].items():

@@ -8,13 +8,16 @@ from tinygpt.errors import RequestError
 from tinygpt.kernels.cpu.rank import Part, can_share, part_of
 from tinygpt.parallel.layout import Layout
 
-# Fields of ModelConfig that ranks know. What another one adds to a model would have to be cut, too.
+# Fields of ModelConfig that ranks know, whatever their value: sizes, switches, and what each rank does alike. What
+# another one adds to a model would have to be cut, too.
 KNOWN = {
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "tie_word_embeddings"),
     *("activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_ids"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
-    *("norm_placement", "positions", "embed_norm", "final_norm"),
+    *("embed_norm", "final_norm"),
 }
+# Those of which ranks know these values, each of which tests have run on several.
+KNOWN_VALUES = {"norm_placement": ("pre", "post"), "positions": ("learned", "alibi")}
 
 
 def part_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> Part:
@@ -31,12 +34,16 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
             f"device is {device!r}, tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is "
             f"{layout.pipeline_size}: ranks compute on the CPU alone, so leave device at 'cpu', or both sizes at 1."
         )
-    unknown = [field for field in fields(config) if field.name not in KNOWN]
-    unlike = [field.name for field in unknown if getattr(config, field.name) != field.default]
+    unlike = {
+        field.name: value
+        for field in fields(config)
+        if field.name not in KNOWN
+        and (value := getattr(config, field.name)) not in KNOWN_VALUES.get(field.name, (field.default,))
+    }
     if unlike:
         raise RequestError(
-            f"this model's {', '.join(f'{name} is {getattr(config, name)!r}' for name in unlike)}, which several ranks "
-            f"cannot run: leave tensor_parallel_size and pipeline_parallel_size at 1."
+            f"this model's {', '.join(f'{name} is {value!r}' for name, value in unlike.items())}, which several ranks "
+            "cannot run: leave tensor_parallel_size and pipeline_parallel_size at 1."
         )
     if layout.pipeline_size > config.n_layer:
         raise RequestError(

@@ -57,6 +57,18 @@ class Lead:
             yield
             self.is_between_orders = True
 
+    def tell(self, order: Order, *numbers: int, batch: Batch | None = None) -> None:
+        """Let the others know what comes next, and with what."""
+        if batch is None:
+            put_numbers(self.plan, order, *numbers)
+        else:
+            put_batch(self.plan, order, batch)
+        self.world.broadcast(self.plan)
+
+    def forget_model(self) -> None:
+        """The others wait for the next one."""
+        self.plan, self.model_is_open = np.zeros(NO_PLAN, np.int32), False
+
     def end(self) -> None:
         """Let the others end, at the end of this process."""
         if os.getpid() != self.process:
@@ -64,11 +76,9 @@ class Lead:
         if not self.is_between_orders:
             self.world.abort(1)
         if self.model_is_open:
-            put_numbers(self.plan, Order.CLOSE)
-            self.world.broadcast(self.plan)
-        plan = np.zeros(NO_PLAN, np.int32)
-        put_numbers(plan, Order.END)
-        self.world.broadcast(plan)
+            self.tell(Order.CLOSE)
+            self.forget_model()
+        self.tell(Order.END)
         self.is_between_orders = False
         atexit.unregister(self.end)
 
@@ -86,8 +96,7 @@ class ParallelRunner(ModelRunner):
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
         self._workspace, self._kv_cache, self._file = None, None, source.file
         with lead.order():
-            put_numbers(lead.plan, Order.OPEN)
-            lead.world.broadcast(lead.plan)
+            lead.tell(Order.OPEN)
             lead.world.broadcast_object(opening)
             loaded = load_together(lead.world, opening, source)
         if not isinstance(loaded, RankModel):
@@ -96,15 +105,14 @@ class ParallelRunner(ModelRunner):
         lead.plan, lead.model_is_open = np.zeros(plan_size(opening.sizes), np.int32), True
 
     def forward(self, batch: Batch) -> Any:
-        return self._ordered(lambda plan: put_batch(plan, Order.FORWARD, batch), lambda model: model.forward(batch))
+        return self._ordered(lambda model: model.forward(batch), Order.FORWARD, batch=batch)
 
     def steps_at_once(self, num_sequences: int) -> int:
         return GROUP_STEPS if self._stages > 1 and num_sequences >= self._stages * LEAST_GROUP else 1
 
     def multi_step(self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int) -> np.ndarray:
         def begin(model: RankModel, group: Batch, first_row: int) -> Callable[[], np.ndarray]:
-            put_batch(self._lead.plan, Order.FORWARD, group)
-            self._lead.world.broadcast(self._lead.plan)
+            self._lead.tell(Order.FORWARD, batch=group)
             return model.begin(group, first_row)
 
         def choose(logits: np.ndarray, rows: slice, step: int) -> np.ndarray:
@@ -115,22 +123,22 @@ class ParallelRunner(ModelRunner):
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return self._ordered(lambda plan: put_batch(plan, Order.TRACE, batch), lambda model: model.trace(batch))
+        return self._ordered(lambda model: model.trace(batch), Order.TRACE, batch=batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         numbers = source_slot, target_slot, start, stop
-        self._ordered(lambda plan: put_numbers(plan, Order.COPY, *numbers), lambda m: m.copy_positions(*numbers))
+        self._ordered(lambda model: model.copy_positions(*numbers), Order.COPY, *numbers)
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         numbers = slot, start, stop
-        return self._ordered(lambda plan: put_numbers(plan, Order.READ, *numbers), lambda m: m.read_positions(*numbers))
+        return self._ordered(lambda model: model.read_positions(*numbers), Order.READ, *numbers)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
         def write(model: RankModel) -> None:
             self._lead.world.broadcast_object((keys, values))
             model.write_positions(slot, start, keys, values)
 
-        self._ordered(lambda plan: put_numbers(plan, Order.WRITE, slot, start), write)
+        self._ordered(write, Order.WRITE, slot, start)
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -144,14 +152,12 @@ class ParallelRunner(ModelRunner):
         self._params, lead = None, self._lead
         if lead.is_between_orders and lead.model_is_open:
             with lead.order():
-                put_numbers(lead.plan, Order.CLOSE)
-                lead.world.broadcast(lead.plan)
-        lead.plan, lead.model_is_open = np.zeros(NO_PLAN, np.int32), False
+                lead.tell(Order.CLOSE)
+        lead.forget_model()
 
-    def _ordered(self, put: Callable[[np.ndarray], None], do: Callable[[RankModel], Any]) -> Any:
+    def _ordered(self, do: Callable[[RankModel], Any], order: Order, *numbers: int, batch: Batch | None = None) -> Any:
         with self._one_order() as model:
-            put(self._lead.plan)
-            self._lead.world.broadcast(self._lead.plan)
+            self._lead.tell(order, *numbers, batch=batch)
             return do(model)
 
     @contextmanager
