@@ -141,8 +141,8 @@ class ServerState:
             )
 
     def check_num_logprobs(self, field: str, count: int | None) -> None:
-        if count is not None and count > self.config.max_logprobs:
-            raise ApiError(400, f"{field} is {count}, and this server gives at most {self.config.max_logprobs}.", field)
+        if count is not None and count > self.limits.max_logprobs:
+            raise ApiError(400, f"{field} is {count}, and this server gives at most {self.limits.max_logprobs}.", field)
 
     def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
         highest = self.limits.max_token_id

@@ -47,11 +47,20 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def queue_full(message: str) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+
+
+def bug_body() -> dict[str, Any]:
+    """Of what nobody has refused: no client is told what went wrong inside."""
+    return error_body(500, "internal error: the server's log says more.")
+
+
 def from_engine(error: TinyGPTError, form: Strict) -> ApiError:
     """What the engine refuses of a request."""
     message, name = for_client(str(error), form)
     if isinstance(error, QueueFullError):
-        return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+        return queue_full(message)
     return ApiError(400, message, param=name)
 
 
@@ -80,4 +89,4 @@ def _no_method(request: Request, error: HTTPException) -> str:
 
 
 async def answer_bug(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse(error_body(500, "internal error: the server's log says more."), 500)
+    return JSONResponse(bug_body(), 500)

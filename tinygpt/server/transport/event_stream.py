@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.server.refusals.errors import ApiError, error_body
+from tinygpt.server.refusals.errors import ApiError, bug_body, error_body
 
 log = logging.getLogger("tinygpt.server")
 PING_SECONDS = 15.0  # without an event, after which proxies and clients are told that there is still somebody
@@ -103,4 +103,4 @@ def _error_event(error: Exception) -> bytes:
     if isinstance(error, TinyGPTError):
         return event(error_body(500, str(error)))
     log.error("a stream was ended by a bug", exc_info=error)
-    return event(error_body(500, "internal error: the server's log says more."))
+    return event(bug_body())

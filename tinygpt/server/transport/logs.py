@@ -5,8 +5,6 @@ import logging
 import sys
 import time
 
-FORMATS = ("text", "json")
-
 
 def configure_logging(form: str) -> None:
     """Write what tinygpt.server and uvicorn log to stderr."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from tinygpt.server.refusals.errors import ApiError
+from tinygpt.server.refusals.errors import queue_full
 from tinygpt.server.work.threads import in_thread
 
 Result = TypeVar("Result")
@@ -24,7 +24,7 @@ class Turns:
     async def run(self, pieces: Iterable[Callable[[], Result]]) -> list[Result]:
         """Their results. ApiError if too many wait already."""
         if self._num_waiting >= self._max_waiting:
-            raise ApiError(429, "too many requests are waiting.", code="queue_full", headers={"retry-after": "1"})
+            raise queue_full("too many requests are waiting.")
         self._num_waiting += 1
         try:
             return [await self._run_one(piece) for piece in pieces]
