@@ -1,7 +1,7 @@
 """Predict, before hosts are rented, what a model would do on them: memory, tokens per second, and what goes between.
 
     python scripts/plan_cluster.py openai-community/gpt2-xl --dtype bfloat16 --hosts 1 2 4 8 --latency 30 --bandwidth 10
-    python scripts/plan_cluster.py random:124M --check 1 2      # predicted beside measured, with ranks of this machine
+    python scripts/plan_cluster.py random:124M --check 1 2 4    # predicted beside measured, with ranks of this machine
 
 Each host is taken to be like this machine, whose memory bandwidth and tiles are measured, and runs one rank with all
 its cores; --latency is that of a message in microseconds, --bandwidth what goes between two hosts in GBit/s. A step of
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from tinygpt.bench.machine_limits import MachineLimits, measure_limits
@@ -29,11 +30,12 @@ from tinygpt.bench.work import (
     model_bytes,
 )
 from tinygpt.config import ModelConfig
+from tinygpt.errors import how_to_install
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import physical_cores
 from tinygpt.parallel.cut import part_of_rank
-from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.layout import MAX_TENSOR_SIZE, Layout
 from tinygpt.parallel.runner import GROUP_STEPS, LEAST_GROUP
 
 FLOAT, GIB = 4, 2**30  # bytes
@@ -168,8 +170,7 @@ def check(args: argparse.Namespace, config: ModelConfig, dtype: str, load: Load)
     One rank says what share of the limits a step reaches, so its own prediction is none.
     """
     cores, is_right = physical_cores(), True
-    if args.check[0] != 1:
-        raise SystemExit(f"--check begins with {args.check[0]}: begin with 1, by which the others are predicted.")
+    _refuse_what_cannot_be_checked(args.check)
     limits = measure_limits(dtype, cores)
     print("\n| ranks of this machine | predicted ms | measured ms | off by |\n|---|---|---|---|")
     for ranks in args.check:
@@ -188,6 +189,16 @@ def check(args: argparse.Namespace, config: ModelConfig, dtype: str, load: Load)
         is_right = is_right and abs(off) <= ALLOWED
         print(f"| {ranks} | {predicted * 1e3:.2f} | {measured * 1e3:.2f} | {off:+.0%} |")
     return is_right
+
+
+def _refuse_what_cannot_be_checked(ranks: list[int]) -> None:
+    """Before any work."""
+    if ranks[0] != 1:
+        raise SystemExit(f"--check begins with {ranks[0]}: begin with 1, by which the others are predicted.")
+    if not all(1 <= each <= MAX_TENSOR_SIZE for each in ranks):
+        raise SystemExit(f"--check has {' '.join(map(str, ranks))}: give numbers from 1 to {MAX_TENSOR_SIZE}.")
+    if max(ranks) > 1 and find_spec("mpi4py") is None:
+        raise SystemExit(f"--check of several ranks needs mpi4py, which comes with: {how_to_install('mpi')}.")
 
 
 def seconds_of_ranks(model: str, dtype: str, load: Load, ranks: int, threads: int) -> float:

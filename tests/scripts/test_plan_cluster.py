@@ -65,6 +65,7 @@ def test_every_way_to_use_four_hosts():
 def test_a_check_fails_by_predictions_that_are_off_and_not_by_what_was_not_tried(monkeypatch, capsys, of_two, status):
     """Two ranks share what one has, and so are to take as long."""
     seconds = {1: 1.0, 2: of_two}
+    monkeypatch.setattr(plan_cluster, "find_spec", lambda name: name)
     monkeypatch.setattr(plan_cluster, "physical_cores", lambda: 2)
     monkeypatch.setattr(plan_cluster, "measure_limits", lambda dtype, threads: LIMITS)
     monkeypatch.setattr(plan_cluster, "local_latency", lambda ranks: 1e-6)
@@ -77,7 +78,17 @@ def test_a_check_fails_by_predictions_that_are_off_and_not_by_what_was_not_tried
     assert "4 ranks would wait for one another's turn on 2 cores" in four
 
 
-def test_a_check_begins_with_one_rank(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", "2", "4"])
-    with pytest.raises(SystemExit, match="--check begins with 2: begin with 1"):
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ("2 4", "--check begins with 2: begin with 1"),
+        ("1 8", "--check has 1 8: give numbers from 1 to 4."),
+        ("1 2", "--check of several ranks needs mpi4py, which comes with: pip install"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused_before_anything_is_measured(monkeypatch, ranks, said):
+    monkeypatch.setattr(plan_cluster, "measure_limits", None)
+    monkeypatch.setattr(plan_cluster, "find_spec", lambda name: None)  # no mpi4py
+    monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", *ranks.split()])
+    with pytest.raises(SystemExit, match=said):
         plan_cluster.main()
