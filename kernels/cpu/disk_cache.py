@@ -12,6 +12,7 @@ from typing import Any
 
 from numba.core import sigutils
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from tinygpt.kernels.kernel_files import KernelFiles
@@ -28,7 +29,8 @@ class DiskCache:
 
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
         """The compiled function for arguments of these types, or None."""
-        target_context.refresh()  # as Numba's does: what comes from the disk meets a context that is ready
+        # What compiled code calls. Numba's cache fills the registries too, which a compiler alone asks, and fills them.
+        rtsys.initialize(target_context)
         name = self._name(signature, target_context.codegen())
         if name is None:
             return None

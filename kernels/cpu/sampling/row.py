@@ -11,7 +11,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 
 from tinygpt.kernels.cpu.jit import inline, kernel
 
@@ -145,6 +144,8 @@ def _partial_sums(typingctx):
     array = types.Array(types.float64, 1, "C")
 
     def codegen(context, builder, signature, args):
+        from numba.np.arrayobj import populate_array  # see vector_ir.py
+
         result, size = context.make_array(array)(context, builder), context.get_constant(types.intp, PARTIAL_SUMS)
         data, itemsize = (
             cgutils.alloca_once(builder, ir.DoubleType(), PARTIAL_SUMS),

@@ -4,7 +4,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 
 F32, I32, I16, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 LANES = 16
@@ -169,6 +168,8 @@ def _make_view(dtype):
     @intrinsic
     def view(typingctx, address, n):
         def codegen(context, builder, signature, args):
+            from numba.np.arrayobj import populate_array  # which none needs that comes from the disk
+
             result = context.make_array(array)(context, builder)
             itemsize = context.get_constant(types.intp, dtype.bitwidth // 8)
             data = builder.inttoptr(args[0], context.get_data_type(dtype).as_pointer())

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from numba.core import caching, compiler
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime import rtsys
 
 from support.compiled import compiled_kernels
 from support.paths import ROOT
@@ -43,6 +44,17 @@ from support.compiled import compiled_kernels
 with compiled_kernels() as compiled:
     import tiny
     print(tiny.triple(4), len(compiled.names))
+"""
+
+# Prints a kernel's result, and whether Numba has filled its registries by then; and the same of another kernel's.
+FILLED = """
+from numba.core.cpu import CPUContext
+fill, filled = CPUContext.load_additional_registries, []
+CPUContext.load_additional_registries = lambda context: filled.append(fill(context))
+from support.compiled import compiled_kernels
+with compiled_kernels():
+    from arrays import ones, tens
+    print(ones(3).sum(), bool(filled), tens(3).sum() if {both} else None, bool(filled))
 """
 
 
@@ -170,6 +182,19 @@ def test_two_processes_that_compile_at_once_agree(folder):
     assert run(folder) == "15 0"
 
 
+def test_a_kernel_of_an_earlier_run_waits_for_nothing_that_only_compiling_takes(folder):
+    """Numba's registries, which are a tenth of a short run. What is compiled behind it has them all the same."""
+    functions = [
+        f"@jit\ndef {name}(n):\n    return np.full(n, {value})\n" for name, value in (("ones", 1), ("tens", 10))
+    ]
+    (folder / "arrays.py").write_text(
+        "\n".join(["import numpy as np\nfrom tinygpt.kernels.cpu.jit import jit", *functions])
+    )
+    assert run(folder, FILLED.format(both=False)) == "3 True None True"
+    assert run(folder, FILLED.format(both=True)) == "3 False 30 True"
+    assert run(folder, FILLED.format(both=True)) == "3 False 30 False"
+
+
 def test_a_changed_source_is_compiled_anew(folder):
     """Here one outside of the package, whose sources name the folder."""
     assert run(folder) == "15 1"
@@ -284,4 +309,5 @@ def test_numba_has_what_the_cache_is_made_of():
     assert asked <= {*dir(DiskCache)}, f"Numba asks more of a cache: {asked - {*dir(DiskCache)}}"
     assert {"_reduce", "_rebuild"} <= {*dir(compiler.CompileResult)}, "Numba takes compiled functions apart otherwise"
     assert plain.targetctx.codegen().magic_tuple(), "Numba describes the machine otherwise"
+    assert callable(rtsys.initialize), "Numba starts what compiled code calls otherwise"
     assert ours.stats.cache_path == str(jit.cache_folder().path), "Numba asks its cache for nothing"
