@@ -7,6 +7,8 @@ A step is a hundred functions, up to eight deep, of which Python calls one.
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, CompileResult, DefaultPassBuilder
 
+from tinygpt.kernels.compiling import ANNOUNCER
+
 
 class PartCompiler(CompilerBase):
     """What Numba takes as `pipeline_class`: its own passes, up to what a caller needs."""
@@ -18,6 +20,7 @@ class PartCompiler(CompilerBase):
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
 
     def compile_extra(self, func) -> CompileResult:
+        ANNOUNCER.part(func.__name__)
         result, key = super().compile_extra(func), [].append  # to find it by: Numba wants a built-in function
         self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
         return result._replace(entry_point=key)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numba.core.codegen import JITCodeLibrary
 
+from support.compiled import compiled_kernels
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 
@@ -67,6 +68,20 @@ def test_only_what_python_calls_becomes_machine_code(made):
         assert made == ["twelve_times"]
     assert nine_times(np.int32(2)) == 18  # Python may call each
     assert made == ["twelve_times", "nine_times"]
+
+
+def test_each_part_is_told_once_for_each_type_while_its_kernel_compiles():
+    twelve_times, nine_times = new_kernels()
+    with compiled_kernels() as compiled:
+        twelve_times(Metres(2.0))
+        assert (compiled.names, compiled.parts) == (["twelve_times"], ["as_it_is", "nine_times", "thrice"])
+        twelve_times(Feet(20.0))
+        assert compiled.names == ["twelve_times"] * 2
+        assert compiled.parts[3:] == ["to_metres"]
+        nine_times(2.0)
+        nine_times(2.0)
+        assert compiled.names[2:] == ["nine_times"]
+        assert compiled.parts[4:] == []  # `thrice` is there
 
 
 def test_an_error_within_a_part_reaches_python():
