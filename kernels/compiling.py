@@ -1,7 +1,7 @@
 """Compiling kernels takes seconds: it is announced where it happens, and no time that is reported contains it.
 
-Each backend says here when a kernel begins and ends to compile, and when a thread waits for one. Nothing here knows a
-compiler.
+Each backend says here when a kernel begins and ends to compile, the CPU's when a part of it begins, and when a thread
+waits for one. Nothing here knows a compiler.
 """
 
 import logging
