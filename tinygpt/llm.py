@@ -39,7 +39,7 @@ class LLM:
         converted checkpoint was converted to, and float32 for any other.
     device: "cpu"; "cuda" (one NVIDIA GPU; float32, bfloat16 or int8 weights); or "reference" (NumPy, float64 inside,
         slow, float32 weights only).
-    threads: how many threads compute; None is one for each physical core.
+    threads: how many threads compute; None is one for each fast physical core.
     max_num_seqs: samples that run at once; more wait their turn.
     max_model_len: positions kept for each; None is the model's own n_positions. One with ALiBi can have more.
     kv_cache_dtype: "float32", "bfloat16", or "auto": float32 for float32 weights, bfloat16 for the others.

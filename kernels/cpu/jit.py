@@ -21,7 +21,7 @@ from tinygpt.kernels import compiling
 from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
 from tinygpt.kernels.cpu.arm_features import arm_features
 from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
-from tinygpt.kernels.cpu.parts import PartCompiler
+from tinygpt.kernels.cpu.parts import KernelCompiler, PartCompiler
 from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
 
 # NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
@@ -35,6 +35,7 @@ _HARMLESS = {
 _SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
 
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "no_cfunc_wrapper": True}
+KERNEL_OPTIONS = OPTIONS | {"pipeline_class": KernelCompiler}
 PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartCompiler}
 
 # A fork waits for the kernel that another thread compiles: the child would find Numba's lock taken for ever.
@@ -49,7 +50,9 @@ if hasattr(os, "register_at_fork"):
 def jit(function):
     """Compile a function on first call. It is at module level: a closure is compiled by every process.
 
-    Python calls a kernel, which is kept on the disk; where a kernel calls the function, it is a part of that one.
+    Python calls a kernel, which is kept on the disk; where a kernel calls the function, it is a part of that one. As a
+    part it may not call itself, nor have a block in object mode: Numba refuses both. Outside of this package a part
+    belongs into the file of its kernel: a change in another file is not noticed, and what lies on the disk is used.
 
     Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a float32, int8
     or int4 result has the same bits on every CPU, and a bfloat16 one but for denormals, which AVX-512's product of
@@ -60,10 +63,10 @@ def jit(function):
 
 
 def kernel(function):
-    """As `jit`, for what is called inside a step: it counts no references, and so cannot make an array.
+    """As `jit`, for what is called inside a step: it counts no references, and so makes no array.
 
     Numba would count one up and down for every array that a function is given. The counters are atomic and belong to
-    all threads: with a tile that takes 300 ns, its epilogue took 150.
+    all threads: with a tile that takes 300 ns, its epilogue took 150. An error that tells a value needs them, too.
     """
     return _kernel_or_part(function, _nrt=False)
 
@@ -75,7 +78,7 @@ def _kernel_or_part(function, **options):
 
 
 def _kernel(function, **options):
-    compiled = numba.njit(**OPTIONS, **options)(function)
+    compiled = numba.njit(**KERNEL_OPTIONS, **options)(function)
     compiled._cache = DiskCache(function, kernel_files)
     return compiled
 

@@ -47,6 +47,7 @@ def test_a_tile_multiplies_by_the_instruction_of_its_target(cpu, dtype):
         assert words & set(arm_tiles.PRODUCTS[dtype]) - {"bfmlalb"} == {expected}
 
 
+@pytest.mark.skipif(binding.llvm_version_info < (22,), reason="LLVM 15 and 20 keep some on the stack")
 @pytest.mark.parametrize("cpu", BY_CPU)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_tile_keeps_its_sums_in_registers(cpu, dtype):

@@ -38,7 +38,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "short": "-t",
         "type": whole_number,
         "metavar": "N",
-        "help": "threads that compute (default: one for each physical core)",
+        "help": "threads that compute (default: one for each fast physical core)",
     },
     "device": {
         "type": lowered("cpu", "cuda", "reference"),

@@ -14,7 +14,7 @@ ROOT = Path("/")  # of what Linux tells in files
 
 
 def thread_count(threads: Any = None) -> int:
-    """`threads` checked, or the number of physical cores this process may use. RequestError if impossible."""
+    """`threads` checked, or the number of fast cores this process may use. RequestError if impossible."""
     if threads is None:
         return physical_cores()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:

@@ -204,6 +204,36 @@ def test_a_changed_source_is_compiled_anew(folder):
     assert run(folder) == "72 1"
 
 
+ERRORS = """
+from tinygpt.kernels.cpu import jit
+
+@jit.jit
+def checked(x):
+    if x > 3:
+        raise ValueError("too much", x)
+    return x
+
+@jit.jit
+def triple(x):
+    return 3 * checked(x)
+"""
+RUN_ERRORS = """
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
+    import tiny
+    try:
+        tiny.triple(4)
+    except ValueError as error:
+        print(error, len(compiled.names))
+"""
+
+
+def test_a_part_has_what_it_needs_of_python_compiled_and_read(folder):
+    (folder / "tiny.py").write_text(ERRORS)
+    for compiled in (1, 0):
+        assert run(folder, RUN_ERRORS) == f"('too much', 4) {compiled}"
+
+
 def last_field(record):
     return record[-1]
 
