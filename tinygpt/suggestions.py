@@ -94,9 +94,6 @@ MEANT: dict[str, str] = {
 WITHOUT: dict[str, str] = {
     "it is so anyway: leave it out": "--use-cache --enable-prefix-caching --enable-chunked-prefill --no-cnv "
     "-no-cnv --no-conversation --single-turn -st --no-warmup --low-cpu-mem-usage --cont-batching -cb --mmap",
-    "stdout has the result alone: leave it out, or add 2> /dev/null": "--quiet -q --silent --log-disable --no-perf "
-    "--disable-log-stats --disable-log-requests --no-progress --disable-tqdm --color -co --simple-io",
-    "the log goes to stderr: give --debug, and redirect it by 2> FILE": "--log-file --logfile",
     "one device runs the whole model: leave it out": "--device-map --main-gpu -mg --split-mode -sm "
     "--tensor-split -ts --num-gpus",
     "the memory that is taken follows from the model, --max-num-seqs and --max-model-len: leave it out": "--swap-space "
@@ -111,13 +108,19 @@ WITHOUT: dict[str, str] = {
     "files of the Hub lie where the variable HF_HOME says": "--download-dir --cache-dir --hf-home",
     "the penalty counts the whole text: leave it out": "--repeat-last-n --repetition-context-size",
     "GPT-2 has no roles: write it at the beginning of the prompt": "--system-prompt -sys --system --sys --messages",
-    "type $'\\n' for an end of line, which the shell reads": "--escape -e",
-    "start the command with taskset or numactl": "--numa --cpu-mask --cpu-range --cpu-strict",
     "it is not implemented; --top-p, --min-p and --typical-p are": "--mirostat --mirostat-lr --mirostat-ent "
     "--top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dynatemp-range --dynatemp-exp "
     "--samplers --sampling-seq --penalty-alpha --top-a --tfs --tail-free --guidance-scale",
     "one process serves all clients: leave it out": "--num-workers --data-parallel-size -dp --reload",
     "start a proxy in front for TLS": "--ssl-keyfile --ssl-certfile --ssl",
+}
+# The same, where what to do instead helps on a command line alone.
+WITHOUT_IN_A_SHELL: dict[str, str] = {
+    "stdout has the result alone: leave it out, or add 2> /dev/null": "--quiet -q --silent --log-disable --no-perf "
+    "--disable-log-stats --disable-log-requests --no-progress --disable-tqdm --color -co --simple-io",
+    "the log goes to stderr: give --debug, and redirect it by 2> FILE": "--log-file --logfile",
+    "type $'\\n' for an end of line, which the shell reads": "--escape -e",
+    "start the command with taskset or numactl": "--numa --cpu-mask --cpu-range --cpu-strict",
     "give --interactive, which has :save and :load": "--prompt-cache --prompt-cache-all --session",
 }
 # Our precision -> names of those that others have and that it comes nearest to: PyTorch's, NumPy's, llama.cpp's.
@@ -127,8 +130,6 @@ DTYPES_MEANT = {
     "bfloat16": r"b?f(loat|p)?16|half",
     "float32": r"t?f(loat|p)?(32|64)?|single|double",
 }
-# Of those in WITHOUT, what helps on a command line alone.
-OF_THE_SHELL = ("stdout ", "the log goes to stderr", "type $", "start the command with", "give --interactive")
 # An argument without a flag -> the flags that others have for it.
 ARGUMENTS: dict[str, str] = {
     "DST": "--output -o --outfile --out --out-dir --output-dir --dst --save",
@@ -169,7 +170,11 @@ def is_meant(unknown: str, flags: Collection[str]) -> bool:
 
 def why_without(unknown: str) -> str | None:
     """Why no command has this flag of other programs, or what to do instead."""
-    return next((why for why, others in WITHOUT.items() if unknown in others.split()), None)
+    return _why({**WITHOUT, **WITHOUT_IN_A_SHELL}, unknown)
+
+
+def _why(reasons: Mapping[str, str], unknown: str) -> str | None:
+    return next((why for why, others in reasons.items() if unknown in others.split()), None)
 
 
 def nearest_command(unknown: str, commands: Collection[str]) -> str | None:
@@ -213,8 +218,7 @@ def argument_meant(unknown: str, arguments: Collection[str]) -> str | None:
 
 def field_hint(unknown: str, fields: Collection[str], spelled: Callable[[str], str] = str) -> str | None:
     """What to say of the name of a field that is none: why there is none, or which is nearest. `spelled` quotes it."""
-    why = why_without(_flag(unknown))
-    if why is not None and not why.startswith(OF_THE_SHELL):
+    if why := _why(WITHOUT, _flag(unknown)):
         return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), why)
     nearest = nearest_field(unknown, fields)
     return f"did you mean {spelled(nearest)}?" if nearest else None

@@ -63,7 +63,8 @@ def test_every_advised_flag_and_command_exists():
 def test_what_no_command_has_is_no_flag_and_no_name_of_one():
     """Of all commands; a flag of one alone is told from others' names for it by which command is asked."""
     flags = {flag for parser in cli.build_parser().subparsers.choices.values() for flag in parser.flags()}
-    without = [flag for others in suggestions.WITHOUT.values() for flag in others.split()]
+    reasons = [*suggestions.WITHOUT.values(), *suggestions.WITHOUT_IN_A_SHELL.values()]
+    without = [flag for others in reasons for flag in others.split()]
     meant = {flag for others in suggestions.MEANT.values() for flag in others.split()}
     assert len({*without}) == len(without)
     assert not flags.intersection(without)
