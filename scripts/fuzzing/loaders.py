@@ -9,7 +9,7 @@ import numpy as np
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.output_file import Earlier, read_earlier
-from tinygpt.cli.prompts_file import read_prompts
+from tinygpt.cli.prompts_file import PromptRecord, read_lines
 from tinygpt.config import ModelConfig
 from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.golden import Golden, load_goldens
@@ -91,12 +91,17 @@ def tokenizer(folder: Path) -> list[tuple[list[int] | str, str]]:
 
 
 def prompts(folder: Path) -> list[tuple[Any, Any]]:
-    return [(record.id, record.prompt) for record in read_prompts(folder / "prompts.jsonl", SamplingParams())]
+    return [(record.id, record.prompt) for record in _records(folder)]
 
 
 def results(folder: Path) -> Earlier:
-    prompts = read_prompts(folder / "prompts.jsonl", SamplingParams())
-    return read_earlier(folder / "results.jsonl", prompts, "seed", "auto")
+    return read_earlier(folder / "results.jsonl", _records(folder), "seed", "auto")
+
+
+def _records(folder: Path) -> list[PromptRecord]:
+    file = read_lines(folder / "prompts.jsonl", SamplingParams())
+    file.refuse({})
+    return file.records
 
 
 def golden(folder: Path) -> list[Golden]:

@@ -1,10 +1,8 @@
 """What newcomers type: no traceback, the right sentence, and advice that works when it is followed to the letter."""
 
 import io
-import json
 import re
 import shlex
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,43 +138,3 @@ def test_a_newcomers_mistake(type_, folder, mistake):
         assert [word for word in unsaid if word not in answer] == []
         followed = type_(line)
         assert followed.code == 0, followed.err
-
-
-def test_the_advice_for_lines_of_text_makes_prompts_of_them(type_, folder):
-    """Typed as it is said, in a shell, for a name that needs quotes."""
-    (folder / "a tale.txt").write_text('Once "upon"\n\n  a $time\n', encoding="utf-8")
-    said = type_("tinygpt generate --input 'a tale.txt'").err
-    subprocess.run(said.partition("of text, type ")[2], shell=True, check=True)
-    lines = (folder / "a tale.txt.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [{"prompt": 'Once "upon"'}, {"prompt": "a $time"}]
-    assert type_("tinygpt generate --input 'a tale.txt.jsonl' -n 1").code == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "table", "column", "prompts"),
-    [
-        (
-            "a table.csv",
-            'id,prompt\n1,"Once, ""upon""\n a time"\n2,Then\n',
-            "prompt",
-            ['Once, "upon"\n a time', "Then"],
-        ),
-        ("semicolons.CSV", '\ufefftext\'s;n\nOnce;1\n"Th;en";2\n', "text's", ["Once", "Th;en"]),
-        ("tabs.tsv", "prompt\tn\nOnce, then\t1\n", "prompt", ["Once, then"]),
-    ],
-)
-def test_the_advice_for_a_table_makes_prompts_of_its_rows(type_, folder, name, table, column, prompts):
-    """Typed as it is said, in a shell."""
-    (folder / name).write_text(table, encoding="utf-8")
-    refused = type_(f"tinygpt generate --input {shlex.quote(name)}")
-    assert refused.code == 2
-    assert f"--input {name} is a table by its name, and must be JSONL" in refused.err
-    subprocess.run(refused.err.partition(f"each row's {column}, type ")[2], shell=True, check=True)
-    made = (folder / name).with_suffix(".jsonl")
-    assert [json.loads(line) for line in made.read_text().splitlines()] == [{"prompt": prompt} for prompt in prompts]
-    assert type_(f"tinygpt generate --input {shlex.quote(made.name)} -n 1").code == 0
-
-
-def test_jsonl_may_be_called_otherwise(type_, folder):
-    (folder / "lines.csv").write_bytes(FILES["prompts.jsonl"])
-    assert type_("tinygpt generate --input lines.csv").code == 0

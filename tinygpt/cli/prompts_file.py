@@ -1,16 +1,14 @@
 """The file behind --input: one prompt a line, all of them checked before any work."""
 
-import csv
 import json
-import shlex
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tinygpt.cli.messages import counted
+from tinygpt.cli.other_formats import advice_for_text, check_is_no_array, check_is_no_table
 from tinygpt.cli.records import is_unicode
 from tinygpt.cli.sampling_flags import DEFAULTS, with_seed
 from tinygpt.cli.text_input import STDIN, read_bytes
@@ -23,16 +21,6 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.suggestions import field_hint, is_already, nearest_field
 
 MAX_LISTED = 20
-# For a shell: Python is there wherever this runs.
-_TO_JSONL = (
-    """python3 -c 'import json, sys; sys.stdin.reconfigure(encoding="utf-8-sig"); """
-    """[print(json.dumps({"prompt": line.strip()})) for line in sys.stdin if line.strip()]'"""
-)
-_TABLE_TO_JSONL = (
-    'import csv, json, sys; sys.stdin.reconfigure(encoding="utf-8-sig", newline=""); '
-    '[print(json.dumps({{"prompt": row[{column}]}})) for row in csv.DictReader(sys.stdin, delimiter={delimiter})]'
-)
-TABLES, DELIMITERS, MAX_HEADER = (".csv", ".tsv"), ",;\t", 10_000  # characters
 _EXPECTED = f"A line is a JSON object, such as {json.dumps({'prompt': 'Once upon a time'})}."
 _FUNCTIONS = "logits_processors"  # which JSON has not
 _FIELDS = (
@@ -78,13 +66,6 @@ class PromptsFile:
         raise Worded("\n".join([headline, *listed, *[self.advice] * bool(self.advice)]))
 
 
-def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
-    """What `read_lines` finds. Raises RequestError that lists the lines which cannot be used, if there are any."""
-    file = read_lines(path, defaults)
-    file.refuse({})
-    return file.records
-
-
 def read_lines(path: Path, defaults: SamplingParams) -> PromptsFile:
     """Read every line; a line's own sampling fields come before `defaults`, and blank lines hold no prompt.
 
@@ -92,8 +73,8 @@ def read_lines(path: Path, defaults: SamplingParams) -> PromptsFile:
     """
     data = read_bytes("--input", path, "a JSONL file")
     check_encoding(f"--input {path}", data)
-    _check_is_no_array(path, data)
-    _check_is_no_table(path, data)
+    check_is_no_array(path, data)
+    check_is_no_table(path, data)
     records, problems = {}, {}
     check = lru_cache(check_grammar)  # many lines may have the same one
     for number, line in enumerate(data.split(b"\n"), 1):
@@ -106,43 +87,7 @@ def read_lines(path: Path, defaults: SamplingParams) -> PromptsFile:
             records[record.id] = record
         except RequestError as error:
             problems[number] = in_json_words(error)
-    return PromptsFile(path, list(records.values()), problems, _advice_for_text(path, data, problems))
-
-
-def _check_is_no_array(path: Path, data: bytes) -> None:
-    is_array = False
-    if data.lstrip().startswith(b"["):
-        with suppress(ValueError, RecursionError):
-            is_array = isinstance(json.loads(data), list)
-    if is_array:
-        source = "stdin" if str(path) == STDIN else f"--input {path}"
-        raise Worded(f"{source} is a JSON array: give one object a line, as `jq -c '.[]'` makes of it.")
-
-
-def _check_is_no_table(path: Path, data: bytes) -> None:
-    """A table is refused as a whole, with what makes JSONL of its column of prompts."""
-    if path.suffix.lower() not in TABLES or data.lstrip()[:1] in (b"", b"{"):
-        return
-    first_line = data.decode("utf-8-sig", "replace").partition("\n")[0][:MAX_HEADER]
-    delimiter = max(DELIMITERS, key=first_line.count)
-    columns = next(csv.reader([first_line], delimiter=delimiter))
-    column = "prompt" if "prompt" in columns else columns[0]
-    column_text, delimiter_text = (json.dumps(text, ensure_ascii=False) for text in (column, delimiter))
-    program = shlex.quote(_TABLE_TO_JSONL.format(column=column_text, delimiter=delimiter_text))
-    source, target = shlex.quote(str(path)), shlex.quote(str(path.with_suffix(".jsonl")))
-    raise Worded(
-        f"--input {path} is a table by its name, and must be JSONL (a text that is one prompt is for --file): to make "
-        f"a prompt of each row's {column}, type python3 -c {program} < {source} > {target}"
-    )
-
-
-def _advice_for_text(path: Path, data: bytes, problems: dict[int, str]) -> str:
-    """How lines of text become JSONL, where none of them is JSON, nor was meant to be an object of it."""
-    is_json = any(line.lstrip().startswith(b"{") for line in data.split(b"\n"))
-    if is_json or not all(problem.startswith("not JSON") for problem in problems.values()):
-        return ""
-    file = "FILE" if str(path) == STDIN else shlex.quote(str(path))
-    return f"to make a prompt of each line of text, type {_TO_JSONL} < {file} > {file}.jsonl"
+    return PromptsFile(path, list(records.values()), problems, advice_for_text(path, data, problems))
 
 
 def in_json_words(error: RequestError) -> str:
