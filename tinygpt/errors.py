@@ -1,10 +1,14 @@
 """Errors that a user can act on. Each message says what was given, what is allowed and what to do."""
 
 import threading
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 
 
 class TinyGPTError(ValueError):
     """Base of every error that tinygpt raises on purpose; the command line prints it without a traceback."""
+
+    is_late = False  # whether work was done before: then even what is refused has failed on the way
 
 
 class CheckpointError(TinyGPTError):
@@ -13,6 +17,8 @@ class CheckpointError(TinyGPTError):
 
 class LostFileError(CheckpointError):
     """A file of a loaded checkpoint was cut short while it was in use."""
+
+    is_late = True
 
 
 class RequestError(TinyGPTError):
@@ -25,6 +31,16 @@ class ServerError(TinyGPTError):
 
 class QueueFullError(TinyGPTError):
     """As many samples as max_queue allows are waiting: submit again later."""
+
+
+@contextmanager
+def late_behind(work: Sized) -> Iterator[None]:
+    """What is raised in the block once there is any `work` is late."""
+    try:
+        yield
+    except TinyGPTError as error:
+        error.is_late = error.is_late or len(work) > 0
+        raise
 
 
 def how_to_install(extra: str) -> str:

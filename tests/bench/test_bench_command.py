@@ -16,7 +16,7 @@ from tinygpt.bench.sweep import run_case
 from tinygpt.cli import main as cli
 from tinygpt.cli import results_file
 from tinygpt.cli.results_file import check_writable
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 
 
 @pytest.fixture
@@ -232,8 +232,25 @@ def test_an_interruption_leaves_what_was_measured(no_limits, capsys, monkeypatch
     assert "interrupted" in err
 
 
+@pytest.mark.parametrize(("dtypes", "code", "num_records"), [("float32,int8", 1, 4), ("int8,float32", 2, 0)])
+def test_a_dtype_that_cannot_be_loaded_fails_behind_others(no_limits, capsys, monkeypatch, dtypes, code, num_records):
+    """Weights are damaged where only int8 reads them: a refusal where nothing was done, and else a failure."""
+    llm = plan.LLM
+
+    def load(model, dtype, **options):
+        if dtype == "int8":
+            raise CheckpointError("damaged.")
+        return llm(model, dtype, **options)
+
+    monkeypatch.setattr(plan, "LLM", load)
+    assert cli.main([*QUICK.split(), "--format", "jsonl", "--dtype", dtypes]) == code
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == num_records
+    assert "tinygpt: error: damaged." in err
+
+
 @pytest.mark.parametrize(("form", "begins"), [("md", "| dtype | batch |"), ("jsonl", '{"preset": "cpu-study"')])
-@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, 130), (RequestError("No more."), 2)])
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt, 130), (RequestError("No more."), 1)])
 def test_a_preset_that_stops_midway_leaves_what_was_measured(capsys, monkeypatch, form, begins, stop, code):
     def measure_once(llm, *arguments, **names):
         if llm.dtype == "float32":

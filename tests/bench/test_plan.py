@@ -3,6 +3,7 @@
 import pytest
 
 from support.bench_records import planned
+from support.golden_models import write_model
 from tinygpt.bench import plan
 from tinygpt.bench.formats import to_markdown
 from tinygpt.bench.machine_limits import MachineLimits
@@ -15,6 +16,14 @@ def test_a_plan_is_every_combination():
     assert found.threads == (1, 2)
     assert len(found) == 2 * 2 * 4
     assert (found.max_batch_size, found.max_length, found.step_tokens) == (40, 12, 512)
+
+
+def test_what_a_later_dtype_cannot_is_refused_before_the_first_is_measured(tmp_path):
+    """Heads of 5 numbers are shared among ranks in float32, and have no whole pairs."""
+    folder = str(write_model(tmp_path, n_embd=35, n_head=7, n_layer=1, vocab_size=97, n_positions=90))
+    assert planned(model=folder, ranks=(2, 1)).dtypes == ("float32",)
+    with pytest.raises(RequestError, match="cannot be shared in bfloat16 with the same results"):
+        planned(model=folder, ranks=(2, 1), dtypes=["float32", "bfloat16"])
 
 
 def test_shares_are_of_the_best_limits_of_the_whole_run(monkeypatch):

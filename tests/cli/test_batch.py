@@ -1,5 +1,6 @@
 """`tinygpt generate --input`: every line checked first, records as they finish, runs continued."""
 
+import errno
 import io
 import json
 import os
@@ -446,6 +447,17 @@ def test_an_input_that_is_not_there(jobs, no_model):
     assert jobs.run() == 2
     assert "prompts.jsonl cannot be read" in jobs.err
     assert not jobs.output.exists()
+
+
+def test_a_model_that_cannot_be_read_hides_no_line(jobs, no_model, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model")
+
+    monkeypatch.setattr("tinygpt.execution.model_source.open_checkpoint", fail)
+    jobs.write([{"prompt": "The fox"}, "{}"])
+    assert jobs.run() == 2
+    assert "1 line of" in jobs.err
+    assert "line 2: one field prompt" in jobs.err
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -14,7 +14,8 @@ from support.paths import DATA, DEMO
 from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.errors import RequestError
+from tinygpt.cli import messages
+from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
 
 LAMBADA = DATA / "lambada_test.jsonl"
@@ -268,6 +269,38 @@ def test_one_dtype_has_not_changed(run, text_file, rows_file):
         assert code == 0
         assert "change" not in out
         assert "change" in json.loads(run(task, file, "--json")[1].splitlines()[0])  # a field that programs may read
+
+
+def test_what_a_later_dtype_cannot_is_refused_before_the_first_is_measured(run, text_file, tmp_path):
+    """A converted model has one dtype."""
+    cli.main(["convert", "demo", str(tmp_path / "model"), "--dtype", "int8"])
+    code, out, err = run("ppl", text_file, "--model", tmp_path / "model", "--dtype", "int8,float32")
+    assert (code, out) == (2, "")
+    assert "is converted to 'int8'" in err
+    assert "ppl of" not in err
+
+
+@pytest.mark.parametrize(("dtypes", "code", "num_rows"), [("float32,int8", 1, 1), ("int8,float32", 2, 0)])
+def test_a_dtype_that_cannot_be_loaded_fails_behind_others(run, text_file, monkeypatch, dtypes, code, num_rows):
+    """A refusal where nothing was done, and else a failure, which leaves what was measured."""
+
+    def load(model, dtype, **options):
+        if dtype == "int8":
+            raise CheckpointError("damaged.")
+        return LLM(model, dtype, **options)
+
+    monkeypatch.setattr("tinygpt.llm.LLM", load)
+    found, out, err = run("ppl", text_file, "--dtype", dtypes, "--format", "jsonl")
+    assert found == code
+    assert len(out.splitlines()) == num_rows
+    assert err.endswith("tinygpt: error: damaged.\n")
+
+
+def test_a_log_has_a_line_now_and_then(run, rows_file, monkeypatch):
+    assert "done" not in run("lambada", rows_file)[2]  # it takes less
+    monkeypatch.setattr(messages, "INTERVAL", 0.0)
+    said = [line for line in run("lambada", rows_file)[2].splitlines() if "done" in line]
+    assert said == [f"tinygpt: {number} of 3 rows done" for number in (1, 2)]
 
 
 def test_a_terminal_has_aligned_columns(run, text_file, monkeypatch):

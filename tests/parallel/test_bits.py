@@ -20,10 +20,11 @@ from support.golden_adapters import SOFT_PROMPTS, write_lora, write_soft_prompt
 from support.golden_models import golden_array, write_model
 from support.thread_world import Threads, running
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import RequestError
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.parallel import micro_batches, runner
 from tinygpt.parallel.follower import follow
 from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.rank_model import RankModel
 from tinygpt.parallel.runner import Lead
 from tinygpt.parallel.start import Ranks
 
@@ -257,6 +258,27 @@ def test_a_model_that_cannot_be_shared_leaves_the_ranks_waiting_for_the_next(mon
             LLM(folders("odd"), **OPTIONS, **sizes, dtype="int8")
         with LLM(folders("five"), **OPTIONS, **sizes) as second:
             second.generate([[5]], max_tokens=3)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), CheckpointError("no room"), RequestError("no room")])
+def test_what_fails_on_one_rank_is_told_by_rank_0_as_what_it_is(monkeypatch, folders, error):
+    """A rank without memory has refused nothing."""
+
+    load = RankModel.__init__
+
+    def load_here(self, world, *arguments):
+        if world.rank == 1:
+            raise error
+        load(self, world, *arguments)
+
+    kind = type(error) if isinstance(error, TinyGPTError) else TinyGPTError
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
+        llm.close()
+        monkeypatch.setattr(RankModel, "__init__", load_here)
+        with pytest.raises(TinyGPTError, match=r"rank 1 of 2, on .*no room") as raised:
+            LLM(folders("five"), **OPTIONS, **sizes)
+    assert raised.type is kind
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (3, 1), (2, 2), (4, 2)])

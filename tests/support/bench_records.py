@@ -49,6 +49,6 @@ def generation_record() -> dict:
     return record_of(setup("int4"), Measurement((run,), 4, 3, 6, 0), True, ENDED)
 
 
-def planned(**changes):
+def planned(model="random:tiny", **changes):
     values = {"dtypes": ["float32"], "threads": [1], "batch_sizes": [1], "prompt_lengths": [8], "new_tokens": [4]}
-    return make_plan("random:tiny", **{**values, "repetitions": 1, **changes})
+    return make_plan(model, **{**values, "repetitions": 1, **changes})

@@ -117,7 +117,7 @@ def _problems_for_the_model(args: argparse.Namespace, file: PromptsFile) -> dict
 
     if not file.records or not is_here(args.model):  # nothing is downloaded for a file that is refused anyway
         return {}
-    with suppress(TinyGPTError):  # what is wrong with the model is told once the file is right
+    with suppress(TinyGPTError, OSError):  # what is wrong with the model is told once the file is right
         return _encoded(Reader(args), file.records)[1]
     return {}
 

@@ -17,7 +17,7 @@ from tinygpt.cli.messages import log_shown
 from tinygpt.cli.parser import Help, Parser, hyphenated
 from tinygpt.cli.ranks import start_ranks
 from tinygpt.cli.wording import Worded, for_shell
-from tinygpt.errors import CheckpointError, LostFileError, RequestError, TinyGPTError
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.suggestions import nearest_command, nearest_flag
 
 # Each is a module of tinygpt/cli/commands, imported when it is asked for, or when all of them are listed.
@@ -141,7 +141,7 @@ def _report(error: BaseException, flags: Mapping[str, str]) -> int:
         _complain(f"\ntinygpt: interrupted{': ' * bool(error.args)}{error}")
         return INTERRUPTED
     _complain(f"tinygpt: error: {_printable(_sentence(error, flags))}")
-    is_refused = isinstance(error, (RequestError, CheckpointError)) and not isinstance(error, LostFileError)
+    is_refused = isinstance(error, (RequestError, CheckpointError)) and not error.is_late
     return USAGE if is_refused else FAILED
 
 

@@ -4,8 +4,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from tinygpt.errors import TinyGPTError
 
@@ -25,6 +26,22 @@ class Pace:
             return False
         self._last = now
         return True
+
+
+def progress(noun: str) -> Callable[..., Iterator[Any]]:
+    """What stands in for tqdm: its bar on a terminal, and elsewhere a line now and then. `noun`: what is counted."""
+
+    def shown(items: Iterable[Any], total: int, **_: Any) -> Iterator[Any]:
+        from tqdm import tqdm
+
+        pace = Pace()
+        # disable=None: no bar where stderr is no terminal.
+        for number, item in enumerate(tqdm(items, total=total, unit=noun, disable=None), 1):
+            if pace.is_due() and number < total:
+                say(f"{number} of {counted(total, noun)} done")
+            yield item
+
+    return shown
 
 
 class Screen:

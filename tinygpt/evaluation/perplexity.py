@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -14,6 +15,7 @@ from tinygpt.outputs import ContinuationScore
 
 # Each thread waits for the score of one item, all by the same steps: more at once than this fill these no better.
 NUM_TOGETHER = 8
+ShowProgress = bool | Callable[..., Iterable[Any]]  # whether there is a bar on a terminal, or what stands in for tqdm
 LAST_WORD, LAST_TOKEN = "last word", "last token"
 
 
@@ -78,7 +80,7 @@ class Lambada:
         return self.num_correct / self.num_rows
 
 
-def perplexity(llm: LLM, text: str, stride: int | None = None, show_progress: bool = False) -> Perplexity:
+def perplexity(llm: LLM, text: str, stride: int | None = None, show_progress: ShowProgress = False) -> Perplexity:
     """Perplexity of a text by the strided method of Hugging Face's documentation (perplexity.md).
 
     Windows of llm.max_model_len tokens begin every `stride` tokens, and each predicts the tokens that no window before
@@ -124,7 +126,7 @@ def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
             return
 
 
-def lambada(llm: LLM, texts: Sequence[str], show_progress: bool = False) -> list[Lambada]:
+def lambada(llm: LLM, texts: Sequence[str], show_progress: ShowProgress = False) -> list[Lambada]:
     """How often, and how surely, the model foresees what ends each text; by each protocol.
 
     last word: what follows the last space, as lm-evaluation-harness's lambada_openai has it. Correct where greedy
@@ -146,12 +148,15 @@ def lambada(llm: LLM, texts: Sequence[str], show_progress: bool = False) -> list
     return [_summary(LAST_WORD, of_words), _summary(LAST_TOKEN, of_tokens)]
 
 
-def map_together(function: Callable[[Any], Any], items: Sequence[Any], unit: str, show_progress: bool) -> Iterator[Any]:
+def map_together(
+    function: Callable[[Any], Any], items: Sequence[Any], unit: str, show_progress: ShowProgress
+) -> Iterator[Any]:
     """function(item) of each, in order. Several run at once, so that what they ask of an LLM shares its steps."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         results = pool.map(function, items)
         # disable=None: no bar where stderr is no terminal.
-        yield from tqdm(results, total=len(items), unit=unit, disable=None if show_progress else True)
+        bar = show_progress if callable(show_progress) else partial(tqdm, disable=None if show_progress else True)
+        yield from bar(results, total=len(items), unit=unit)
 
 
 def _summary(protocol: str, scores: Iterable[ContinuationScore]) -> Lambada:

@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tinygpt.errors import RequestError, how_to_install
+from tinygpt.evaluation.perplexity import ShowProgress
 from tinygpt.evaluation.texts import read_text
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
@@ -53,7 +54,7 @@ def first_sentences(text: str) -> str:
     return ".".join(text.split(".")[:SENTENCES]) + "."
 
 
-def summarize(llm: LLM, articles: Sequence[Article], show_progress: bool = False) -> list[str]:
+def summarize(llm: LLM, articles: Sequence[Article], show_progress: ShowProgress = False) -> list[str]:
     """A summary of each. RequestError for a model without room for NEW_TOKENS."""
     room = min(PROMPT_TOKENS, llm.max_model_len - NEW_TOKENS)
     if room < 1:

@@ -46,7 +46,7 @@ def load_together(world: World, opening: Opening, source: ModelSource | None = N
         config = source.config, source.dtype, source.kv_cache_dtype
         model = RankModel(world, group, layout, source, opening.sizes, rank_threads(opening.threads, world))
     except Exception as caught:  # whatever it is, the others wait
-        error = caught if isinstance(caught, TinyGPTError) else CheckpointError(f"{type(caught).__name__}: {caught}")
+        error = caught if isinstance(caught, TinyGPTError) else TinyGPTError(f"{type(caught).__name__}: {caught}")
     found = world.gather_objects((error, config, world.host))
     failure = None if found is None else _first_failure(found)
     failure = world.broadcast_object(failure)
@@ -59,8 +59,8 @@ def _first_failure(found: list[tuple]) -> TinyGPTError | None:
     for rank, (error, config, host) in enumerate(found):
         where = f"rank {rank} of {len(found)}, on {host}"
         if error is not None:
-            kind = CheckpointError if isinstance(error, CheckpointError) else RequestError
-            return kind(f"{where}: {error}")
+            kinds = CheckpointError, RequestError, TinyGPTError
+            return next(kind for kind in kinds if isinstance(error, kind))(f"{where}: {error}")
         if config != found[0][1]:
             return CheckpointError(f"{where}, has another model than rank 0: give all hosts the same files.")
     return None

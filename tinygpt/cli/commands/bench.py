@@ -12,7 +12,7 @@ from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.model_flags import CHECKPOINT, DTYPE, RANK_FLAGS, add_flag
 from tinygpt.cli.report import table_format
 from tinygpt.cli.results_file import check_writable, write
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import RequestError, TinyGPTError, late_behind
 
 SUMMARY = "measure speed: reading prompts and generating, beside what the machine could do"
 # Flags have no argparse default, so that one given beside another that makes it meaningless is noticed.
@@ -198,7 +198,8 @@ def _run_cases(args: argparse.Namespace) -> None:
     say(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
-        run_plan(plan, records, tell=say)
+        with late_behind(records):
+            run_plan(plan, records, tell=say)
     finally:  # what was measured before an interruption is not lost
         if records:
             _hand_over(args, records, lambda: plot(records, args.plot))
@@ -219,7 +220,8 @@ def _run_preset(args: argparse.Namespace) -> None:
     say(f"{args.preset} with {args.model}")
     records: list[Record] = []
     try:
-        report = run_preset(args.preset, options, records)
+        with late_behind(records):
+            report = run_preset(args.preset, options, records)
     except BaseException:  # what was measured before an interruption is not lost
         if records:
             _write(args, records, measured_table(records))

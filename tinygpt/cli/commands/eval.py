@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.bench.formats import aligned, records_table
 from tinygpt.cli import loading
 from tinygpt.cli.flags import dtypes, lowered, whole_number
-from tinygpt.cli.messages import put, say
+from tinygpt.cli.messages import progress, put, say
 from tinygpt.cli.model_flags import CPU_FLAGS, RANK_FLAGS, add_group
 from tinygpt.cli.report import table_format
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, late_behind
 from tinygpt.evaluation.texts import read_rows, read_text
+from tinygpt.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
@@ -94,7 +95,30 @@ def run(args: argparse.Namespace) -> None:
     _check_flags(args)
     given = _read(args)
     loading.set_thread_pools(args.threads)
-    found = [_evaluate(args, dtype, given) for dtype in args.dtype]
+    _check_dtypes(args)
+    found: list[list[dict[str, Any]]] = []
+    try:
+        with late_behind(found):
+            for dtype in args.dtype:
+                found.append(_evaluate(args, dtype, given))
+    finally:  # what was measured before an interruption is not lost
+        if found:
+            _show(args, found)
+
+
+def _check_dtypes(args: argparse.Namespace) -> None:
+    """Raise what the model refuses of any of them before the first is measured."""
+    from tinygpt.execution.model_source import ModelSource
+    from tinygpt.parallel.cut import check_cut
+
+    layout = Layout.of(args.tensor_parallel_size, args.pipeline_parallel_size)
+    for dtype in args.dtype:
+        source = ModelSource.open(args.model, dtype, kv_cache_dtype=args.kv_cache_dtype)
+        if layout.size > 1:
+            check_cut(layout, source.config, source.dtype, "cpu")
+
+
+def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
     records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
     if args.json or args.format == "jsonl":
         for record in records:
@@ -155,7 +179,7 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
 def _perplexity(llm: "LLM", text: str, stride: int | None) -> dict[str, Any]:
     from tinygpt.evaluation.perplexity import perplexity
 
-    found = perplexity(llm, text, stride, show_progress=True)
+    found = perplexity(llm, text, stride, show_progress=progress("window"))
     names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
     sizes = {"max_model_len": llm.max_model_len, "stride": llm.max_model_len if stride is None else stride}
     return sizes | asdict(found) | {name: getattr(found, name) for name in names}
@@ -164,13 +188,14 @@ def _perplexity(llm: "LLM", text: str, stride: int | None) -> dict[str, Any]:
 def _lambada(llm: "LLM", texts: list[str]) -> list[dict[str, Any]]:
     from tinygpt.evaluation.perplexity import lambada
 
-    return [asdict(found) | {"accuracy": found.accuracy} for found in lambada(llm, texts, show_progress=True)]
+    found = lambada(llm, texts, show_progress=progress("row"))
+    return [asdict(of_one) | {"accuracy": of_one.accuracy} for of_one in found]
 
 
 def _rouge(llm: "LLM", articles: list[Any]) -> dict[str, Any]:
     from tinygpt.evaluation.summaries import rouge, summarize
 
-    return {"num_rows": len(articles)} | rouge(summarize(llm, articles, show_progress=True), articles)
+    return {"num_rows": len(articles)} | rouge(summarize(llm, articles, show_progress=progress("article")), articles)
 
 
 def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
