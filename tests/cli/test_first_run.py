@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 
 import pytest
 
+from support.commands import Result
 from support.recorded import needs_transformers
 from tinygpt.cli import compile_notice, loading
 from tinygpt.cli import main as cli
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr 
 
 
 ONE_KERNEL = re.compile(
-    r"tinygpt: compiling kernels for this machine \(some 20 s, once for each dtype and kind of request\)\n.*"
+    r"tinygpt: compiling kernels for this machine \(some 10 s, once for each dtype and kind of request\)\n.*"
     r"tinygpt: 1 kernel compiled in [\d.]+ s, which no other figure contains\n",
     re.DOTALL,
 )
@@ -85,6 +87,20 @@ def test_what_takes_long_is_said_now_and_then(capsys, monkeypatch):
             ANNOUNCER.end()
     said = [line.rpartition("machine")[2] for line in capsys.readouterr().err.splitlines()[:-1]]
     assert said == [f" ({compile_notice.OUTLOOK})", ": 8 kernels, 21.0 s", ": 15 kernels, 42.0 s"]
+
+
+def test_what_takes_long_is_said_while_one_kernel_compiles(capsys, monkeypatch):
+    """Of 15 parts that take 3 seconds each."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with compiling_shown():
+        ANNOUNCER.begin("one")
+        for _ in range(15):
+            now[0] += 3
+            ANNOUNCER.part("part")
+        ANNOUNCER.end()
+    said = [line.rpartition("machine")[2] for line in capsys.readouterr().err.splitlines()[:-1]]
+    assert said == [f" ({compile_notice.OUTLOOK})", ": 1 kernel, 7 parts, 21.0 s", ": 1 kernel, 14 parts, 42.0 s"]
 
 
 @pytest.mark.parametrize("name", ["load_params", "forward", "sample", "process_logits"])
@@ -173,13 +189,15 @@ def test_a_first_run_compiles_a_share_in_a_second_process(run, monkeypatch):
     assert "compile_draw({'temperature': " in processes.started[0].args[-1]
 
 
-def test_a_second_process_that_fails_is_not_missed(run, monkeypatch):
-    alone = run("Once --seed 7 --max-tokens 8")
+def test_a_second_process_that_fails_is_not_missed(monkeypatch, capfd):
+    """Nor heard: what it writes would come to this process's stderr."""
+    once = partial(Result, capfd, "generate", "Once --seed 7 --max-tokens 8")
+    alone = once()
     processes = Processes(monkeypatch)
-    monkeypatch.setattr(loading, "COMPILE_SHARE", "import sys; sys.exit('broken {} {}')")
-    failed = run("Once --seed 7 --max-tokens 8")
+    monkeypatch.setattr(loading, "COMPILE_SHARE", "import sys; {!r}; {!r}; sys.exit('broken')")
+    failed = once()
     monkeypatch.setattr(sys, "executable", "/does/not/exist")
-    absent = run("Once --seed 7 --max-tokens 8")
+    absent = once()
     assert failed.out == absent.out == alone.out
     assert "broken" not in failed.err
     assert [process.returncode for process in processes.started] == [1]
@@ -187,7 +205,7 @@ def test_a_second_process_that_fails_is_not_missed(run, monkeypatch):
 
 def test_no_second_process_outlives_the_first(run, monkeypatch):
     processes = Processes(monkeypatch)
-    monkeypatch.setattr(loading, "COMPILE_SHARE", "import time; time.sleep(100); {} {}")
+    monkeypatch.setattr(loading, "COMPILE_SHARE", "import time; {!r}; {!r}; time.sleep(100)")
     assert run("Once --max-tokens 600").code == 2  # refused
     monkeypatch.setattr(loading, "PATIENCE", 0.1)
     assert run("Once --max-tokens 2").code == 0
@@ -257,14 +275,18 @@ def test_a_terminal_counts_kernels_in_one_line_which_text_takes_the_place_of(mon
     with compiling_shown():
         for name in ("one", "two"):
             ANNOUNCER.begin(name)
-        while "2 kernels" not in terminal.getvalue():
+        while "2 kernels, 0." not in terminal.getvalue():
+            time.sleep(0.001)
+        for _ in range(3):
+            ANNOUNCER.part("part")
+        while "2 kernels, 3 parts, " not in terminal.getvalue():
             time.sleep(0.001)
         for _ in range(2):
             ANNOUNCER.end()
         put("Once upon", end="")
         put(" a time", end="")
         ANNOUNCER.begin("three")
-        while "3 kernels" not in terminal.getvalue():
+        while "3 kernels, 3 parts, " not in terminal.getvalue():
             time.sleep(0.001)
         ANNOUNCER.end()
         put(", there was")

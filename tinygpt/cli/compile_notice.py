@@ -11,7 +11,7 @@ from tinygpt.cli.messages import SCREEN, counted, say
 from tinygpt.kernels.compiling import ANNOUNCER
 
 MESSAGE = "compiling kernels for this machine"
-OUTLOOK = "some 20 s, once for each dtype and kind of request"
+OUTLOOK = "some 10 s, once for each dtype and kind of request"
 TICK = 0.1  # seconds
 
 
@@ -31,14 +31,15 @@ def compiling_shown() -> Iterator[None]:
 
 
 class CompileNotice:
-    """On a terminal, a line that counts kernels and seconds, until something else is written; elsewhere, a line at the
-    beginning, and one for each INTERVAL that they take."""
+    """On a terminal, a line that counts kernels, their parts and seconds, until something else is written; elsewhere, a
+    line at the beginning, and one for each INTERVAL that they take."""
 
     def __init__(self):
         self.num_kernels = 0
+        self._num_parts = 0  # of all kernels: a few are most of a step, and take seconds each
         self.seconds = 0.0  # until the last time that none compiled any more
         self._told = 0.0  # of these, when a line was written last
-        self._depth = 0  # kernels that are under way, each for the one before
+        self._num_open = 0  # kernels that are under way: more than one where threads wait for one another's
         self._began = 0.0
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -47,8 +48,8 @@ class CompileNotice:
     def begin(self, name: str) -> None:
         with self._lock:
             self.num_kernels += 1
-            self._depth += 1
-            if self._depth == 1:
+            self._num_open += 1
+            if self._num_open == 1:
                 self._began = time.perf_counter()
                 SCREEN.keep(True)
                 if not sys.stderr.isatty():
@@ -57,14 +58,17 @@ class CompileNotice:
                 elif self._clock is None:
                     self._clock = threading.Thread(target=self._tick, daemon=True)
                     self._clock.start()
-            if not sys.stderr.isatty() and self._so_far() - self._told >= messages.INTERVAL:
-                self._told = self._so_far()
-                say(self._status())
+            self._say_if_due()
+
+    def part(self, name: str) -> None:
+        with self._lock:
+            self._num_parts += 1
+            self._say_if_due()
 
     def end(self) -> None:
         with self._lock:
-            self._depth -= 1
-            if not self._depth:
+            self._num_open -= 1
+            if not self._num_open:
                 self.seconds += time.perf_counter() - self._began
                 SCREEN.keep(False)
 
@@ -77,11 +81,17 @@ class CompileNotice:
     def _tick(self) -> None:
         while not self._is_over.wait(TICK):
             with self._lock:
-                if self._depth:
+                if self._num_open:
                     SCREEN.show(self._status(), comes_first=True)
 
+    def _say_if_due(self) -> None:
+        if not sys.stderr.isatty() and self._so_far() - self._told >= messages.INTERVAL:
+            self._told = self._so_far()
+            say(self._status())
+
     def _status(self) -> str:
-        return f"{MESSAGE}: {counted(self.num_kernels, 'kernel')}, {self._so_far():.1f} s"
+        parts = f", {counted(self._num_parts, 'part')}" * (self._num_parts > 0)
+        return f"{MESSAGE}: {counted(self.num_kernels, 'kernel')}{parts}, {self._so_far():.1f} s"
 
     def _so_far(self) -> float:
         """Seconds, while kernels compile."""
