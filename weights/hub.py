@@ -7,6 +7,7 @@ from tinygpt.weights.containers import CONTAINERS
 from tinygpt.weights.containers.shards import INDEX, shard_of_each_tensor
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+ADAPTER_FILES = ("adapter_config.json",)  # which say that the id is no checkpoint's
 TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
@@ -21,19 +22,20 @@ TOKENIZER_FILES = (
 
 
 def download(repo_id: str) -> Path:
-    """The local folder with the files of a Hub checkpoint that are needed, downloaded where they are not cached.
+    """The local folder with the files of a Hub checkpoint that are needed, downloaded where they are not cached. Of an
+    adapter it has the configuration alone.
 
     Safetensors are preferred to pytorch_model.bin, and never are both fetched. Raises CheckpointError when the id does
     not exist, access is denied, or the Hub cannot be reached and the cache does not hold the files.
     """
     for name in CONTAINERS:
-        folder = _fetch(repo_id, [*CONFIG_FILES, *TOKENIZER_FILES, name, name + INDEX])
+        folder = _fetch(repo_id, [*CONFIG_FILES, *ADAPTER_FILES, *TOKENIZER_FILES, name, name + INDEX])
         if (folder / name).exists():
             break
         if (folder / (name + INDEX)).exists():
             _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / (name + INDEX)).values())))
             break
-    if not (folder / "config.json").exists():
+    if not any((folder / name).exists() for name in ("config.json", *ADAPTER_FILES)):
         raise CheckpointError(
             f"{repo_id} on the Hub has no config.json, so it is no checkpoint that can be loaded: see what it holds at "
             f"{_page(repo_id)}/tree/main."

@@ -153,6 +153,26 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
     assert "cannot be reached" in unreachable
 
 
+def test_an_adapter_is_told_where_it_belongs(tmp_path):
+    """Of its files only those are downloaded that say what it is."""
+    folders = {"owner/lora": tmp_path / "lora", "owner/other": tmp_path / "other"}
+    for folder, kind in zip(folders.values(), ("LORA", "LN_TUNING"), strict=True):
+        folder.mkdir()
+        write_json(folder / "adapter_config.json", {"peft_type": kind, "base_model_name_or_path": "gpt2"})
+        (folder / "adapter_model.safetensors").write_bytes(b"never wanted")
+    with HubServer(folders) as hub:
+        lora, other = (line["error"] for line in opened_all(tmp_path / "home", hub.url, folders)[0])
+        assert hub.downloaded() == ["adapter_config.json"]
+    assert lora == (
+        "owner/lora is an adapter of the type 'LORA', and no checkpoint: give the checkpoint that it was trained for, "
+        "'gpt2', as the model, and the folder that `hf download owner/lora --local-dir lora` makes as lora, or --lora "
+        "lora."
+    )
+    assert other.endswith(
+        "and no checkpoint: give the checkpoint that it was trained for, as such adapters are not implemented."
+    )
+
+
 def test_what_was_meant_as_a_file_or_the_demo_is_not_looked_for(tmp_path):
     meant = ["dmeo", "demo/", "model.gguf", "owner/Model.safetensors"]
     with HubServer({}) as hub:

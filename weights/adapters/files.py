@@ -1,6 +1,7 @@
 """A folder that PEFT's save_pretrained wrote: adapter_config.json and the tensors that were trained."""
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -61,22 +62,28 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
     raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
 
 
-def refuse_adapter(path: Path) -> None:
-    """CheckpointError where the folder or file that was given as a checkpoint is an adapter, and no model."""
+def refuse_adapter(path: Path, repo_id: str | None = None) -> None:
+    """CheckpointError where the folder or file that was given as a checkpoint is an adapter, and no model.
+
+    repo_id: the Hub id that was given, of which `path` has no more than a checkpoint needs.
+    """
     folder = path if path.is_dir() else path.parent
     is_meant = path.is_dir() or path.name in (CONFIG, *READERS)
     if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
         return
     config = read_json_object(folder / CONFIG)
-    base, place = config.get("base_model_name_or_path"), _place_of(config, folder)
-    use = f" as the model, and this folder {place}" if place else ", as such adapters are not implemented"
+    given, whole, where = path, folder, "this folder"
+    if repo_id is not None:
+        given, whole, where = repo_id, Path(repo_id).name, f"the folder that `{_download_of(repo_id)}` makes"
+    base, place = config.get("base_model_name_or_path"), _place_of(config, whole)
+    use = f" as the model, and {where} {place}" if place else ", as such adapters are not implemented"
     raise CheckpointError(
-        f"{path} is an adapter of the type {shown(config.get('peft_type'))}, and no checkpoint: give the checkpoint "
+        f"{given} is an adapter of the type {shown(config.get('peft_type'))}, and no checkpoint: give the checkpoint "
         f"that it was trained for{f', {shown(base)},' if base and place else ''}{use}."
     )
 
 
-def _place_of(config: Mapping[str, Any], folder: Path) -> str | None:
+def _place_of(config: Mapping[str, Any], folder: str | Path) -> str | None:
     """Where an adapter of this config is to be given; None where its kind is not implemented."""
     place = next((place for kind, place in PLACES.items() if kind == config.get("peft_type")), None)
     return place and place.format(shlex.quote(str(folder)))
@@ -98,10 +105,16 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
             return path
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
+    is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(given), re.ASCII) is not None
     raise CheckpointError(
         f"There is no folder {given}: check the path, or download an adapter from the Hub with "
-        "`hf download ID --local-dir FOLDER` and give that folder."
+        f"`{_download_of(str(given) if is_id else None)}` and give that folder."
     )
+
+
+def _download_of(repo_id: str | None) -> str:
+    """What a shell takes to download an adapter, in its words where no id is known."""
+    return f"hf download {repo_id} --local-dir {Path(repo_id).name}" if repo_id else "hf download ID --local-dir FOLDER"
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
