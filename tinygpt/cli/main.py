@@ -102,10 +102,10 @@ def _module_of(command: str) -> ModuleType:
 
 def _help_behind(words: list[str]) -> list[str]:
     """`tinygpt help generate` and `tinygpt --help generate` as `tinygpt generate --help`."""
-    topic = [word for word in words[1:2] if word != "help"]
-    if words[:1] == ["help"]:
-        return topic if topic and topic[0] not in COMMANDS else [*topic, "--help"]
-    return [*topic, "--help"] if words[:1] in (["-h"], ["--help"]) and topic and topic[0] in COMMANDS else words
+    if words[:1] not in (["help"], ["-h"], ["--help"]):
+        return words
+    topic = [word for word in words[1:2] if word != "help" and not word.startswith("-")]
+    return topic if topic and topic[0] not in COMMANDS else [*topic, "--help"]
 
 
 def _advice_for_no_command(words: list[str], flags: list[str]) -> str:
