@@ -150,8 +150,9 @@ def test_a_second_run_does_nothing(jobs, monkeypatch):
     jobs.run()
     before = jobs.output.read_bytes()
     monkeypatch.setattr(batch.loading, "load_llm", None)
-    assert jobs.run() == 0
+    assert jobs.run("--temperature", "0") == 0
     assert "4 of 4 prompts skipped" in jobs.err
+    assert "to make them with other flags, name another file" in jobs.err
     assert jobs.output.read_bytes() == before
 
 

@@ -44,7 +44,8 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
     pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
     if len(pending) < len(prompts):
-        say(f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped: {target} has their records")
+        skipped = f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped"
+        say(f"{skipped}: {target} has their records; to make them with other flags, name another file")
 
     encoded: list[Prompt] = []
 

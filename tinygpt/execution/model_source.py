@@ -110,7 +110,7 @@ def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | Pack
         )
     if dtype not in ("auto", checkpoint.dtype):
         raise RequestError(
-            f"dtype is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave dtype at 'auto', or "
+            f"dtype is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave it at 'auto', or "
             "give the checkpoint that it was made from."
         )
     return checkpoint.dtype
