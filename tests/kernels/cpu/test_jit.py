@@ -101,7 +101,8 @@ def test_unwritable_cache_falls_back_and_says_so(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of folders on Windows")
-@pytest.mark.parametrize("trap", ["writable by others", "a link"])
+# The rules are those of kernels/test_cache_folder.py.
+@pytest.mark.parametrize("trap", [pytest.param("writable by others", marks=pytest.mark.slow), "a link"])
 def test_a_temporary_folder_that_others_control_is_not_used(tmp_path, trap):
     """Kernels then stay in memory, and nothing is left behind."""
     target = tmp_path / f"tinygpt-{os.getuid()}"
