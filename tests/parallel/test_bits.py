@@ -42,7 +42,7 @@ FAMILIES = {
 }
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 ALL = [(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2, 4) if (tp, pp) != (1, 1)]
-# Each dtype and family on ranks compiles a step of its own for 10 to 30 s: every day two of them, whose cuts differ most
+# Each dtype and family on ranks compiles steps of its own, for 10 to 30 s: every day two dtypes whose cuts differ most
 # (int8 sums whole groups of inputs). What ranks hold of the others is tried in test_cut.py.
 FEW = [
     ("five", "float32", (2, 1)),

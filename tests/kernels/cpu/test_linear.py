@@ -38,7 +38,7 @@ from tinygpt.kernels.cpu.workspace import new_operand
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
 ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
-# An operand that comes of a product in int4 is that of int8, and the product that of `linear`: compiled apart with --slow.
+# The operand that a product in int4 becomes is int8's, and the product is that of `linear`: compiled with --slow.
 SLOW_INT4 = pytest.param("int4", marks=pytest.mark.slow)
 ONLY = np.int64(0)  # the one layer of these weights
 
