@@ -31,6 +31,16 @@ def pytest_collection_modifyitems(config, items):
     settled.leave_out_settled(config, items)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The garbage collector takes a third of the time that collecting takes, and finds nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """The garbage collector leaves what was imported and collected alone: thousands of tests, at each gc.collect()."""
     gc.collect()

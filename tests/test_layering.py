@@ -100,10 +100,12 @@ def imports(module: str) -> frozenset[str]:
 
 def walk_what_runs(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes below, but for those that only type checkers read."""
-    if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-        yield node
-        for child in ast.iter_child_nodes(node):
-            yield from walk_what_runs(child)
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            nodes += ast.iter_child_nodes(node)
 
 
 def ours(module: str) -> set[str]:
@@ -326,9 +328,13 @@ def test_tests_share_through_support_alone():
             if isinstance(node, ast.ImportFrom | ast.Import):
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
                 assert not [name for name in names if re.match(r"(tests|conftest|test_\w+)(\.|$)", name)], path
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+            elif isinstance(node, ast.Call) and is_importorskip(node.func):
                 (name, *_) = node.args
                 assert not isinstance(name, ast.Constant) or name.value in OPTIONAL, path
+
+
+def is_importorskip(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr == "importorskip"
 
 
 def test_every_room_of_the_tests_is_one_of_the_package():

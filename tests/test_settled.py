@@ -76,7 +76,9 @@ def run(folder, *options: str) -> set[str]:
     return {line.split("::")[1].split(" ")[0] for line in out.splitlines() if line.startswith(("PASSED", "FAILED"))}
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "processes", [pytest.param([], id="one"), pytest.param(["-n", "2"], id="two", marks=pytest.mark.slow)]
+)
 def test_the_second_run_takes_what_the_first_has_not_settled(folder, processes):
     first = run(folder, *processes, "--settled-to", str(folder / "settled"))
     second = run(folder, *processes, "--but-settled", str(folder / "settled"))

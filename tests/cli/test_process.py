@@ -119,12 +119,26 @@ def test_ctrl_c_while_modules_are_imported(module):
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 
 
+COMMANDS_THAT_WRITE = (
+    ["generate", "Once", "--max-tokens", "2"],
+    ["generate", "Once", "--max-tokens", "2", "--json"],
+    ["info"],
+)
+
+
 @FULL
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "arguments",
-    [["generate", "Once", "--max-tokens", "2"], ["generate", "Once", "--max-tokens", "2", "--json"], ["info"]],
-    ids=" ".join,
+    ("arguments", "unbuffered"),
+    [
+        pytest.param(
+            *(arguments, unbuffered),
+            id=f"{' '.join(arguments)}-{unbuffered}",
+            # Every day each command once, and both ways to write.
+            marks=[] if unbuffered == ("" if i % 2 else "1") else pytest.mark.slow,
+        )
+        for i, arguments in enumerate(COMMANDS_THAT_WRITE)
+        for unbuffered in ("", "1")
+    ],
 )
 def test_a_full_stdout_is_one_sentence(arguments, unbuffered, small_demo):
     with open("/dev/full", "wb") as full:
@@ -138,7 +152,7 @@ def test_a_full_stdout_is_one_sentence(arguments, unbuffered, small_demo):
 
 
 @FULL
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_full_stderr_changes_nothing(unbuffered, small_demo):
     results = []
     for max_tokens in ("2", "9999"):

@@ -37,7 +37,7 @@ def records(path):
     return by_id
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_two_workers_write_the_records_of_one_process(tmp_path, dtype):
     given, alone, together = prompts(tmp_path), tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
     for path, more in ((alone, []), (together, ["--workers", "2"])):

@@ -31,17 +31,18 @@ ODD = {"n_embd": 35, "n_head": 7, "n_layer": 3, "vocab_size": 97, "n_positions":
 WIDE = {"n_embd": 130, "n_head": 26, "n_layer": 2, "vocab_size": 97, "n_positions": 400, "n_inner": 83}
 LENGTHS = {"odd": 200, "wide": 140, "demo": 150}  # positions that are tried
 NAN = {np.dtype(np.float32): np.nan, np.dtype(np.uint16): 0x7FFF}  # uint16 holds bfloat16's bits
-# model, dtype, kv_cache_dtype. The demo's products are cut into four segments.
+# model, dtype, kv_cache_dtype. The demo's products are cut into four segments. A cache of another dtype than that which
+# goes with the weights compiles a step of its own, of kernels that the others have, too.
 VARIANTS = [
     ("odd", "float32", "float32"),
     ("demo", "float32", "float32"),
-    ("wide", "float32", "bfloat16"),
+    pytest.param(("wide", "float32", "bfloat16"), marks=pytest.mark.slow, id="wide-float32-bfloat16"),
     ("wide", "bfloat16", "bfloat16"),
     ("wide", "int8", "bfloat16"),
-    ("wide", "int8", "float32"),
+    pytest.param(("wide", "int8", "float32"), marks=pytest.mark.slow, id="wide-int8-float32"),
     ("wide", "int4", "bfloat16"),
-    ("demo", "bfloat16", "bfloat16"),
-    ("demo", "int8", "bfloat16"),
+    pytest.param(("demo", "bfloat16", "bfloat16"), marks=pytest.mark.slow, id="demo-bfloat16-bfloat16"),
+    pytest.param(("demo", "int8", "bfloat16"), marks=pytest.mark.slow, id="demo-int8-bfloat16"),
     ("demo", "int4", "bfloat16"),
 ]
 # The demo takes eight times as long as the odd model, whose steps and kernels are of the same kinds.

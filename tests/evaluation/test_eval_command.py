@@ -86,8 +86,13 @@ def text_of_size(llm: LLM, num_tokens: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("stride", [64, 256, SIZE, None])
-@pytest.mark.parametrize("num_tokens", [1200, 300, 2])
+@pytest.mark.parametrize(
+    ("num_tokens", "stride"),
+    [
+        *((num_tokens, stride) for num_tokens in (1200, 300, 2) for stride in (256, SIZE, None)),
+        *((300, 64), (2, 64), pytest.param(1200, 64, marks=pytest.mark.slow)),  # a dozen windows of the demo
+    ],
+)
 def test_perplexity_is_that_of_transformers(llm, stride, num_tokens):
     text = text_of_size(llm, num_tokens)
     (expected,) = strided(their_ids_of(text), stride or SIZE)

@@ -160,13 +160,15 @@ def logits_of(token_ids: list[int], **choices: str) -> np.ndarray:
         return llm.logits(token_ids)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "same", "other"), [("float32",) * 2 + ("bfloat16",), ("int8", "bfloat16", "float32")]
-)
-def test_the_cache_follows_the_weights_or_is_chosen(dtype, same, other, window):
-    auto = logits_of(window, dtype=dtype)
-    assert_same_bits(logits_of(window, dtype=dtype, kv_cache_dtype=same), auto)
-    chosen = logits_of(window, dtype=dtype, kv_cache_dtype=other)
+@pytest.mark.parametrize(("dtype", "same"), [("float32", "float32"), ("int8", "bfloat16")])
+def test_the_cache_follows_the_weights(dtype, same, window):
+    assert_same_bits(logits_of(window, dtype=dtype, kv_cache_dtype=same), logits_of(window, dtype=dtype))
+
+
+@pytest.mark.slow  # each compiles a step of its own
+@pytest.mark.parametrize(("dtype", "other"), [("float32", "bfloat16"), ("int8", "float32")])
+def test_a_cache_that_is_chosen_is_near(dtype, other, window):
+    chosen, auto = logits_of(window, dtype=dtype, kv_cache_dtype=other), logits_of(window, dtype=dtype)
     assert 0 < np.abs(chosen - auto).mean() < 0.1  # one rounds keys and values to 8 bits, the other does not
 
 

@@ -33,13 +33,17 @@ def _code_generator():
         pytest.skip("this llvmlite compiles for no ARM CPU")
 
 
+# Each compiles for some seconds. Every day the one whose instructions are the most special.
+CPUS = pytest.mark.parametrize("cpu", ["neoverse-v1", pytest.param("apple-m1", marks=pytest.mark.slow)])
+
+
 @functools.cache
 def tiles(cpu):
     found = arm_tiles.assembly_for(cpu)
     return {name: arm_tiles.tile_of(text, *name.split("-")[:1], int(name[-1])) for name, text in found.items()}
 
 
-@pytest.mark.parametrize("cpu", BY_CPU)
+@CPUS
 @pytest.mark.parametrize("dtype", arm_tiles.DTYPES)
 def test_a_tile_multiplies_by_the_instruction_of_its_target(cpu, dtype):
     for rows, expected in zip(arm_tiles.HEIGHTS, BY_CPU[cpu][dtype], strict=True):
@@ -48,7 +52,7 @@ def test_a_tile_multiplies_by_the_instruction_of_its_target(cpu, dtype):
 
 
 @pytest.mark.skipif(binding.llvm_version_info < (22,), reason="LLVM 15 and 20 keep some on the stack")
-@pytest.mark.parametrize("cpu", BY_CPU)
+@CPUS
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_tile_keeps_its_sums_in_registers(cpu, dtype):
     """And broadcasts nothing: a lane multiplies."""

@@ -2,29 +2,36 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from support.apart import printed
 from support.hub_server import HubServer
-from support.paths import ROOT
 from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
 
 # huggingface_hub reads its environment when it is imported, so each use has a process of its own.
 PROGRAM = """
-import json, sys
+import contextlib, io, json, os, sys
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
-for model in sys.argv[1:]:
-    try:
-        checkpoint = open_checkpoint(model)
-    except CheckpointError as error:
-        print(json.dumps({"error": str(error)}))
-    else:
-        files = sorted(path.name for path in checkpoint.path.iterdir())
-        print(json.dumps({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()}))
+
+assert "huggingface_hub" not in sys.modules
+folder, environment, *models = sys.argv[1:]
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(json.loads(environment))
+answers = []
+with contextlib.redirect_stderr(io.StringIO()) as stderr:
+    for model in models:
+        try:
+            checkpoint = open_checkpoint(model)
+        except CheckpointError as error:
+            answers.append({"error": str(error)})
+        else:
+            files = sorted(path.name for path in checkpoint.path.iterdir())
+            answers.append({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()})
+print(json.dumps([answers, stderr.getvalue()]))
 """
 BIAS = random_tensors()["transformer.ln_f.bias"].tolist()
 UNWANTED = ("tf_model.h5", "README.md", ".gitattributes", "onnx/model.safetensors", "training_args.bin")
@@ -40,12 +47,8 @@ def opened_all(home, endpoint, models, **environment):
     """What it says of each of several, and its stderr."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     kept = {name: value for name, value in kept.items() if not name.startswith("HF_")}
-    env = kept | {"PYTHONPATH": str(ROOT), "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment}
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *models], capture_output=True, text=True, env=env, cwd=home.parent, timeout=100
-    )
-    assert process.returncode == 0, process.stderr
-    return [json.loads(line) for line in process.stdout.splitlines()], process.stderr
+    env = kept | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment}
+    return json.loads(printed(PROGRAM, str(home.parent), json.dumps(env), *models, patience=100))
 
 
 def hub_folder(folder):
@@ -196,6 +199,5 @@ def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path):
 
 def test_huggingface_hub_is_imported_for_hub_ids_alone():
     program = "import sys, tinygpt.weights.open as o; o.open_checkpoint('demo'); "
-    program += "assert not {'huggingface_hub', 'torch', 'transformers'} & set(sys.modules)"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=env)
+    program += "print({'huggingface_hub', 'torch', 'transformers'} & set(sys.modules))"
+    assert printed(program, patience=100) == "set()\n"

@@ -154,25 +154,27 @@ def test_a_cache_folder_that_others_may_write_to_is_not_used(folder):
     assert not list((folder / "open").iterdir())
 
 
-@pytest.mark.parametrize("is_installed", [False, True], ids=["a second clone", "installed"])
-def test_copies_of_the_same_sources_share_kernels(folder, tmp_path, is_installed):
+DRAW = RUN.replace("import tiny", "from tinygpt.kernels.cpu.sampling import philox").replace(
+    "tiny.triple(4)", "philox.__file__, philox.uniform(*np.ones(3, np.uint64))"
+)
+
+
+def test_copies_of_the_same_sources_share_kernels(folder, tmp_path):
     """So what is installed from a clone, and not editable, compiles nothing that has been compiled in the clone."""
-    skip, inner = shutil.ignore_patterns("__pycache__", "demo"), tmp_path / "copy" / ("tinygpt" if is_installed else "")
-    shutil.copytree(ROOT / "tinygpt", tmp_path / "copy" / "tinygpt", ignore=skip)
-    for name in ("kernels", "weights"):
-        shutil.copytree(ROOT / name, inner / name, ignore=skip)
-    if not is_installed:
-        shutil.copy(ROOT / "setup.cfg", tmp_path / "copy")
-    draw = RUN.replace("import tiny", "from tinygpt.kernels.cpu.sampling import philox").replace(
-        "tiny.triple(4)", "philox.__file__, philox.uniform(*np.ones(3, np.uint64))"
-    )
-    draw = f"import numpy as np{draw}"
-    here, drawn, compiled = run(folder, draw).rsplit(maxsplit=2)
+    skip, philox = shutil.ignore_patterns("__pycache__", "demo"), Path("kernels", "cpu", "sampling", "philox.py")
+    here, drawn, compiled = run(folder, f"import numpy as np{DRAW}").rsplit(maxsplit=2)
     assert int(compiled) > 0
-    there, drawn_there, compiled_there = run(folder, draw, root=tmp_path / "copy").rsplit(maxsplit=2)
-    assert (drawn_there, compiled_there) == (drawn, "0")
-    assert here == str(ROOT / "kernels" / "cpu" / "sampling" / "philox.py")
-    assert there == str(inner / "kernels" / "cpu" / "sampling" / "philox.py")
+    assert here == str(ROOT / philox)
+    for name in ("installed", "a second clone"):
+        copy = tmp_path / name
+        inner = copy / ("tinygpt" if name == "installed" else "")
+        shutil.copytree(ROOT / "tinygpt", copy / "tinygpt", ignore=skip)
+        for folder_ in ("kernels", "weights"):
+            shutil.copytree(ROOT / folder_, inner / folder_, ignore=skip)
+        if name == "a second clone":
+            shutil.copy(ROOT / "setup.cfg", copy)
+        there, *found = run(folder, f"import numpy as np{DRAW}", root=copy).rsplit(maxsplit=2)
+        assert (there, *found) == (str(inner / philox), drawn, "0")
 
 
 def test_two_processes_that_compile_at_once_agree(folder):

@@ -1,9 +1,9 @@
 """Where compiled kernels are kept: one folder for each build, in a place that can be written to."""
 
 import inspect
+import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from numba.core import config
 
-from support.paths import ROOT
+from support.apart import printed
 from tinygpt.kernels.cpu import jit
 
 REPORT = (
@@ -24,14 +24,23 @@ RUN_ONE = (
 )
 
 
+# The environment is the first thing that the process learns; of the folder it knows nothing yet.
+BEGIN = """
+import json, os, sys, tempfile
+from tinygpt.kernels.cpu import jit
+assert not jit.cache_folder.cache_info().currsize
+os.environ.clear()
+os.environ.update(json.loads(sys.argv[1]))
+tempfile.tempdir = None
+"""
+
+
 def report(script=REPORT, **environment):
     """Run the script in a process that has no cache setting but those given, and no kernels elsewhere; its lines."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "XDG_"))}
-    command = [sys.executable, "-c", script]
     with tempfile.TemporaryDirectory() as empty:
         places = kept | {"TMPDIR": empty} | environment
-        result = subprocess.run(command, cwd=ROOT, env=places, capture_output=True, text=True, check=True)
-    return result.stdout.splitlines()
+        return printed(BEGIN + script, json.dumps(places), patience=300).splitlines()
 
 
 def test_fingerprint_changes_with_any_source(tmp_path):

@@ -341,6 +341,7 @@ def followers_since(before: set) -> list[threading.Thread]:
 
 @pytest.mark.parametrize("end", ["close", "forget", "never used"])
 def test_a_team_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
+    gc.freeze()  # what other tests have left need not be searched
     before = set(threading.enumerate())
     team, task = new_team(4), random_task(4)
     threads = followers_since(before)
