@@ -39,7 +39,7 @@ class CompileNotice:
         self._num_parts = 0  # of all kernels: a few are most of a step, and take seconds each
         self.seconds = 0.0  # until the last time that none compiled any more
         self._told = 0.0  # of these, when a line was written last
-        self._num_open = 0  # kernels that are under way: more than one where threads wait for one another's
+        self._num_open = 0  # kernels under way: one of this process, and one that another process is waited for
         self._began = 0.0
         self._lock = threading.Lock()
         self._is_over = threading.Event()
