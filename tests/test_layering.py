@@ -30,6 +30,7 @@ INTO_KERNELS = {
     "tinygpt.cli.workers": {"tinygpt.kernels.cpu.packed"},
     "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.jit"},
     "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},
+    "tinygpt.cli.commands.serve": {"tinygpt.kernels.compiling"},
     "tinygpt.parallel.cut": {"tinygpt.kernels.cpu.rank"},
     "tinygpt.parallel.rank_model": {"tinygpt.kernels.cpu.rank"},
     "tinygpt.compile_ahead": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},

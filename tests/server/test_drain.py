@@ -27,7 +27,8 @@ from tinygpt.server.transport.serve import server_of
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
 
-def test_what_runs_is_finished(llm):
+def test_what_runs_is_finished(llm, caplog):
+    caplog.set_level("INFO", "tinygpt.server")
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
         stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
         gate.allow(2)
@@ -35,6 +36,8 @@ def test_what_runs_is_finished(llm):
         next(events)
         server.terminate()
         until(lambda: server.state.is_draining)
+        [said] = [record for record in caplog.records if record.name == "tinygpt.server"]
+        assert (said.fields, "a second signal" in said.message) == ({"running": 2, "seconds": 60.0}, True)
         gate.allow(float("inf"))
         finish = [event["choices"][0]["finish_reason"] for event in events]
         assert finish[-1] == "length"

@@ -6,11 +6,16 @@ pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not ins
 
 import json
 import logging
+import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served, until
+from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.kernels.compiling import ANNOUNCER, begin_wait, end_wait
+from tinygpt.server import compile_log
+from tinygpt.server.compile_log import CompileLog
 from tinygpt.server.transport.logs import JsonLines, TextLines
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -44,6 +49,40 @@ def test_a_line_for_each_request(fresh, llm):
     line = fresh.ended()
     assert line["status"] == 400
     assert "prompt_tokens" not in line
+
+
+def test_kernels_that_compile_are_in_no_time_but_their_own(fresh, llm, monkeypatch):
+    """The second step waits for one a second before it makes its token."""
+    before, sample, steps = figures(fresh), ModelRunner.sample, iter(range(100))
+
+    def compiles(*arguments):
+        if next(steps) == 1:
+            ANNOUNCER.begin("a kernel")
+            begin_wait()
+            time.sleep(1)
+            end_wait()
+            ANNOUNCER.end()
+        return sample(*arguments)
+
+    monkeypatch.setattr(ModelRunner, "sample", compiles)
+    lines = []
+    monkeypatch.setattr(compile_log.log, "info", lambda message, extra: lines.append((message, extra["fields"])))
+    with ANNOUNCER.told(CompileLog()):
+        begun = time.perf_counter()
+        fresh.complete(**ASKED, stream=True)
+        line = fresh.ended("/v1/completions")
+        all_of_it = time.perf_counter() - begun
+    after = figures(fresh)
+    grown = {name: after[name, ""] - before.get((name, ""), 0.0) for name, label in after if not label}
+    times = [name for name in grown if name.startswith("tinygpt:") and name.endswith("_seconds_sum")]
+    assert {"tinygpt:e2e_request_latency_seconds_sum", "tinygpt:inter_token_latency_seconds_sum"} < set(times)
+    assert line["compile"] >= 1
+    assert max(grown[name] for name in times) <= line["seconds"] <= all_of_it - line["compile"]
+    [(message, fields)] = lines
+    assert (message, fields["kernels"]) == ("kernels compiled", 1)
+    assert fields["seconds"] >= 1
+    fresh.complete(**ASKED)
+    assert fresh.ended("/v1/completions")["compile"] is None
 
 
 def test_an_id_comes_back_or_is_given(fresh):

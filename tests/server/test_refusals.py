@@ -318,10 +318,10 @@ def test_paths_and_methods_that_are_not_there(server):
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/models", "did you mean /v1/models?"),
         ("/v1/completion", "did you mean /v1/completions?"),
-        ("/frobnicate", "/openapi.json has all that are."),
+        ("/frobnicate", "/openapi.json lists all paths."),
     ):
         reply = server.ask(path)
-        assert (reply.status, reply.error["message"]) == (404, f"there is no such path: {said}")
+        assert (reply.status, reply.error["message"]) == (404, f"there is no path {path}: {said}")
     for path, allowed, advice in (
         ("/v1/completions", "POST", "use POST."),
         ("/health", "GET, HEAD", "use GET."),

@@ -21,7 +21,7 @@ def create_app(llm: LLM, config: ServerConfig) -> Starlette:
     state = ServerState(llm, config, int(time.time()))
     routes = all_routes(state)
     paths = frozenset(route.path for route in routes)
-    middleware = [Middleware(AccessLog, state.metrics, paths)]
+    middleware = [Middleware(AccessLog, state.metrics, llm.engine.compile_clock.seconds, paths)]
     if config.allowed_hosts is not None:
         middleware.append(Middleware(HostCheck, config.allowed_hosts))
     if config.allowed_origins:

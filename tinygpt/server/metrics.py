@@ -84,7 +84,7 @@ class Metrics:
         self._length.observe(num_tokens)
         self._longest.observe(times.num_steps)
         self._queue.observe(times.queue_time)
-        self._e2e.observe(times.finished - times.arrival)
+        self._e2e.observe(times.time_to_finish)
         if times.time_to_first_token is not None:
             self._ttft.observe(times.time_to_first_token)
             self._prefill.observe(times.prefill_time)

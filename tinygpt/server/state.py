@@ -102,6 +102,11 @@ class ServerState:
             self._first_logprobs = output.prompt_logprobs[1]
         return self._first_logprobs
 
+    @property
+    def num_open(self) -> int:
+        """Requests that are being answered."""
+        return sum(not generation.is_over for generation in self._generations) + len(self._others)
+
     def drain(self) -> None:
         self.is_draining = True
 

@@ -133,17 +133,21 @@ def _import_web() -> None:
 def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: str) -> None:
     try:
         from tinygpt.server.app import create_app
+        from tinygpt.server.compile_log import CompileLog
         from tinygpt.server.transport.logs import configure_logging
         from tinygpt.server.transport.serve import serve
     except ImportError as error:
         raise _lacks(error.name) from None
+    from tinygpt.kernels.compiling import ANNOUNCER
+
     configure_logging(args.log_format)
     app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
     # What is there now stays, so it is not looked at, not even now: that takes a tenth of the start, and finds next to
     # nothing. What requests leave behind is, at Python's own pace.
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
+    with ANNOUNCER.told(CompileLog()):
+        serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
 
 
 def _check(args: argparse.Namespace) -> None:

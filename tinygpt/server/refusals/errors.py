@@ -78,7 +78,9 @@ def _no_path(request: Request) -> str:
     """A base URL without its /v1 is what is wrong most often."""
     paths = [route.path for route in request.app.routes if "{" not in route.path]
     nearest = nearest_choice(request.url.path, paths)
-    return "there is no such path: " + (f"did you mean {nearest}?" if nearest else "/openapi.json has all that are.")
+    # As in the log: a path may hold anything.
+    path = ascii(request.url.path)[1:-1]
+    return f"there is no path {path}: " + (f"did you mean {nearest}?" if nearest else "/openapi.json lists all paths.")
 
 
 def _no_method(request: Request, error: HTTPException) -> str:

@@ -25,9 +25,11 @@ class AccessLog:
     A client's own X-Request-Id is taken over; any other request is given one.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]):
-        """paths: what is counted by its name; any other path is one of many that a stranger may make up."""
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(self, app: ASGIApp, metrics: Metrics, waited: Callable[[float, float], float], paths: frozenset[str]):
+        """waited(start, stop): the seconds between two moments in which steps waited for kernels to be compiled.
+        paths: what is counted by its name; any other path is one of many that a stranger may make up.
+        """
+        self._app, self._metrics, self._waited, self._paths = app, metrics, waited, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,9 +55,9 @@ class AccessLog:
             status, is_whole = 500, True
             raise
         finally:
-            self._note_end(scope, record, status if is_whole else LEFT, time.perf_counter() - begun)
+            self._note_end(scope, record, status if is_whole else LEFT, begun, time.perf_counter())
 
-    def _note_end(self, scope: Scope, record: Record, status: int, seconds: float) -> None:
+    def _note_end(self, scope: Scope, record: Record, status: int, begun: float, ended: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.count_http(path, status)
         for output in record.outputs():
@@ -68,7 +70,9 @@ class AccessLog:
             self._metrics.count_abort()
         # A path may hold anything, in a terminal's own language too.
         fields = {"id": record.id, "method": scope["method"], "path": ascii(scope["path"])[1:-1], "status": status}
-        log.info("request", extra={"fields": {**fields, **_work(record, unfinished), "seconds": round(seconds, 6)}})
+        waited = self._waited(begun, ended) if record.generations else 0.0
+        times = {"compile": round(waited, 6) or None, "seconds": round(ended - begun - waited, 6)}
+        log.info("request", extra={"fields": {**fields, **_work(record, unfinished), **times}})
 
 
 def _work(record: Record, unfinished: list[Progress]) -> dict[str, Any]:

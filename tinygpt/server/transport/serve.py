@@ -1,6 +1,7 @@
 """Serving an app from this process: uvicorn, until a signal ends it, and what is running has ended."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from tinygpt.server.refusals.errors import ApiError
 from tinygpt.server.state import ServerState
 from tinygpt.server.transport.connection import Connection
 
+log = logging.getLogger("tinygpt.server")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEEP_ALIVE_SECONDS = 30
 FLUSH_SECONDS = 2.0  # that clients have to read why their streams have ended
@@ -84,6 +86,11 @@ class Server(uvicorn.Server):
 
     def _drain(self) -> None:
         self._state.drain()
+        if running := self._state.num_open:
+            log.info(
+                "shutting down: what runs may finish, and a second signal ends it at once",
+                extra={"fields": {"running": running, "seconds": self._drain_seconds}},
+            )
         self._loop.call_later(self._drain_seconds, self._state.stop_all, _shutting_down())
         self._loop.call_later(self._drain_seconds + FLUSH_SECONDS, partial(setattr, self, "force_exit", True))
 

@@ -31,7 +31,7 @@ class Generation:
     """What is submitted together, and ends together. For the event loop alone.
 
     `cancel` may come at any time, and frees every slot by the next step.
-    token_gaps: seconds from each token of a streamed sample to its next one.
+    token_gaps: seconds from each token of a streamed sample to its next one, without those in which kernels compiled.
     """
 
     def __init__(self, llm: LLM, mailbox: Mailbox, num_bytes: int = 0):
@@ -133,12 +133,17 @@ class Generation:
     def is_complete(self) -> bool:
         return len(self.finished()) == len(self._futures)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it runs, or waits."""
+        return all(future.done() for future in self._futures)
+
     def _post(self, prompt_index: int, chunk: StreamChunk | None) -> None:
         if chunk is not None and chunk.token_id is not None:
-            now, sample = time.perf_counter(), (prompt_index, chunk.index)
+            sample = prompt_index, chunk.index
             if sample in self._last_tokens:
-                self.token_gaps.append(now - self._last_tokens[sample])
-            self._last_tokens[sample] = now
+                self.token_gaps.append(self._llm.engine.compile_clock.since(self._last_tokens[sample]))
+            self._last_tokens[sample] = time.perf_counter()
         self._mailbox.post(self._inbox, PromptChunk(prompt_index, chunk))
 
     def _raise_reason(self) -> None:
