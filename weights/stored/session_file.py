@@ -78,8 +78,9 @@ def write_session(path: Path, session: SavedSession, made_by: Mapping[str, objec
     try:
         replace_whole(path, save(arrays, metadata))
     except OSError as error:
+        advice = "make room, or name another file" if path.parent.is_dir() else "create its folder first"
         raise CheckpointError(
-            f"the session cannot be written to {path} ({error.strerror or error}): make room, or name another file."
+            f"the session cannot be written to {path} ({error.strerror or error}): {advice}."
         ) from None
 
 
