@@ -236,6 +236,29 @@ def test_a_part_has_what_it_needs_of_python_compiled_and_read(folder):
         assert run(folder, RUN_ERRORS) == f"('too much', 4) {compiled}"
 
 
+HASHES = """
+from tinygpt.kernels.cpu import jit
+
+@jit.jit
+def hashes(text):
+    found = {"king": 1, "queen": 2}
+    return hash(text), hash("wolf"), found[text], hash(("king", 2))
+"""
+RUN_HASHES = """
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
+    import tiny
+    print(tiny.hashes("queen") == (hash("queen"), hash("wolf"), 2, hash(("king", 2))), len(compiled.names))
+"""
+
+
+def test_no_process_finds_the_secret_of_another_in_a_kernel(folder):
+    """Python hashes texts by a secret of each process's own."""
+    (folder / "tiny.py").write_text(HASHES)
+    found = [run(folder, RUN_HASHES, PYTHONHASHSEED=seed) for seed in ("1", "2", "random")]
+    assert found == ["True 1", "True 0", "True 0"]
+
+
 def last_field(record):
     return record[-1]
 
