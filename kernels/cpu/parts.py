@@ -8,8 +8,6 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompilerBase, CompileResult, DefaultPassBuilder
 from numba.core.errors import UnsupportedError
 
-from tinygpt.kernels.compiling import ANNOUNCER
-
 
 class KernelCompiler(Compiler):
     """What Numba takes as `pipeline_class`: its own, for a kernel with parts."""
@@ -31,7 +29,6 @@ class PartCompiler(CompilerBase):
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
 
     def compile_extra(self, func) -> CompileResult:
-        ANNOUNCER.part(func.__name__)
         result, key = super().compile_extra(func), [].append  # to find it by: Numba wants a built-in function
         self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
         return result._replace(entry_point=key)

@@ -177,11 +177,31 @@ def test_copies_of_the_same_sources_share_kernels(folder, tmp_path):
         assert (there, *found) == (str(inner / philox), drawn, "0")
 
 
-def test_two_processes_that_compile_at_once_agree(folder):
-    both = [start(folder) for _ in range(2)]
-    results = [process.communicate() for process in both]
-    assert all(out.startswith("15 ") and not err for out, err in results)
+COMPILED_HERE = """
+from numba.core import event
+import tiny
+
+class Begun(event.Listener):
+    def on_start(self, event):
+        names.append(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event):
+        pass
+
+names = []
+event.register("numba:compile", Begun())
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
+    print(tiny.triple(4), names.count("triple"))
+"""
+
+
+def test_of_processes_that_begin_at_once_one_compiles(folder):
+    all_of_them = [start(folder, COMPILED_HERE) for _ in range(3)]
+    results = [process.communicate() for process in all_of_them]
+    assert sorted(results) == [("15 0\n", ""), ("15 0\n", ""), ("15 1\n", "")]
     assert run(folder) == "15 0"
+    assert not [path for path in files_of(folder) if path.suffix == ".lock"]
 
 
 def test_a_kernel_of_an_earlier_run_waits_for_nothing_that_only_compiling_takes(folder):
