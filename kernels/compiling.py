@@ -1,7 +1,7 @@
 """Compiling kernels takes seconds: it is announced where it happens, and no time that is reported contains it.
 
-Each backend says here when a kernel begins and ends to compile, the CPU's when a part of it begins, and when a thread
-waits for one. Nothing here knows a compiler.
+Each backend says here when a kernel begins and ends to compile, and when a thread waits for one. Nothing here knows a
+compiler.
 """
 
 import logging
@@ -20,10 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Who is told of each kernel that compiles, by the thread that compiles it.
-
-    It may also have `part(name)`: that a function which becomes a part of the kernel begins to compile.
-    """
+    """Who is told of each kernel that compiles, by the thread that compiles it."""
 
     def begin(self, name: str) -> None: ...
 
@@ -73,12 +70,6 @@ class Announcer:
             for listener in self._open.kernels.pop():
                 if listener in self._listeners:
                     listener.end()
-
-    def part(self, name: str) -> None:
-        """Of the kernel that this thread compiles; nothing where none is under way."""
-        for listener in self._open.kernels[-1] if self._open.kernels else ():
-            if listener in self._listeners and hasattr(listener, "part"):
-                listener.part(name)
 
     def keep(self) -> None:
         """A kernel has come to the disk."""

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.kernels.cache_folder import HAS_OWNERS, CacheFolder, find_spare
+from tinygpt.kernels.compile_claim import NO_SURPRISE, CompileClaim
 from tinygpt.kernels.compiling import ANNOUNCER
 
 MAGIC = b"tinygpt kernel 1\n"  # the format, which the folder's name stands for too
 DIGEST_SIZE = KEY_SIZE = 32
 HEADER = len(MAGIC) + DIGEST_SIZE
 LEFTOVER_AGE = 24 * 3600  # seconds
-# A link or a pipe in the place of a file is neither followed nor waited for.
-NO_SURPRISE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,7 @@ class KernelFiles:
         self._find_spare = find_spare
         self._spare: KernelFiles | None = None  # once it is there
         self._has_moved = False
+        self._claim = CompileClaim()
 
     @classmethod
     def in_folder(cls, found: CacheFolder) -> "KernelFiles":
@@ -103,6 +103,16 @@ class KernelFiles:
         with suppress(OSError):
             (self.folder / name).unlink()
         return None
+
+    def claim(self, name: str) -> None:
+        """Before a kernel compiles: if another process is at it, wait until `load` finds it, or for so long that this
+        one had better compile it too."""
+        if self.is_keeping and self._key is not None:
+            self._claim.take((self._spare.folder if self._has_moved else self.folder) / name)
+
+    def end_claim(self) -> None:
+        """It is compiled, and saved if it could be."""
+        self._claim.end()
 
     def save(self, name: str, body: bytes) -> None:
         self._save(name, body)

@@ -1,8 +1,15 @@
-"""Having what is written on the disk before going on, where the system can."""
+"""Files: a name that is free, and having what is written on the disk before going on, where the system can."""
 
 import errno
 import os
+from itertools import chain, count
 from pathlib import Path
+
+
+def free_path(path: Path) -> Path:
+    """The path, or one with a number, where there is nothing: what is advised writes over nothing."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(free for free in chain([path], numbered) if not os.path.lexists(free))
 
 
 def sync(descriptor: int) -> None:

@@ -79,7 +79,7 @@ class TinyGPTLM(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """(sum of log probabilities, whether greedy decoding would write it) of each continuation."""
-        return list(map_together(self._score, requests, "request", show_progress=not disable_tqdm))
+        return list(map_together(self._score, requests, False if disable_tqdm else None, "requests"))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log probability of whole texts, in windows without overlap, the first after the prefix token."""
@@ -91,7 +91,7 @@ class TinyGPTLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """What comes after each context, up to one of the texts that its arguments name in `until`."""
-        return list(map_together(self._generate, requests, "request", show_progress=not disable_tqdm))
+        return list(map_together(self._generate, requests, False if disable_tqdm else None, "requests"))
 
     def _score(self, request: tuple[Any, list[int], list[int]]) -> tuple[float, bool]:
         _, context, continuation = request

@@ -9,8 +9,8 @@ from tinygpt.errors import RequestError
 UseTqdm = bool | Callable[..., Iterable] | None
 
 
-def with_bar(items: Iterable, total: int, use_tqdm: UseTqdm) -> Iterable[Any]:
-    """The items, counted on stderr as they come; `LLM.generate` says what use_tqdm may be."""
+def with_bar(items: Iterable, total: int, use_tqdm: UseTqdm, noun: str = "prompts") -> Iterable[Any]:
+    """The items, counted on stderr as they come; `LLM.generate` says what use_tqdm may be. `noun`: what is counted."""
     if not (use_tqdm is None or isinstance(use_tqdm, bool) or callable(use_tqdm)):
         raise RequestError(f"use_tqdm is {use_tqdm!r} and must be None, True, False or a function like tqdm.")
     if use_tqdm is None:
@@ -19,4 +19,4 @@ def with_bar(items: Iterable, total: int, use_tqdm: UseTqdm) -> Iterable[Any]:
         return items
     if use_tqdm is True:
         from tqdm import tqdm as use_tqdm
-    return use_tqdm(items, total=total, unit=" prompts")
+    return use_tqdm(items, total=total, unit=f" {noun}")

@@ -34,15 +34,25 @@ class DiskCache:
         name = self._name(signature, target_context.codegen())
         if name is None:
             return None
-        result = self._find_files().load_object(name, lambda parts: CompileResult._rebuild(target_context, *parts))
-        # Two types may look the same in words.
-        is_it = result is not None and result.signature.args == sigutils.normalize_signature(signature)[0]
-        return result if is_it else None
+        result = self._load(name, signature, target_context)
+        if result is None:
+            self._find_files().claim(name)
+            result = self._load(name, signature, target_context)
+            if result is not None:
+                self._find_files().end_claim()
+        return result
 
     def save_overload(self, signature: Any, result: CompileResult) -> None:
         name = self._name(signature, result.codegen)
         if name is not None and not result.library.has_dynamic_globals:  # addresses, which are of this process alone
             self._find_files().save_object(name, lambda: dumps(result._reduce()))
+        self._find_files().end_claim()
+
+    def _load(self, name: str, signature: Any, target_context: Any) -> CompileResult | None:
+        result = self._find_files().load_object(name, lambda parts: CompileResult._rebuild(target_context, *parts))
+        # Two types may look the same in words.
+        is_it = result is not None and result.signature.args == sigutils.normalize_signature(signature)[0]
+        return result if is_it else None
 
     @property
     def cache_path(self) -> str | None:

@@ -51,8 +51,9 @@ def jit(function):
     """Compile a function on first call. It is at module level: a closure is compiled by every process.
 
     Python calls a kernel, which is kept on the disk; where a kernel calls the function, it is a part of that one. As a
-    part it may not call itself, nor have a block in object mode: Numba refuses both. Outside of this package a part
-    belongs into the file of its kernel: a change in another file is not noticed, and what lies on the disk is used.
+    part it may not call itself, nor have a block in object mode: either is an error of Numba's kind. Outside of this
+    package a part belongs into the file of its kernel: a change in another file is not noticed, and what lies on the
+    disk is used. A global is a constant, the same in every process: `hash("a")`, say, is no value for one.
 
     Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a float32, int8
     or int4 result has the same bits on every CPU, and a bfloat16 one but for denormals, which AVX-512's product of

@@ -6,8 +6,7 @@ A step is a hundred functions, up to eight deep, of which Python calls one.
 
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompilerBase, CompileResult, DefaultPassBuilder
-
-from tinygpt.kernels.compiling import ANNOUNCER
+from numba.core.errors import UnsupportedError
 
 
 class KernelCompiler(Compiler):
@@ -30,10 +29,13 @@ class PartCompiler(CompilerBase):
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
 
     def compile_extra(self, func) -> CompileResult:
-        ANNOUNCER.part(func.__name__)
         result, key = super().compile_extra(func), [].append  # to find it by: Numba wants a built-in function
         self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
         return result._replace(entry_point=key)
+
+    def compile_ir(self, func_ir, lifted=(), lifted_from=None) -> CompileResult:
+        """Of a block in object mode, which is machine code of its own."""
+        raise UnsupportedError("a part of a kernel has a block in object mode: put it into what Python calls")
 
 
 class _PartLibrary(JITCodeLibrary):

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -19,6 +20,7 @@ from support.paths import ROOT
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
+from tinygpt.cli import messages
 from tinygpt.config import DTYPES
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import calibrate
@@ -282,8 +284,19 @@ def test_what_is_there_stays(source, tmp_path, there, capsys):
         converted(source, target, "int8")
     before = {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()}
     assert cli.main(["convert", str(source), str(target)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert f"such as {target}-2.\n" in refusal
+    assert "remove" not in refusal
     assert {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()} == before
+
+
+def test_a_calibration_says_how_far_it_has_come(tmp_path, capsys, monkeypatch):
+    """It takes minutes, of a large model."""
+    (text := tmp_path / "text").write_text("Once upon a time there was a king. " * 100)
+    monkeypatch.setattr(messages, "INTERVAL", 0)
+    assert cli.main(["convert", "demo", str(tmp_path / "new"), "--calibrate", str(text)]) == 0
+    said = capsys.readouterr().err
+    assert re.search(rf"tinygpt: calibrating on {text}\ntinygpt: 1 of (\d+) samples done\ntinygpt: 2 of \1 ", said)
 
 
 def test_an_empty_folder_is_filled(source, tmp_path):

@@ -75,32 +75,25 @@ def test_once_is_said_once(capsys):
     assert "2 kernels compiled" in said
 
 
-def test_what_takes_long_is_said_now_and_then(capsys, monkeypatch):
-    """Of kernels that take 3 seconds each, while a clock goes on between them, which counts for nothing."""
-    now = [0.0]
+def test_what_takes_long_is_said_now_and_then(monkeypatch):
+    """Of kernels that take 15 seconds each, or 45, while a clock goes on between them, which counts for nothing."""
+    now, said = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(compile_notice, "say", said.append)
+    monkeypatch.setattr(compile_notice, "TICK", 0.001)
     with compiling_shown():
-        for _ in range(16):
+        for seconds, expected in ((15, "("), (15, ": 30.0 s"), (15, ": 30.0 s"), (20, ": 65.0 s"), (45, ": 110.0 s")):
             now[0] += 100
             ANNOUNCER.begin("one")
-            now[0] += 3
+            now[0] += seconds
+            while expected not in said[-1]:
+                time.sleep(0.001)
             ANNOUNCER.end()
-    said = [line.rpartition("machine")[2] for line in capsys.readouterr().err.splitlines()[:-1]]
-    assert said == [f" ({compile_notice.OUTLOOK})", ": 8 kernels, 21.0 s", ": 15 kernels, 42.0 s"]
-
-
-def test_what_takes_long_is_said_while_one_kernel_compiles(capsys, monkeypatch):
-    """Of 15 parts that take 3 seconds each."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    with compiling_shown():
-        ANNOUNCER.begin("one")
-        for _ in range(15):
-            now[0] += 3
-            ANNOUNCER.part("part")
-        ANNOUNCER.end()
-    said = [line.rpartition("machine")[2] for line in capsys.readouterr().err.splitlines()[:-1]]
-    assert said == [f" ({compile_notice.OUTLOOK})", ": 1 kernel, 7 parts, 21.0 s", ": 1 kernel, 14 parts, 42.0 s"]
+    assert said[:-1] == [
+        f"{compile_notice.MESSAGE}{more}"
+        for more in (f" ({compile_notice.OUTLOOK})", ": 30.0 s", ": 65.0 s", ": 110.0 s")
+    ]
+    assert said[-1].startswith("5 kernels compiled in 110.0 s")
 
 
 @pytest.mark.parametrize("name", ["load_params", "forward", "sample", "process_logits"])
@@ -269,31 +262,48 @@ def test_a_terminal_shows_the_seconds(monkeypatch):
     assert re.fullmatch(r"(\rtinygpt: waiting: [\d.]+ s +)+\n", terminal.getvalue())
 
 
-def test_a_terminal_counts_kernels_in_one_line_which_text_takes_the_place_of(monkeypatch):
+def test_a_terminal_shows_the_seconds_until_the_last_kernel_is_done(monkeypatch):
+    """In one line, which text takes the place of. The count comes once, when it is known."""
     terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(compile_notice, "TICK", 0.001)
+
+    def wait_for_seconds() -> None:
+        shown = len(terminal.getvalue())
+        while not re.search(r"compiling kernels for this machine: [\d.]+ s", terminal.getvalue()[shown:]):
+            time.sleep(0.001)
+
     with compiling_shown():
         for name in ("one", "two"):
             ANNOUNCER.begin(name)
-        while "2 kernels, 0." not in terminal.getvalue():
-            time.sleep(0.001)
-        for _ in range(3):
-            ANNOUNCER.part("part")
-        while "2 kernels, 3 parts, " not in terminal.getvalue():
-            time.sleep(0.001)
-        for _ in range(2):
-            ANNOUNCER.end()
+        wait_for_seconds()
+        ANNOUNCER.end()
+        wait_for_seconds()
+        ANNOUNCER.end()
         put("Once upon", end="")
         put(" a time", end="")
         ANNOUNCER.begin("three")
-        while "3 kernels, 3 parts, " not in terminal.getvalue():
-            time.sleep(0.001)
+        wait_for_seconds()
+        wait_for_seconds()
         ANNOUNCER.end()
         put(", there was")
-    text, more, said, end = lines_of(terminal)
+    notice, text, more, said, end = lines_of(terminal)
+    assert notice == f"tinygpt: compiling kernels for this machine ({compile_notice.OUTLOOK})"
     assert (text, more, end) == ("Once upon a time", ", there was", "")
     assert said.startswith("tinygpt: 3 kernels compiled in ")
-    assert max(map(len, re.split("[\r\n]", terminal.getvalue().partition("tinygpt: 3 kernels")[0]))) < 80
+    assert re.findall(r"\d+ kernel", terminal.getvalue()) == ["3 kernel"]
+    assert max(map(len, re.split("[\r\n]", terminal.getvalue().partition("\n")[2].partition("tinygpt: 3")[0]))) < 80
+
+
+def test_a_notice_in_the_middle_of_a_text_has_a_line_of_its_own(monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    with compiling_shown():
+        put("Once upon", end="")
+        ANNOUNCER.begin("one")
+        ANNOUNCER.end()
+        put(" a time")
+    text, notice, more, *_ = lines_of(terminal)
+    assert (text, more) == ("Once upon", " a time")
+    assert notice.startswith("tinygpt: compiling kernels")
 
 
 def test_a_status_gives_way_to_the_kernels_that_compile_meanwhile(monkeypatch):

@@ -86,6 +86,20 @@ def test_a_name_that_is_no_text_is_still_reported():
     assert b"Traceback" not in result.stderr
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows gives text")
+def test_text_is_utf_8_in_any_locale(small_demo):
+    """Python reads the command line by the locale, and keeps bytes that this has no characters for."""
+    environment = {**os.environ, "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    given = ["generate", "-m", small_demo, "-n", "1", "-s", "7", "--echo"]
+    for words in (["Été 🦊"], ["-p", "Été 🦊"], ["Été", "🦊", "--stop", "é", "--bad-words", "ö"]):
+        result = run_process(*given, *words, env=environment)
+        assert (result.returncode, result.stdout.decode()[:5]) == (0, "Été 🦊")
+    for words in ([b"caf\xe9"], ["-p", b"caf\xe9"], ["Once", "--stop", b"caf\xe9"]):
+        result = run_process(*given, *words, env=environment)
+        assert (result.returncode, result.stdout) == (2, b"")
+        assert rb"'caf\udce9', whose byte 0xe9 is no UTF-8: set the terminal to UTF-8" in result.stderr
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGPIPE")
 def test_a_closed_pipe_ends_the_run_quietly(small_demo):
     reader, writer = os.pipe()

@@ -24,11 +24,6 @@ class Heard:
         self.told.append(None)
 
 
-class HeardParts(Heard):
-    def part(self, name):
-        self.told.append(f"a part, {name}")
-
-
 @pytest.fixture
 def now(monkeypatch) -> SimpleNamespace:
     """A clock that the test sets."""
@@ -80,28 +75,6 @@ def test_who_did_not_hear_the_beginning_does_not_hear_the_end():
             announcer.end()
             announcer.end()  # of nothing
     assert (first.told, late.told) == (["early", None], [])
-
-
-def test_parts_are_told_to_those_who_heard_their_kernel_begin_and_ask_for_them():
-    announcer, deaf, first, gone, late = Announcer(), Heard(), HeardParts(), HeardParts(), HeardParts()
-    with announcer.told(deaf), announcer.told(first):
-        announcer.part("of nothing")
-        with announcer.told(gone):
-            announcer.begin("outer")
-        with announcer.told(late):
-            announcer.part("one")
-            announcer.begin("inner")
-            announcer.part("two")
-            announcer.end()
-        announcer.part("three")
-        thread = threading.Thread(target=announcer.part, args=("of another thread's",))
-        thread.start()
-        thread.join()
-        announcer.end()
-    assert deaf.told == ["outer", "inner", None, None]
-    assert first.told == ["outer", "a part, one", "inner", "a part, two", None, "a part, three", None]
-    assert gone.told == ["outer"]
-    assert late.told == ["inner", "a part, two", None]
 
 
 def test_threads_end_their_own_kernels():

@@ -6,13 +6,11 @@ from tinygpt.kernels.compiling import ANNOUNCER
 
 
 class Compiled:
-    """Listens. `names`: of the kernels in their order; `num_open`: how many have not come to their end; `parts`: of
-    them all."""
+    """Listens. `names`: of the kernels in their order; `num_open`: how many have not come to their end."""
 
     def __init__(self):
         self.names: list[str] = []
         self.num_open = 0
-        self.parts: list[str] = []
 
     def begin(self, name: str) -> None:
         self.names.append(name)
@@ -20,9 +18,6 @@ class Compiled:
 
     def end(self) -> None:
         self.num_open -= 1
-
-    def part(self, name: str) -> None:
-        self.parts.append(name)
 
 
 @contextmanager

@@ -31,19 +31,18 @@ def compiling_shown() -> Iterator[None]:
 
 
 class CompileNotice:
-    """On a terminal, a line that counts kernels, their parts and seconds, until something else is written; elsewhere, a
-    line at the beginning, and one for each INTERVAL that they take."""
+    """A line at the beginning, and then the seconds: on a terminal in a line that goes on until something else is
+    written, elsewhere in a line for each INTERVAL. How many kernels there are is known at the end alone."""
 
     def __init__(self):
         self.num_kernels = 0
-        self._num_parts = 0  # of all kernels: a few are most of a step, and take seconds each
         self.seconds = 0.0  # until the last time that none compiled any more
         self._told = 0.0  # of these, when a line was written last
         self._num_open = 0  # kernels under way: one of this process, and one that another process is waited for
         self._began = 0.0
         self._lock = threading.Lock()
         self._is_over = threading.Event()
-        self._clock: threading.Thread | None = None
+        self._clock = threading.Thread(target=self._tick, daemon=True)
 
     def begin(self, name: str) -> None:
         with self._lock:
@@ -52,18 +51,9 @@ class CompileNotice:
             if self._num_open == 1:
                 self._began = time.perf_counter()
                 SCREEN.keep(True)
-                if not sys.stderr.isatty():
-                    if self.num_kernels == 1:
-                        say(f"{MESSAGE} ({OUTLOOK})")
-                elif self._clock is None:
-                    self._clock = threading.Thread(target=self._tick, daemon=True)
-                    self._clock.start()
-            self._say_if_due()
-
-    def part(self, name: str) -> None:
-        with self._lock:
-            self._num_parts += 1
-            self._say_if_due()
+            if self.num_kernels == 1:
+                say(f"{MESSAGE} ({OUTLOOK})")
+                self._clock.start()
 
     def end(self) -> None:
         with self._lock:
@@ -74,7 +64,7 @@ class CompileNotice:
 
     def close(self) -> None:
         self._is_over.set()
-        if self._clock is not None:
+        if self._clock.is_alive():
             self._clock.join()
         SCREEN.clear()
 
@@ -82,17 +72,11 @@ class CompileNotice:
         while not self._is_over.wait(TICK):
             with self._lock:
                 if self._num_open:
-                    SCREEN.show(self._status(), comes_first=True)
+                    self._show(self.seconds + time.perf_counter() - self._began)
 
-    def _say_if_due(self) -> None:
-        if not sys.stderr.isatty() and self._so_far() - self._told >= messages.INTERVAL:
-            self._told = self._so_far()
-            say(self._status())
-
-    def _status(self) -> str:
-        parts = f", {counted(self._num_parts, 'part')}" * (self._num_parts > 0)
-        return f"{MESSAGE}: {counted(self.num_kernels, 'kernel')}{parts}, {self._so_far():.1f} s"
-
-    def _so_far(self) -> float:
-        """Seconds, while kernels compile."""
-        return self.seconds + time.perf_counter() - self._began
+    def _show(self, seconds: float) -> None:
+        if sys.stderr.isatty():
+            SCREEN.show(f"{MESSAGE}: {seconds:.1f} s", comes_first=True)
+        elif seconds - self._told >= messages.INTERVAL:
+            self._told = seconds
+            say(f"{MESSAGE}: {seconds:.1f} s")

@@ -1,6 +1,7 @@
 """Types of flags: they read a flag's text, and say what is allowed where argparse would name a Python function."""
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,23 @@ def reader(read: Callable[[str], Any], allowed: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"it is {text!r} and must be {allowed}.") from None
 
     return parse
+
+
+def utf8_text(word: str) -> str:
+    """A word that is read as text: what was typed in UTF-8 is that, whatever the locale says."""
+    try:
+        return os.fsencode(word).decode("utf-8") if _is_undecoded(word) else word
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise argparse.ArgumentTypeError(
+            f"it is {word!a}, whose byte {byte:#04x} is no UTF-8: set the terminal to UTF-8, or convert the text, as "
+            "by `iconv -t UTF-8`."
+        ) from None
+
+
+def _is_undecoded(word: str) -> bool:
+    """Whether Python has kept bytes of it that the locale has no character for."""
+    return any("\udc80" <= character <= "\udcff" for character in word)
 
 
 def lowered(*allowed: str) -> Callable[[str], str]:

@@ -68,12 +68,19 @@ class Screen:
         self._is_kept = is_kept
 
     def clear(self, text: str = "\n") -> None:
-        """Make room for a text, or for a message of whole lines."""
+        """Make room for a text."""
         with self._lock, suppress(OSError):
             if self._width:
                 print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
             self._width = 0
             self._is_mid_line = not text.endswith("\n") and sys.stdout is not None and sys.stdout.isatty()
+
+    def begin_line(self) -> None:
+        """The same for a message, which begins below a text that has not come to the end of its line."""
+        with self._lock, suppress(OSError):
+            if self._is_mid_line and sys.stderr.isatty():
+                print(file=sys.stderr)
+            self.clear()
 
     def end_line(self) -> None:
         """Let the status stay where it is, and go on below."""
@@ -107,7 +114,7 @@ def put(text: str = "", end: str = "\n") -> None:
 
 
 def say(message: str) -> None:
-    SCREEN.clear()
+    SCREEN.begin_line()
     with suppress(OSError):  # a full disk, or a reader that left: no reason to end the work
         print(f"tinygpt: {message}", file=sys.stderr, flush=True)
 
@@ -119,7 +126,7 @@ def log_shown(is_whole: bool) -> Iterator[None]:
 
     log, handler = logging.getLogger("tinygpt"), logging.StreamHandler()
     level = log.level
-    handler.addFilter(lambda record: SCREEN.clear() or True)  # it takes the place of a status, which goes on below
+    handler.addFilter(lambda record: SCREEN.begin_line() or True)  # it takes the place of a status, which goes on below
     handler.setFormatter(logging.Formatter("tinygpt: %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if is_whole else level)

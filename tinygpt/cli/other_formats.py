@@ -3,15 +3,15 @@
 import csv
 import io
 import json
-import os
 import shlex
 from codecs import BOM_UTF8
 from contextlib import suppress
-from itertools import chain, count, dropwhile
+from itertools import dropwhile
 from pathlib import Path
 
 from tinygpt.cli.text_input import STDIN, decoded
 from tinygpt.cli.wording import Worded
+from tinygpt.disk import free_path
 from tinygpt.suggestions import field_meant
 
 # For a shell: Python is there wherever this runs.
@@ -62,7 +62,7 @@ def _advice_for_table(path: Path, text: str) -> str:
         return "."
     column_text, delimiter_text = (json.dumps(text, ensure_ascii=False) for text in (column, delimiter))
     program = shlex.quote(_TABLE_TO_JSONL.format(column=column_text, delimiter=delimiter_text))
-    target = _free(path.with_suffix(".jsonl"))
+    target = free_path(path.with_suffix(".jsonl"))
     row = f"each row's {column_text}"
     return f": to make a prompt of {row}, type python3 -c {program} < {_typed(path)} > {_typed(target)}"
 
@@ -73,14 +73,8 @@ def advice_for_text(path: Path, data: bytes, problems: dict[int, str]) -> str:
     if is_json or not all(problem.startswith("not JSON") for problem in problems.values()):
         return ""
     source = Path("FILE") if str(path) == STDIN else path
-    target = _free(source.with_name(f"{source.name}.jsonl"))
+    target = free_path(source.with_name(f"{source.name}.jsonl"))
     return f"to make a prompt of each line of text, type {_TO_JSONL} < {_typed(source)} > {_typed(target)}"
-
-
-def _free(path: Path) -> Path:
-    """The path, or one with a number, of which there is no file: what is advised writes over none."""
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    return next(free for free in chain([path], numbered) if not os.path.lexists(free))
 
 
 def _typed(path: Path) -> str:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from shlex import quote
 from typing import Any
 
-from tinygpt.cli.flags import lowered, number, reader, whole_number
+from tinygpt.cli.flags import lowered, number, reader, utf8_text, whole_number
 from tinygpt.cli.text_input import is_file_name
 from tinygpt.sampling_params import SamplingParams
 
@@ -22,12 +22,12 @@ def _read_repetition(text: str) -> dict[str, int]:
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
 
 
-def _no_file(text: str) -> str:
+def _no_file(word: str) -> str:
     """A text as it is, unless it is the name of a file: what a schema or a grammar is, no file is called."""
-    path = text.removeprefix("@")
+    path = word.removeprefix("@")
     if is_file_name(path):
-        raise argparse.ArgumentTypeError(f'it is {text!r}, a file: give what is in it, as "$(cat {quote(path)})".')
-    return text
+        raise argparse.ArgumentTypeError(f'it is {word!r}, a file: give what is in it, as "$(cat {quote(path)})".')
+    return utf8_text(word)
 
 
 _ids = reader(lambda text: [int(part) for part in text.split(",")], "token ids, such as 11,262")
@@ -66,7 +66,9 @@ FLAGS: dict[str, dict[str, dict]] = {
         ),
     },
     "where a sample ends": {
-        "stop": _flag("a text to end at, which is left out; may be given several times", str, "TEXT", action="append"),
+        "stop": _flag(
+            "a text to end at, which is left out; may be given several times", utf8_text, "TEXT", action="append"
+        ),
         "include_stop_str_in_output": _switch("keep that text, or that of the stop token"),
         "stop_token_ids": _flag("tokens to end at", _ids, "ID,ID"),
         "eos_token_id": _flag("end-of-text tokens in place of the model's (default: the model's)", _ids, "ID,ID"),
@@ -85,7 +87,7 @@ FLAGS: dict[str, dict[str, dict]] = {
         "frequency_penalty": _flag("subtract X each time a token occurs in the text", number, "X"),
         "presence_penalty": _flag("subtract X if a token occurs in the text", number, "X"),
         "no_repeat_ngram_size": _flag("no run of N tokens occurs twice; 0 is off", whole_number, "N"),
-        "bad_words": _flag("a text that may not occur; may be given several times", str, "TEXT", action="append"),
+        "bad_words": _flag("a text that may not occur; may be given several times", utf8_text, "TEXT", action="append"),
         "bad_words_ids": _flag(
             "tokens that may not occur in a row; also several times", _ids, "ID,ID", action="append"
         ),
@@ -93,8 +95,8 @@ FLAGS: dict[str, dict[str, dict]] = {
         "suppress_tokens": _flag("these tokens may not occur", _ids, "ID,ID"),
     },
     "what the text has to be (one of these; pip install '.[guided]')": {
-        "guided_choice": _flag("this text; given several times, one of them", str, "TEXT", action="append"),
-        "guided_regex": _flag("what the whole of this regular expression matches", str, "REGEX"),
+        "guided_choice": _flag("this text; given several times, one of them", utf8_text, "TEXT", action="append"),
+        "guided_regex": _flag("what the whole of this regular expression matches", utf8_text, "REGEX"),
         "guided_json": _flag(
             'JSON by this schema, such as \'{"type": "object"}\' or "$(cat schema.json)"', _no_file, "SCHEMA"
         ),

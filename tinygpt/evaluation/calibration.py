@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.backend import load_backend
 from tinygpt.execution.batch import Batch
+from tinygpt.progress_bar import UseTqdm, with_bar
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.torch_file import read_torch
 from tinygpt.weights.families.hugging_face import canonical_name
@@ -57,14 +57,19 @@ class Statistics:
         self.count += len(x)
 
 
-def calibrate(checkpoint: Checkpoint, text: str, token_ids: list[int], dtype: str, share: float) -> Calibration:
-    """Run samples of a text, encoded as token_ids, in float64. RequestError if there are none."""
+def calibrate(
+    checkpoint: Checkpoint, text: str, token_ids: list[int], dtype: str, share: float, use_tqdm: UseTqdm = None
+) -> Calibration:
+    """Run samples of a text, encoded as token_ids, in float64. RequestError if there are none.
+
+    use_tqdm: as for LLM.generate, of samples.
+    """
     samples = samples_of(token_ids, min(SAMPLE_TOKENS, checkpoint.config.n_positions))
     found: dict[str, Statistics] = {}
     reference = load_backend("reference", "float32")
     params = reference.load_params(checkpoint)
     params = replace(params, watch=lambda name, x: found.setdefault(name, Statistics()).add(x))
-    for sample in tqdm(samples, unit="sample", disable=None):
+    for sample in with_bar(samples, len(samples), use_tqdm, "samples"):
         cache = reference.new_kv_cache(checkpoint.config, 1, len(sample))
         reference.forward(params, Batch.of([sample], [0], [0]), cache)
     sizes = {name: one.largest if dtype == "int8" else one.size / one.count for name, one in found.items()}

@@ -4,18 +4,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-
-from tqdm import tqdm
 
 from tinygpt.errors import RequestError
 from tinygpt.llm import LLM
 from tinygpt.outputs import ContinuationScore
+from tinygpt.progress_bar import UseTqdm, with_bar
 
 # Each thread waits for the score of one item, all by the same steps: more at once than this fill these no better.
 NUM_TOGETHER = 8
-ShowProgress = bool | Callable[..., Iterable[Any]]  # whether there is a bar on a terminal, or what stands in for tqdm
 LAST_WORD, LAST_TOKEN = "last word", "last token"
 
 
@@ -80,12 +77,13 @@ class Lambada:
         return self.num_correct / self.num_rows
 
 
-def perplexity(llm: LLM, text: str, stride: int | None = None, show_progress: ShowProgress = False) -> Perplexity:
+def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm = None) -> Perplexity:
     """Perplexity of a text by the strided method of Hugging Face's documentation (perplexity.md).
 
     Windows of llm.max_model_len tokens begin every `stride` tokens, and each predicts the tokens that no window before
     has seen; None is a full window, without overlap. As there, windows of n new tokens count n - 1 times, and
     <|endoftext|> between documents is that token, unless the LLM splits special tokens.
+    use_tqdm: as for LLM.generate, of windows.
     Raises RequestError if the stride is no number from 1 to max_model_len, or the text has less than two tokens.
     """
     stride = llm.max_model_len if stride is None else stride
@@ -100,7 +98,7 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, show_progress: Sh
         (score,) = llm.score(context, [token_ids[window.first_predicted : window.stop]])
         return -score.mean_logprob
 
-    losses = map_together(loss_of, windows, "window", show_progress)
+    losses = map_together(loss_of, windows, use_tqdm, "windows")
     total = math.fsum(loss * window.weight for loss, window in zip(losses, windows, strict=True))
     loss = total / sum(window.weight for window in windows)
     return Perplexity(loss, len(token_ids), max(len(text.split()), 1), len(text.encode()))
@@ -126,12 +124,13 @@ def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
             return
 
 
-def lambada(llm: LLM, texts: Sequence[str], show_progress: ShowProgress = False) -> list[Lambada]:
+def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[Lambada]:
     """How often, and how surely, the model foresees what ends each text; by each protocol.
 
     last word: what follows the last space, as lm-evaluation-harness's lambada_openai has it. Correct where greedy
     decoding would write all its tokens.
     last token: of the text's tokens, as OpenAI's GPT-2 had it. Its perplexity is that of a token, not of a word.
+    use_tqdm: as for LLM.generate, of texts.
     Raises RequestError if there are no texts, or one has no beginning to read or no end to foresee.
     """
     if not texts:
@@ -144,19 +143,17 @@ def lambada(llm: LLM, texts: Sequence[str], show_progress: ShowProgress = False)
         (of_token,) = llm.score(token_ids[:-1], [token_ids[-1:]])
         return of_word, of_token
 
-    of_words, of_tokens = zip(*map_together(scores_of, texts, "row", show_progress), strict=True)
+    of_words, of_tokens = zip(*map_together(scores_of, texts, use_tqdm, "rows"), strict=True)
     return [_summary(LAST_WORD, of_words), _summary(LAST_TOKEN, of_tokens)]
 
 
-def map_together(
-    function: Callable[[Any], Any], items: Sequence[Any], unit: str, show_progress: ShowProgress
-) -> Iterator[Any]:
-    """function(item) of each, in order. Several run at once, so that what they ask of an LLM shares its steps."""
+def map_together(function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str) -> Iterator[Any]:
+    """function(item) of each, in order. Several run at once, so that what they ask of an LLM shares its steps.
+
+    use_tqdm: as for LLM.generate, of items, which are called `noun`.
+    """
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
-        results = pool.map(function, items)
-        # disable=None: no bar where stderr is no terminal.
-        bar = show_progress if callable(show_progress) else partial(tqdm, disable=None if show_progress else True)
-        yield from bar(results, total=len(items), unit=unit)
+        yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
 
 
 def _summary(protocol: str, scores: Iterable[ContinuationScore]) -> Lambada:

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.evaluation.perplexity import ShowProgress
 from tinygpt.evaluation.texts import read_text
 from tinygpt.llm import LLM
+from tinygpt.progress_bar import UseTqdm
 from tinygpt.sampling_params import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, SENTENCES, SEED = 923, 100, 4, 5
@@ -54,23 +52,22 @@ def first_sentences(text: str) -> str:
     return ".".join(text.split(".")[:SENTENCES]) + "."
 
 
-def summarize(llm: LLM, articles: Sequence[Article], show_progress: ShowProgress = False) -> list[str]:
-    """A summary of each. RequestError for a model without room for NEW_TOKENS."""
+def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -> list[str]:
+    """A summary of each. RequestError for a model without room for NEW_TOKENS. use_tqdm: as for LLM.generate."""
     room = min(PROMPT_TOKENS, llm.max_model_len - NEW_TOKENS)
     if room < 1:
         raise RequestError(f"summaries take {NEW_TOKENS} tokens and the model has {llm.max_model_len} positions.")
     prompts = [llm.tokenizer.encode(prompt_of(article.text))[-room:] for article in articles]
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_k=2, seed=SEED)
-    outputs = llm.generate(prompts, params, use_tqdm=show_progress)
+    outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
     return [first_sentences(output.outputs[0].text) for output in outputs]
 
 
-def rouge(summaries: Sequence[str], articles: Sequence[Article], show_progress: bool = False) -> dict[str, float]:
+def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, float]:
     """The mean of each of KINDS, in percent. RequestError where the package is not installed."""
     scorer = new_scorer()
     totals = dict.fromkeys(KINDS, 0.0)
-    pairs = zip(summaries, articles, strict=True)
-    for summary, article in tqdm(pairs, total=len(articles), unit="row", disable=None if show_progress else True):
+    for summary, article in zip(summaries, articles, strict=True):
         for kind, score in scorer.score(article.summary, summary).items():
             totals[kind] += 100 * score.fmeasure / len(articles)
     return totals

@@ -177,11 +177,31 @@ def test_copies_of_the_same_sources_share_kernels(folder, tmp_path):
         assert (there, *found) == (str(inner / philox), drawn, "0")
 
 
-def test_two_processes_that_compile_at_once_agree(folder):
-    both = [start(folder) for _ in range(2)]
-    results = [process.communicate() for process in both]
-    assert all(out.startswith("15 ") and not err for out, err in results)
+COMPILED_HERE = """
+from numba.core import event
+import tiny
+
+class Begun(event.Listener):
+    def on_start(self, event):
+        names.append(event.data["dispatcher"].py_func.__name__)
+
+    def on_end(self, event):
+        pass
+
+names = []
+event.register("numba:compile", Begun())
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
+    print(tiny.triple(4), names.count("triple"))
+"""
+
+
+def test_of_processes_that_begin_at_once_one_compiles(folder):
+    all_of_them = [start(folder, COMPILED_HERE) for _ in range(3)]
+    results = [process.communicate() for process in all_of_them]
+    assert sorted(results) == [("15 0\n", ""), ("15 0\n", ""), ("15 1\n", "")]
     assert run(folder) == "15 0"
+    assert not [path for path in files_of(folder) if path.suffix == ".lock"]
 
 
 def test_a_kernel_of_an_earlier_run_waits_for_nothing_that_only_compiling_takes(folder):
@@ -234,6 +254,29 @@ def test_a_part_has_what_it_needs_of_python_compiled_and_read(folder):
     (folder / "tiny.py").write_text(ERRORS)
     for compiled in (1, 0):
         assert run(folder, RUN_ERRORS) == f"('too much', 4) {compiled}"
+
+
+HASHES = """
+from tinygpt.kernels.cpu import jit
+
+@jit.jit
+def hashes(text):
+    found = {"king": 1, "queen": 2}
+    return hash(text), hash("wolf"), found[text], hash(("king", 2))
+"""
+RUN_HASHES = """
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
+    import tiny
+    print(tiny.hashes("queen") == (hash("queen"), hash("wolf"), 2, hash(("king", 2))), len(compiled.names))
+"""
+
+
+def test_no_process_finds_the_secret_of_another_in_a_kernel(folder):
+    """Python hashes texts by a secret of each process's own."""
+    (folder / "tiny.py").write_text(HASHES)
+    found = [run(folder, RUN_HASHES, PYTHONHASHSEED=seed) for seed in ("1", "2", "random")]
+    assert found == ["True 1", "True 0", "True 0"]
 
 
 def last_field(record):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompileResult, DefaultPassBuilder
+from numba.core.errors import NumbaError
 
 from support.compiled import compiled_kernels
 from tinygpt.kernels.cpu import jit
@@ -73,18 +74,45 @@ def test_only_what_python_calls_becomes_machine_code(made):
     assert made == ["twelve_times", "nine_times"]
 
 
-def test_each_part_is_told_once_for_each_type_while_its_kernel_compiles():
+@pytest.mark.filterwarnings("ignore:.*object mode")
+def test_what_a_part_may_not_have_is_refused():
+    """Python may call both."""
+
+    @jit.jit
+    def in_object_mode(x):
+        with numba.objmode(y="int64"):
+            y = x + 1
+        return y
+
+    @jit.jit
+    def factorial(n):
+        if n > 1:
+            return n * factorial(n - 1)
+        return 1
+
+    assert in_object_mode(3) == 4
+    assert factorial(4) == 24
+    for function, says in ((in_object_mode, "a block in object mode"), (factorial, "re-entrant")):
+        with pytest.raises(NumbaError, match=says):
+            jit.jit(lambda x, function=function: function(x) + 1)(3)
+
+
+def test_each_part_is_compiled_once_for_each_type(monkeypatch):
+    parts, compile_extra = [], PartCompiler.compile_extra
+    monkeypatch.setattr(
+        PartCompiler, "compile_extra", lambda one, func: parts.append(func.__name__) or compile_extra(one, func)
+    )
     twelve_times, nine_times = new_kernels()
     with compiled_kernels() as compiled:
         twelve_times(Metres(2.0))
-        assert (compiled.names, compiled.parts) == (["twelve_times"], ["as_it_is", "nine_times", "thrice"])
+        assert (compiled.names, parts) == (["twelve_times"], ["as_it_is", "nine_times", "thrice"])
         twelve_times(Feet(20.0))
         assert compiled.names == ["twelve_times"] * 2
-        assert compiled.parts[3:] == ["to_metres"]
+        assert parts[3:] == ["to_metres"]
         nine_times(2.0)
         nine_times(2.0)
         assert compiled.names[2:] == ["nine_times"]
-        assert compiled.parts[4:] == []  # `thrice` is there
+        assert parts[4:] == []  # `thrice` is there
 
 
 def test_an_error_within_a_part_reaches_python():

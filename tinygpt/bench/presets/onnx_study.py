@@ -106,7 +106,7 @@ def _measure(rerun: Rerun, protocol: Protocol, dtype: str, cases: list[tuple[int
     with rerun.opened(dtype, NUM_TOGETHER) as llm:
         has_tokenizer = _has_tokenizer(llm)
         # First, as it may refuse the text.
-        quality = None if text is None else perplexity(llm, text, show_progress=True).token_perplexity
+        quality = None if text is None else perplexity(llm, text).token_perplexity
         for prompt, new in progress(cases):
             more = {"warmups": int(not results), "perplexity": quality}  # what is warm stays warm
             results[prompt, new] = rerun.measure(llm, 1, [prompt], new, protocol.repetitions, **more)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags import HALF, dtype
 from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.messages import elapsed, say
+from tinygpt.cli.messages import elapsed, progress, say
 from tinygpt.cli.model_flags import CHECKPOINT, add_flag, one_of_both
 from tinygpt.config import DTYPES, STORAGE_DTYPE
+from tinygpt.disk import free_path
 from tinygpt.errors import RequestError, TinyGPTError
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     target = Path(args.target).expanduser().absolute()
     args.dtype = args.dtype or ("float32" if args.to else "int8")
     _check_name(args, target)
-    _check_target(target)
+    _check_target(args.target, target)
     _check_format(args)
     _check_calibration(args)
     set_thread_pools(args.threads)
@@ -119,13 +121,20 @@ def _check_name(args: argparse.Namespace, target: Path) -> None:
         )
 
 
-def _check_target(target: Path) -> None:
+def _check_target(given: str, target: Path) -> None:
+    """`given` is how the target was typed."""
+    if Path.cwd().is_relative_to(os.path.normpath(target)):
+        raise RequestError(f"DST {given} is the folder that this runs in, or one around it: {_name_new(FOLDER)}.")
     if target.is_dir() and not any(target.iterdir()):
         return
     if os.path.lexists(target):
-        raise RequestError(f"DST {target} is there already, and not an empty folder: remove it, or name another one.")
+        raise RequestError(f"DST {given} is there already, and not an empty folder: {_name_new(given)}.")
     if not target.parent.is_dir():
         raise RequestError(f"the folder of DST {target} does not exist: create it first.")
+
+
+def _name_new(path: str) -> str:
+    return f"name a new folder, such as {shlex.quote(str(free_path(Path(path).expanduser())))}"
 
 
 def _check_format(args: argparse.Namespace) -> None:
@@ -295,5 +304,5 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
         return None
     text = read_text("--calibrate", args.calibrate)
     token_ids = load_tokenizer(checkpoint).encode(text)
-    with elapsed(f"calibrating on {args.calibrate}"):
-        return calibrate(checkpoint, text, token_ids, args.dtype, share)
+    say(f"calibrating on {args.calibrate}")
+    return calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))

@@ -179,7 +179,7 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
 def _perplexity(llm: "LLM", text: str, stride: int | None) -> dict[str, Any]:
     from tinygpt.evaluation.perplexity import perplexity
 
-    found = perplexity(llm, text, stride, show_progress=progress("window"))
+    found = perplexity(llm, text, stride, use_tqdm=progress("window"))
     names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
     sizes = {"max_model_len": llm.max_model_len, "stride": llm.max_model_len if stride is None else stride}
     return sizes | asdict(found) | {name: getattr(found, name) for name in names}
@@ -188,14 +188,14 @@ def _perplexity(llm: "LLM", text: str, stride: int | None) -> dict[str, Any]:
 def _lambada(llm: "LLM", texts: list[str]) -> list[dict[str, Any]]:
     from tinygpt.evaluation.perplexity import lambada
 
-    found = lambada(llm, texts, show_progress=progress("row"))
+    found = lambada(llm, texts, use_tqdm=progress("row"))
     return [asdict(of_one) | {"accuracy": of_one.accuracy} for of_one in found]
 
 
 def _rouge(llm: "LLM", articles: list[Any]) -> dict[str, Any]:
     from tinygpt.evaluation.summaries import rouge, summarize
 
-    return {"num_rows": len(articles)} | rouge(summarize(llm, articles, show_progress=progress("article")), articles)
+    return {"num_rows": len(articles)} | rouge(summarize(llm, articles, use_tqdm=progress("article")), articles)
 
 
 def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from tinygpt.cli import loading, model_flags
 from tinygpt.cli import sampling_flags as sampling
 from tinygpt.cli.batch import run_batch
 from tinygpt.cli.cut_texts import Ended, say_cut
-from tinygpt.cli.flags import Once, whole_number
+from tinygpt.cli.flags import Once, utf8_text, whole_number
 from tinygpt.cli.interactive import run_interactive
 from tinygpt.cli.messages import put, say, say_truncated
 from tinygpt.cli.records import record_line
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt",
         nargs="*",
+        type=utf8_text,
         metavar="PROMPT",
         help="words, joined by a space; - is stdin (default: all of stdin is the prompt, as it is)",
     )
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt",
         action=Once,
         dest="prompt_text",
+        type=utf8_text,
         metavar="TEXT",
         help="the same as PROMPT, in one word (default: none)",
     )
