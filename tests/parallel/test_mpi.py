@@ -5,6 +5,7 @@ Skipped where mpi4py or mpiexec is not there: pip install ".[mpi]".
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -181,16 +182,28 @@ def failing(self, batch):
     return forward(self, batch)
 rank_model.RankModel.forward = failing
 llm = LLM("demo", threads=1, max_num_seqs=2, tensor_parallel_size=2)
+params = SamplingParams(max_tokens=20, ignore_eos=True)
 while True:
-    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    if sys.argv[3:] == ["submit"]:  # as a server does: the error is the future's
+        llm.submit([5, 6, 7], params).exception()
+    else:
+        llm.generate([[5, 6, 7]], params)
     print("round", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_when_a_rank_ends_all_do(rank, how):
-    process = start("-c", ENDLESS, rank, how, ranks=2)
+@pytest.mark.parametrize(
+    ("rank", "how", "call"),
+    [
+        ("0", "raise", "generate"),
+        ("0", "raise", "submit"),
+        ("0", "kill", ""),
+        ("1", "raise", "submit"),
+        ("1", "kill", ""),
+    ],
+)
+def test_when_a_rank_ends_all_do(rank, how, call):
+    process = start("-c", ENDLESS, rank, how, call, ranks=2)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     assert process.stdout.readline() == "round\n"
     while process.stdout.readline() != "now\n":
@@ -201,7 +214,8 @@ def test_when_a_rank_ends_all_do(rank, how):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     if how == "raise":
-        assert "the disk is on fire" in err
+        said = f"tinygpt: error: rank {rank} of 2, on .*: OSError\\('the disk is on fire'\\)\n"
+        assert re.fullmatch(said, err)
 
 
 DYING = """
@@ -243,6 +257,28 @@ def records(path: Path) -> dict[int, list]:
     found = [json.loads(line) for line in complete]
     assert len({record["id"] for record in found}) == len(found)
     return {record["id"]: record["outputs"] for record in found}
+
+
+UNCLOSED = """
+import sys
+from tinygpt import LLM, SamplingParams
+llm = LLM("demo", threads=1, max_num_seqs=2, tensor_parallel_size=2)
+if sys.argv[1] == "forgotten":
+    del llm
+    llm = LLM("demo", threads=1, max_num_seqs=3, pipeline_parallel_size=2)
+llm.submit([5, 6, 7], SamplingParams(max_tokens=400, ignore_eos=True))
+if sys.argv[1] == "raised":
+    raise OSError("the disk is on fire")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("exited", 3), ("raised", 1), ("forgotten", 3)])
+def test_a_program_that_ends_without_close_ends_all(how, status):
+    """While its engine's thread takes steps, with the program's own status; and what is forgotten makes room."""
+    found, out, err = run("-c", UNCLOSED, how, ranks=2)
+    assert (found, out) == (status, "")
+    assert ("the disk is on fire" in err) == (how == "raised")
 
 
 def test_ctrl_c_ends_all(five):

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.threads import physical_cores
+from tinygpt.parallel.ending import end_all
 from tinygpt.parallel.layout import Layout
 from tinygpt.parallel.plan import NO_PLAN, Order, batch_of, plan_size
 from tinygpt.parallel.rank_model import RankModel
@@ -79,9 +79,7 @@ def follow(world: World) -> None:
             del model
             world.broadcast(plan)
     except BaseException as error:
-        print(f"tinygpt: error: rank {world.rank} of {world.size}, on {world.host}: {error!r}", file=sys.stderr)
-        sys.stderr.flush()
-        world.abort(1)
+        end_all(world, error)
 
 
 def follow_as_process(world: World) -> None:

@@ -40,6 +40,7 @@ class MpiWorld:
         local = self._all.Split_type(mpi.COMM_TYPE_SHARED)
         self.rank, self.size, self.local_size = self._all.rank, self._all.size, local.size
         self.host = mpi.Get_processor_name()
+        self._groups: dict[tuple[int, ...], MpiGroup] = {}  # kept: MPI has some thousand, and a bench opens many models
         local.Barrier()  # all have it open: its name is needed no longer
         if local.rank == 0:
             _unlink_shared_memory()
@@ -71,7 +72,10 @@ class MpiWorld:
         return self._all.Irecv(values, rank).Wait
 
     def group(self, ranks: list[int]) -> "MpiGroup":
-        return MpiGroup(self._mpi, self._all.Split(ranks[0], self.rank))
+        key = tuple(ranks)
+        if key not in self._groups:  # for one number of ranks in each, all have theirs or none has
+            self._groups[key] = MpiGroup(self._mpi, self._all.Split(ranks[0], self.rank))
+        return self._groups[key]
 
     def abort(self, status: int) -> NoReturn:
         with suppress(OSError):  # MPI would say once more that it was told to

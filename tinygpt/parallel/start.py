@@ -12,8 +12,9 @@ from tinygpt.hardware.threads import thread_count
 from tinygpt.parallel.cut import check_cut
 from tinygpt.parallel.follower import Opening, follow_as_process, rank_threads
 from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.lead import Lead
 from tinygpt.parallel.mpi import process_world
-from tinygpt.parallel.runner import Lead, ParallelRunner
+from tinygpt.parallel.runner import ParallelRunner
 from tinygpt.parallel.world import World
 
 
@@ -60,4 +61,4 @@ def check_size(layout: Layout, world: World) -> None:
 
 @cache
 def _lead() -> Lead:
-    return Lead.of(process_world())
+    return Lead(process_world())
