@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,9 @@ def command(*words: str, ranks: int | None = None) -> list[str]:
 
 
 def start(*words: str, ranks: int | None = None, **options) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command(*words, ranks=ranks), env=environment, cwd=ROOT, **{**pipes, **options})
+    there = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "cwd": ROOT}
+    return subprocess.Popen(command(*words, ranks=ranks), **{**pipes, **there, **options})
 
 
 def run(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
@@ -306,3 +307,107 @@ def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=TO_START)
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["generate", "--nonsense", "x"], 2, "--nonsense"),
+        (["generate", "--tensor-parallel", "two", "x"], 2, "--tensor-parallel"),
+        (["generate", "--tensor-parallel", "5", "x"], 2, "--tensor-parallel is 5"),
+        (["nonsense"], 2, "there is no command 'nonsense'"),
+        (["--version"], 0, "tinygpt "),
+        (["generate", "--help"], 0, "usage: tinygpt generate"),
+        ([], 2, "usage: tinygpt"),
+    ],
+)
+def test_what_the_command_line_says_is_said_by_rank_0_alone(words, status, said):
+    found, out, err = run("-m", "tinygpt", *words, ranks=3)
+    _, out_alone, err_alone = run("-m", "tinygpt", *words)
+    assert (found, out, err) == (status, out_alone, err_alone)
+    assert said in out + err
+
+
+def test_programs_that_share_nothing_all_speak(five):
+    """Under one mpiexec, and without a flag that would make them ranks."""
+    status, out, err = run("-m", "tinygpt", "info", five, ranks=2)
+    _, alone, _ = run("-m", "tinygpt", "info", five)
+    assert (status, err) == (0, "")
+    assert sorted(out.splitlines()) == sorted(2 * alone.splitlines())
+
+
+FOREIGN = "2 processes were started, and .*, the MPI of mpi4py, sees each of them alone: start them with the mpiexec of"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_another_mpis_mpiexec_is_refused_in_one_sentence(rank):
+    """As Open MPI's would start one of two processes, each of which is a world of its own for MPICH."""
+    there = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+    words = ("-m", "tinygpt", "generate", "--tensor-parallel", "2", "x")
+    process = start(*words, env={**os.environ, "PYTHONPATH": str(ROOT), **there})
+    out, err = process.communicate(timeout=TO_START)
+    assert (process.returncode, out) == (2, "")
+    assert re.fullmatch(f"tinygpt: error: {FOREIGN} .*\n", err) if rank == "0" else err == ""
+
+
+WITHOUT = """
+import sys
+sys.modules["mpi4py"] = None
+from tinygpt import LLM
+try:
+    LLM("/nowhere", tensor_parallel_size=2)
+except Exception as error:
+    print(error, "numba" in sys.modules)
+"""
+
+
+def test_that_mpi_is_missing_is_said_before_anything_takes_long():
+    status, out, err = run("-c", WITHOUT)
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"several ranks need mpi4py and an MPI library \(.*\): pip install .* False\n", out)
+
+
+@pytest.mark.parametrize("whom", ["mpiexec", "rank 0"])
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_sigterm_ends_all(tmp_path, five, command, whom):
+    """A server ends with status 0, as alone. stdout has texts, and nothing of MPI's."""
+    given = tmp_path / "in.jsonl"
+    line = json.dumps({"prompt": [5, 6], "max_tokens": 80, "ignore_eos": True}) + "\n"
+    given.write_text(line * 3000, encoding="utf-8")
+    words = {
+        "generate": ("generate", "--input", str(given), "--output", str(tmp_path / "out"), "--seed", "3"),
+        "serve": ("serve", "--port", "0"),
+    }[command]
+    process = start("-m", "tinygpt", *words, "-m", five, "-t", "1", "--tensor-parallel", "2", start_new_session=True)
+    pids = ranks_of(process.pid, 2)
+    if command == "serve":
+        assert "serving" in next(line for line in process.stderr if "serving" in line)
+    else:
+        while not (tmp_path / "out").exists() or not records_so_far(tmp_path / "out"):
+            time.sleep(0.05)
+    os.kill(process.pid if whom == "mpiexec" else pids[0], signal.SIGTERM)
+    out, err = process.communicate(timeout=TO_END)
+    assert (process.returncode, out) == (143 if command == "generate" else 0, "")
+    assert "error" not in err
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def records_so_far(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def ranks_of(pid: int, count: int) -> list[int]:
+    """Processes that an mpiexec has started, by rank, once they are there."""
+    found = {}
+    while len(found) < count:
+        time.sleep(0.05)
+        below = [pid]
+        for parent in below:
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                below += map(int, (task / "children").read_text().split())
+        for child in below:
+            names = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found.update({int(name[9:]): child for name in names if name.startswith(b"PMI_RANK=")})
+    return [found[rank] for rank in range(count)]

@@ -53,6 +53,7 @@ class Threads:
         self.lock = threading.Lock()
         self.num_broadcasts = 0
         self.num_sent = 0  # float32 values that went from one rank to another
+        self.num_scattered = 0  # numbers in arrays that rank 0 has given to others
         self.aborted: int | None = None
         self.followers: list[threading.Thread] = []
 
@@ -96,6 +97,14 @@ class ThreadWorld:
     def gather_objects(self, value: Any) -> list[Any] | None:
         found = self._threads.meeting.exchange(self.rank, value)
         return found if self.rank == 0 else None
+
+    def scatter_objects(self, values: list[Any] | None = None) -> Any:
+        if self.rank:
+            return self._threads.letter(0, self.rank)
+        for rank in range(1, self.size):
+            self._threads.mail[0, rank].put(values[rank])
+            self._threads.num_scattered += sum(array.size for array in values[rank])
+        return values[0]
 
     def send(self, values: np.ndarray, rank: int) -> None:
         assert values.flags.c_contiguous

@@ -2,10 +2,11 @@
 
 import atexit
 import gc
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +19,8 @@ from tinygpt.parallel.ending import end_all
 from tinygpt.parallel.plan import NO_PLAN, Order, plan_size, put_batch, put_numbers
 from tinygpt.parallel.world import World
 
+logger = logging.getLogger(__name__)
+
 
 class Lead:
     """Rank 0's word to the others, who have one model at a time and wait for the next order between two.
@@ -29,6 +32,7 @@ class Lead:
         self.world = world
         self._plan = np.zeros(NO_PLAN, np.int32)
         self._process = os.getpid()
+        self._advice: set[str] = set()
         self._turn = threading.Lock()  # of the thread that gives an order
         self._model_is_open = self._model_is_forgotten = self._has_ended = False
         atexit.register(self.end)
@@ -58,6 +62,13 @@ class Lead:
             self._try_to_close_forgotten()
         if self._model_is_open:
             raise RequestError("another LLM of several ranks is open in this program: close it first.")
+
+    def advise(self, sentences: Iterable[str]) -> None:
+        """Log what could be faster, once in a program."""
+        for sentence in sentences:
+            if sentence not in self._advice:
+                self._advice.add(sentence)
+                logger.warning(sentence)
 
     # In an order.
 

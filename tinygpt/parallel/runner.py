@@ -13,9 +13,11 @@ from tinygpt.errors import RequestError
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
-from tinygpt.parallel.follower import Opening, load_together, rank_threads
+from tinygpt.kernels import compiling
+from tinygpt.parallel.follower import Loaded, Opening, find_places, load_together, rank_threads
 from tinygpt.parallel.groups import run_groups
 from tinygpt.parallel.lead import Lead
+from tinygpt.parallel.placement import advice
 from tinygpt.parallel.plan import Order
 from tinygpt.parallel.rank_model import RankModel
 
@@ -38,14 +40,17 @@ class ParallelRunner(ModelRunner):
         with lead.order():
             lead.tell(Order.OPEN)
             lead.world.broadcast_object(opening)
+            lead.advise(advice(find_places(lead.world, opening), opening.layout.tensor_size))
             loaded = load_together(lead.world, opening, source)
-            if isinstance(loaded, RankModel):
+            if isinstance(loaded, Loaded):
                 lead.note_model(opening.sizes)
-        if not isinstance(loaded, RankModel):
+        if not isinstance(loaded, Loaded):
             raise loaded
-        self._params = loaded
+        self._params, self.shares_layers = loaded.model, opening.layout.tensor_size > 1
         self._close = weakref.finalize(self, lead.forget_model)  # once, and also where nobody calls `close`
         self._close.atexit = False  # the lead ends by itself then
+        if loaded.any_is_cold:
+            self._compile()
 
     def forward(self, batch: Batch) -> Any:
         return self._ordered(lambda model: model.forward(batch), Order.FORWARD, batch=batch)
@@ -77,11 +82,7 @@ class ParallelRunner(ModelRunner):
         return self._ordered(lambda model: model.read_positions(*numbers), Order.READ, *numbers)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        def write(model: RankModel) -> None:
-            self._lead.world.broadcast_object((keys, values))
-            model.write_positions(slot, start, keys, values)
-
-        self._ordered(write, Order.WRITE, slot, start)
+        self._ordered(lambda model: model.write_positions(slot, start, (keys, values)), Order.WRITE, slot, start)
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -92,6 +93,12 @@ class ParallelRunner(ModelRunner):
     def close(self) -> None:
         self._params = None
         self._close()
+
+    def _compile(self) -> None:
+        """Have all ranks take a step, those that compile it and those that wait for them: told once, here."""
+        told = compiling.looked_for() if self._params.is_cold else compiling.waited_for("a step of another rank")
+        with told:
+            self.forward(Batch.of([[0]], [0], [0]))
 
     def _ordered(self, do: Callable[[RankModel], Any], order: Order, *numbers: int, batch: Batch | None = None) -> Any:
         with self._one_order() as model:
