@@ -32,7 +32,19 @@ GENERATE = ("generate", "--json", "--temperature", "0.9", "--seed", "5", "--max-
 
 HASHES = """
 import hashlib, sys
+import numpy as np
 from tinygpt import LLM, SamplingParams
+class Hashed:
+    # Hashes the logits of every step; kinds: whether a step has sequences of one token (False), of several (True)
+    def __init__(self, runner):
+        self.runner, self.sum, self.kinds = runner, hashlib.sha256(), set()
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+    def forward(self, batch):
+        logits = self.runner.forward(batch)
+        self.sum.update(logits.tobytes())
+        self.kinds.add(tuple(sorted({int(n) > 1 for n in np.diff(batch.seq_starts)})))
+        return logits
 tensor, pipeline, *cases = sys.argv[1:]
 sizes = {"tensor_parallel_size": int(tensor), "pipeline_parallel_size": int(pipeline)}
 ids = [i * 7 % 101 for i in range(80)]
@@ -41,8 +53,11 @@ params = SamplingParams(max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
 for case in cases:
     model, dtype = case.split(":")
     with LLM(model, dtype, threads=1, max_num_seqs=3, max_num_batched_tokens=70, **sizes) as llm:
-        tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        print(dtype, hashlib.sha256(llm.logits(ids).tobytes()).hexdigest(), tokens)
+        with llm.engine.wrapped(Hashed) as hashed:
+            tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        assert (False, True) in hashed.kinds, "no step reads a prompt while others decode"
+        whole = hashlib.sha256(llm.logits(ids).tobytes()).hexdigest()
+        print(dtype, hashed.sum.hexdigest(), whole, tokens)
 """
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
@@ -41,7 +42,9 @@ def process_world() -> "MpiWorld":
         import mpi4py
 
         mpi4py.rc.thread_level = "serialized"  # the engine's threads take turns
-        from mpi4py import MPI
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused below
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise RequestError(
             f"several ranks need mpi4py and an MPI library ({error}): {how_to_install('mpi')}."
