@@ -2,6 +2,7 @@
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.execution.backend import load_backend
+from tinygpt.execution.kernels_name import kernels_name
 from tinygpt.kernels.compiling import ANNOUNCER
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
@@ -42,10 +43,8 @@ def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto
 
 
 def kernels_of(llm: LLM, kv_cache_dtype: str) -> str:
-    """A name for the kernels that a model runs: they are compiled for its weights' dtype and its KV cache's, and for
-    what sets it apart from GPT-2."""
-    dtypes = llm.dtype if kv_cache_dtype == "auto" else f"{llm.dtype}-{kv_cache_dtype}"
-    return "-".join([dtypes, *llm.config.structure])
+    """A name for the kernels that a model runs."""
+    return kernels_name(llm.config, llm.dtype, kv_cache_dtype, llm.engine.runner.shares_layers)
 
 
 class _Counter:

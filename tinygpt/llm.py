@@ -352,12 +352,20 @@ class LLM:
 
 
 def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
-    """The ranks that a model is to run on, seen from rank 0; None where it is this process alone."""
+    """The ranks that a model is to run on, seen from rank 0; None where it is this process alone.
+
+    RequestError where an argument is impossible, or these ranks cannot be had.
+    """
     if tensor_parallel_size == pipeline_parallel_size == 1:
         return None
+    from tinygpt.parallel.layout import Layout
+    from tinygpt.parallel.mpi import world_of
+
+    layout = Layout.of(tensor_parallel_size, pipeline_parallel_size)
+    world = world_of(layout)  # before anything takes long
     from tinygpt.parallel.start import join  # with it come the CPU's kernels
 
-    return join(tensor_parallel_size, pipeline_parallel_size)
+    return join(layout, world)
 
 
 def _single_prompt(prompt: Any) -> Any:

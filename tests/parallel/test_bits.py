@@ -24,8 +24,8 @@ from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.parallel import micro_batches, runner
 from tinygpt.parallel.follower import follow
 from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.lead import Lead
 from tinygpt.parallel.rank_model import RankModel
-from tinygpt.parallel.runner import Lead
 from tinygpt.parallel.start import Ranks
 
 # Heads that no number of ranks divides, a vocabulary that is no multiple of anything.
@@ -114,7 +114,7 @@ def on_ranks(monkeypatch, layout, model, delivered=None, **options):
     monkeypatch.setattr(runner, "LEAST_GROUP", 1)
     layout = Layout(*layout)
     threads = Threads(layout.size, delivered)
-    lead = Lead.of(running(threads, follow))
+    lead = Lead(running(threads, follow))
     monkeypatch.setattr(tinygpt.llm, "_ranks", lambda tensor, pipeline: Ranks(lead, Layout(tensor, pipeline)))
     sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
     try:
@@ -249,6 +249,28 @@ def test_models_follow_one_another(monkeypatch, folders):
         llm.close()
         with LLM(folders("odd"), **OPTIONS, **sizes) as second:
             assert len(second.generate([[5]], max_tokens=3, ignore_eos=True)[0].outputs[0].token_ids) == 3
+
+
+def test_a_model_of_another_layout_and_size_follows(monkeypatch, folders, alone):
+    """The plan of a step has another length then, and the ranks stand otherwise to one another."""
+    expected = alone("five", "float32")["logits"]
+    with on_ranks(monkeypatch, (2, 2), folders("five")) as (llm, _):
+        llm.close()
+        for layout, num_seqs in [((4, 1), 9), ((1, 4), 2), ((2, 2), 4)]:
+            sizes = {"tensor_parallel_size": layout[0], "pipeline_parallel_size": layout[1], "max_num_seqs": num_seqs}
+            with LLM(folders("five"), **{**OPTIONS, **sizes}) as other:
+                assert digest(other.logits([i * 7 % 101 for i in range(70)])) == expected
+
+
+def test_an_llm_that_is_forgotten_makes_room_for_the_next(monkeypatch, folders):
+    """Its thread ends when it has had nothing to do for a second."""
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, threads):
+        llm.close()
+        LLM(folders("five"), **OPTIONS, **sizes).generate([[5]], max_tokens=3)
+        with LLM(folders("odd"), **OPTIONS, **sizes) as second:
+            second.generate([[5]], max_tokens=3)
+    assert threads.aborted is None
 
 
 def test_a_model_that_cannot_be_shared_leaves_the_ranks_waiting_for_the_next(monkeypatch, folders):

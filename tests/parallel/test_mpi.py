@@ -5,10 +5,12 @@ Skipped where mpi4py or mpiexec is not there: pip install ".[mpi]".
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,19 @@ GENERATE = ("generate", "--json", "--temperature", "0.9", "--seed", "5", "--max-
 
 HASHES = """
 import hashlib, sys
+import numpy as np
 from tinygpt import LLM, SamplingParams
+class Hashed:
+    # Hashes the logits of every step; kinds: whether a step has sequences of one token (False), of several (True)
+    def __init__(self, runner):
+        self.runner, self.sum, self.kinds = runner, hashlib.sha256(), set()
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+    def forward(self, batch):
+        logits = self.runner.forward(batch)
+        self.sum.update(logits.tobytes())
+        self.kinds.add(tuple(sorted({int(n) > 1 for n in np.diff(batch.seq_starts)})))
+        return logits
 tensor, pipeline, *cases = sys.argv[1:]
 sizes = {"tensor_parallel_size": int(tensor), "pipeline_parallel_size": int(pipeline)}
 ids = [i * 7 % 101 for i in range(80)]
@@ -39,8 +53,11 @@ params = SamplingParams(max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
 for case in cases:
     model, dtype = case.split(":")
     with LLM(model, dtype, threads=1, max_num_seqs=3, max_num_batched_tokens=70, **sizes) as llm:
-        tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-        print(dtype, hashlib.sha256(llm.logits(ids).tobytes()).hexdigest(), tokens)
+        with llm.engine.wrapped(Hashed) as hashed:
+            tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        assert (False, True) in hashed.kinds, "no step reads a prompt while others decode"
+        whole = hashlib.sha256(llm.logits(ids).tobytes()).hexdigest()
+        print(dtype, hashed.sum.hexdigest(), whole, tokens)
 """
 
 
@@ -80,9 +97,9 @@ def command(*words: str, ranks: int | None = None) -> list[str]:
 
 
 def start(*words: str, ranks: int | None = None, **options) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command(*words, ranks=ranks), env=environment, cwd=ROOT, **{**pipes, **options})
+    there = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "cwd": ROOT}
+    return subprocess.Popen(command(*words, ranks=ranks), **{**pipes, **there, **options})
 
 
 def run(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
@@ -181,16 +198,28 @@ def failing(self, batch):
     return forward(self, batch)
 rank_model.RankModel.forward = failing
 llm = LLM("demo", threads=1, max_num_seqs=2, tensor_parallel_size=2)
+params = SamplingParams(max_tokens=20, ignore_eos=True)
 while True:
-    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    if sys.argv[3:] == ["submit"]:  # as a server does: the error is the future's
+        llm.submit([5, 6, 7], params).exception()
+    else:
+        llm.generate([[5, 6, 7]], params)
     print("round", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_when_a_rank_ends_all_do(rank, how):
-    process = start("-c", ENDLESS, rank, how, ranks=2)
+@pytest.mark.parametrize(
+    ("rank", "how", "call"),
+    [
+        ("0", "raise", "generate"),
+        ("0", "raise", "submit"),
+        ("0", "kill", ""),
+        ("1", "raise", "submit"),
+        ("1", "kill", ""),
+    ],
+)
+def test_when_a_rank_ends_all_do(rank, how, call):
+    process = start("-c", ENDLESS, rank, how, call, ranks=2)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     assert process.stdout.readline() == "round\n"
     while process.stdout.readline() != "now\n":
@@ -201,7 +230,8 @@ def test_when_a_rank_ends_all_do(rank, how):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     if how == "raise":
-        assert "the disk is on fire" in err
+        said = f"tinygpt: error: rank {rank} of 2, on .*: OSError\\('the disk is on fire'\\)\n"
+        assert re.fullmatch(said, err)
 
 
 DYING = """
@@ -245,6 +275,28 @@ def records(path: Path) -> dict[int, list]:
     return {record["id"]: record["outputs"] for record in found}
 
 
+UNCLOSED = """
+import sys
+from tinygpt import LLM, SamplingParams
+llm = LLM("demo", threads=1, max_num_seqs=2, tensor_parallel_size=2)
+if sys.argv[1] == "forgotten":
+    del llm
+    llm = LLM("demo", threads=1, max_num_seqs=3, pipeline_parallel_size=2)
+llm.submit([5, 6, 7], SamplingParams(max_tokens=400, ignore_eos=True))
+if sys.argv[1] == "raised":
+    raise OSError("the disk is on fire")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("exited", 3), ("raised", 1), ("forgotten", 3)])
+def test_a_program_that_ends_without_close_ends_all(how, status):
+    """While its engine's thread takes steps, with the program's own status; and what is forgotten makes room."""
+    found, out, err = run("-c", UNCLOSED, how, ranks=2)
+    assert (found, out) == (status, "")
+    assert ("the disk is on fire" in err) == (how == "raised")
+
+
 def test_ctrl_c_ends_all(five):
     process = start("-c", ENDLESS, "2", "never", ranks=2)
     pids = [int(process.stdout.readline()) for _ in range(2)]
@@ -270,3 +322,107 @@ def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=TO_START)
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["generate", "--nonsense", "x"], 2, "--nonsense"),
+        (["generate", "--tensor-parallel", "two", "x"], 2, "--tensor-parallel"),
+        (["generate", "--tensor-parallel", "5", "x"], 2, "--tensor-parallel is 5"),
+        (["nonsense"], 2, "there is no command 'nonsense'"),
+        (["--version"], 0, "tinygpt "),
+        (["generate", "--help"], 0, "usage: tinygpt generate"),
+        ([], 2, "usage: tinygpt"),
+    ],
+)
+def test_what_the_command_line_says_is_said_by_rank_0_alone(words, status, said):
+    found, out, err = run("-m", "tinygpt", *words, ranks=3)
+    _, out_alone, err_alone = run("-m", "tinygpt", *words)
+    assert (found, out, err) == (status, out_alone, err_alone)
+    assert said in out + err
+
+
+def test_programs_that_share_nothing_all_speak(five):
+    """Under one mpiexec, and without a flag that would make them ranks."""
+    status, out, err = run("-m", "tinygpt", "info", five, ranks=2)
+    _, alone, _ = run("-m", "tinygpt", "info", five)
+    assert (status, err) == (0, "")
+    assert sorted(out.splitlines()) == sorted(2 * alone.splitlines())
+
+
+FOREIGN = "2 processes were started, and .*, the MPI of mpi4py, sees each of them alone: start them with the mpiexec of"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_another_mpis_mpiexec_is_refused_in_one_sentence(rank):
+    """As Open MPI's would start one of two processes, each of which is a world of its own for MPICH."""
+    there = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+    words = ("-m", "tinygpt", "generate", "--tensor-parallel", "2", "x")
+    process = start(*words, env={**os.environ, "PYTHONPATH": str(ROOT), **there})
+    out, err = process.communicate(timeout=TO_START)
+    assert (process.returncode, out) == (2, "")
+    assert re.fullmatch(f"tinygpt: error: {FOREIGN} .*\n", err) if rank == "0" else err == ""
+
+
+WITHOUT = """
+import sys
+sys.modules["mpi4py"] = None
+from tinygpt import LLM
+try:
+    LLM("/nowhere", tensor_parallel_size=2)
+except Exception as error:
+    print(error, "numba" in sys.modules)
+"""
+
+
+def test_that_mpi_is_missing_is_said_before_anything_takes_long():
+    status, out, err = run("-c", WITHOUT)
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"several ranks need mpi4py and an MPI library \(.*\): pip install .* False\n", out)
+
+
+@pytest.mark.parametrize("whom", ["mpiexec", "rank 0"])
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_sigterm_ends_all(tmp_path, five, command, whom):
+    """A server ends with status 0, as alone. stdout has texts, and nothing of MPI's."""
+    given = tmp_path / "in.jsonl"
+    line = json.dumps({"prompt": [5, 6], "max_tokens": 80, "ignore_eos": True}) + "\n"
+    given.write_text(line * 3000, encoding="utf-8")
+    words = {
+        "generate": ("generate", "--input", str(given), "--output", str(tmp_path / "out"), "--seed", "3"),
+        "serve": ("serve", "--port", "0"),
+    }[command]
+    process = start("-m", "tinygpt", *words, "-m", five, "-t", "1", "--tensor-parallel", "2", start_new_session=True)
+    pids = ranks_of(process.pid, 2)
+    if command == "serve":
+        assert "serving" in next(line for line in process.stderr if "serving" in line)
+    else:
+        while not (tmp_path / "out").exists() or not records_so_far(tmp_path / "out"):
+            time.sleep(0.05)
+    os.kill(process.pid if whom == "mpiexec" else pids[0], signal.SIGTERM)
+    out, err = process.communicate(timeout=TO_END)
+    assert (process.returncode, out) == (143 if command == "generate" else 0, "")
+    assert "error" not in err
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def records_so_far(path: Path) -> int:
+    return path.read_bytes().count(b"\n")
+
+
+def ranks_of(pid: int, count: int) -> list[int]:
+    """Processes that an mpiexec has started, by rank, once they are there."""
+    found = {}
+    while len(found) < count:
+        time.sleep(0.05)
+        below = [pid]
+        for parent in below:
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                below += map(int, (task / "children").read_text().split())
+        for child in below:
+            names = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            found.update({int(name[9:]): child for name in names if name.startswith(b"PMI_RANK=")})
+    return [found[rank] for rank in range(count)]

@@ -48,17 +48,28 @@ class Threads:
     def __init__(self, size: int, delivered: Callable[[int], Sequence[int]] | None = None):
         self.size, self.delivered = size, delivered
         self.meeting = Meeting(size)
-        self.groups: dict[int, Meeting] = {}
+        self.groups: dict[tuple[int, ...], Meeting] = {}
         self.mail: dict[tuple[int, int], Queue] = {(a, b): Queue() for a in range(size) for b in range(size)}
         self.lock = threading.Lock()
         self.num_broadcasts = 0
         self.num_sent = 0  # float32 values that went from one rank to another
+        self.num_scattered = 0  # numbers in arrays that rank 0 has given to others
         self.aborted: int | None = None
+        self.followers: list[threading.Thread] = []
 
     def abort(self, status: int) -> None:
         self.aborted = status
         for meeting in (self.meeting, *self.groups.values()):
             meeting.abort()
+        for letters in self.mail.values():
+            letters.put(Aborted())
+
+    def letter(self, sender: int, receiver: int) -> Any:
+        """What the one has sent to the other. Aborted once a rank has ended all."""
+        found = self.mail[sender, receiver].get(timeout=PATIENCE)
+        if isinstance(found, Aborted):
+            raise found
+        return found
 
     def worlds(self) -> "list[ThreadWorld]":
         return [ThreadWorld(self, rank) for rank in range(self.size)]
@@ -81,11 +92,19 @@ class ThreadWorld:
             for rank in range(1, self.size):
                 self._threads.mail[0, rank].put(value)
             return value
-        return self._threads.mail[0, self.rank].get()
+        return self._threads.letter(0, self.rank)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         found = self._threads.meeting.exchange(self.rank, value)
         return found if self.rank == 0 else None
+
+    def scatter_objects(self, values: list[Any] | None = None) -> Any:
+        if self.rank:
+            return self._threads.letter(0, self.rank)
+        for rank in range(1, self.size):
+            self._threads.mail[0, rank].put(values[rank])
+            self._threads.num_scattered += sum(array.size for array in values[rank])
+        return values[0]
 
     def send(self, values: np.ndarray, rank: int) -> None:
         assert values.flags.c_contiguous
@@ -95,14 +114,14 @@ class ThreadWorld:
 
     def receive(self, values: np.ndarray, rank: int) -> None:
         assert values.flags.c_contiguous
-        values[...] = self._threads.mail[rank, self.rank].get(timeout=PATIENCE)
+        values[...] = self._threads.letter(rank, self.rank)
 
     def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
         return partial(self.receive, values, rank)
 
     def group(self, ranks: list[int]) -> "ThreadGroup":
         with self._threads.lock:
-            meeting = self._threads.groups.setdefault(ranks[0], Meeting(len(ranks)))
+            meeting = self._threads.groups.setdefault(tuple(ranks), Meeting(len(ranks)))
         return ThreadGroup(self._threads, meeting, ranks.index(self.rank), len(ranks))
 
     def abort(self, status: int) -> NoReturn:
@@ -140,6 +159,9 @@ def running(threads: Threads, follow: Callable[[ThreadWorld], None]) -> ThreadWo
             follow(world)
 
     first, *others = threads.worlds()
-    for world in others:
-        threading.Thread(target=run, args=(world,), daemon=True, name=f"rank-{world.rank}").start()
+    threads.followers = [
+        threading.Thread(target=run, args=(world,), daemon=True, name=f"rank-{world.rank}") for world in others
+    ]
+    for follower in threads.followers:
+        follower.start()
     return first

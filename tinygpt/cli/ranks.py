@@ -2,40 +2,85 @@
 
 import argparse
 import importlib.util
+import io
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, TextIO
 
 from tinygpt.errors import RequestError, how_to_install
+from tinygpt.parallel.launched import is_first_of_host, launched_rank
 from tinygpt.parallel.layout import Layout
 
-# What MPICH, Open MPI and ours leave in the environment of a process that they start.
-LAUNCHED = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "TINYGPT_LAUNCHED")
-USAGE = 2
+OURS = "TINYGPT_LAUNCHED"  # in the environment of what `_launch` has started
+USAGE, TERMINATED = 2, 143  # 128 + SIGTERM, as a shell reports it
 
 
 def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Return in rank 0, or where there is to be one process. Another rank follows, and exits when rank 0 has ended.
 
     A process that no mpiexec has started becomes the one beside this Python, which starts the same command line.
-    RequestError where ranks cannot be had.
+    RequestError where ranks cannot be had. SIGTERM to rank 0 ends all of them, unless the command knows better.
     """
     layout = Layout.of(getattr(args, "tensor_parallel_size", 1), getattr(args, "pipeline_parallel_size", 1))
     if layout.size == 1:
+        _speak()
         return
-    if not any(name in os.environ for name in LAUNCHED):
+    if launched_rank() is None and OURS not in os.environ:
         _launch(layout, words)
-    from tinygpt.parallel.mpi import process_world
+    from tinygpt.parallel.mpi import process_world, world_of
+
+    if is_first_of_host():  # what a host lacks, others may have
+        _speak()
+    world = process_world()
+    if world.rank == 0:
+        world_of(layout)
+        signal.signal(signal.SIGTERM, lambda *_: world.abort(TERMINATED))
+        return
+    if world.size != layout.size:  # as rank 0 says
+        sys.exit(USAGE)
+    _speak()
     from tinygpt.parallel.start import join
 
-    try:
-        join(layout.tensor_size, layout.pipeline_size)
-    except RequestError:
-        if process_world().rank:  # rank 0 says it
-            sys.exit(USAGE)
-        raise
+    join(layout, world)
+
+
+@contextmanager
+def one_of_all_speaks() -> Iterator[None]:
+    """In the block, of processes that one mpiexec has started, those that are not rank 0 say nothing until
+    `start_ranks` knows what they are for: what is wrong with a command line, and its help, rank 0 says for all."""
+    if not launched_rank():
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        streams = [Unheard(nowhere, stream) for stream in (sys.stdout, sys.stderr)]
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+            try:
+                yield
+            finally:
+                for stream in streams:
+                    stream.detach()
+
+
+class Unheard(io.TextIOWrapper):
+    """What is written here goes nowhere; settings are those of the stream whose place it takes."""
+
+    def __init__(self, nowhere: Any, stream: TextIO | None):
+        super().__init__(nowhere, encoding="utf-8", errors="backslashreplace")
+        self.stream = stream
+
+    def reconfigure(self, **settings: Any) -> None:
+        if isinstance(self.stream, io.TextIOWrapper):
+            self.stream.reconfigure(**settings)
+
+
+def _speak() -> None:
+    if isinstance(sys.stderr, Unheard):
+        sys.stdout, sys.stderr = sys.stdout.stream, sys.stderr.stream
 
 
 def _launch(layout: Layout, words: Sequence[str]) -> None:
@@ -49,4 +94,4 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     command = [mpiexec, "-n", str(layout.size), sys.executable, "-m", "tinygpt", *words]
-    os.execve(mpiexec, command, {**os.environ, "TINYGPT_LAUNCHED": "1"})
+    os.execve(mpiexec, command, {**os.environ, OURS: "1"})

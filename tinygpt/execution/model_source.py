@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.checksum import begin_checksum
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.random_checkpoint import is_random
@@ -56,6 +58,10 @@ class ModelSource:
     def file(self) -> MappedFile | None:
         """The file in which the Params lie, where they are no copies."""
         return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
+
+    def begin_checksum(self) -> Future[str]:
+        """A text that is another one for other weights, made beside whatever else is done."""
+        return begin_checksum(self.checkpoint)
 
     def load_params(self, threads: int) -> Any:
         """The backend's Params: packed now, or as they lie in a converted checkpoint.

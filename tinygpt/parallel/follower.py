@@ -3,8 +3,7 @@
 import logging
 import os
 import signal
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +11,9 @@ from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.threads import physical_cores
+from tinygpt.parallel.ending import end_all
 from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.placement import Place
 from tinygpt.parallel.plan import NO_PLAN, Order, batch_of, plan_size
 from tinygpt.parallel.rank_model import RankModel
 from tinygpt.parallel.world import World
@@ -28,41 +29,69 @@ class Opening:
     threads: int | None
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What has to be the same on all ranks: config, dtype and the KV cache's; and the checksum of the weights."""
+
+    model: tuple | None = None
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A rank's part. any_is_cold: on rank 0, whether any rank has still to compile its kernels."""
+
+    model: RankModel
+    any_is_cold: bool
+
+
 def rank_threads(threads: int | None, world: World) -> int:
     """How many threads a rank computes with: its share of the host's cores, unless it was told."""
     return max(physical_cores() // world.local_size, 1) if threads is None else threads
 
 
-def load_together(world: World, opening: Opening, source: ModelSource | None = None) -> RankModel | TinyGPTError:
+def find_places(world: World, opening: Opening) -> list[Place] | None:
+    """Where each rank runs, on rank 0."""
+    return world.gather_objects(Place.of_this_process(world.host, rank_threads(opening.threads, world)))
+
+
+def load_together(world: World, opening: Opening, source: ModelSource | None = None) -> Loaded | TinyGPTError:
     """Load this rank's part beside the others, or say what is wrong on any rank. All ranks get on or none does.
+
+    That the weights are the same ones is seen by the checksum of their files, which all ranks read whole for that: a
+    few values that differ would make texts of two models.
 
     source: what rank 0 has opened already.
     """
     layout = opening.layout
     group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
-    model = error = config = None
+    model = error = None
+    about, is_cold = Identity(), False
     try:
         source = source or ModelSource.open(*opening.source)
-        config = source.config, source.dtype, source.kv_cache_dtype
+        checksum = source.begin_checksum()
+        about = Identity((source.config, source.dtype, source.kv_cache_dtype))
         model = RankModel(world, group, layout, source, opening.sizes, rank_threads(opening.threads, world))
+        about, is_cold = replace(about, weights=checksum.result()), model.is_cold
     except Exception as caught:  # whatever it is, the others wait
         error = caught if isinstance(caught, TinyGPTError) else TinyGPTError(f"{type(caught).__name__}: {caught}")
-    found = world.gather_objects((error, config, world.host))
+    found = world.gather_objects((error, about, world.host, is_cold))
     failure = None if found is None else _first_failure(found)
     failure = world.broadcast_object(failure)
-    return failure or model
+    return failure or Loaded(model, found is not None and any(cold for *_, cold in found))
 
 
 def _first_failure(found: list[tuple]) -> TinyGPTError | None:
     if found[0][0] is not None:
         return found[0][0]
-    for rank, (error, config, host) in enumerate(found):
+    for rank, (error, about, host, _) in enumerate(found):
         where = f"rank {rank} of {len(found)}, on {host}"
         if error is not None:
             kinds = CheckpointError, RequestError, TinyGPTError
             return next(kind for kind in kinds if isinstance(error, kind))(f"{where}: {error}")
-        if config != found[0][1]:
-            return CheckpointError(f"{where}, has another model than rank 0: give all hosts the same files.")
+        if about != found[0][1]:
+            what = "another model" if about.model != found[0][1].model else "other weights"
+            return CheckpointError(f"{where}, has {what} than rank 0: give all hosts the same files.")
     return None
 
 
@@ -73,15 +102,14 @@ def follow(world: World) -> None:
         world.broadcast(plan)
         while plan[0] != Order.END:
             opening: Opening = world.broadcast_object()
-            model = load_together(world, opening)
-            if isinstance(model, RankModel):
-                _take_part(world, model, opening.sizes)
-            del model
+            find_places(world, opening)
+            loaded = load_together(world, opening)
+            if isinstance(loaded, Loaded):
+                _take_part(world, loaded.model, opening.sizes)
+            del loaded
             world.broadcast(plan)
     except BaseException as error:
-        print(f"tinygpt: error: rank {world.rank} of {world.size}, on {world.host}: {error!r}", file=sys.stderr)
-        sys.stderr.flush()
-        world.abort(1)
+        end_all(world, error)
 
 
 def follow_as_process(world: World) -> None:
@@ -110,4 +138,4 @@ def _take_part(world: World, model: RankModel, sizes: EngineConfig) -> None:
         elif order == Order.READ:
             model.read_positions(*numbers[:3])
         else:
-            model.write_positions(*numbers[:2], *world.broadcast_object())
+            model.write_positions(*numbers[:2])

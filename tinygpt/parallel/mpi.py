@@ -1,35 +1,66 @@
 """MpiWorld: ranks that mpiexec has started."""
 
 import os
+import shutil
+import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from tinygpt.errors import RequestError, how_to_install
+from tinygpt.parallel.launched import launched_size
+from tinygpt.parallel.layout import Layout
 
 SPIN_SECONDS = 0.005  # for which an idle rank asks again and again: a step follows another sooner than that
 FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
 SHARED_MEMORY = "/dev/shm/mpich_shm_"  # MPICH's, which it would leave behind when ranks are killed
 
 
+def world_of(layout: Layout) -> "MpiWorld":
+    """`process_world`, if it has the layout's size; RequestError otherwise. Imports nothing that takes long."""
+    world = process_world()
+    if world.size != layout.size:
+        raise RequestError(
+            f"tensor_parallel_size {layout.tensor_size} x pipeline_parallel_size {layout.pipeline_size} takes "
+            f"{layout.size} processes and mpiexec has started {world.size}: give it -n {layout.size}."
+        )
+    return world
+
+
 @cache
 def process_world() -> "MpiWorld":
-    """The world that this process is a rank of. RequestError without mpi4py, or an MPI library that it can use."""
+    """The world that this process is a rank of. RequestError without mpi4py, or an MPI library that it can use, or
+    where another MPI's mpiexec has started the processes, so that each would be a world of its own."""
     try:
         import mpi4py
 
         mpi4py.rc.thread_level = "serialized"  # the engine's threads take turns
-        from mpi4py import MPI
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what is refused below
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise RequestError(
             f"several ranks need mpi4py and an MPI library ({error}): {how_to_install('mpi')}."
         ) from None
+    if MPI.COMM_WORLD.size == 1 < launched_size():
+        name = MPI.get_vendor()[0]
+        raise RequestError(
+            f"{launched_size()} processes were started, and {name}, the MPI of mpi4py, sees each of them alone: start "
+            f"them with the mpiexec of {name}{_its_mpiexec()}, or install mpi4py for the other MPI."
+        )
     return MpiWorld(MPI)
+
+
+def _its_mpiexec() -> str:
+    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    return f", {beside}" if beside else ""
 
 
 class MpiWorld:
@@ -40,6 +71,7 @@ class MpiWorld:
         local = self._all.Split_type(mpi.COMM_TYPE_SHARED)
         self.rank, self.size, self.local_size = self._all.rank, self._all.size, local.size
         self.host = mpi.Get_processor_name()
+        self._groups: dict[tuple[int, ...], MpiGroup] = {}  # kept: MPI has some thousand, and a bench opens many models
         local.Barrier()  # all have it open: its name is needed no longer
         if local.rank == 0:
             _unlink_shared_memory()
@@ -61,6 +93,9 @@ class MpiWorld:
     def gather_objects(self, value: Any) -> list[Any] | None:
         return self._all.gather(value, 0)
 
+    def scatter_objects(self, values: list[Any] | None = None) -> Any:
+        return self._all.scatter(values, 0)
+
     def send(self, values: np.ndarray, rank: int) -> None:
         self._all.Send(values, rank)
 
@@ -71,7 +106,10 @@ class MpiWorld:
         return self._all.Irecv(values, rank).Wait
 
     def group(self, ranks: list[int]) -> "MpiGroup":
-        return MpiGroup(self._mpi, self._all.Split(ranks[0], self.rank))
+        key = tuple(ranks)
+        if key not in self._groups:  # for one number of ranks in each, all have theirs or none has
+            self._groups[key] = MpiGroup(self._mpi, self._all.Split(ranks[0], self.rank))
+        return self._groups[key]
 
     def abort(self, status: int) -> NoReturn:
         with suppress(OSError):  # MPI would say once more that it was told to

@@ -9,8 +9,10 @@ import numpy as np
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import TinyGPTError
 from tinygpt.execution.batch import Batch
+from tinygpt.execution.kernels_name import kernels_name
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import rank as kernels
+from tinygpt.kernels.cpu.jit import cache_is_cold, mark_warm
 from tinygpt.parallel.cut import part_of_rank
 from tinygpt.parallel.layout import Layout
 from tinygpt.parallel.micro_batches import micro_batches
@@ -29,23 +31,31 @@ class RankModel:
         self._world, self._group, self._layout, self._config = world, group, layout, source.config
         self._backend, self._file = source.backend, source.file
         self._stage, self._tensor_rank = layout.place_of(world.rank)
-        self.part = part_of_rank(layout, world.rank, source.config, source.dtype)
+        self._parts = [part_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)]
+        self.part = self._parts[world.rank]
         self._params = source.load_part(threads, self.part, kernels.load_part)
         slots = sizes.num_slots, sizes.max_model_len
         self._kv_cache = source.backend.new_kv_cache(self.part, *slots, source.kv_cache_dtype)
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits
         allgather = None if group is None else group.allgather
         self._workspace = kernels.workspace_of_part(self.part, *steps, threads, source.dtype, allgather)
-        group_ranks = layout.tensor_group(world.rank)
-        vocab_parts = [part_of_rank(layout, r, source.config, source.dtype).vocab for r in group_ranks]
+        vocab_parts = [self._parts[rank].vocab for rank in layout.tensor_group(world.rank)]
         self._vocab_parts, self._vocab_starts = vocab_parts, np.array([part.start for part in vocab_parts])
         self._rows = np.empty((sizes.max_num_batched_tokens, source.config.n_embd), np.float32)
+        is_usual = source.kv_cache_dtype == source.backend.kv_cache_dtypes(source.dtype)[0]
+        cache_dtype = "auto" if is_usual else source.kv_cache_dtype
+        self._kernels = kernels_name(source.config, source.dtype, cache_dtype, layout.tensor_size > 1)
+        self.is_cold = cache_is_cold(self._kernels)
         if world.rank == 0:
             self._logits = np.empty((sizes.max_num_logits, source.config.vocab_size), np.float32)
 
     def forward(self, batch: Batch) -> np.ndarray | None:
         """Take a step. Logits (R, V), valid until the next one, on rank 0."""
-        return self.begin(batch)()
+        logits = self.begin(batch)()
+        if self.is_cold:
+            mark_warm(self._kernels)
+            self.is_cold = False
+        return logits
 
     def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], np.ndarray | None]:
         """Take this rank's share of a step; what is returned waits for the others', and gives the logits on rank 0.
@@ -92,15 +102,20 @@ class RankModel:
         found = self._world.gather_objects(mine)
         return None if found is None else tuple(self._joined([pair[i] for pair in found], 1) for i in (0, 1))
 
-    def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Put this rank's share of keys and values (L, H, n, D) into a slot."""
-        layers, heads = (slice(r.start, r.stop) for r in (self.part.layers, self.part.heads))
-        self._backend.write_positions(self._kv_cache, slot, start, keys[layers, heads], values[layers, heads])
+    def write_positions(self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None) -> None:
+        """Put keys and values (L, H, n, D), which rank 0 has, into a slot: each rank is sent its share."""
+        shares = None if whole is None else [self._share(whole, part) for part in self._parts]
+        self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 
     def check_file(self) -> None:
         """CheckpointError if the weights are mapped from a file that was cut short."""
         if self._file is not None:
             self._file.check_whole()
+
+    @staticmethod
+    def _share(whole: tuple[np.ndarray, np.ndarray], part: kernels.Part) -> list[np.ndarray]:
+        layers, heads = (slice(r.start, r.stop) for r in (part.layers, part.heads))
+        return [np.ascontiguousarray(array[layers, heads]) for array in whole]
 
     def _with_input(self, batch: Batch) -> Batch:
         """The batch with what the first of this rank's layers works on."""

@@ -1,86 +1,29 @@
 """ParallelRunner: a model that runs on several ranks, seen from rank 0: a ModelRunner for the engine."""
 
-import atexit
 import os
-import signal
-import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import RequestError
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
-from tinygpt.parallel.follower import Opening, load_together, rank_threads
+from tinygpt.kernels import compiling
+from tinygpt.parallel.follower import Loaded, Opening, find_places, load_together, rank_threads
 from tinygpt.parallel.groups import run_groups
-from tinygpt.parallel.plan import NO_PLAN, Order, plan_size, put_batch, put_numbers
+from tinygpt.parallel.lead import Lead
+from tinygpt.parallel.placement import advice
+from tinygpt.parallel.plan import Order
 from tinygpt.parallel.rank_model import RankModel
-from tinygpt.parallel.world import World
 
 # Decode steps of a pipeline at once. A newcomer waits for all of them; with fewer, more is lost at both ends.
 GROUP_STEPS = 4
 LEAST_GROUP = 8  # sequences: smaller ones take nearly as long as all together, because each reads the weights
-
-
-@dataclass
-class Lead:
-    """Rank 0's knowledge of what the others are doing: `model_is_open`, or waiting for one. For one thread at a time.
-
-    is_between_orders: False while an order is carried out, and for ever once that failed: nobody knows where the others
-    are then, and all that is left is to end them.
-    """
-
-    world: World
-    plan: np.ndarray
-    process: int
-    model_is_open: bool = False
-    is_between_orders: bool = True
-
-    @classmethod
-    def of(cls, world: World) -> "Lead":
-        lead = cls(world, np.zeros(NO_PLAN, np.int32), os.getpid())
-        atexit.register(lead.end)
-        return lead
-
-    @contextmanager
-    def order(self) -> Iterator[None]:
-        """In the block, something is done by all ranks."""
-        if not self.is_between_orders:
-            raise TinyGPTError("a step over several ranks has failed, so that they have to be started again.")
-        with _interrupts_put_off():
-            self.is_between_orders = False
-            yield
-            self.is_between_orders = True
-
-    def tell(self, order: Order, *numbers: int, batch: Batch | None = None) -> None:
-        """Let the others know what comes next, and with what."""
-        if batch is None:
-            put_numbers(self.plan, order, *numbers)
-        else:
-            put_batch(self.plan, order, batch)
-        self.world.broadcast(self.plan)
-
-    def forget_model(self) -> None:
-        """The others wait for the next one."""
-        self.plan, self.model_is_open = np.zeros(NO_PLAN, np.int32), False
-
-    def end(self) -> None:
-        """Let the others end, at the end of this process."""
-        if os.getpid() != self.process:
-            return
-        if not self.is_between_orders:
-            self.world.abort(1)
-        if self.model_is_open:
-            self.tell(Order.CLOSE)
-            self.forget_model()
-        self.tell(Order.END)
-        self.is_between_orders = False
-        atexit.unregister(self.end)
 
 
 class ParallelRunner(ModelRunner):
@@ -89,8 +32,7 @@ class ParallelRunner(ModelRunner):
     def __init__(self, lead: Lead, source: ModelSource, opening: Opening):
         """Have all ranks load their parts. Raises CheckpointError or RequestError, naming the rank where it is another
         one that cannot, and all wait for the next model then."""
-        if lead.model_is_open:
-            raise RequestError("another LLM of several ranks is open in this program: close it first.")
+        lead.check_no_model()
         self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
         self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
@@ -98,11 +40,17 @@ class ParallelRunner(ModelRunner):
         with lead.order():
             lead.tell(Order.OPEN)
             lead.world.broadcast_object(opening)
+            lead.advise(advice(find_places(lead.world, opening), opening.layout.tensor_size))
             loaded = load_together(lead.world, opening, source)
-        if not isinstance(loaded, RankModel):
+            if isinstance(loaded, Loaded):
+                lead.note_model(opening.sizes)
+        if not isinstance(loaded, Loaded):
             raise loaded
-        self._params = loaded
-        lead.plan, lead.model_is_open = np.zeros(plan_size(opening.sizes), np.int32), True
+        self._params, self.shares_layers = loaded.model, opening.layout.tensor_size > 1
+        self._close = weakref.finalize(self, lead.forget_model)  # once, and also where nobody calls `close`
+        self._close.atexit = False  # the lead ends by itself then
+        if loaded.any_is_cold:
+            self._compile()
 
     def forward(self, batch: Batch) -> Any:
         return self._ordered(lambda model: model.forward(batch), Order.FORWARD, batch=batch)
@@ -134,11 +82,7 @@ class ParallelRunner(ModelRunner):
         return self._ordered(lambda model: model.read_positions(*numbers), Order.READ, *numbers)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        def write(model: RankModel) -> None:
-            self._lead.world.broadcast_object((keys, values))
-            model.write_positions(slot, start, keys, values)
-
-        self._ordered(write, Order.WRITE, slot, start)
+        self._ordered(lambda model: model.write_positions(slot, start, (keys, values)), Order.WRITE, slot, start)
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -147,13 +91,14 @@ class ParallelRunner(ModelRunner):
         return self._origin_with(self._source.load_params(self._threads))
 
     def close(self) -> None:
-        if self.is_closed:
-            return
-        self._params, lead = None, self._lead
-        if lead.is_between_orders and lead.model_is_open:
-            with lead.order():
-                lead.tell(Order.CLOSE)
-        lead.forget_model()
+        self._params = None
+        self._close()
+
+    def _compile(self) -> None:
+        """Have all ranks take a step, those that compile it and those that wait for them: told once, here."""
+        told = compiling.looked_for() if self._params.is_cold else compiling.waited_for("a step of another rank")
+        with told:
+            self.forward(Batch.of([[0]], [0], [0]))
 
     def _ordered(self, do: Callable[[RankModel], Any], order: Order, *numbers: int, batch: Batch | None = None) -> Any:
         with self._one_order() as model:
@@ -167,22 +112,3 @@ class ParallelRunner(ModelRunner):
         self._params.check_file()
         with self._lead.order():
             yield self._params
-
-
-@contextmanager
-def _put_off() -> Iterator[None]:
-    """Ctrl-C in the block is felt at its end."""
-    seen: list[tuple] = []
-    handler = signal.signal(signal.SIGINT, lambda *arguments: seen.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if seen and callable(handler):
-        handler(*seen[0])
-
-
-def _interrupts_put_off() -> Any:
-    """Where this thread is the one that feels them, and Python hears of them."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return _put_off() if is_main and signal.getsignal(signal.SIGINT) is not None else nullcontext()

@@ -6,14 +6,13 @@ from functools import cache
 from typing import Any
 
 from tinygpt.engine_config import EngineConfig
-from tinygpt.errors import RequestError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.threads import thread_count
 from tinygpt.parallel.cut import check_cut
 from tinygpt.parallel.follower import Opening, follow_as_process, rank_threads
 from tinygpt.parallel.layout import Layout
-from tinygpt.parallel.mpi import process_world
-from tinygpt.parallel.runner import Lead, ParallelRunner
+from tinygpt.parallel.lead import Lead
+from tinygpt.parallel.runner import ParallelRunner
 from tinygpt.parallel.world import World
 
 
@@ -36,28 +35,15 @@ class Ranks:
         return ParallelRunner(self.lead, source, Opening(arguments, self.layout, sizes, self.asked_threads))
 
 
-def join(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Ranks:
-    """The ranks, on rank 0. The others do not return: they follow until rank 0's program ends, and exit.
-
-    RequestError where an argument is impossible, or another number of ranks was started.
-    """
-    layout, world = Layout.of(tensor_parallel_size, pipeline_parallel_size), process_world()
-    check_size(layout, world)
+def join(layout: Layout, world: World) -> Ranks:
+    """The ranks of a world of the layout's size, on rank 0. The others do not return: they follow until rank 0's
+    program ends, and exit."""
     if world.rank:
         follow_as_process(world)
         sys.exit(0)
-    return Ranks(_lead(), layout)
-
-
-def check_size(layout: Layout, world: World) -> None:
-    """RequestError if the world has another size than the layout."""
-    if world.size != layout.size:
-        raise RequestError(
-            f"tensor_parallel_size {layout.tensor_size} x pipeline_parallel_size {layout.pipeline_size} takes "
-            f"{layout.size} processes and mpiexec has started {world.size}: give it -n {layout.size}."
-        )
+    return Ranks(_lead(world), layout)
 
 
 @cache
-def _lead() -> Lead:
-    return Lead.of(process_world())
+def _lead(world: World) -> Lead:
+    return Lead(world)

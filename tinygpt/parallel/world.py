@@ -31,6 +31,9 @@ class World(Protocol):
     def gather_objects(self, value: Any) -> list[Any] | None:
         """What each rank has given, to rank 0; None to others."""
 
+    def scatter_objects(self, values: list[Any] | None = None) -> Any:
+        """One of those that rank 0 has given, each to another rank."""
+
     def send(self, values: np.ndarray, rank: int) -> None:
         """Give float32 values to a rank, which receives them."""
 

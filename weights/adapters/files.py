@@ -35,6 +35,7 @@ class AdapterFiles:
     path: Path
     config: dict[str, Any]
     tensors: Mapping[str, StoredTensor]
+    files: tuple[Path, ...]  # that these were read from
 
 
 def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) -> AdapterFiles:
@@ -58,7 +59,7 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         if (path / name).exists():
             tensors = read(path / name).tensors
             _check_names(path / name, tensors)
-            return AdapterFiles(path, config, check_floating(path / name, tensors))
+            return AdapterFiles(path, config, check_floating(path / name, tensors), (path / CONFIG, path / name))
     raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
 
 

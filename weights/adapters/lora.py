@@ -103,7 +103,8 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
         tied = one == other and contents.updates.keys().isdisjoint(names)
     for name in {model.parameters[name] for name in (*replaced, *contents.updates)}:
         stored[name] = _changed(stored[name], model.rules[name], replaced, contents.updates, model.shapes)
-    return replace(checkpoint, stored=stored, tied=tied, ignored=checkpoint.ignored + contents.ignored)
+    ignored, held = checkpoint.ignored + contents.ignored, checkpoint.files + files.files
+    return replace(checkpoint, stored=stored, tied=tied, ignored=ignored, files=held)
 
 
 def _changed(

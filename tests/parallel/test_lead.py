@@ -1,0 +1,175 @@
+"""Orders of rank 0: one after another, none after a failure, and an end for the others however its program ends.
+
+Ranks are threads here (support/thread_world.py). Most tests need no model: what the others hear is enough.
+"""
+
+import gc
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from support.thread_world import Aborted, Threads, running
+from tinygpt.config import ModelConfig
+from tinygpt.engine_config import EngineConfig
+from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.parallel.lead import Lead
+from tinygpt.parallel.plan import NO_PLAN, Order, plan_size
+
+SIZES = EngineConfig(max_num_seqs=2).for_model(ModelConfig(n_layer=1, n_embd=4, n_head=4, vocab_size=7), 8)
+PATIENCE = 60  # seconds for another thread
+
+
+class Heard:
+    """A rank that follows no order, and notes all of them."""
+
+    def __init__(self):
+        self.orders: list[Order] = []
+
+    def follow(self, world) -> None:
+        size = NO_PLAN
+        while Order.END not in self.orders:
+            plan = np.zeros(size, np.int32)
+            world.broadcast(plan)
+            self.orders.append(Order(plan[0]))
+            if plan[0] in (Order.OPEN, Order.CLOSE):
+                size = plan_size(SIZES) if plan[0] == Order.OPEN else NO_PLAN
+
+
+@pytest.fixture
+def stage():
+    """A lead, and what one other rank hears of it."""
+    threads, heard = Threads(2), Heard()
+    lead = Lead(running(threads, heard.follow))
+    yield lead, heard, threads
+    lead.end()
+
+
+def open_model(lead: Lead) -> None:
+    lead.check_no_model()
+    with lead.order():
+        lead.tell(Order.OPEN)
+        lead.note_model(SIZES)
+
+
+def orders(threads: Threads, heard: Heard) -> list[Order]:
+    """What was heard until the end, which has come."""
+    for follower in threads.followers:
+        follower.join(PATIENCE)
+    assert not any(follower.is_alive() for follower in threads.followers)
+    return heard.orders
+
+
+def test_an_order_waits_for_another_threads(stage):
+    """Each is a broadcast and more: what two threads send must not be mixed."""
+    lead, heard, threads = stage
+    open_model(lead)
+    is_begun, second = threading.Event(), Future()
+
+    def other() -> None:
+        is_begun.wait(PATIENCE)
+        with lead.order():
+            second.set_result(list(done))
+            lead.tell(Order.READ)
+
+    done = []
+    thread = threading.Thread(target=other)
+    thread.start()
+    with lead.order():
+        lead.tell(Order.COPY)
+        is_begun.set()
+        thread.join(0.05)  # the other would get in here
+        assert not second.done()
+        lead.tell(Order.COPY)
+        done.append("first")
+    assert second.result(PATIENCE) == ["first"]
+    thread.join(PATIENCE)
+    lead.end()
+    assert orders(threads, heard) == [Order.OPEN, Order.COPY, Order.COPY, Order.READ, Order.CLOSE, Order.END]
+
+
+def test_the_end_waits_for_the_order_of_another_thread(stage):
+    """A program that ends while its engine's thread takes a step: the step is no failure."""
+    lead, heard, threads = stage
+    open_model(lead)
+    is_begun, may_go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with lead.order():
+            is_begun.set()
+            may_go_on.wait(PATIENCE)
+            lead.tell(Order.FORWARD)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert is_begun.wait(PATIENCE)
+    end = threading.Thread(target=lead.end)
+    end.start()
+    may_go_on.set()
+    end.join(PATIENCE)
+    expected = [Order.OPEN, Order.FORWARD, Order.CLOSE, Order.END]
+    assert (orders(threads, heard), threads.aborted) == (expected, None)
+    with pytest.raises(TinyGPTError, match="have ended"), lead.order():
+        pass
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is on fire"), MemoryError(), SystemExit(3), KeyboardInterrupt()])
+def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, error):
+    lead, heard, threads = stage
+    open_model(lead)
+
+    def order() -> None:
+        with lead.order():
+            lead.tell(Order.FORWARD)
+            raise error
+
+    with pytest.raises(Aborted):
+        order()
+    assert threads.aborted == 1
+    assert orders(threads, heard) == [Order.OPEN, Order.FORWARD]
+    assert capfd.readouterr().err == f"tinygpt: error: rank 0 of 2, on here: {error!r}\n"
+
+
+def test_a_model_that_is_forgotten_is_closed(stage):
+    lead, heard, threads = stage
+    open_model(lead)
+    with pytest.raises(RequestError, match="another LLM of several ranks is open"):
+        open_model(lead)
+    lead.forget_model()
+    open_model(lead)
+    lead.end()
+    assert orders(threads, heard) == [Order.OPEN, Order.CLOSE, Order.OPEN, Order.CLOSE, Order.END]
+
+
+def test_a_model_is_closed_behind_the_order_in_which_it_is_found_to_be_garbage(stage):
+    """A collection may come anywhere, in the thread that gives an order, too."""
+    lead, heard, threads = stage
+    open_model(lead)
+    with lead.order():
+        lead.forget_model()
+        lead.tell(Order.COPY)
+    lead.end()
+    assert orders(threads, heard) == [Order.OPEN, Order.COPY, Order.CLOSE, Order.END]
+
+
+def test_a_second_model_looks_for_garbage_first(stage):
+    """An LLM is a circle of objects, which nobody may have collected yet."""
+    lead, heard, threads = stage
+    open_model(lead)
+
+    class Forgotten:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            lead.forget_model()
+
+    gc.disable()
+    try:
+        Forgotten()
+        open_model(lead)
+    finally:
+        gc.enable()
+    lead.end()
+    assert orders(threads, heard).count(Order.OPEN) == 2

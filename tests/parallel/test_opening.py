@@ -1,0 +1,171 @@
+"""What ranks tell one another as they open a model: whose weights they have, where they run, what they must compile.
+
+Ranks are threads here; that real ones see the same is in test_mpi.py.
+"""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.golden_adapters import write_lora
+from support.golden_models import write_model
+from support.thread_world import Threads, running
+from tinygpt.cli.main import main
+from tinygpt.engine_config import EngineConfig
+from tinygpt.errors import CheckpointError
+from tinygpt.execution.batch import Batch
+from tinygpt.execution.model_source import ModelSource
+from tinygpt.kernels import compiling
+from tinygpt.parallel import follower, rank_model
+from tinygpt.parallel.follower import Opening, follow
+from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.lead import Lead
+from tinygpt.parallel.placement import Place
+from tinygpt.parallel.runner import ParallelRunner
+
+FIELDS = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 37, "n_positions": 20}
+SIZES = EngineConfig(max_num_seqs=2)
+HERE = Place("here", 8, frozenset(range(8)), 1)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Opens a model over ranks that are threads, of which the others find what `there` names in its place."""
+    leads = []
+
+    def open_model(arguments: tuple, there: tuple | None = None, tensor_size: int = 2) -> ParallelRunner:
+        layout = Layout(tensor_size, 2 // tensor_size)
+        own, others = ModelSource.open(*arguments), there or arguments
+        opens = ModelSource.open
+
+        def open_there(*given):
+            return opens(*others) if given == tuple(arguments) else opens(*given)
+
+        monkeypatch.setattr(follower.ModelSource, "open", open_there)
+        leads.append(Lead(running(Threads(layout.size), follow)))
+        sizes = SIZES.for_model(own.config, 16)
+        return ParallelRunner(leads[-1], own, Opening(tuple(arguments), layout, sizes, 1))
+
+    yield open_model
+    for lead in leads:
+        lead.end()
+
+
+@pytest.fixture
+def five(tmp_path):
+    return write_model(tmp_path / "model", **FIELDS)
+
+
+def changed(folder, name: str, path):
+    """A copy of a folder, in one of whose files the last byte is another."""
+    path.mkdir()
+    for file in folder.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.name == name:
+            data[-1] ^= 1
+        (path / file.name).write_bytes(data)
+    return path
+
+
+def test_a_host_with_one_other_weight_is_refused_by_name(opened, five, tmp_path):
+    other = changed(five, "model.safetensors", tmp_path / "other")
+    said = "rank 1 of 2, on here, has other weights than rank 0: give all hosts the same files"
+    with pytest.raises(CheckpointError, match=said):
+        opened((str(five),), (str(other),))
+
+
+def test_a_host_with_another_adapter_is_refused(opened, five, tmp_path):
+    adapter = write_lora(tmp_path / "lora", 3, ["c_attn"], has_head=False, **FIELDS)
+    other = changed(adapter, "adapter_model.safetensors", tmp_path / "other")
+    lora = (str(five), "auto", "cpu", "auto")
+    with pytest.raises(CheckpointError, match="has other weights than rank 0"):
+        opened((*lora, str(adapter)), (*lora, str(other)))
+
+
+def test_a_host_whose_converted_weights_are_others_is_refused(opened, five, tmp_path):
+    converted = [tmp_path / "a", tmp_path / "b"]
+    second = changed(five, "model.safetensors", tmp_path / "second")
+    for source, target in zip((five, second), converted, strict=True):
+        assert main(["convert", str(source), str(target), "--dtype", "float32"]) == 0
+    with pytest.raises(CheckpointError, match="has other weights than rank 0"):
+        opened((str(converted[0]),), (str(converted[1]),))
+
+
+def test_a_host_with_another_model_is_refused(opened, five, tmp_path):
+    other = write_model(tmp_path / "other", **{**FIELDS, "n_layer": 3})
+    with pytest.raises(CheckpointError, match="rank 1 of 2, on here, has another model than rank 0"):
+        opened((str(five),), (str(other),))
+
+
+def test_the_same_weights_elsewhere_are_the_same(opened, five, tmp_path):
+    copy = changed(five, "no file", tmp_path / "copy")
+    assert not opened((str(five),), (str(copy),)).is_closed
+    assert not opened(("random:tiny",), tensor_size=1).is_closed
+
+
+def test_advice_is_logged_once_by_rank_0(monkeypatch, caplog, opened, five):
+    """For two models of one program."""
+    monkeypatch.setattr(Place, "of_this_process", lambda host, threads: replace(HERE, cores=frozenset([0])))
+    with caplog.at_level(logging.WARNING, "tinygpt.parallel"):
+        runner = opened((str(five),))
+        runner.close()
+        source = ModelSource.open(str(five))
+        opening = Opening((str(five),), Layout(2), SIZES.for_model(source.config, 16), 1)
+        ParallelRunner(runner._lead, source, opening)
+    assert [record.getMessage() for record in caplog.records] == [
+        "ranks 0, 1 on here: 2 threads for 1 core, which is slow: give fewer threads or ranks, or mpiexec -bind-to none"
+    ]
+
+
+class Told:
+    def __init__(self):
+        self.names = []
+
+    def begin(self, name):
+        self.names.append(name)
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("cold", [[], [0], [1], [0, 1]])
+def test_kernels_of_all_ranks_are_compiled_as_the_model_opens_and_told_once(monkeypatch, opened, five, cold):
+    """Rank 0 says so where it waits for another; where it compiles itself, that is said anyway."""
+    monkeypatch.setattr(Place, "of_this_process", lambda host, threads: HERE)
+    marked, steps = [], []
+    monkeypatch.setattr(rank_model, "mark_warm", marked.append)
+    load, forward = rank_model.RankModel.__init__, rank_model.RankModel.forward
+
+    def load_here(self, world, *arguments):
+        load(self, world, *arguments)
+        self.is_cold = world.rank in cold
+
+    def counted(self, batch: Batch):
+        steps.append(1)
+        return forward(self, batch)
+
+    monkeypatch.setattr(rank_model.RankModel, "__init__", load_here)
+    monkeypatch.setattr(rank_model.RankModel, "forward", counted)
+    told, clock = Told(), compiling.CompileClock()
+    with compiling.ANNOUNCER.told(told), clock.watching():
+        runner = opened((str(five),))
+        assert len(steps) == 2 * bool(cold)
+        runner.forward(Batch.of([[1]], [0], [0]))
+        runner.close()
+    names = [name for name in told.names if name == "a step of another rank"]
+    assert names == ["a step of another rank"] * (cold == [1])
+    assert len(marked) == len(cold)
+    assert set(marked) <= {"float32-ranks"}
+
+
+def test_each_rank_is_sent_its_share_of_keys_and_values(monkeypatch, opened):
+    """Two stages of a layer each: half of both goes to the other."""
+    monkeypatch.setattr(Place, "of_this_process", lambda host, threads: HERE)
+    runner = opened(("random:tiny",), tensor_size=1)
+    keys, values = (np.arange(2 * 2 * 5 * 32, dtype=np.float32).reshape(2, 2, 5, 32) + i for i in (0, 0.5))
+    runner.write_positions(1, 3, keys, values)
+    found = runner.read_positions(1, 3, 8)
+    np.testing.assert_array_equal(found, (keys, values))
+    assert runner._lead.world._threads.num_scattered == keys.size

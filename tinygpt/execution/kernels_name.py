@@ -1,0 +1,10 @@
+"""A name for the kernels that a model runs on the CPU, by which it is remembered that they have been compiled."""
+
+from tinygpt.config import ModelConfig
+
+
+def kernels_name(config: ModelConfig, dtype: str, kv_cache_dtype: str, shares_layers: bool = False) -> str:
+    """They are compiled for the dtypes of weights and KV cache, for what sets the model apart from GPT-2, and anew for
+    ranks that share layers. kv_cache_dtype "auto" is the dtype's own."""
+    dtypes = dtype if kv_cache_dtype == "auto" else f"{dtype}-{kv_cache_dtype}"
+    return "-".join([dtypes, *config.structure, *["ranks"] * shares_layers])
