@@ -194,7 +194,8 @@ def write_shared(source: "ModelSource", name: str, folder: Path) -> None:
 
 def work(connection: Connection, setup: Setup) -> None:
     """What a worker's process does: answer tasks until there is nobody who gives any."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the process that has started this one, and ends it
+        signal.signal(number, signal.SIG_IGN)
     loading.set_thread_pools(setup.arguments["threads"])
     from tinygpt.llm import LLM
 

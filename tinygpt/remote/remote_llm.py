@@ -222,9 +222,7 @@ class RemoteLLM:
         why = ELSEWHERE.get(name, "it is no part of a RemoteLLM")
         raise AttributeError(f"{type(self).__name__} has no {name}: {why}.")
 
-    def _run(
-        self, calls: "list[_Call]", return_exceptions: bool
-    ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
+    def _run(self, calls: "list[_Call]", return_exceptions: bool) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
         indices = {self._start(call): i for i, call in enumerate(calls)}
         try:
             for future in as_completed(indices):
