@@ -25,6 +25,12 @@ class RequestError(TinyGPTError):
     """A prompt or a parameter cannot be served as asked."""
 
 
+class FailedRequestError(TinyGPTError):
+    """A request that was begun could not go on; no other has noticed."""
+
+    is_late = True
+
+
 class ServerError(TinyGPTError):
     """A server cannot be reached, wants another key, or is none that can be used."""
 

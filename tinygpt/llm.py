@@ -16,7 +16,7 @@ from tinygpt.engine.probe import check_pooling
 from tinygpt.engine.scoring import score_of
 from tinygpt.engine.service import Service
 from tinygpt.engine_config import EngineConfig
-from tinygpt.errors import RequestError
+from tinygpt.errors import FailedRequestError, RequestError
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.threads import thread_count
@@ -147,7 +147,8 @@ class LLM:
             all prompts, here and in all that takes params: generate("Once", max_tokens=8).
         use_tqdm: True shows a bar that counts finished prompts on stderr, False none; None shows one for several
             prompts, where stderr is a terminal. A function stands in for tqdm, as in vLLM.
-        Raises RequestError, before any work, if a prompt cannot be served as asked.
+        Raises RequestError, before any work, if a prompt cannot be served as asked, and FailedRequestError if one could
+        not go on, which ends the others.
         """
         prompts = prompt_list(prompts)
         finished = self.generate_as_finished(prompts, params, **fields)
@@ -155,16 +156,18 @@ class LLM:
         return [outputs[i] for i in sorted(outputs)]
 
     def generate_as_finished(
-        self, prompts: Any, params: Any = None, **fields: Any
-    ) -> Iterator[tuple[int, RequestOutput]]:
+        self, prompts: Any, params: Any = None, *, return_exceptions: bool = False, **fields: Any
+    ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
         """As `generate`, but yields (index of the prompt, output) as soon as each is finished.
 
+        return_exceptions: of a request that could not go on, yield the error in place of an output, as asyncio.gather
+            does; without it, the error is raised, and ends the others.
         Everything is checked when this is called; closing the iterator frees what was still running.
         """
         self.engine.check_open()
         prompts, params = prompt_list(prompts), params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
-        return self._run([self._inputs.request(prompt, p) for prompt, p in pairs])
+        return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, token by token. Checked when called; closing the iterator ends the request.
@@ -298,7 +301,9 @@ class LLM:
         """Advance every running sequence: one forward pass, one new token for each that is not still in its prompt."""
         self.engine.step()
 
-    def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
+    def _run(
+        self, requests: list[Request], return_exceptions: bool = False
+    ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
         pending, finished = dict(enumerate(requests)), deque()
         for i, request in pending.items():
             request.when_finished(partial(finished.append, i))
@@ -309,10 +314,18 @@ class LLM:
                 self._step_for(requests[0])
                 while finished:  # by this thread's step or by another's
                     i = finished.popleft()
-                    yield i, pending.pop(i).output(self.engine.compile_clock)
+                    yield i, self._output(pending.pop(i), return_exceptions)
         finally:
             for request in pending.values():
                 self.engine.remove(request.sequences)
+
+    def _output(self, request: Request, return_exceptions: bool) -> RequestOutput | FailedRequestError:
+        try:
+            return request.output(self.engine.compile_clock)
+        except FailedRequestError as error:
+            if not return_exceptions:
+                raise
+            return error
 
     def _stream(self, request: Request, chunks: deque[StreamChunk]) -> Iterator[StreamChunk]:
         """The chunks of a request, which puts them into the deque."""

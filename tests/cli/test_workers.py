@@ -2,13 +2,19 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
 from argparse import Namespace
 
 import pytest
 
 from support.commands import Result, run_process
 from support.moe_models import moe_arrays, write_moe
+from support.paths import ROOT
+from support.processes import below, is_running, until
 from tinygpt.cli import workers as workers_module
 from tinygpt.cli.tasks import Answer, Task, check_workers
 from tinygpt.cli.workers import answers_of
@@ -48,6 +54,49 @@ def test_two_workers_write_the_records_of_one_process(tmp_path, dtype):
     assert records(together) == records(alone)
     again = run_process("generate", "--input", given, "--output", together, *FLAGS, "--workers", "2", text=True)
     assert "12 of 12 prompts skipped" in again.stderr
+
+
+def test_a_prompt_that_fails_late_has_the_same_record(tmp_path, capsys, small_demo):
+    """By one worker, whose others are done."""
+    given = prompts(tmp_path)
+    fails = {"id": "lost", "prompt": "The", "allowed_token_ids": [11], "no_repeat_ngram_size": 1}
+    given.write_text(json.dumps(fails) + "\n" + given.read_text(encoding="utf-8"), encoding="utf-8")
+    found = []
+    for more in ([], ["--workers", "2"]):
+        path = tmp_path / f"{len(more)}.jsonl"
+        flags = ["-m", small_demo, "--input", str(given), "--output", str(path), *FLAGS, *more]
+        result = Result(capsys, "generate", flags)
+        assert result.code == 1
+        assert "1 of 13 prompts failed" in result.err
+        found.append(records(path))
+    assert "leave no token to choose" in found[0]["lost"]["error"]
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"]], ids=["alone", "workers"])
+def test_sigterm_ends_all_processes_and_keeps_what_is_done(tmp_path, small_demo, flags):
+    given, out, temporary = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "tmp"
+    temporary.mkdir()
+    line = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
+    given.write_text((json.dumps(line) + "\n") * 5000, encoding="utf-8")
+    words = ["generate", "-m", small_demo, "--input", given, "--output", out, "-t", "1", *flags]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tinygpt", *words], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not (out.exists() and out.read_bytes().count(b"\n")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    others = below(process.pid)
+    assert len(others) >= len(flags)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143
+    said = re.search(rf"tinygpt: terminated: (\d+) of 5000 prompts answered, in {out}; give the same command", err)
+    assert 0 <= len(records(out)) - int(said[1]) <= 1  # one may be written, and not yet counted
+    until(lambda: not any(map(is_running, others)))
+    assert not [*temporary.iterdir()]
 
 
 def test_a_model_that_no_config_json_describes_is_not_shared(tmp_path):

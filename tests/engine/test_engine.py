@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny_checkpoint
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+from tinygpt.errors import CheckpointError, FailedRequestError, RequestError, TinyGPTError
 
 PROMPTS = ["Once upon a time", "The old", "", "In the morning she went to the", "It was"]
 GREEDY = SamplingParams(max_tokens=12)
@@ -132,6 +132,35 @@ def test_generate_as_finished(llm):
 def test_generate_as_finished_checks_all_before_it_starts(llm):
     with pytest.raises(RequestError, match="vocabulary"):
         llm.generate_as_finished(["fine", [10**6]], GREEDY)
+
+
+# Its second token can be none.
+FAILS_LATE = SamplingParams(max_tokens=9, allowed_token_ids=[11], no_repeat_ngram_size=1)
+
+
+def test_a_request_that_fails_is_returned_and_the_others_are_finished(llm):
+    params = [GREEDY, FAILS_LATE, GREEDY]
+    found = dict(llm.generate_as_finished(PROMPTS[:3], params, return_exceptions=True))
+    assert type(found[1]) is FailedRequestError
+    assert "leave no token to choose" in str(found[1])
+    for i in (0, 2):
+        assert ids_of(found[i]) == generate_one(llm, PROMPTS[i]).token_ids
+    assert llm.engine.scheduler.slots.num_free == 4
+
+
+def test_a_request_that_fails_ends_the_others_unless_it_is_to_be_returned(llm):
+    with pytest.raises(FailedRequestError, match="leave no token to choose"):
+        list(llm.generate_as_finished(PROMPTS[:2], [SamplingParams(max_tokens=50), FAILS_LATE]))
+    assert llm.engine.scheduler.slots.num_free == 4
+
+
+def test_what_ends_a_step_is_no_failure_of_a_request(llm, monkeypatch):
+    def fail(batch):
+        raise MemoryError
+
+    monkeypatch.setattr(llm.engine.runner, "forward", fail)
+    with pytest.raises(MemoryError):
+        list(llm.generate_as_finished(PROMPTS[:2], GREEDY, return_exceptions=True))
 
 
 def test_closing_generate_as_finished_frees_the_rows(llm):

@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import threading
-import time
 import urllib.request
 
 import pytest
@@ -17,13 +16,13 @@ import ray
 from ray import serve
 
 from support.http_client import RawRequest, ask
+from support.processes import SECONDS, until
 from support.ray_processes import ray_processes
 from tinygpt import LLM
 from tinygpt.on_ray.application import Arguments, build
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 400, "n": 4}  # which takes the demo a second, and fills a replica
-SECONDS = 120
 QUICK = {"upscale_delay_s": 0, "downscale_delay_s": 600, "metrics_interval_s": 0.1, "look_back_period_s": 0.2}
 
 
@@ -58,13 +57,6 @@ def run(**fields):
 
 def replicas():
     return ray_processes(os.getpid(), "ServeReplica:")
-
-
-def until(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_replies_are_the_librarys_whole_and_streamed(two):

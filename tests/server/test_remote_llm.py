@@ -14,7 +14,7 @@ import numpy as np
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
-from tinygpt.errors import QueueFullError, RequestError, ServerError
+from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError
 from tinygpt.remote.remote_llm import ELSEWHERE
 
 SAMPLED = {"max_tokens": 10, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7}
@@ -83,6 +83,17 @@ def test_one_params_for_each_prompt(remote, llm):
     assert [*map(told, remote.generate(prompts, params))] == [*map(told, llm.generate(prompts, params))]
     found = dict(remote.generate_as_finished(prompts, params))
     assert [told(found[i]) for i in range(3)] == [*map(told, llm.generate(prompts, params))]
+
+
+def test_a_request_that_fails_is_returned_and_the_others_are_finished(remote, llm):
+    fails = SamplingParams(max_tokens=9, allowed_token_ids=[11], no_repeat_ngram_size=1)
+    params = [SamplingParams(max_tokens=5), fails, SamplingParams(max_tokens=5)]
+    found = dict(remote.generate_as_finished(["Once", "Once", "The"], params, return_exceptions=True))
+    assert "leave no token to choose" in str(found[1])
+    assert isinstance(found[1], TinyGPTError)
+    assert [told(found[i]) for i in (0, 2)] == [*map(told, llm.generate(["Once", "The"], params[0]))]
+    with pytest.raises(TinyGPTError, match="leave no token to choose"):
+        list(remote.generate_as_finished(["Once", "Once"], params[:2]))
 
 
 def test_a_seed_that_was_drawn_is_told(remote, llm):

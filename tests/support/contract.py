@@ -16,6 +16,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,7 @@ def sections() -> dict[str, Callable[[], Iterator[str]]]:
         "tinygpt.errors": _errors,
         "generate --json": _records("generate Once --max-tokens 1 --json"),
         "generate --input --output": _batch_records,
+        "generate --input, a prompt that fails": _failed_record,
         "eval ppl --json": _records("eval ppl {text} --json"),
         "eval lambada --json": _records("eval lambada {rows} --json"),
         "info --json": _records("info demo --json"),
@@ -98,6 +100,8 @@ def _exit_codes() -> Iterator[str]:
     keyboard = mock.Mock(**{"isatty.return_value": False, "buffer.read.side_effect": KeyboardInterrupt})
     with mock.patch("sys.stdin", keyboard):
         yield f"interrupted: {_run('generate')[0]}"
+    with mock.patch("tinygpt.cli.batch.read_lines", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
+        yield f"terminated: {_run('generate --input ./nowhere')[0]}"
     yield f"done: {_run('info demo')[0]}"
     yield f"failed: {_run('info demo', FullDisk())[0]}"
     yield f"impossible: {_run('generate Once --n 0')[0]}"
@@ -257,6 +261,15 @@ def _batch_records() -> Iterator[str]:
         code, out = _run(f"generate --input {given} --output {made} --max-tokens 1")
         assert (code, out) == (0, "")
         yield from _keys_of(made.read_text())
+
+
+def _failed_record() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder, "in.jsonl")
+        given.write_text('{"prompt": "Once", "allowed_token_ids": [11], "no_repeat_ngram_size": 1}\n')
+        code, out = _run(f"generate --input {given}")
+        assert code == 1
+        yield from _keys_of(out)
 
 
 def _keys_of(out: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_outp
 from tinygpt.cli.prompts_file import PromptRecord, PromptsFile, in_json_words, read_lines
 from tinygpt.cli.statistics import rates
 from tinygpt.cli.tasks import Answer, Task, has_workers
+from tinygpt.cli.termination import sigterm_raises
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
@@ -30,8 +31,14 @@ GRAMMARS = 32  # to keep, of those that texts which were cut short are held agai
 def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     """Answer the prompts of --input; `params` where a line has no field of its own.
 
-    Raises RequestError, before any work, that lists every line which is impossible.
+    Raises RequestError, before any work, that lists every line which is impossible; and at last TinyGPTError if a
+    prompt has failed, now or earlier.
     """
+    with sigterm_raises():
+        _run_batch(args, params)
+
+
+def _run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     source, target = Path(args.input), None if args.output is None else Path(args.output)
     if target is not None:
         check_output(target, source)
@@ -46,22 +53,38 @@ def run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     if len(pending) < len(prompts):
         skipped = f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped"
         say(f"{skipped}: {target} has their records; to make them with other flags, name another file")
+    num_failed, answer = earlier.num_failed, _answer_by_workers if has_workers(args) else _answer
+    with _writer(target, earlier) as write:
+        if pending:
+            num_failed += answer(args, file, target, earlier, pending, write)
+    if num_failed:
+        raise TinyGPTError(_how_failed(args.output, num_failed, len(prompts)))
 
-    encoded: list[Prompt] = []
+
+def _answer(
+    args: argparse.Namespace,
+    file: PromptsFile,
+    target: Path | None,
+    earlier: Earlier,
+    pending: list[PromptRecord],
+    write: Callable[[str], None],
+) -> int:
+    """Write what has become of each prompt; how many have failed."""
+    tasks: list[Task] = []
 
     def check(llm: "LLM") -> None:
         check_dtype(target, earlier, llm.dtype)
-        encoded.extend(_encode(llm, file, pending))
+        tasks.extend(_tasks(llm, file, pending))
 
-    with _writer(target, earlier) as write:
-        if pending and has_workers(args):
-            _answer_by_workers(args, file, target, earlier, pending, write)
-        elif pending:
-            llm, load_seconds = loading.load_llm(args, check)
-            before = llm.engine.throughput
-            _answer(llm, args, pending, encoded, len(prompts), write)
-            done = f"{counted(len(pending), 'prompt')}: {rates(llm.engine.throughput - before)}"
-            say(f"{done}; load {load_seconds:.2f} s; seeds in their records")
+    llm, load_seconds = loading.load_llm(args, check)
+    before = llm.engine.throughput
+    prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
+    outputs = llm.generate_as_finished(prompts, params, return_exceptions=True)
+    answers = (Answer.of(tasks[i], args.model, llm.dtype, found) for i, found in outputs)
+    num_failed = _write_all(args, answers, pending, len(file.records), write)
+    done = f"{counted(len(pending), 'prompt')}: {rates(llm.engine.throughput - before)}"
+    say(f"{done}; load {load_seconds:.2f} s; seeds in their records")
+    return num_failed
 
 
 def _answer_by_workers(
@@ -71,31 +94,33 @@ def _answer_by_workers(
     earlier: Earlier,
     pending: list[PromptRecord],
     write: Callable[[str], None],
-) -> None:
+) -> int:
+    """As `_answer`, by others than this process."""
     from tinygpt.cli.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
 
     reader, total = Reader(args), len(file.records)
     check_dtype(target, earlier, reader.dtype)
-    encoded = _encode(reader, file, pending)
-    tasks = [Task(i, pending[i].id, prompt, pending[i].params) for i, prompt in enumerate(encoded)]
+    tasks = _tasks(reader, file, pending)
     began = time.perf_counter()
     if args.ray:
         from tinygpt.cli.ray_actors import answers_on_ray
 
-        answers = answers_on_ray(args.workers, reader.setup_elsewhere(), tasks)
-        _write_all(args, answers, pending, total, write)
+        with closing(answers_on_ray(args.workers, reader.setup_elsewhere(), tasks)) as answers:
+            num_failed = _write_all(args, answers, pending, total, write)
     else:
         with reader.setup() as setup, started(args.workers, setup) as workers:
-            _write_all(args, answers_of(workers, tasks, setup.room), pending, total, write)
+            num_failed = _write_all(args, answers_of(workers, tasks, setup.room), pending, total, write)
     seconds = time.perf_counter() - began
     say(f"{counted(len(pending), 'prompt')} by {args.workers} workers in {seconds:.2f} s; seeds in their records")
+    return num_failed
 
 
-def _encode(llm: "LLM | Reader", file: PromptsFile, pending: list[PromptRecord]) -> list["Prompt"]:
-    """Every prompt, encoded once. RequestError, for all lines at once, for what only the model can refuse."""
+def _tasks(llm: "LLM | Reader", file: PromptsFile, pending: list[PromptRecord]) -> list[Task]:
+    """A task for each, its prompt encoded once. RequestError, for all lines at once, for what only the model can
+    refuse."""
     encoded, problems = _encoded(llm, pending)
     file.refuse(problems)
-    return encoded
+    return [Task(i, pending[i].id, prompt, pending[i].params) for i, prompt in enumerate(encoded)]
 
 
 def _encoded(llm: "LLM | Reader", records: list[PromptRecord]) -> tuple[list["Prompt"], dict[int, str]]:
@@ -123,31 +148,18 @@ def _problems_for_the_model(args: argparse.Namespace, file: PromptsFile) -> dict
     return {}
 
 
-def _answer(
-    llm: "LLM",
-    args: argparse.Namespace,
-    pending: list[PromptRecord],
-    encoded: list["Prompt"],
-    total: int,
-    write: Callable[[str], None],
-) -> None:
-    outputs = llm.generate_as_finished(encoded, [record.params for record in pending])
-    answers = (Answer.of(i, pending[i].id, args.model, llm.dtype, output) for i, output in outputs)
-    _write_all(args, answers, pending, total, write)
-
-
 def _write_all(
     args: argparse.Namespace,
     answers: Iterator[Answer],
     pending: list[PromptRecord],
     total: int,
     write: Callable[[str], None],
-) -> None:
+) -> int:
     """Write each record as it comes, and say how far that is: by a bar on a terminal, and elsewhere by a line now and
-    then. At last, say which texts were cut."""
+    then. At last, say which texts were cut. How many are errors."""
     from tqdm import tqdm
 
-    num_truncated, num_unfinished, num_answered = 0, 0, total - len(pending)
+    num_truncated, num_unfinished, num_failed, num_answered = 0, 0, 0, total - len(pending)
     check = functools.lru_cache(GRAMMARS)(text_check)
     pace = Pace()
     # disable=None: no bar where stderr is no terminal.
@@ -157,12 +169,13 @@ def _write_all(
                 write(answer.line)
                 num_answered += 1
                 num_truncated += answer.is_truncated
+                num_failed += answer.is_failed
                 num_unfinished += num_cut(pending[answer.index].params, answer.samples, check)
                 bar.update()
                 if pace.is_due() and num_answered < total:
                     say(f"{num_answered} of {counted(total, 'prompt')} answered")
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(_how_to_go_on(args.output, num_answered, total)) from None
+        except KeyboardInterrupt as stop:
+            raise type(stop)(_how_to_go_on(args.output, num_answered, total)) from None
     if num_truncated:
         say(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
     if num_unfinished:
@@ -170,6 +183,7 @@ def _write_all(
             f"{counted(num_unfinished, 'guided text')} cut short, and not yet what the grammar asks for: "
             '"finish_reason": "length" in their records'
         )
+    return num_failed
 
 
 def in_order(answers: Iterator[Answer]) -> Iterator[Answer]:
@@ -188,6 +202,11 @@ def _how_to_go_on(output: str | None, num_answered: int, total: int) -> str:
     if output is None:
         return f"{answered} answered, on stdout; a run with --output FILE can be continued"
     return f"{answered} answered, in {output}; give the same command again to go on behind them"
+
+
+def _how_failed(output: str | None, num_failed: int, total: int) -> str:
+    failed = f'{num_failed} of {counted(total, "prompt")} failed: "error" in their records says why'
+    return f"{failed}." if output is None else f"{failed}; to have them tried again, remove these lines from {output}."
 
 
 @contextmanager

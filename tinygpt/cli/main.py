@@ -16,6 +16,7 @@ from tinygpt.cli.loading import note_threads
 from tinygpt.cli.messages import log_shown
 from tinygpt.cli.parser import Help, Parser, hyphenated
 from tinygpt.cli.ranks import start_ranks
+from tinygpt.cli.termination import Terminated
 from tinygpt.cli.wording import Worded, for_shell
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.suggestions import nearest_command, nearest_flag
@@ -26,7 +27,7 @@ DONE, FAILED, USAGE = 0, 1, 2
 MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some lines
 # All control characters but tabs and ends of lines, and what turns the direction of the text behind it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE: what a shell reports for other programs
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM: as a shell reports others
 
 DESCRIPTION = "GPT-2 inference on NumPy and Numba."
 EXAMPLES = """tinygpt generate "Once upon a time"     a text, by the demo model
@@ -138,8 +139,9 @@ def _report(error: BaseException, flags: Mapping[str, str]) -> int:
     if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `| head`
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):
-        _complain(f"\ntinygpt: interrupted{': ' * bool(error.args)}{error}")
-        return INTERRUPTED
+        name, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
+        _complain(f"\ntinygpt: {name}{': ' * bool(error.args)}{error}")
+        return code
     _complain(f"tinygpt: error: {_printable(_sentence(error, flags))}")
     is_refused = isinstance(error, (RequestError, CheckpointError)) and not error.is_late
     return USAGE if is_refused else FAILED

@@ -23,11 +23,12 @@ SYNC_SECONDS = 1.0  # between two times that records are made sure of: a power c
 class Earlier:
     """What an earlier run left in the file: the ids it answered, with which dtype, and the size of its whole records.
 
-    `dtype` is None where there are no records; `size` is in bytes. `end` is the file's size, a last record included
-    that was being written when the run was killed.
+    num_failed: how many of the answers are errors. `dtype` is None where there are no records; `size` is in bytes.
+    `end` is the file's size, a last record included that was being written when the run was killed.
     """
 
     ids: frozenset[str | int] = frozenset()
+    num_failed: int = 0
     dtype: str | None = None
     size: int = 0
     end: int = 0
@@ -149,7 +150,7 @@ def _lock(path: Path, descriptor: int) -> None:
 def _read_records(
     path: Path, file: Iterable[bytes], prompt_of: dict[str | int, str | list[int]], model: str, dtype: str
 ) -> Earlier:
-    ids, size, end = set(), 0, 0
+    ids, num_failed, size, end = set(), 0, 0, 0
     for number, line in enumerate(file, 1):
         place = f"line {number} of --output {path}"
         end += len(line)
@@ -163,8 +164,9 @@ def _read_records(
         if record["id"] in ids:
             raise RequestError(f"{place} answers id {record['id']!r} a second time: remove one of the two lines.")
         ids.add(record["id"])
+        num_failed += "error" in record
         size += len(line)
-    return Earlier(frozenset(ids), dtype if ids else None, size, end)
+    return Earlier(frozenset(ids), num_failed, dtype if ids else None, size, end)
 
 
 def _read_record(place: str, line: bytes) -> dict[str, Any]:

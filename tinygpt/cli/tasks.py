@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinygpt.cli.cut_texts import Ended
-from tinygpt.cli.records import record_line
-from tinygpt.errors import RequestError
+from tinygpt.cli.records import failure_line, record_line
+from tinygpt.errors import FailedRequestError, RequestError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -36,26 +36,34 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """A task's record; `problem` is what came in place of one."""
+    """A task's record; `problem` is what came in place of one, and ends all."""
 
     index: int
     line: str = ""
     is_truncated: bool = False
     samples: tuple[Ended, ...] = ()
+    is_failed: bool = False  # the record says why there are no samples
     problem: str | None = None
 
     @classmethod
-    def of(cls, index: int, record_id: str | int, model: str, dtype: str, output: "RequestOutput") -> "Answer":
-        samples = tuple((sample.text, sample.finish_reason) for sample in output.outputs)
-        return cls(index, record_line(record_id, model, dtype, output), output.num_truncated_tokens > 0, samples)
+    def of(cls, task: Task, model: str, dtype: str, found: "RequestOutput | FailedRequestError") -> "Answer":
+        if isinstance(found, FailedRequestError):
+            line = failure_line(task.record_id, model, dtype, task.prompt, str(found))
+            return cls(task.index, line, is_failed=True)
+        line = record_line(task.record_id, model, dtype, found)
+        samples = tuple((sample.text, sample.finish_reason) for sample in found.outputs)
+        return cls(task.index, line, found.num_truncated_tokens > 0, samples)
 
     @classmethod
     def to(cls, task: Task, model: str, dtype: str, future: "Future[RequestOutput]") -> "Answer":
         """What has come of a task, an error among it."""
         try:
-            return cls.of(task.index, task.record_id, model, dtype, future.result())
+            found = future.result()
+        except FailedRequestError as error:
+            found = error
         except Exception as error:
             return cls(task.index, problem=f"id {task.record_id!r}: {error}")
+        return cls.of(task, model, dtype, found)
 
 
 def has_workers(args: argparse.Namespace) -> bool:

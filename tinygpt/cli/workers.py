@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import os
 import signal
 import tempfile
 import threading
@@ -157,8 +158,12 @@ class Reader:
         return self._args.threads or max(physical_cores() // self._args.workers, 1)
 
     def setup_elsewhere(self) -> Setup:
-        """What workers load that may be on other hosts: the model, each by itself."""
-        return Setup({**self._arguments, "threads": self._threads, "dtype": self.dtype}, self._args.model)
+        """What workers load that may be on other hosts, and in other folders: the model, each by itself."""
+        arguments = {**self._arguments, "threads": self._threads, "dtype": self.dtype}
+        for name in ("model", "lora", "draft_model"):
+            arguments[name] = _whole_path(arguments[name])
+        arguments["soft_prompts"] = {name: _whole_path(path) for name, path in arguments["soft_prompts"].items()}
+        return Setup(arguments, self._args.model)
 
     @contextmanager
     def setup(self) -> Iterator[Setup]:
@@ -170,6 +175,12 @@ class Reader:
                     write_shared(self.source, self._args.model, Path(folder))
                 shared["model"] = folder
             yield Setup(shared, self._args.model)
+
+
+def _whole_path(name: str | None) -> str | None:
+    """Of a file or folder that is here; a name of another kind stays, such as demo."""
+    is_path = name is not None and name != "demo" and os.path.exists(name)
+    return os.path.abspath(name) if is_path else name
 
 
 def write_shared(source: "ModelSource", name: str, folder: Path) -> None:
@@ -194,7 +205,8 @@ def write_shared(source: "ModelSource", name: str, folder: Path) -> None:
 
 def work(connection: Connection, setup: Setup) -> None:
     """What a worker's process does: answer tasks until there is nobody who gives any."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the process that has started this one, and ends it
+        signal.signal(number, signal.SIG_IGN)
     loading.set_thread_pools(setup.arguments["threads"])
     from tinygpt.llm import LLM
 

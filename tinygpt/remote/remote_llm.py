@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.errors import RequestError, ServerError
+from tinygpt.errors import RequestError, ServerError, TinyGPTError
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk
 from tinygpt.progress_bar import UseTqdm, with_bar
 from tinygpt.remote.connections import Connections, Exchange
@@ -120,13 +120,17 @@ class RemoteLLM:
         return [outputs[i] for i in sorted(outputs)]
 
     def generate_as_finished(
-        self, prompts: Any, params: Any = None, **fields: Any
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """As `generate`, but yields (index of the prompt, output) as soon as each is finished."""
+        self, prompts: Any, params: Any = None, *, return_exceptions: bool = False, **fields: Any
+    ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
+        """As `generate`, but yields (index of the prompt, output) as soon as each is finished.
+
+        return_exceptions: in place of an output, yield what came of a prompt instead: a refusal of the server among it,
+            which an LLM would have raised before any work.
+        """
         prompts, params = prompt_list(prompts), params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         calls = [_Call(self._connections, *self._request(prompt, p)) for prompt, p in pairs]
-        return self._run(calls)
+        return self._run(calls, return_exceptions)
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, token by token, as LLM.stream does. Closing the iterator ends the request."""
@@ -218,11 +222,13 @@ class RemoteLLM:
         why = ELSEWHERE.get(name, "it is no part of a RemoteLLM")
         raise AttributeError(f"{type(self).__name__} has no {name}: {why}.")
 
-    def _run(self, calls: "list[_Call]") -> Iterator[tuple[int, RequestOutput]]:
+    def _run(self, calls: "list[_Call]", return_exceptions: bool) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
         indices = {self._start(call): i for i, call in enumerate(calls)}
         try:
             for future in as_completed(indices):
-                yield indices[future], future.result()
+                error = future.exception()
+                is_returned = return_exceptions and isinstance(error, TinyGPTError)
+                yield indices[future], error if is_returned else future.result()
         finally:
             for future in indices:
                 future.cancel()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import FailedRequestError, RequestError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tinygpt.request.prompts import Prompt
 from tinygpt.request.sequence import Sequence, copied
@@ -63,7 +63,7 @@ class Request:
         refuse_fork(self.process)
 
     def output(self, compile_clock: "CompileClock") -> RequestOutput:
-        """What a finished request gives back; the error of the first sequence that failed, if any did.
+        """What a finished request gives back; FailedRequestError, that of the first sequence which failed, if any did.
 
         compile_clock: that of the engine that ran it.
         """
@@ -91,10 +91,11 @@ class Request:
         )
 
     def raise_error(self) -> None:
+        """FailedRequestError if a sequence has failed."""
         wanted = self.sequences[0].prompt_logprobs
         for error in [s.error for s in self.sequences] + [wanted and wanted.error]:
             if error:
-                raise TinyGPTError(error)
+                raise FailedRequestError(error)
 
     def _num_cached_tokens(self) -> int:
         first = self.sequences[0]
