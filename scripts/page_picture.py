@@ -50,8 +50,6 @@ def take(address: str, seed: int, executable: str) -> bytes:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SCALE)
         expect.set_options(timeout=1000 * SECONDS)
         link = urlencode({"text": TEXT, **SETTINGS, "seed": seed}).replace("+", "%20")
-        page.goto(f"{address}/#{link}")
-        expect(page.locator("#go")).to_be_enabled()
         for _ in range(2):  # the second time everything is compiled, so that the figures are those of a warm server
             page.goto("about:blank")
             page.goto(f"{address}/#{link}")
