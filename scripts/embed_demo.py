@@ -1,8 +1,8 @@
 """Embed a trained checkpoint as the demo: python scripts/embed_demo.py FOLDER [OUTPUT]
 
-FOLDER is what train_demo.py has written: config.json, vocab.json, merges.txt, float32 weights, and training.json, which
-the model card quotes. OUTPUT, by default weights/demo/, receives the same with the weights rounded to bfloat16, and the
-card. Needs torch.
+FOLDER is what train_demo.py has written from TinyStories: config.json, vocab.json, merges.txt, float32 weights, and
+training.json, the record of the run. OUTPUT, by default weights/demo/, receives the same with the weights rounded to
+bfloat16, and a card that quotes the record. What else a new demo changes: scripts/README.md. Needs torch.
 """
 
 import argparse
@@ -12,57 +12,83 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from tinygpt.weights.containers import read_weights
 from tinygpt.weights.families.hugging_face import model_config
 from tinygpt.weights.json_file import read_json_object
 
 DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
+CORPUS = "TinyStories"
 CARD = """\
 # The demo checkpoint
 
-A small GPT-2 that writes in the manner of old tales, embedded so that a first run needs no download.
+A small GPT-2 that writes little stories in simple words, embedded so that a first run needs no download.
 
 | | |
 |---|---|
 | architecture | GPT-2: {n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, {activation}; tied |
-| parameters | {parameters:.1f} million, stored as bfloat16 |
-| tokenizer | byte-level BPE, {vocab_size} tokens |
-| trained on | {tokens_seen:.1f} million tokens of {corpus}, documents set apart by the end-of-text token |
-| validation loss | {loss} per token, {bits} bits per byte (held-out text in windows of {window}, float32 weights) |
+| parameters | {parameters:.1f} million, stored as bfloat16: {megabytes:.1f} MB |
+| tokenizer | byte-level BPE, {vocab_size} tokens, made from the same stories |
+| corpus | a part of TinyStories, {corpus_tokens:.1f} million tokens; stories are set apart by the end-of-text token |
+| trained on | {tokens_seen:.1f} million tokens of it, {passes:.1f} passes, by AdamW: {steps}, dropout {dropout:g} |
+| trained with | {trained_with} |
+| validation loss | {loss:.3f} per token, {bits:.3f} bits per byte |
+| measured | on held-out stories in windows of {window}, float32 weights |
 | licence | MIT, as the project |
 
-It has read very little: sentences hold together and stories do not. Use it to try the engine out, not for facts.
+[TinyStories](https://arxiv.org/abs/2305.07759), by Ronen Eldan and Yuanzhi Li (2023), are stories in words that small
+children know, written by GPT-3.5 and GPT-4. Their licence, CDLA-Sharing-1.0, is about passing the stories on, which
+nothing here does, and puts no restriction on what is trained on them.
+
+The demo knows such stories and nothing else: they begin, go on and end, but people in them may change their names. Use
+it to try the engine out, not for facts.
 """
 
 
 def embed(source: Path, output: Path) -> None:
-    values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
-    config = model_config(values)
-    tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
-    output.mkdir(parents=True, exist_ok=True)
-    rounded = {name: torch.from_numpy(np.array(array)).to(torch.bfloat16) for name, array in tensors.items()}
-    save_file(rounded, output / "model.safetensors", metadata={"format": "pt"})
-    (output / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(source / name, output / name)
     training = read_json_object(source / "training.json")
-    card = CARD.format(
-        corpus=training["corpus"],
-        tokens_seen=training["tokens_seen"] / 1e6,
-        loss=f"{training['validation_loss']:.3f}",
-        bits=f"{training['bits_per_byte']:.2f}",
-        window=training["window"],
+    if CORPUS not in training["corpus"]:
+        raise SystemExit(
+            f"{source / 'training.json'} says that the corpus was {training['corpus']!r}, and the demo's card speaks "
+            f"of {CORPUS}: correct the one that is wrong, there or in embed_demo.py."
+        )
+    values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
+    tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
+    rounded = {name: torch.from_numpy(np.array(array)).to(torch.bfloat16) for name, array in tensors.items()}
+    card = card_of(training, values, sum(array.size for array in tensors.values()))
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "model.safetensors").write_bytes(save(rounded, metadata={"format": "pt"}))
+    (output / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    for name in ("vocab.json", "merges.txt", "training.json"):
+        shutil.copyfile(source / name, output / name)
+    (output / "README.md").write_text(card, encoding="utf-8")
+
+
+def card_of(training: dict, values: dict, num_parameters: int) -> str:
+    """training: train/card.py's Training; values: the fields of config.json."""
+    config = model_config(values)
+    # Of the run that this one began with, too (--init); records did not always say it.
+    tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)
+    return CARD.format(
         n_layer=config.n_layer,
         n_embd=config.n_embd,
         n_head=config.n_head,
         n_positions=config.n_positions,
-        vocab_size=config.vocab_size,
         activation=config.activation_function,
-        parameters=sum(array.size for array in tensors.values()) / 1e6,
+        vocab_size=config.vocab_size,
+        parameters=num_parameters / 1e6,
+        megabytes=2 * num_parameters / 1e6,
+        corpus_tokens=training["corpus_tokens"] / 1e6,
+        tokens_seen=tokens_seen / 1e6,
+        passes=tokens_seen / training["corpus_tokens"],
+        steps=f"{training['batch_tokens']} tokens a step, learning rate {training['learning_rate']:g}",
+        dropout=training["dropout"],
+        trained_with=training["trained_with"],
+        loss=training["validation_loss"],
+        bits=training["bits_per_byte"],
+        window=training["window"],
     )
-    (output / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from quality.checkpoints import EXTREMES, OUTLIERS, write_outliers
 from quality.measure import measure
-from quality.table import quality_table
+from quality.table import fill_tables, quality_table
 
 from tinygpt import LLM
 from tinygpt.cli import main as cli
@@ -74,7 +74,10 @@ def main() -> None:
         "--extremes", action="store_true", help="and those with outliers that weights alone may not tame"
     )
     parser.add_argument("--calibrate", metavar="TEXT2", type=Path, help="int8 and int4 calibrated on this text, too")
+    parser.add_argument("--write", metavar="README", type=Path, help="put the figures into its tables, too")
     arguments = parser.parse_args()
+    if arguments.write and not (arguments.text and arguments.outliers and arguments.extremes and arguments.calibrate):
+        parser.error("--write needs a TEXT, --outliers, --extremes and --calibrate: the tables have figures of each.")
     if (arguments.text is None) == (arguments.random is None):
         parser.error("give either a TEXT to measure on, or --random and a shape.")
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,6 +99,9 @@ def main() -> None:
             for name, model in models.items()
         }
     print(quality_table(results, has_text=not arguments.random))
+    if arguments.write:
+        readme = arguments.write.read_text(encoding="utf-8")
+        arguments.write.write_text(fill_tables(readme, results, next(iter(models))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Train the demo checkpoint: a small GPT-2 and its tokenizer, from a folder of texts, on a GPU where there is one.
 
-    python scripts/train_demo.py --corpus FOLDER --out trained               # 500 million tokens, however long
-    python scripts/train_demo.py --corpus FOLDER --out trained --minutes 9   # whichever comes first
-    python scripts/train_demo.py --corpus FOLDER --out trained --resume      # go on, after a stop or for longer
-    python scripts/train_demo.py --corpus FOLDER --out trained --init MODEL  # begin with a checkpoint's weights
+    python scripts/train_demo.py --corpus FOLDER --corpus-note "a part of TinyStories" --out trained
+
+trains on 500 million tokens, however long that takes; --minutes 9 ends it earlier, --resume goes on after a stop or for
+longer, and --init MODEL begins with a checkpoint's weights.
 
 The corpus is train.txt.xz and val.txt, documents set apart by <|endoftext|>. OUT becomes a checkpoint in Hugging Face's
 layout, with a card that says what was measured; it always holds the weights that were best on val.txt so far. OUT/state
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--corpus", type=Path, required=True, metavar="DIR", help="train.txt.xz and val.txt")
-    add("--corpus-note", default="English classics in the public domain", help="what the card says it is")
+    add("--corpus-note", required=True, metavar="TEXT", help="what the card says it is")
     add("--out", type=Path, required=True, metavar="DIR")
     add("--resume", action="store_true", help="go on with the run in OUT")
     add("--init", type=Path, metavar="DIR", help="a checkpoint to begin with: its sizes, tokenizer and weights")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tinygpt.config import ModelConfig
 
+RECORD = "training.json"
 CARD = """\
 # A small GPT-2 that has read {corpus}
 
@@ -31,11 +32,13 @@ Temperature 0.8, top-k 40; the first words are given.
 
 @dataclass(frozen=True)
 class Training:
-    """The facts of a run. `bits_per_byte` are of the text's UTF-8; `validation_loss` is in nats per token."""
+    """The facts of a run. `tokens_seen_before` are those of the runs that made the weights it began with (--init), if
+    they say so. `bits_per_byte` are of the text's UTF-8; `validation_loss` is in nats per token."""
 
     corpus: str
     corpus_tokens: int
     tokens_seen: int
+    tokens_seen_before: int
     validation_loss: float
     bits_per_byte: float
     window: int
@@ -47,11 +50,12 @@ class Training:
 
 
 def write_card(training: Training, config: ModelConfig, num_parameters: int, samples: list[str], folder: Path) -> None:
-    (folder / "training.json").write_text(json.dumps(asdict(training), indent=2) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(json.dumps(asdict(training), indent=2) + "\n", encoding="utf-8")
+    tokens_seen = training.tokens_seen_before + training.tokens_seen
     facts = asdict(training) | {
         "corpus_tokens": training.corpus_tokens / 1e6,
-        "tokens_seen": training.tokens_seen / 1e6,
-        "passes": training.tokens_seen / training.corpus_tokens,
+        "tokens_seen": tokens_seen / 1e6,
+        "passes": tokens_seen / training.corpus_tokens,
         "parameters": num_parameters / 1e6,
         "megabytes": 2 * num_parameters / 1e6,
         "samples": "\n\n".join(_quote(text) for text in samples),

@@ -11,7 +11,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.config import ModelConfig
 from tinygpt.weights.json_file import read_json_object
 
-from .card import Training, write_card
+from .card import RECORD, Training, write_card
 from .corpus import CorpusError, Tokens, load_tokens, prepare
 from .loop import STATE, Batches, Plan, Trainer
 from .model import GPT, num_parameters, write_config, write_weights
@@ -22,6 +22,7 @@ SAMPLING = SamplingParams(max_tokens=100, temperature=0.8, top_k=40, seed=0, ign
 SECONDS_TO_FINISH = 15
 # What has to be the same in a run that goes on from another.
 SHAPE = ("merges", "layers", "width", "heads", "positions", "batch_tokens", "dropout", "seed")
+SEEN_BEFORE = "tokens_seen_before"
 FIXED = ("tokens", "batch_tokens", "learning_rate", "warmup_steps", "weight_decay", "clip", "seed", "evaluations")
 
 
@@ -47,15 +48,15 @@ def run(arguments: argparse.Namespace, start: float) -> None:
     how = {"bfloat16": arguments.bfloat16, "compile": arguments.compile}
     fast = {name: device == "cuda" if wanted is None else wanted for name, wanted in how.items()}
     trainer = Trainer(model, batches, plan_of(arguments, start, estimate_seconds(model, held_out)), **fast)
-    about = {name: getattr(arguments, name) for name in SHAPE}
+    about, seen_before = {name: getattr(arguments, name) for name in SHAPE}, tokens_seen_by(arguments.init)
     if arguments.resume:
-        resume(trainer, state / STATE, about)
+        seen_before = resume(trainer, state / STATE, about)
         say(f"going on after {trainer.tokens_seen} tokens; the best validation was {trainer.best}")
 
     def keep(is_best: bool) -> None:
         if is_best:
             write_weights(model, out)
-        trainer.save(state, about)
+        trainer.save(state, about | {SEEN_BEFORE: seen_before})
 
     def judge() -> Validation:
         return validate(model, held_out, tokens.validation_bytes)
@@ -67,7 +68,8 @@ def run(arguments: argparse.Namespace, start: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: trainer.end())
     trainer.run(judge, keep, say)
-    write_card(training_of(arguments, tokens, trainer), model.config, num_parameters(model), samples_of(out), out)
+    training = training_of(arguments, tokens, trainer, seen_before)
+    write_card(training, model.config, num_parameters(model), samples_of(out), out)
     say(f"the best validation was {trainer.best}; {out} holds its weights")
 
 
@@ -125,14 +127,23 @@ def plan_of(arguments: argparse.Namespace, start: float, validation_seconds: flo
     return Plan(deadline=deadline, **{name: getattr(arguments, name) for name in FIXED})
 
 
-def resume(trainer: Trainer, path: Path, about: dict) -> None:
-    """CorpusError if the state is of a run with other settings."""
+def tokens_seen_by(folder: Path | None) -> int:
+    """What training has seen that made the checkpoint in `folder`, as far as its record says."""
+    if folder is None or not (folder / RECORD).is_file():
+        return 0
+    record = read_json_object(folder / RECORD)
+    return record["tokens_seen"] + record.get(SEEN_BEFORE, 0)
+
+
+def resume(trainer: Trainer, path: Path, about: dict) -> int:
+    """The tokens that were seen before the run began. CorpusError if the state is of a run with other settings."""
     state = torch.load(path, map_location=trainer.batches.token_ids.device, weights_only=True)
     before = state["about"]
     changed = [f"--{name.replace('_', '-')} {before[name]}" for name in about if before[name] != about[name]]
     if changed:
         raise CorpusError(f"the run was started with {', '.join(changed)}: give the same, or another --out.")
     trainer.load(state)
+    return before.get(SEEN_BEFORE, 0)
 
 
 def samples_of(folder: Path) -> list[str]:
@@ -142,12 +153,13 @@ def samples_of(folder: Path) -> list[str]:
         return [output.prompt + output.outputs[0].text for output in outputs]
 
 
-def training_of(arguments: argparse.Namespace, tokens: Tokens, trainer: Trainer) -> Training:
+def training_of(arguments: argparse.Namespace, tokens: Tokens, trainer: Trainer, seen_before: int) -> Training:
     where = torch.cuda.get_device_name() if trainer.batches.token_ids.is_cuda else "a CPU"
     return Training(
         corpus=arguments.corpus_note,
         corpus_tokens=len(tokens.train),
         tokens_seen=trainer.tokens_seen,
+        tokens_seen_before=seen_before,
         validation_loss=trainer.best.loss,
         bits_per_byte=trainer.best.bits_per_byte,
         window=arguments.positions,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from support.demo import EOS, VOCAB_SIZE
 from support.paths import DEMO
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import batch, messages, tasks
@@ -425,13 +426,13 @@ def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):
         [
             {"prompt": "fine"},
             {"prompt": "long", "max_tokens": 600},
-            {"prompt": [8193]},
+            {"prompt": [VOCAB_SIZE]},
             {"prompt": ["a"]},
             {"prompt": "half \ud800"},
         ]
     )
     assert jobs.run() == 2
-    says = ["512 positions", "token id 8193", "'a' where a token id", "lone surrogate"]
+    says = ["512 positions", f"token id {VOCAB_SIZE}", "'a' where a token id", "lone surrogate"]
     problems = jobs.err.splitlines()[1:]
     assert len(problems) == len(says)
     for number, (problem, text) in enumerate(zip(problems, says, strict=True), 2):
@@ -442,7 +443,11 @@ def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):
 
 def test_all_that_is_wrong_is_listed_at_once_whoever_finds_it(jobs, no_model):
     """What no line may be, and what this model cannot serve, in the order of the lines, and no weights are read."""
-    wrong = [({"prompt": [8193]}, "token id 8193"), *BAD[:2], ({"prompt": "long", "max_tokens": 600}, "512 positions")]
+    wrong = [
+        ({"prompt": [VOCAB_SIZE]}, f"token id {VOCAB_SIZE}"),
+        *BAD[:2],
+        ({"prompt": "long", "max_tokens": 600}, "512 positions"),
+    ]
     jobs.write([{"prompt": "fine"}, *(line for line, _ in wrong)])
     assert jobs.run() == 2
     problems = jobs.err.splitlines()[1:]
@@ -616,7 +621,7 @@ def test_a_line_says_how_special_tokens_in_its_prompt_are_read(jobs, flags):
     with LLM("demo", split_special_tokens=bool(flags)) as llm:
         for name, split in given.items():
             assert jobs.records()[name]["prompt_token_ids"] == llm.read_prompt(text, split).token_ids
-    ends = {name: record["prompt_token_ids"][-1] == 8192 for name, record in jobs.records().items()}
+    ends = {name: record["prompt_token_ids"][-1] == EOS for name, record in jobs.records().items()}
     assert ends == {"said": not flags, "split": False, "not split": True}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
+from support.demo import VOCAB_SIZE
 from support.paths import ROOT
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
@@ -183,7 +184,7 @@ def test_the_file_says_what_it_is(demo_int8):
     assert metadata.pop("crc32") == f"{zlib.crc32(file.read_bytes()[header_of(file)[1] :]):08x}"
     packing = {name: str(number) for name, number in packed.PACKING.items()}
     about = {"format": "tinygpt packed weights", "version": "3", "dtype": "int8", "tied": "true", "source": "demo"}
-    about |= {"vocab_size": "8193"}
+    about |= {"vocab_size": str(VOCAB_SIZE)}
     assert metadata == about | packing
 
 

@@ -182,6 +182,13 @@ def test_a_first_run_compiles_a_share_in_a_second_process(run, monkeypatch):
     assert "compile_draw({'temperature': " in processes.started[0].args[-1]
 
 
+def test_a_servers_first_run_does_so_too(llm, monkeypatch):
+    processes = Processes(monkeypatch)
+    monkeypatch.setattr(loading, "PATIENCE", 600)
+    with loading.load_llm(cli.build_parser().parse_args(["serve"]), lambda llm: None)[0]:
+        assert [process.returncode for process in processes.started] == [0]
+
+
 def test_a_second_process_that_fails_is_not_missed(monkeypatch, capfd):
     """Nor heard: what it writes would come to this process's stderr."""
     once = partial(Result, capfd, "generate", "Once --seed 7 --max-tokens 8")

@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 
 from support.commands import STATS
+from support.demo import EOS
 from tinygpt import SamplingParams
 from tinygpt.cli import loading
 from tinygpt.cli import main as cli
@@ -198,7 +199,7 @@ def test_special_tokens_in_a_prompt(run, llm, flags, is_split):
     result = run(["The end.<|endoftext|>", "--max-tokens", "1", "--json", *flags])
     prompt = llm.read_prompt("The end.<|endoftext|>", split_special_tokens=is_split)
     assert json.loads(result.out)["prompt_token_ids"] == prompt.token_ids
-    assert (prompt.token_ids[-1] == 8192) != is_split
+    assert (prompt.token_ids[-1] == EOS) != is_split
 
 
 def test_more_threads_than_cores_are_said_to_be_slower(run, monkeypatch):

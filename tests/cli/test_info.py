@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support import foreign, tiny_checkpoint
+from support.demo import EOS, VOCAB_SIZE
 from support.gguf_writer import gguf_bytes
 from support.paths import DEMO
 from tinygpt.cli import main as cli
@@ -119,7 +120,7 @@ def test_hashes(capsys, folder):
 def test_the_tokenizer(capsys, folder):
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(DEMO / name, folder / name)
-    assert info(capsys, folder)["tokenizer"] == {"vocab_size": 8193, "special_ids": [8192], "error": None}
+    assert info(capsys, folder)["tokenizer"] == {"vocab_size": VOCAB_SIZE, "special_ids": [EOS], "error": None}
 
 
 def test_a_converted_checkpoint_and_a_damaged_one(capsys, folder, tmp_path):

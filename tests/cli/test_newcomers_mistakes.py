@@ -49,8 +49,8 @@ ADAPTERS = {  # of the small demo, each by what writes it into a folder
 }
 FILES = {
     "story.txt": b"Once upon a time there was a king who had a daughter.\n",
-    "507_tokens.txt": b"the" + b" the" * 506,
-    "long.txt": b"the" + b" the" * 600,
+    "507_tokens.txt": b"a" + b" a" * 506,
+    "long.txt": b"a" + b" a" * 600,
     "latin1.txt": b"caf\xe9",
     "utf16.txt": "Once upon a time".encode("utf-16"),
     "prompts.jsonl": b'{"prompt": "Once", "max_tokens": 1}\n{"prompt": "Then", "max_tokens": 1}\n',
@@ -65,7 +65,7 @@ FILES = {
     "other_field.jsonl": b'{"prompt": "Once", "max_new_tokens": 5}\n{"text": "Once"}\n',
     "chat.jsonl": b'{"messages": [], "prompt": "Once", "stream": true}\n',
     "value.jsonl": b'{"prompt": "Once", "seed": -5}\n',
-    "long.jsonl": b'{"prompt": "%s", "max_tokens": 5}\n' % (b"the" + b" the" * 600),
+    "long.jsonl": b'{"prompt": "%s", "max_tokens": 5}\n' % (b"a" + b" a" * 600),
     "soft.jsonl": b'{"prompt": "Once", "soft_prompt": "tales"}\n',
     "twice.jsonl": b'{"id": "a", "prompt": "Once"}\n{"id": "a", "prompt": "Then"}\n',
     "schema.json": b'{"type": "object"}',

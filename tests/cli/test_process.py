@@ -66,7 +66,7 @@ def test_a_process_ends_with_the_exit_code():
     ("arguments", "closed", "code", "out", "says"),
     [
         (["--max-tokens", "1"], "<&-", 2, "", "no PROMPT was given and stdin is closed"),
-        (["Once", "--temperature", "0", "--max-tokens", "1"], "2>&-", 0, ",\n", ""),
+        (["Once", "--allowed-token-ids", "11", "--max-tokens", "1"], "2>&-", 0, ",\n", ""),
         (["Once", "--n", "0"], "2>&-", 2, "", ""),
         (["--nonsense"], "2>&-", 2, "", ""),
     ],

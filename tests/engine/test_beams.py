@@ -178,14 +178,15 @@ def test_searches_that_fill_all_rows_do_not_block_each_other(folder):
 
 
 def test_a_stop_string_ends_a_beam_and_is_cut_off(demo):
-    params = SamplingParams(num_beams=4, n=4, max_tokens=12, stop=" you")
-    outputs = demo.generate(DEMO_PROMPT, params)[0].outputs
+    params = SamplingParams(num_beams=4, n=4, max_tokens=12)
+    stop = demo.tokenizer.decode(demo.generate(DEMO_PROMPT, params)[0].outputs[0].token_ids[3:5])
+    outputs = demo.generate(DEMO_PROMPT, replace(params, stop=stop))[0].outputs
     stopped = [o for o in outputs if o.finish_reason == "stop"]
     assert stopped
-    assert all(o.stop_reason == " you" for o in stopped)
+    assert all(o.stop_reason == stop for o in stopped)
     for completion in outputs:
-        assert " you" not in completion.text
-        assert (" you" in demo.tokenizer.decode(completion.token_ids)) == (completion in stopped)
+        assert stop not in completion.text
+        assert (stop in demo.tokenizer.decode(completion.token_ids)) == (completion in stopped)
 
 
 def test_a_loop_ends_a_beam(demo):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
+from support.demo import EOS, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, FailedRequestError, RequestError, TinyGPTError
 
@@ -258,9 +259,13 @@ def test_stop_token_ids(llm, place):
     whole = generate_one(llm, PROMPTS[0]).token_ids
     stop = whole[place]
     kept = whole[: whole.index(stop) + 1]
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop_token_ids=[8000, stop]))
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop_token_ids=[absent_in(whole), stop]))
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", stop)
     assert sample.text == llm.tokenizer.decode(kept[:-1])
+
+
+def absent_in(token_ids: list[int]) -> int:
+    return max({*range(EOS)} - {*token_ids})
 
 
 def with_eos(folder, eos: int) -> LLM:
@@ -282,7 +287,7 @@ def test_eos_of_a_request(llm):
     whole = generate_one(llm, PROMPTS[0]).token_ids
     end = whole[5]
     kept = whole[: whole.index(end) + 1]
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=[end, 8000]))
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=[end, absent_in(whole)]))
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", end)
     sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=end, ignore_eos=True))
     assert sample.token_ids == whole
@@ -445,7 +450,10 @@ def test_a_stream_has_one_prompt(llm):
 
 
 REFUSED = {
-    "id too large": ([1, 8193], "token id 8193 is outside the vocabulary: this model knows ids 0 to 8192"),
+    "id too large": (
+        [1, VOCAB_SIZE],
+        f"token id {VOCAB_SIZE} is outside the vocabulary: this model knows ids 0 to {VOCAB_SIZE - 1}",
+    ),
     "id negative": ([-1], "token id -1 is outside"),
     "id not whole": ([[1, 2.5]], "2.5"),
     "id a bool": ([[True]], "True"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.demo import EOS, VOCAB_SIZE
 from support.golden_models import golden_ids, write_model
 from support.golden_oracle import live_model
 from support.recorded import recorded
@@ -118,7 +119,7 @@ def test_other_dtypes_are_near(demo, dtype):
 
 
 def test_the_same_bits_beside_a_running_request(demo):
-    ids = np.random.default_rng(0).integers(8192, size=150).tolist()
+    ids = np.random.default_rng(0).integers(EOS, size=150).tolist()
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1, seed=0)
     expected = demo.generate([ids[:50]], params)[0].outputs[0]
     states, maps, vector = demo.hidden_states(ids), demo.attentions(ids), demo.embed([ids], "mean")
@@ -136,7 +137,7 @@ def test_what_is_refused(demo):
     for call in (demo.hidden_states, demo.attentions, demo.logits, lambda ids: demo.embed([[1], ids])):
         for ids, message in (
             ([], "at least one token id"),
-            ([8193], "token id 8193 is outside"),
+            ([VOCAB_SIZE], f"token id {VOCAB_SIZE} is outside"),
             ([1] * 513, "513 token ids were given.*at most 512"),
         ):
             with pytest.raises(RequestError, match=message):

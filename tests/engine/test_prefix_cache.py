@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tiny_checkpoint
+from support.demo import EOS
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.execution.model_runner import ModelRunner
@@ -17,7 +18,7 @@ from tinygpt.outputs import CompletionOutput
 
 # max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
 SIZES = [(1, 1, 0), (1, 64, 2), (3, 3, 1), (4, 7, 0), (4, 64, 3), (6, 17, 2)]
-BASES = np.random.default_rng(0).integers(8192, size=(2, 60)).tolist()
+BASES = np.random.default_rng(0).integers(EOS, size=(2, 60)).tolist()
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
 
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.demo import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
-V = 8193  # the demo checkpoint's
 LABELS = [" man", " woman who lived in a", ", fish", " the"]
 PROMPT = "Once upon a time, in a house by the sea, there was a"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
+from support.demo import VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
 
@@ -174,7 +175,7 @@ def test_closing_resolves_every_future(small_demo):
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ([8193], None, "vocabulary"),
+        ([VOCAB_SIZE], None, "vocabulary"),
         ("a", SamplingParams(max_tokens=600), "512 positions"),
         (["a", "b"], None, "takes one"),
     ],

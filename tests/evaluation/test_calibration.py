@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.demo import EOS
 from support.recorded import needs_transformers
 from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import NUM_SAMPLES, calibrate, read_act_scales, samples_of
 from tinygpt.weights.open import open_checkpoint
 
-IDS = np.random.default_rng(0).integers(8192, size=1200).tolist()
+IDS = np.random.default_rng(0).integers(EOS, size=1200).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from support.demo import EOS
 from support.golden_oracle import read_model
 from support.paths import DATA, DEMO
 from support.recorded import needs_transformers, recorded
@@ -19,7 +20,7 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
 
 LAMBADA = DATA / "lambada_test.jsonl"
-TALES = DATA / "tales" / "val.txt"
+STORIES = DATA / "stories" / "val.txt"
 WORDS = "the of and a to in he was it that with had as her not old king".split()  # noqa: SIM905
 SIZE = 512  # the demo's positions
 
@@ -107,7 +108,7 @@ def documents() -> str:
 @pytest.mark.parametrize("is_split", [False, True])
 def test_documents_are_set_apart_by_the_special_token(is_split):
     token_ids = their_ids_of(documents(), is_split)
-    assert (token_ids == 8192).sum() == (0 if is_split else 6)
+    assert (token_ids == EOS).sum() == (0 if is_split else 6)
     with LLM("demo", split_special_tokens=is_split) as llm:
         for stride in (256, None):
             found = perplexity(llm, documents(), stride)
@@ -116,22 +117,22 @@ def test_documents_are_set_apart_by_the_special_token(is_split):
 
 
 @needs_transformers
-@pytest.mark.skipif(not TALES.is_file(), reason=f"the demo's held-out tales are not in {TALES}")
-def test_perplexity_of_tales(llm):
-    text = TALES.read_text(encoding="utf-8")[:9000]
+@pytest.mark.skipif(not STORIES.is_file(), reason=f"held-out stories are not in {STORIES}")
+def test_perplexity_of_stories(llm):
+    text = STORIES.read_text(encoding="utf-8")[:9000]
     token_ids = their_ids_of(text)
-    assert (token_ids == 8192).sum() == 4
+    assert (token_ids == EOS).sum() == text.count("<|endoftext|>") > 3
     assert perplexity(llm, text).token_perplexity == pytest.approx(strided(token_ids, SIZE)[0], rel=2e-5)
 
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.skipif(not TALES.is_file(), reason=f"the demo's held-out tales are not in {TALES}")
-def test_perplexity_of_many_tales(llm):
+@pytest.mark.skipif(not STORIES.is_file(), reason=f"held-out stories are not in {STORIES}")
+def test_perplexity_of_many_stories(llm):
     """Asked alone: an answer of that size is not recorded."""
-    text = TALES.read_text(encoding="utf-8")[:100_000]
+    text = STORIES.read_text(encoding="utf-8")[:100_000]
     token_ids = their_ids_of.__wrapped__(text)
-    assert (token_ids == 8192).sum() == text.count("<|endoftext|>") > 20
+    assert (token_ids == EOS).sum() == text.count("<|endoftext|>") > 20
     found = perplexity(llm, text)
     assert found.num_tokens == len(token_ids)
     assert found.token_perplexity == pytest.approx(strided.__wrapped__(token_ids, SIZE)[0], rel=2e-5)

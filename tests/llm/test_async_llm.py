@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from support.demo import VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 
@@ -118,7 +119,7 @@ def test_errors_come_to_who_asked(llm):
     async def main():
         door = AsyncLLM(llm)
         with pytest.raises(RequestError, match="vocabulary"):
-            await door.generate([8193])
+            await door.generate([VOCAB_SIZE])
         with pytest.raises(RequestError, match="best_of is 2"):
             await read(door.stream([1], SamplingParams(best_of=2)))
         with llm.engine._step_lock.held():

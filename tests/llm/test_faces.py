@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from support.demo import EOS, VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
 from tinygpt.errors import RequestError
 
@@ -150,7 +151,7 @@ def test_reprs_say_what_matters():
     assert repr(session) == f"Session({count} tokens)"
     session.close()
     assert repr(session) == "Session(closed)"
-    assert repr(llm.tokenizer) == "Tokenizer(8193 tokens, eos_token_id=8192)"
+    assert repr(llm.tokenizer) == f"Tokenizer({VOCAB_SIZE} tokens, eos_token_id={EOS})"
     llm.close()
     assert repr(llm) == "LLM('demo', dtype='float32', device='cpu', max_num_seqs=2, closed)"
     assert repr(SamplingParams()) == "SamplingParams()"
@@ -159,12 +160,12 @@ def test_reprs_say_what_matters():
 
 def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):
     tokenizer = llm.tokenizer
-    assert len(tokenizer) == 8193
-    assert tokenizer.eos_token_id == 8192
+    assert len(tokenizer) == VOCAB_SIZE
+    assert tokenizer.eos_token_id == EOS
     assert tokenizer(PROMPT) == {"input_ids": ids, "attention_mask": [1] * len(ids)}
     assert tokenizer([PROMPT, ""]) == {"input_ids": [ids, []], "attention_mask": [[1] * len(ids), []]}
     split = tokenizer("<|endoftext|>", split_special_tokens=True)["input_ids"]
-    assert split == tokenizer.encode("<|endoftext|>", split_special_tokens=True) != [8192]
+    assert split == tokenizer.encode("<|endoftext|>", split_special_tokens=True) != [EOS]
 
 
 @pytest.mark.parametrize("field", ["quiet", "log_file", "session", "escape", "numa"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.apart import printed
+from support.demo import EOS
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError, TinyGPTError
@@ -150,7 +151,7 @@ def test_the_token_is_that_of_the_masked_logits(llm, mode):
     params = SamplingParams(guided_choice=choices, logprobs=-1, logprobs_mode=mode)
     output = llm.generate(PROMPT, params)[0].outputs[0]
     logits = llm.logits(llm.tokenizer.encode(PROMPT))[-1].astype(np.float64)  # (V,)
-    may_come = [i for i in range(8192) if any(c.startswith(llm.tokenizer.decode([i])) for c in choices)]
+    may_come = [i for i in range(EOS) if any(c.startswith(llm.tokenizer.decode([i])) for c in choices)]
     assert output.token_ids[0] == max(may_come, key=lambda i: logits[i])
     reported = output.logprobs[0]
     ids = range(len(logits)) if mode == "raw" else may_come

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from support.demo import VOCAB_SIZE
 from support.paths import DEMO
 from support.tiny_checkpoint import random_tensors, write_checkpoint
 from tinygpt import LLM, SamplingParams
 
-ROWS, POSITIONS = 8200, 40
-PADDED = (8193, 8199)  # the demo's tokenizer has 8193 tokens
+ROWS, POSITIONS = VOCAB_SIZE + 7, 40
+PADDED = (VOCAB_SIZE, ROWS - 1)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_ids_without_text_within_a_stop_string(llm):
 
 
 def test_one_between_the_halves_of_a_character(llm):
-    halves = {llm.tokenizer.token_bytes(i): i for i in range(8193)}
+    halves = {llm.tokenizer.token_bytes(i): i for i in range(VOCAB_SIZE)}
     ids = [halves["é".encode()[:1]], PADDED[0], halves["é".encode()[1:]]]
     assert llm.tokenizer.decode(ids) == "é"
     stream = llm.tokenizer.detokenizer()

@@ -11,12 +11,13 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from support import tiny_checkpoint
+from support.demo import EOS
 from support.golden_models import SMALL
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.weights.stored.session_file import SavedSession, write_session
 
-TEXT = np.random.default_rng(2).integers(8192, size=60).tolist()
+TEXT = np.random.default_rng(2).integers(EOS, size=60).tolist()
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1, seed=3)
 SAMPLED = SamplingParams(max_tokens=4, temperature=1.0, repetition_penalty=1.2, ignore_eos=True, logprobs=0, seed=3)
 
@@ -60,7 +61,7 @@ def test_a_turn_computes_what_is_new(llm, alone, steps):
 
 
 actions = st.one_of(
-    st.tuples(st.just("extend"), st.lists(st.integers(0, 8191), max_size=4)),
+    st.tuples(st.just("extend"), st.lists(st.integers(0, EOS - 1), max_size=4)),
     st.tuples(st.just("generate"), st.sampled_from([PARAMS, SAMPLED])),
     st.tuples(st.just("stream"), st.sampled_from([PARAMS, SAMPLED])),
     st.tuples(st.just("rewind"), st.floats(0, 1)),

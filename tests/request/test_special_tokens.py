@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from support.demo import VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -142,7 +143,6 @@ def test_a_prompt_that_has_been_read_cannot_be_split(llm):
 def test_a_special_token_that_the_model_does_not_have_is_named(llm, monkeypatch):
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, split: [5, llm.config.vocab_size])
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "<pad>" * len(ids))
-    with pytest.raises(
-        RequestError, match=r"token id 8193 is outside .* ids 0 to 8192, and the text holds it as '<pad>'"
-    ):
+    says = f"token id {VOCAB_SIZE} is outside .* ids 0 to {VOCAB_SIZE - 1}, and the text holds it as '<pad>'"
+    with pytest.raises(RequestError, match=says):
         llm.generate("Once<pad>", SHORT)

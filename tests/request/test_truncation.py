@@ -8,12 +8,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from support.demo import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.request.truncation import Window, fit
 
 SIZE = 24  # positions
-TEXT = np.random.default_rng(1).integers(8192, size=80).tolist()
+TEXT = np.random.default_rng(1).integers(EOS, size=80).tolist()
 SLIDE = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0, overflow="slide", seed=0)
 
 

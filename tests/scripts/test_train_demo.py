@@ -31,7 +31,8 @@ from tinygpt.config import ModelConfig
 
 MARK = "<|endoftext|>"
 SMALL = "--merges 300 --layers 2 --width 32 --heads 2 --positions 64 --batch-tokens 512 --warmup-steps 5 --device cpu"
-SETTINGS = [*SMALL.split(), "--learning-rate", "3e-3", "--evaluations", "2"]
+NOTE = ["--corpus-note", "no TinyStories at all"]
+SETTINGS = [*SMALL.split(), *NOTE, "--learning-rate", "3e-3", "--evaluations", "2"]
 
 
 def tale(generator: random.Random) -> str:
@@ -120,8 +121,8 @@ def test_embedded_it_keeps_what_its_card_says(trained, tmp_path):
     runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))["embed"](out, tmp_path)
     facts = json.loads((out / "training.json").read_text(encoding="utf-8"))
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "0.0 million tokens of English classics in the public domain" in card
-    assert f"{facts['validation_loss']:.3f} per token, {facts['bits_per_byte']:.2f} bits per byte" in card
+    assert f"| 0.0 million tokens of it, {20480 / facts['corpus_tokens']:.1f} passes," in card
+    assert f"{facts['validation_loss']:.3f} per token, {facts['bits_per_byte']:.3f} bits per byte" in card
     assert "windows of 64" in card
     with LLM(str(tmp_path)) as llm:
         assert llm.config.vocab_size == 557
@@ -152,18 +153,24 @@ def test_a_run_begins_with_a_checkpoint_and_keeps_it_where_nothing_is_better(tra
     facts, before = (json.loads((folder / "training.json").read_text()) for folder in (tmp_path / "out", out))
     assert f"begins with validation {before['validation_loss']:.4f} per token" in result.stdout
     assert facts["validation_loss"] == pytest.approx(before["validation_loss"], abs=1e-6)
+    assert (facts["tokens_seen"], facts["tokens_seen_before"]) == (512, before["tokens_seen"])
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / "out" / name).read_bytes() == (out / name).read_bytes()
     with LLM(str(out)) as one, LLM(str(tmp_path / "out")) as other:
         assert (one.logits([1, 2, 3]) == other.logits([1, 2, 3])).all()
+    resumed = run(corpus, tmp_path / "out", "--resume", *far_too_fast)
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((tmp_path / "out" / "training.json").read_text()) == facts
 
 
 def test_sizes_are_those_of_the_checkpoint(trained, corpus, tmp_path):
     out, _ = trained
     assert sizes_of(out) == {"merges": 300, "layers": 2, "width": 32, "heads": 2, "positions": 64}
-    command = ["scripts/train_demo.py", "--corpus", str(corpus), "--out", str(out), "--resume", "--tokens", "512"]
+    command = ["scripts/train_demo.py", "--corpus", str(corpus), "--out", str(out), *NOTE, "--resume"]
     environment = {"cwd": ROOT, "env": {"PYTHONPATH": "."}, "capture_output": True, "text": True, "timeout": 120}
-    resumed = subprocess.run([sys.executable, *command, "--batch-tokens", "512", "--device", "cpu"], **environment)
+    resumed = subprocess.run(
+        [sys.executable, *command, "--tokens", "512", "--batch-tokens", "512", "--device", "cpu"], **environment
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert "going on after" in resumed.stdout
 

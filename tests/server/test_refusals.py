@@ -12,6 +12,7 @@ pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not ins
 import numpy as np
 from safetensors.numpy import save_file
 
+from support.demo import VOCAB_SIZE
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM, SamplingParams
@@ -74,11 +75,11 @@ BODIES = {
     "an empty list": (b'{"prompt": []}', "prompt", "prompt is an empty list and must be a text, a list of token ids"),
     "a number as prompt": (b'{"prompt": 5}', "prompt", "prompt is 5 and must be a text, a list of token ids"),
     "too many prompts": (b'{"prompt": [' + b",".join([b'"a"'] * 257) + b"]}", "prompt", "256"),
-    "an id outside": (b'{"prompt": [9999]}', "prompt", "0 to 8192"),
+    "an id outside": (b'{"prompt": [9999]}', "prompt", f"0 to {VOCAB_SIZE - 1}"),
     "a negative id": (b'{"prompt": [-1]}', "prompt", ""),
     "an empty stop": (b'{"stop": ""}', "stop", "none of them empty"),
-    "an id to stop at outside": (b'{"stop_token_ids": [9999]}', "stop_token_ids", "0 to 8192"),
-    "a biased id outside": (b'{"logit_bias": {"9999": 1}}', "logit_bias", "0 to 8192"),
+    "an id to stop at outside": (b'{"stop_token_ids": [9999]}', "stop_token_ids", f"0 to {VOCAB_SIZE - 1}"),
+    "a biased id outside": (b'{"logit_bias": {"9999": 1}}', "logit_bias", f"0 to {VOCAB_SIZE - 1}"),
     "a biased id of 5000 digits": (b'{"logit_bias": {"' + b"1" * 5000 + b'": 1}}', "logit_bias", "1000"),
     "a biased id of 1000 digits": (b'{"logit_bias": {"' + b"1" * 1000 + b'": 1}}', "logit_bias", "token ids"),
     "a large bias": (b'{"logit_bias": {"5": 101}}', "logit_bias", "100"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from support.demo import EOS, VOCAB_SIZE
 from support.paths import DEMO
 from support.tiny_checkpoint import shapes_of, write_checkpoint
 
@@ -47,7 +48,7 @@ def write_model(folder: Path, seed: str = "", **fields: Any) -> Path:
 
 def write_small_demo(folder: Path) -> Path:
     """The demo's tokenizer and positions before a tiny model: its steps take a fraction of the demo's."""
-    fields = {"vocab_size": 8193, "n_positions": 512, "bos_token_id": 8192, "eos_token_id": 8192}
+    fields = {"vocab_size": VOCAB_SIZE, "n_positions": 512, "bos_token_id": EOS, "eos_token_id": EOS}
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(DEMO / name, folder)
     return write_model(folder, **fields)

@@ -9,9 +9,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from support.demo import EOS, VOCAB_SIZE
 from support.kernel_tools import bfloat16_bits
-from support.paths import DATA, ROOT
+from support.paths import DEMO, ROOT
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
+from tinygpt.weights.containers import read_weights
 from tinygpt.weights.open import open_checkpoint
 
 if HAS_TRANSFORMERS:
@@ -19,63 +21,84 @@ if HAS_TRANSFORMERS:
 
     SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
 
-TRAINED = DATA / "demo-model"
-# Of the embedded demo; train_demo.py did not write them then.
-TRAINING = {
-    "corpus": "English classics in the public domain",
-    "tokens_seen": 9_700_000,
-    "validation_loss": 3.973,
-    "bits_per_byte": 1.46,
-    "window": 512,
-}
+MAX_BYTES = 32e6  # of all its files: they are in the repository and in every wheel
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """The demo as train_demo.py writes it, but for its weights."""
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    for name in ("vocab.json", "merges.txt", "training.json"):
+        shutil.copyfile(DEMO / name, folder / name)
+    values = json.loads((DEMO / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
 
 
 @needs_transformers
-def test_embedding_rounds_to_the_nearest_bfloat16(tmp_path):
+def test_embedding_rounds_to_the_nearest_bfloat16(trained, tmp_path):
     """Every upper half, followed by lower halves below, at and above half-way; ties go to the even one."""
     upper, lower = np.arange(1 << 16, dtype=np.uint32), np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     bits = (upper[:, None] << 16 | lower).ravel()
     bits = bits[~np.isnan(bits.view(np.float32))]
-    save_file({"wte.weight": bits.view(np.float32)}, tmp_path / "model.safetensors")
-    write_training(tmp_path)
-    for name, text in {"config.json": "{}", "vocab.json": "{}", "merges.txt": ""}.items():
-        (tmp_path / name).write_text(text)
-    SCRIPT["embed"](tmp_path, tmp_path / "out")
+    save_file({"wte.weight": bits.view(np.float32)}, trained / "model.safetensors")
+    SCRIPT["embed"](trained, tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         found = file.get_tensor("wte.weight")
     assert found.dtype == torch.bfloat16
     np.testing.assert_array_equal(found.view(torch.uint16).numpy(), bfloat16_bits(bits.view(np.float32)))
 
 
-def write_training(folder):
-    (folder / "training.json").write_text(json.dumps(TRAINING), encoding="utf-8")
+@needs_transformers
+def test_the_demo_is_what_the_script_makes_of_its_weights_and_its_record(trained, tmp_path):
+    """The card included, which nobody has changed by hand."""
+    weights = {name: np.array(tensor.float32()) for name, tensor in read_weights(DEMO).tensors.items()}
+    save_file(weights, trained / "model.safetensors")
+    SCRIPT["embed"](trained, tmp_path / "demo")
+    embedded = {path.name: path.read_bytes() for path in DEMO.iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "demo").iterdir()} == embedded
+
+
+@needs_transformers
+def test_the_card_counts_what_an_earlier_run_has_seen(trained):
+    record = json.loads((trained / "training.json").read_text(encoding="utf-8"))
+    values = json.loads((trained / "config.json").read_text(encoding="utf-8"))
+    record |= {"corpus_tokens": 4_000_000, "tokens_seen": 10_000_000}
+    assert "| 10.0 million tokens of it, 2.5 passes," in SCRIPT["card_of"](record, values, 1)
+    record["tokens_seen_before"] = 2_000_000
+    assert "| 12.0 million tokens of it, 3.0 passes," in SCRIPT["card_of"](record, values, 1)
+
+
+@needs_transformers
+def test_a_record_of_another_corpus_is_refused(trained, tmp_path):
+    record = json.loads((trained / "training.json").read_text(encoding="utf-8")) | {"corpus": "old tales"}
+    (trained / "training.json").write_text(json.dumps(record), encoding="utf-8")
+    save_file({"wte.weight": np.zeros((1, 1), np.float32)}, trained / "model.safetensors")
+    with pytest.raises(SystemExit, match="'old tales', and the demo's card speaks of TinyStories"):
+        SCRIPT["embed"](trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_demo_opens_by_its_name():
     checkpoint = open_checkpoint("demo")
-    assert checkpoint.path == ROOT / "weights" / "demo"
+    assert checkpoint.path == DEMO
     assert checkpoint.tied
     assert checkpoint.ignored == ()
-    assert checkpoint.tensor("wte.weight").shape == (8193, 256)
+    assert checkpoint.tensor("wte.weight").shape == (VOCAB_SIZE, checkpoint.config.n_embd)
+    assert EOS == VOCAB_SIZE - 1
     assert (checkpoint.path / "README.md").read_text(encoding="utf-8").startswith("# The demo checkpoint")
+
+
+def test_the_demo_is_small():
+    assert sum(path.stat().st_size for path in DEMO.iterdir()) < MAX_BYTES
 
 
 @needs_transformers
 def test_the_demo_is_what_transformers_reads_in_it():
     from transformers import GPT2LMHeadModel
 
-    theirs = GPT2LMHeadModel.from_pretrained(ROOT / "weights" / "demo", dtype=torch.float32).transformer
-    ours = open_checkpoint("demo")
+    theirs = GPT2LMHeadModel.from_pretrained(DEMO, dtype=torch.float32).transformer
+    ours, last = open_checkpoint("demo"), len(theirs.h) - 1
     np.testing.assert_array_equal(ours.tensor("wpe.weight"), theirs.wpe.weight.detach())
-    np.testing.assert_array_equal(ours.tensor("h.5.mlp.c_fc.weight"), theirs.h[5].mlp.c_fc.weight.detach().T)
-
-
-@needs_transformers
-@pytest.mark.skipif(not TRAINED.is_dir(), reason=f"the trained float32 checkpoint is not in {TRAINED}")
-def test_embedding_the_trained_checkpoint_again_gives_the_same_files(tmp_path):
-    source, target = shutil.copytree(TRAINED, tmp_path / "trained", copy_function=shutil.copyfile), tmp_path / "demo"
-    source.chmod(0o755)
-    write_training(source)
-    SCRIPT["embed"](source, target)
-    embedded = {path.name: path.read_bytes() for path in (ROOT / "weights" / "demo").iterdir()}
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == embedded
+    np.testing.assert_array_equal(ours.tensor(f"h.{last}.mlp.c_fc.weight"), theirs.h[last].mlp.c_fc.weight.detach().T)

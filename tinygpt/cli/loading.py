@@ -138,7 +138,9 @@ def _start_compiling_share(args: argparse.Namespace) -> subprocess.Popen | None:
 
     if args.temperature <= 0:
         return None
-    asked, nowhere = {name: getattr(args, name) for name in Warpers._fields}, subprocess.DEVNULL
+    # A server has a temperature and no other flags of sampling: requests bring theirs.
+    asked = {name: getattr(args, name) for name in Warpers._fields if hasattr(args, name)}
+    nowhere = subprocess.DEVNULL
     with suppress(OSError):
         code = COMPILE_SHARE.format(sys.path, asked)
         return subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
+from support.demo import EOS
 from support.kernel_tools import operand_of, packed, random_values, solo_team, unwritten
 from support.paths import ROOT
 from tinygpt import LLM
@@ -45,7 +46,7 @@ TARGETS = {
 }
 PRODUCT = "product"  # in the place of a dtype
 CHUNKS = [1] * 10 + [7, 63, 1, 19]  # decode steps, a prefill across a border of key blocks
-TOKENS = np.random.default_rng(0).integers(8192, size=sum(CHUNKS)).tolist()
+TOKENS = np.random.default_rng(0).integers(EOS, size=sum(CHUNKS)).tolist()
 
 
 def is_able() -> bool:

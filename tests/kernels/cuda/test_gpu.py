@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from support.cuda_device import on_a_gpu
+from support.demo import EOS
 from support.paths import DEMO
 from support.recorded import HAS_TRANSFORMERS, MISSING
 from tinygpt import LLM, SamplingParams
@@ -53,7 +54,7 @@ def test_the_demo_in_float32():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_sequence_has_the_same_bits_alone_or_not_on_a_gpu(dtype):
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, 8000, size).tolist() for size in (1, 3, 64, 65, 200, 31, 130, 7, 12)]
+    prompts = [generator.integers(EOS, size=size).tolist() for size in (1, 3, 64, 65, 200, 31, 130, 7, 12)]
     params = SamplingParams(max_tokens=70, ignore_eos=True, temperature=1.0, seed=3)
     with LLM("demo", dtype=dtype, device="cuda", prefix_cache_seqs=0) as llm:
         together = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
@@ -69,5 +70,5 @@ def test_a_sequence_has_the_same_bits_alone_or_not_on_a_gpu(dtype):
 @pytest.mark.parametrize(("dtype", "limit"), [("bfloat16", 0.3), ("int8", 1.1)])
 def test_smaller_weights_are_near_float32_on_a_gpu(dtype, limit):
     with LLM("demo", device="cuda") as llm, LLM("demo", dtype=dtype, device="cuda") as smaller:
-        ids = np.random.default_rng(1).integers(0, 8000, 100).tolist()
+        ids = np.random.default_rng(1).integers(EOS, size=100).tolist()
         assert np.abs(llm.logits(ids) - smaller.logits(ids)).max() < limit
