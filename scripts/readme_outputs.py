@@ -116,8 +116,9 @@ def run(place: Place, shown: str, folder: str) -> str:
 
 
 def options(folder: str) -> dict:
-    """For processes that find this checkout, and an empty cache of kernels."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(Path(folder, ".cache"))}
+    """For processes that find this checkout, and no compiled kernels: these may be kept among temporary files, too."""
+    places = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(Path(folder, ".cache")), "TMPDIR": folder}
+    environment = {**os.environ, **places}
     return {"cwd": folder, "env": environment, "text": True, "encoding": "utf-8"}
 
 

@@ -149,6 +149,12 @@ no
 """.replace('\nprint("http', '\nimport pathlib\nprint("http')
 
 
+def test_no_kernels_of_others_are_there(tmp_path):
+    asks = "import os, tempfile; print(os.environ['XDG_CACHE_HOME'], tempfile.gettempdir())"
+    found = readme_outputs.run(Place(0, 0, (sys.executable, "-c", asks)), "shown", str(tmp_path))
+    assert found.split() == [str(tmp_path / ".cache"), str(tmp_path)]
+
+
 def test_a_server_is_there_while_it_is_asked(folder, monkeypatch):
     monkeypatch.setattr(readme_outputs, "SERVE", ("stand_in",))
     (folder / "stand_in.py").write_text(SERVER.format(""))
