@@ -22,6 +22,7 @@ from tinygpt.suggestions import nearest_command, nearest_flag
 
 # Each is a module of tinygpt/cli/commands, imported when it is asked for, or when all of them are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
+FIGURELESS = ("convert", "warmup", "info", "doctor")  # which say of no time that is measured
 DONE, FAILED, USAGE = 0, 1, 2
 MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some lines
 # All control characters but tabs and ends of lines, and what turns the direction of the text behind it.
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         start_ranks(args, words)
         note_threads(getattr(args, "threads", None))
-        with log_shown(args.debug), compiling_shown():
+        with log_shown(args.debug), compiling_shown(args.command not in FIGURELESS):
             _module_of(args.command).run(args)
         return DONE
     except (Exception, KeyboardInterrupt) as error:

@@ -58,7 +58,7 @@ FLAGS: dict[str, dict[str, dict]] = {
         "top_k": _flag("keep the N most probable tokens; 0 is off", whole_number, "N", 40),
         "top_p": _flag("of those, keep the most probable that reach probability P; 1 is off", number, "P", 0.95),
         "seed": _flag("the same seed gives the same text (default: drawn, and reported)", whole_number, "N"),
-        "n": _flag("samples for each prompt", whole_number, "N"),
+        "n": _flag("samples for each prompt, which --json tells apart in a file", whole_number, "N"),
         "best_of": _flag(
             "samples to make, of which the --n most probable per token are returned (default: as many as --n)",
             whole_number,

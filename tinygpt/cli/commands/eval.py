@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "task",
         type=lowered(*COLUMNS),
         choices=COLUMNS,
-        metavar="{ppl,lambada,rouge}",
-        help="what to measure, see below",
+        metavar="TASK",
+        help="what to measure: ppl, lambada or rouge, see below",
     )
     parser.add_argument(
         "file",
