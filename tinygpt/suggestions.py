@@ -157,6 +157,8 @@ COMMANDS_MEANT: dict[str, str] = {
     "--help": "commands usage man",
 }
 
+CHOICES_MEANT = {"cuda": "gpu nvidia cuda:0 gpu:0", "cpu": "host", "slide": "ring roll shift", "clamp": "fit"}
+
 
 def nearest_flag(unknown: str, flags: Collection[str]) -> str | None:
     """The one of `flags`, perhaps with a value, that is nearest to `unknown` in meaning, or else in spelling."""
@@ -186,7 +188,7 @@ def nearest_command(unknown: str, commands: Collection[str]) -> str | None:
 def nearest_choice(unknown: str, choices: Collection[str]) -> str | None:
     """As `nearest_flag`, of what an argument may be: the tasks of eval are called as its commands are."""
     own = {command.split()[-1]: others for command, others in COMMANDS_MEANT.items()}
-    meant = {other: name for name in choices for other in own.get(name, "").split()}
+    meant = {other: name for name in choices for other in {**own, **CHOICES_MEANT}.get(name, "").split()}
     return _nearest(unknown.strip().lower(), choices, meant)
 
 

@@ -8,6 +8,7 @@ from tinygpt.bench import plan
 from tinygpt.bench.formats import to_markdown
 from tinygpt.bench.machine_limits import MachineLimits
 from tinygpt.errors import RequestError
+from tinygpt.execution import model_source
 
 
 def test_a_plan_is_every_combination():
@@ -58,6 +59,13 @@ def test_each_case_is_told_as_soon_as_it_is_measured(monkeypatch):
     first, second = (f"{record['test']}: {record['median_ts']:.1f} tokens/s" for record in records)
     cases = [f"{i} of 2: float32, 1 thread, batch {i}" for i in (1, 2)]
     assert events == ["began", f"{cases[0]}, {first}", "began", f"{cases[1]}, {second}"]
+
+
+def test_a_plan_opens_its_checkpoint_once(monkeypatch):
+    opened, open_checkpoint = [], model_source.open_checkpoint
+    monkeypatch.setattr(model_source, "open_checkpoint", lambda model: opened.append(model) or open_checkpoint(model))
+    made = plan.make_plan("demo", ["float32", "int8", "auto"], [1], [1], [8], [4], 1)
+    assert (opened, made.dtypes) == (["demo"], ("float32", "int8"))
 
 
 @pytest.mark.parametrize(

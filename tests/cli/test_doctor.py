@@ -16,6 +16,7 @@ from tinygpt.cli.instructions import instructions
 from tinygpt.hardware import bandwidth
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets
+from tinygpt.kernels.kernel_files import KernelFiles
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp
         found = json.loads(capsys.readouterr().out)["checkpoint"]
         assert cli.main(["info", "--json", given[-1]]) == 0
         told = json.loads(capsys.readouterr().out)
-        kept = ("path", "container", "family", "quirks", "sha256", "converted_to", "refused")
+        kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
         assert found == {name: told[name] for name in kept}
         assert (found["container"], found["family"]) == ("safetensors", "GPT-2")
         assert bool(found["refused"]) == (given[0] == "-m")
@@ -66,6 +67,16 @@ def test_the_cache(report):
     folder = jit.cache_folder().path
     assert report["cache"]["folder"] == str(folder)
     assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
+    assert report["cache"]["kernels_in"] == [*map(str, jit.kernel_files().folders)]
+
+
+def test_kernels_in_the_spare_folder_are_reported_where_they_lie(tmp_path, monkeypatch):
+    files = KernelFiles(tmp_path / "own", lambda is_made: tmp_path / "spare")
+    KernelFiles(tmp_path / "spare").save("add.kernel", b"code")
+    monkeypatch.setattr(jit, "kernel_files", lambda: files)
+    found = doctor._cache()
+    size = sum(path.stat().st_size for path in (tmp_path / "spare").iterdir())
+    assert (found["kernels"], found["kernels_in"], found["size"]) == (1, [str(tmp_path / "spare")], size)
 
 
 def test_sizes_of_folders(tmp_path):
@@ -126,6 +137,7 @@ def test_the_command_as_users_run_it():
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "OMP_NUM_THREADS 7" in lines
+    assert "tinygpt: measuring the memory's bandwidth\n" in result.stderr
     assert any(line.startswith("read_bandwidth ") and line.endswith(" GB/s") for line in lines)
     assert {"versions", "cpu", "kernels", "blas", "cache", "gpu"} <= set(lines)
 

@@ -1,6 +1,7 @@
 """What `generate` says where kernels compile, where they are kept, and which threads it sets."""
 
 import errno
+import importlib
 import io
 import json
 import os
@@ -64,6 +65,13 @@ def test_the_next_run_has_what_this_one_keeps(capsys, tmp_path):
         assert compiled(files, num_saved).endswith("which no other figure contains")
 
 
+def test_a_command_without_figures_compares_the_time_with_none(capsys, monkeypatch):
+    """There, `convert`; the others are commands that say how fast something was."""
+    monkeypatch.setattr(importlib.import_module("tinygpt.cli.commands.convert"), "run", lambda args: compile_a_kernel())
+    assert cli.main(["convert", "demo", "new"]) == 0
+    assert re.fullmatch(r"tinygpt: 1 kernel compiled in [\d.]+ s", capsys.readouterr().err.splitlines()[-1])
+
+
 def test_once_is_said_once(capsys):
     """Whatever is written between two kernels, as --debug does."""
     with compiling_shown():
@@ -91,7 +99,7 @@ def test_what_takes_long_is_said_now_and_then(monkeypatch):
             ANNOUNCER.end()
     assert said[:-1] == [
         f"{compile_notice.MESSAGE}{more}"
-        for more in (f" ({compile_notice.OUTLOOK})", ": 30.0 s", ": 65.0 s", ": 110.0 s")
+        for more in (f" ({compile_notice.OUTLOOK})", ": 30.0 s so far", ": 65.0 s so far", ": 110.0 s so far")
     ]
     assert said[-1].startswith("5 kernels compiled in 110.0 s")
 

@@ -112,9 +112,9 @@ def test_hashes(capsys, folder):
     }
     (folder / "notes.txt").write_text("no part of the checkpoint")
     moved = folder.rename(folder.with_name("moved"))
-    assert info(capsys, moved)["sha256"] == before["sha256"]
+    assert info(capsys, moved)["content_hash"] == before["content_hash"]
     (moved / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert info(capsys, moved)["sha256"] != before["sha256"]
+    assert info(capsys, moved)["content_hash"] != before["content_hash"]
 
 
 def test_the_tokenizer(capsys, folder):

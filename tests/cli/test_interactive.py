@@ -110,6 +110,10 @@ def test_save_and_load(talk, llm, tmp_path):
     [
         (":help", "Ctrl-C ends the sample"),
         (":nonsense", "':nonsense' is no command: :help lists them."),
+        (":q", "':q' is no command: did you mean :quit? :help lists them."),
+        (":undo", "':undo' is no command: did you mean :rewind? :help lists them."),
+        (":rest", "':rest' is no command: did you mean :reset? :help lists them."),
+        (":save", "':save' is no command: :help lists them."),
         (":save", "':save' is no command"),
         (":rewind 3", "':rewind 3' is no command"),
         (":load nowhere", "nowhere cannot be read"),

@@ -18,6 +18,7 @@ from tinygpt.cli import main as cli
 from tinygpt.cli import messages
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
+from tinygpt.execution import model_source
 
 LAMBADA = DATA / "lambada_test.jsonl"
 STORIES = DATA / "stories" / "val.txt"
@@ -275,6 +276,15 @@ def test_one_dtype_has_not_changed(run, text_file, rows_file):
         assert code == 0
         assert "change" not in out
         assert "change" in json.loads(run(task, file, "--json")[1].splitlines()[0])  # a field that programs may read
+
+
+def test_a_checkpoint_is_opened_once_for_each_dtype_and_once_to_check_several(run, text_file, monkeypatch):
+    opened, open_checkpoint = [], model_source.open_checkpoint
+    monkeypatch.setattr(model_source, "open_checkpoint", lambda model: opened.append(model) or open_checkpoint(model))
+    for dtypes, count in (("float32", 1), ("float32,int8", 3)):
+        opened.clear()
+        assert run("ppl", text_file, "--max-model-len", 32, "--dtype", dtypes)[0] == 0
+        assert len(opened) == count
 
 
 def test_what_a_later_dtype_cannot_is_refused_before_the_first_is_measured(run, text_file, tmp_path):

@@ -296,7 +296,10 @@ B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
         ),
         (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "missing: wte.lora_embedding_B"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "it holds README.md, adapter_config.json"),
-        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (
+            lambda folder: (folder / "adapter_config.json").unlink(),
+            "holds no adapter_config.json: give the folder that the adapter was saved into",
+        ),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12345678"), "download it again"),
     ],
 )

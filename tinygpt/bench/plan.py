@@ -19,11 +19,10 @@ from tinygpt.config import ModelConfig
 from tinygpt.engine.prefix_sharing import WORTH_WAITING
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend
-from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.sources import open_sources
 
 NOT_ONE = (
     ", or 0, which is no generation: the first new token comes with the reading of the prompt, so that one alone "
@@ -118,12 +117,7 @@ def make_plan(
     _check_numbers("--repetitions", [repetitions], 1)
     _check_numbers("--new-tokens", set(new_tokens) - {0}, 2, NOT_ONE)
     counts = tuple(dict.fromkeys(map(thread_count, threads)))
-    sources = [ModelSource.open(model, dtype, device) for dtype in dtypes]
-    if ranks != (1, 1):
-        from tinygpt.parallel.cut import check_cut  # with it come the CPU's kernels
-
-        for source in sources:
-            check_cut(Layout.of(*ranks), source.config, source.dtype, device)
+    sources = open_sources(model, dtypes, ranks, device)
     resolved, config = tuple(dict.fromkeys(source.dtype for source in sources)), sources[0].config
     cases = cases_of(batch_sizes, prompt_lengths, new_tokens)
     _check_length(model, config, max(cases, key=lambda case: case.length))

@@ -16,8 +16,11 @@ TICK = 0.1  # seconds
 
 
 @contextmanager
-def compiling_shown() -> Iterator[None]:
-    """Say in the block that kernels compile, and at its end how many did and how long that took."""
+def compiling_shown(has_figures: bool = True) -> Iterator[None]:
+    """Say in the block that kernels compile, and at its end how many did and how long that took.
+
+    has_figures: whether the block says how long other things took.
+    """
     notice, num_kept = CompileNotice(), ANNOUNCER.num_kept
     try:
         with ANNOUNCER.told(notice):
@@ -27,7 +30,8 @@ def compiling_shown() -> Iterator[None]:
     if notice.num_kernels:
         kernels, seconds = counted(notice.num_kernels, "kernel"), notice.seconds
         outlook = "; the next run has them" if ANNOUNCER.num_kept - num_kept >= notice.num_kernels else ""
-        say(f"{kernels} compiled in {seconds:.1f} s, which no other figure contains{outlook}")
+        apart = ", which no other figure contains" * has_figures
+        say(f"{kernels} compiled in {seconds:.1f} s{apart}{outlook}")
 
 
 class CompileNotice:
@@ -76,7 +80,7 @@ class CompileNotice:
 
     def _show(self, seconds: float) -> None:
         if sys.stderr.isatty():
-            SCREEN.show(f"{MESSAGE}: {seconds:.1f} s", comes_first=True)
+            SCREEN.show(f"{MESSAGE}: {seconds:.1f} s so far", comes_first=True)
         elif seconds - self._told >= messages.INTERVAL:
             self._told = seconds
-            say(f"{MESSAGE}: {seconds:.1f} s")
+            say(f"{MESSAGE}: {seconds:.1f} s so far")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygpt.cli.messages import say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
-from tinygpt.suggestions import nearest_dtype
+from tinygpt.suggestions import nearest_choice, nearest_dtype
 
 
 class Once(argparse.Action):
@@ -50,8 +50,22 @@ def _is_undecoded(word: str) -> bool:
     return any("\udc80" <= character <= "\udcff" for character in word)
 
 
+def one_of(*allowed: str) -> Callable[[str], str]:
+    """A reader of one of these words, in capitals or not."""
+
+    def parse(word: str) -> str:
+        found = word.strip().lower()
+        if found in allowed:
+            return found
+        nearest = nearest_choice(word, allowed)
+        hint = f": did you mean {nearest}?" if nearest else "."
+        raise argparse.ArgumentTypeError(f"it is {word!r} and must be one of {', '.join(allowed)}{hint}")
+
+    return parse
+
+
 def lowered(*allowed: str) -> Callable[[str], str]:
-    """A reader of one of these words, in capitals or not. Another stays as it is, and is refused later."""
+    """A reader of one of these words, in capitals or not. Another stays as it is, and `choices` refuse it."""
     return lambda text: text.strip().lower() if text.strip().lower() in allowed else text
 
 

@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
@@ -27,6 +28,14 @@ Ctrl-C ends the sample, and what was written stays
 :save PATH  keep the text, and what the model has computed for it
 :load PATH  go on with what was saved
 :quit       end, as Ctrl-D does"""
+MEANT = {  # by other programs' names
+    **dict.fromkeys((":q", ":q!", ":wq", ":exit", ":bye", ":x"), ":quit"),
+    **dict.fromkeys((":undo", ":u", ":back"), ":rewind"),
+    **dict.fromkeys((":clear", ":new"), ":reset"),
+    **dict.fromkeys((":h", ":?", ":commands"), ":help"),
+    **dict.fromkeys((":w", ":write"), ":save"),
+    **dict.fromkeys((":open", ":read"), ":load"),
+}
 FULL = "What has been written stays: use :rewind or :reset, or start with --overflow slide."
 
 
@@ -90,7 +99,7 @@ class Turns:
 
     def command(self, name: str, argument: str = "") -> None:
         """Do what a line that begins with a colon asks for."""
-        commands = {":rewind": self._rewind, ":reset": self._reset, ":help": lambda: say(HELP)}
+        commands = {":rewind": self._rewind, ":reset": self._reset, ":help": lambda: say(f"commands\n{HELP}")}
         with_path = {":save": self._save, ":load": self._load}
         if name in commands and not argument:
             commands[name]()
@@ -102,7 +111,9 @@ class Turns:
             except TinyGPTError as error:
                 say(str(error))
         else:
-            say(f"{' '.join((name, argument)).rstrip()!r} is no command: :help lists them.")
+            meant = MEANT.get(name) or next(iter(get_close_matches(name, [*commands, *with_path, ":quit"], 1)), None)
+            hint = f"did you mean {meant}? " if meant not in (None, name) else ""
+            say(f"{' '.join((name, argument)).rstrip()!r} is no command: {hint}:help lists them.")
 
     def _rewind(self) -> None:
         if not self._starts:

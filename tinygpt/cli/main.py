@@ -1,5 +1,6 @@
 """`tinygpt`: find the subcommand, run it, turn what went wrong into a sentence and an exit code."""
 
+import argparse
 import io
 import os
 import re
@@ -23,6 +24,7 @@ from tinygpt.suggestions import nearest_command, nearest_flag
 
 # Each is a module of tinygpt/cli/commands, imported when it is asked for, or when all of them are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
+FIGURELESS = ("convert", "warmup", "info", "doctor")  # which say of no time that is measured
 DONE, FAILED, USAGE = 0, 1, 2
 MAX_SENTENCE = 8000  # characters: what is wrong with a checkpoint may take some lines
 # All control characters but tabs and ends of lines, and what turns the direction of the text behind it.
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         start_ranks(args, words)
         note_threads(getattr(args, "threads", None))
-        with log_shown(args.debug), compiling_shown():
+        with log_shown(args.debug), compiling_shown(args.command not in FIGURELESS):
             _module_of(args.command).run(args)
         return DONE
     except (Exception, KeyboardInterrupt) as error:
@@ -89,7 +91,8 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> Parser:
             rare=getattr(command, "RARE", ""),
         )
         command.add_arguments(subparser)
-        subparser.add_argument("--help-all", action=Help, help="show every flag and exit")
+        more = "show every flag and exit" if hasattr(command, "EVERY_DAY") else argparse.SUPPRESS  # --help does
+        subparser.add_argument("--help-all", action=Help, help=more)
         subparser.add_argument(
             "--debug", action="store_true", help="show the log, and the traceback of an error (default: off)"
         )

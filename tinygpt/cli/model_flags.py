@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.cli.flags import dtype, lowered, reader, whole_number
+from tinygpt.cli.flags import dtype, one_of, reader, whole_number
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
 
@@ -41,7 +41,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "threads that compute (default: one for each fast physical core)",
     },
     "device": {
-        "type": lowered("cpu", "cuda", "reference"),
+        "type": one_of("cpu", "cuda", "reference"),
         "default": "cpu",
         "help": '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow (default: %(default)s)',
     },

@@ -11,7 +11,7 @@ from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choic
 
 RESULTS = (".json", ".jsonl", ".csv", ".md")  # how names of files with results end
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
-_MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+|\{[\w,]+\}): it is ")
+_MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+|[A-Z]+): it is ")
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,18 +86,31 @@ class Parser(argparse.ArgumentParser):
     def _flags_first(self, words: Sequence[str]) -> list[str]:
         """The same command line in the order that argparse can read: it takes a PROMPT that is in one place."""
         end = _end_of_flags(words)
-        flags, others, num_wanted = [], [], 0.0
+        flags, others, num_wanted, given = [], [], 0.0, []
         for word in words[:end]:
             if _is_flag(word):
-                num_wanted = self._num_values(word)
+                num_wanted, given = self._num_values(word), [word]
                 flags.append(word)
             elif num_wanted:
                 num_wanted -= 1
+                given.append(word)
                 flags.append(word)
             else:
+                if others:
+                    self._refuse_second_value(given, word)
+                given = []
                 others.append(word)
         others += words[end + 1 :]
         return [*flags, "--", *others] if others else flags
+
+    def _refuse_second_value(self, given: Sequence[str], word: str) -> None:
+        """`Once --stop a b` would be the prompt `Once b`."""
+        if len(given) == 2 and isinstance(self._option_string_actions.get(given[0]), argparse._AppendAction):
+            flag, value = given
+            self.error(
+                f"{word!r} stands behind {flag} {shlex.quote(value)}, which takes one value: did you mean "
+                f"{shlex.join([flag, value, flag, word])}? What belongs to the prompt goes in front of all flags."
+            )
 
     def _num_values(self, word: str) -> float:
         """How many of the words behind a flag are its own."""

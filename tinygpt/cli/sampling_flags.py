@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from shlex import quote
 from typing import Any
 
-from tinygpt.cli.flags import lowered, number, reader, utf8_text, whole_number
+from tinygpt.cli.flags import number, one_of, reader, utf8_text, whole_number
 from tinygpt.cli.text_input import is_file_name
 from tinygpt.sampling_params import SamplingParams
 
@@ -58,7 +58,7 @@ FLAGS: dict[str, dict[str, dict]] = {
         "top_k": _flag("keep the N most probable tokens; 0 is off", whole_number, "N", 40),
         "top_p": _flag("of those, keep the most probable that reach probability P; 1 is off", number, "P", 0.95),
         "seed": _flag("the same seed gives the same text (default: drawn, and reported)", whole_number, "N"),
-        "n": _flag("samples for each prompt", whole_number, "N"),
+        "n": _flag("samples for each prompt, which --json tells apart in a file", whole_number, "N"),
         "best_of": _flag(
             "samples to make, of which the --n most probable per token are returned (default: as many as --n)",
             whole_number,
@@ -105,7 +105,7 @@ FLAGS: dict[str, dict[str, dict]] = {
     "more ways to leave tokens out, with --temperature above 0": {
         "top_p_rule": _flag(
             "what happens to the token that reaches --top-p: hf, openai, fastertransformer",
-            lowered("hf", "openai", "fastertransformer"),
+            one_of("hf", "openai", "fastertransformer"),
             "RULE",
         ),
         "top_p_decay": _flag("multiply --top-p by X after each token; 1 is off", number, "X"),
@@ -131,7 +131,7 @@ FLAGS: dict[str, dict[str, dict]] = {
         "overflow": _flag(
             "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: "
             "the oldest tokens are dropped, and the rest is read again)",
-            lowered("refuse", "clamp", "truncate", "slide"),
+            one_of("refuse", "clamp", "truncate", "slide"),
             "HOW",
         ),
         "stride": _flag("tokens to drop at a time (default: half the positions)", whole_number, "N"),
@@ -142,7 +142,7 @@ FLAGS: dict[str, dict[str, dict]] = {
         ),
         "prompt_logprobs": _flag("of each token of the prompt", whole_number, "N"),
         "logprobs_mode": _flag(
-            "raw: the model's own; processed: those that tokens were drawn from", lowered("raw", "processed"), "MODE"
+            "raw: the model's own; processed: those that tokens were drawn from", one_of("raw", "processed"), "MODE"
         ),
     },
 }

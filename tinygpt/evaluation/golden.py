@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,20 @@ class Golden:
     hidden_states: np.ndarray | None  # (L + 1, T, C) float32, as LLM.hidden_states has them
 
 
+def check_transformers() -> None:
+    """RequestError where transformers or torch is not installed."""
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise _unusable(f"no {' and no '.join(missing)} here")
+
+
+def _unusable(why: object) -> RequestError:
+    return RequestError(
+        f"torch and transformers are needed ({why}): {how_to_install('parity')}, or give --golden, a file that parity "
+        "--save-golden has written where they are."
+    )
+
+
 def compute_goldens(
     path: Path, prompts: Sequence[list[int]], num_greedy: Sequence[int], threads: int, has_states: bool
 ) -> list[Golden]:
@@ -37,10 +52,7 @@ def compute_goldens(
         from transformers import AutoModelForCausalLM, GPT2LMHeadModel
         from transformers.utils import logging
     except ImportError as error:
-        raise RequestError(
-            f"torch and transformers are needed ({error}): {how_to_install('parity')}, or give --golden, a file "
-            "that parity --save-golden has written where they are."
-        ) from error
+        raise _unusable(error) from error
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
     has_type = "model_type" in read_json_object(path / "config.json")  # GPT-2's first files have none

@@ -1,7 +1,7 @@
 """ModelSource: which checkpoint runs on which backend in which dtypes, decided and checked before a weight is read."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType
@@ -42,10 +42,28 @@ class ModelSource:
         lora: str | os.PathLike[str] | None = None,
     ) -> "ModelSource":
         """Raises CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
-        backend = load_backend(device, dtype)
+        return cls.open_all(model, [dtype], device, kv_cache_dtype, lora)[0]
+
+    @classmethod
+    def open_all(
+        cls,
+        model: str,
+        dtypes: Sequence[str],
+        device: str = "cpu",
+        kv_cache_dtype: str = "auto",
+        lora: str | os.PathLike[str] | None = None,
+    ) -> "list[ModelSource]":
+        """As `open`, of one checkpoint in each dtype."""
+        backends = [load_backend(device, dtype) for dtype in dtypes]
         checkpoint = open_checkpoint(model)
         if lora is not None:
             checkpoint = merge_lora(checkpoint, lora)
+        return [cls._of(checkpoint, *how, kv_cache_dtype) for how in zip(backends, dtypes, strict=True)]
+
+    @classmethod
+    def _of(
+        cls, checkpoint: Checkpoint | PackedCheckpoint, backend: ModuleType, dtype: str, kv_cache_dtype: str
+    ) -> "ModelSource":
         dtype = resolve_dtype(dtype, backend, checkpoint)
         check_model(backend, checkpoint.config, checkpoint.path)
         return cls(backend, checkpoint, dtype, resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype))

@@ -48,6 +48,8 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         raise CheckpointError(f"{path} is a file: give the folder that holds it and {CONFIG}.")
     if (path / MODEL_CONFIG).is_file() and not (path / CONFIG).exists():
         raise CheckpointError(f"{path} is a checkpoint, and no adapter: it has {MODEL_CONFIG}. Give it as the model.")
+    if not (path / CONFIG).exists():
+        raise CheckpointError(f"{path} holds no {CONFIG}: give the folder that the adapter was saved into.")
     config = read_json_object(path / CONFIG)
     if config.get("peft_type") not in peft_types:
         place = _place_of(config, path)
@@ -108,7 +110,7 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
     is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(given), re.ASCII) is not None
     raise CheckpointError(
-        f"There is no folder {given}: check the path, or download an adapter from the Hub with "
+        f"There is no folder or file {given}: check the path, or download an adapter from the Hub with "
         f"`{_download_of(str(given) if is_id else None)}` and give that folder."
     )
 

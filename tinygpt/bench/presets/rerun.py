@@ -69,7 +69,7 @@ class Rerun:
     def prepare(cls, study: Study, options: PresetOptions, records: list[Record]) -> "Rerun":
         """Raises RequestError for what is impossible, and CheckpointError if the model cannot be found."""
         thread_count(options.threads)
-        sources = [ModelSource.open(options.model, dtype, options.device) for dtype in options.dtypes]
+        sources = ModelSource.open_all(options.model, options.dtypes, options.device)
         dtypes = dict.fromkeys(source.dtype for source in sources)
         options = replace(options, dtypes=tuple(dtypes))
         return cls(study, options, sources[0].config, records, meter_of(options.device))

@@ -7,7 +7,7 @@ from pathlib import Path
 from tinygpt.bench.formats import FORMATS, Record, aligned
 from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY, WITH_REMOTE
 from tinygpt.cli import loading
-from tinygpt.cli.flags import dtypes, lowered, whole_number, whole_numbers
+from tinygpt.cli.flags import dtypes, lowered, one_of, whole_number, whole_numbers
 from tinygpt.cli.messages import counted, put, say
 from tinygpt.cli.model_flags import CHECKPOINT, DTYPE, RANK_FLAGS, add_flag
 from tinygpt.cli.report import table_format
@@ -78,7 +78,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dtype", type=dtypes, metavar="LIST", help=f"{DTYPE} (default: auto)")
     add_flag(group, "threads", type=whole_numbers, metavar="LIST")
     about = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
-    add_flag(group, "device", type=lowered("cpu", "cuda"), default=None, help=about)
+    add_flag(group, "device", type=one_of("cpu", "cuda"), default=None, help=about)
     for name in RANK_FLAGS:
         add_flag(group, name)
 

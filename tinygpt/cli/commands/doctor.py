@@ -12,6 +12,7 @@ from typing import Any
 import tinygpt
 from tinygpt.cli import loading
 from tinygpt.cli.instructions import instructions
+from tinygpt.cli.messages import elapsed
 from tinygpt.cli.model_flags import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.report import print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print_json(report)
         return
+    report["versions"] = {name: version or "not installed" for name, version in report["versions"].items()}
     report["cache"]["size"] = size_text(report["cache"]["size"])
     report["cache"]["other_builds_size"] = size_text(report["cache"]["other_builds_size"])
     report["memory"]["read_bandwidth"] = f"{report['memory']['read_bandwidth'] / 1e9:.1f} GB/s"
@@ -73,7 +75,7 @@ def _checkpoint(model: str) -> dict[str, Any]:
     from tinygpt.weights.open import resolve
 
     report = describe(resolve(model))
-    kept = ("path", "container", "family", "quirks", "sha256", "converted_to", "refused")
+    kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
     return {name: report[name] for name in kept}
 
 
@@ -123,7 +125,9 @@ def _blas() -> dict[str, Any]:
 def _memory(threads: int) -> dict[str, Any]:
     from tinygpt.hardware.bandwidth import read_bandwidth
 
-    return {**_memory_sizes(), "read_bandwidth": read_bandwidth(threads), "threads": threads}
+    with elapsed("measuring the memory's bandwidth"):
+        bandwidth = read_bandwidth(threads)
+    return {**_memory_sizes(), "read_bandwidth": bandwidth, "threads": threads}
 
 
 def _memory_sizes() -> dict[str, int | None]:
@@ -141,12 +145,14 @@ def _cache() -> dict[str, Any]:
     from tinygpt.kernels.cpu.jit import cache_folder, kernel_files
 
     path, files = cache_folder().path, kernel_files()
+    folders = files.folders
     others = [] if path is None else [build for build in path.parent.glob("kernels-*") if build != path]
     return {
         "folder": None if path is None else str(path),
         "note": cache_folder().note or None,
         "kernels": len(files.names()),
-        "size": 0 if path is None else _size_of(path),
+        "kernels_in": [str(folder) for folder in folders],
+        "size": sum(map(_size_of, folders)),
         "compiled_for": files.marks(),
         "other_builds": len(others),
         "other_builds_size": sum(map(_size_of, others)),

@@ -14,7 +14,6 @@ from tinygpt.cli.model_flags import CPU_FLAGS, RANK_FLAGS, add_group
 from tinygpt.cli.report import table_format
 from tinygpt.errors import RequestError, late_behind
 from tinygpt.evaluation.texts import read_rows, read_text
-from tinygpt.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
@@ -55,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "task",
         type=lowered(*COLUMNS),
         choices=COLUMNS,
-        metavar="{ppl,lambada,rouge}",
-        help="what to measure, see below",
+        metavar="TASK",
+        help="what to measure: ppl, lambada or rouge, see below",
     )
     parser.add_argument(
         "file",
@@ -95,7 +94,8 @@ def run(args: argparse.Namespace) -> None:
     _check_flags(args)
     given = _read(args)
     loading.set_thread_pools(args.threads)
-    _check_dtypes(args)
+    if len(args.dtype) > 1:  # a single one is refused by LLM, as soon
+        _check_dtypes(args)
     found: list[list[dict[str, Any]]] = []
     try:
         with late_behind(found):
@@ -108,14 +108,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _check_dtypes(args: argparse.Namespace) -> None:
     """Raise what the model refuses of any of them before the first is measured."""
-    from tinygpt.execution.model_source import ModelSource
-    from tinygpt.parallel.cut import check_cut
+    from tinygpt.parallel.sources import open_sources
 
-    layout = Layout.of(args.tensor_parallel_size, args.pipeline_parallel_size)
-    for dtype in args.dtype:
-        source = ModelSource.open(args.model, dtype, kv_cache_dtype=args.kv_cache_dtype)
-        if layout.size > 1:
-            check_cut(layout, source.config, source.dtype, "cpu")
+    ranks = args.tensor_parallel_size, args.pipeline_parallel_size
+    open_sources(args.model, args.dtype, ranks, kv_cache_dtype=args.kv_cache_dtype)
 
 
 def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:

@@ -73,7 +73,7 @@ def describe(path: Path) -> dict[str, Any]:
         "quirks": list(checkpoint.quirks) if checkpoint else None,
         "tokenizer": _tokenizer(source, checkpoint),
         "files": files,
-        "sha256": _hash_of_all(files),
+        "content_hash": _hash_of_all(files),
         "refused": refused,
     }
 
@@ -155,7 +155,7 @@ def _hash_of_all(files: dict[str, dict[str, Any]]) -> str:
 
 
 def _print_text(report: dict[str, Any]) -> None:
-    print_table(report["path"], [("content hash", report["sha256"])])
+    print_table(report["path"], [("content hash", report["content_hash"])])
     if report["config"]:
         print_fields("config", report["config"])
     tensors = report["tensors"]

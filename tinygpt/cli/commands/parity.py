@@ -110,7 +110,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _goldens(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
-    from tinygpt.evaluation.golden import compute_goldens, load_goldens, save_goldens
+    from tinygpt.evaluation.golden import check_transformers, compute_goldens, load_goldens, save_goldens
     from tinygpt.weights.open import resolve
     from tinygpt.weights.stored.packed import PACKED_FILE
 
@@ -129,6 +129,7 @@ def _goldens(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
     prompts = _built_in_prompts(llm) if args.input is None else _read_prompts(Path(args.input), llm)
     room = llm.max_model_len
     num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]
+    check_transformers()
     with elapsed("computing with transformers"):
         goldens = compute_goldens(path, prompts, num_greedy, thread_count(args.threads), args.layers)
     if args.save_golden is not None:
