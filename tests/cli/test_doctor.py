@@ -34,6 +34,15 @@ def test_versions_and_threads(report):
     assert report["threads"]["logical_cores"] == os.cpu_count()
 
 
+def test_what_the_memory_allows(report):
+    """At 2 GB/s: each weight of GPT-2 124M's blocks and head is read for a token."""
+    in_blocks, in_head = 12 * 12 * 768 * 768, 50257 * 768
+    sizes = {"float32": 4 * (in_blocks + in_head), "int4": 0.625 * in_blocks + in_head}
+    rates = report["decode_limits"]["tokens_per_second"]
+    assert {dtype: rates[dtype] for dtype in sizes} == pytest.approx({d: 2e9 / size for d, size in sizes.items()})
+    assert set(rates) == {"float32", "bfloat16", "int8", "int4"}
+
+
 def test_a_package_that_is_not_there():
     assert doctor._version_of("no-such-package-of-tinygpt") is None
 

@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> None:
     report["cache"]["size"] = size_text(report["cache"]["size"])
     report["cache"]["other_builds_size"] = size_text(report["cache"]["other_builds_size"])
     report["memory"]["read_bandwidth"] = f"{report['memory']['read_bandwidth'] / 1e9:.1f} GB/s"
+    for dtype, rate in report["decode_limits"]["tokens_per_second"].items():
+        report["decode_limits"][dtype] = f"{rate:.0f} tokens/s"
+    del report["decode_limits"]["tokens_per_second"]
     for name in ("total", "available"):
         report["memory"][name] = size_text(report["memory"][name])
     for title, values in report.items():
@@ -56,6 +59,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
     variables: what the environment says of thread pools, None where it says nothing.
     """
+    memory = _memory(threads)
     return {
         "versions": _versions(),
         "system": {"platform": platform.platform(), "machine": platform.machine()},
@@ -63,7 +67,8 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "cpu": _cpu(),
         "kernels": instructions(),
         "blas": _blas(),
-        "memory": _memory(threads),
+        "memory": memory,
+        "decode_limits": _decode_limits(memory["read_bandwidth"]),
         "cache": _cache(),
         "gpu": _gpu(),
     }
@@ -128,6 +133,16 @@ def _memory(threads: int) -> dict[str, Any]:
     with elapsed("measuring the memory's bandwidth"):
         bandwidth = read_bandwidth(threads)
     return {**_memory_sizes(), "read_bandwidth": bandwidth, "threads": threads}
+
+
+def _decode_limits(bandwidth: float) -> dict[str, Any]:
+    """What a sequence by itself can reach, where reading the weights is all that takes time, as it nearly is."""
+    from tinygpt.bench.work import BYTES, weight_bytes
+    from tinygpt.config import ModelConfig
+
+    config = ModelConfig()
+    rates = {dtype: bandwidth / weight_bytes(config, dtype) for dtype in BYTES}
+    return {"of": "GPT-2 124M, one sequence, by the memory's bandwidth", "tokens_per_second": rates}
 
 
 def _memory_sizes() -> dict[str, int | None]:
