@@ -103,6 +103,12 @@ def test_tensors_that_are_not_the_configs(capsys, tmp_path):
     assert "transformer.wpe.weight" in report["tensors"]
 
 
+def test_what_is_no_checkpoint_is_told_so_alone(capsys, tmp_path):
+    (path := tmp_path / "story.txt").write_text("Once upon a time there was a king.")
+    (refused,) = info(capsys, path)["refused"]
+    assert "is in no format of weights" in refused
+
+
 def test_hashes(capsys, folder):
     before = info(capsys, folder)
     content = (folder / "model.safetensors").read_bytes()

@@ -1,6 +1,5 @@
 """`tinygpt`: find the subcommand, run it, turn what went wrong into a sentence and an exit code."""
 
-import argparse
 import io
 import os
 import re
@@ -91,8 +90,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> Parser:
             rare=getattr(command, "RARE", ""),
         )
         command.add_arguments(subparser)
-        more = "show every flag and exit" if hasattr(command, "EVERY_DAY") else argparse.SUPPRESS  # --help does
-        subparser.add_argument("--help-all", action=Help, help=more)
+        subparser.add_argument("--help-all", action=Help, help="show every flag and exit")
         subparser.add_argument(
             "--debug", action="store_true", help="show the log, and the traceback of an error (default: off)"
         )

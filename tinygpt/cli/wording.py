@@ -17,6 +17,7 @@ class Worded(RequestError):
 
 
 _NONE = re.compile(r"[,;]? or None\b")
+_POWER = re.compile(r"2\*\*(\d{1,2}) - 1")
 _JSON = {"True": "true", "False": "false", "None": "null", "a dict": "an object"}
 _PYTHON = re.compile(r"\b(?:True|False|None|a dict)\b")
 _TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -39,7 +40,7 @@ def for_shell(sentence: str, flags: Mapping[str, str]) -> str:
     """The sentence with flags; `flags` maps the names of fields to them. `top_k=-2` is `--top-k -2`."""
     if not flags:
         return sentence
-    sentence = _NONE.sub("", sentence)
+    sentence = _POWER.sub(lambda found: str(2 ** int(found[1]) - 1), _NONE.sub("", sentence))
     for field, flag in _FLAGS.items():
         sentence = sentence.replace(field, flag)
     assigned = re.compile(rf"(?<![\w./'\"-])({_any_of(flags)})=({_VALUE})")

@@ -53,7 +53,7 @@ def describe(path: Path) -> dict[str, Any]:
     source = Source(path, container or Container("unreadable weights", {}))
     family = _attempt(refused, family_of, source)
     config = _attempt(refused, family.config, source) if family else None
-    refused += unread
+    refused = [*refused, *unread] if family or container else unread  # what cannot be read is of no family either
     tied = dtype = checkpoint = None
     if config and container and is_packed:
         dtype, tied = _attempt(refused, _check_packed, path) or (None, None)
