@@ -4,8 +4,10 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import threading
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -21,9 +23,31 @@ from support.ray_processes import ray_processes
 from tinygpt import LLM
 from tinygpt.on_ray.application import Arguments, build
 
+KILLS = Path(tempfile.gettempdir(), f"tinygpt-kills-{os.getpid()}")
 BODY = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 400, "n": 4}  # which takes the demo a second, and fills a replica
 QUICK = {"upscale_delay_s": 0, "downscale_delay_s": 600, "metrics_interval_s": 0.1, "look_back_period_s": 0.2}
+
+
+def obey():
+    """In a process of Ray's: kill the engine's thread as soon as the file of KILLS has the process's id."""
+
+    def watch():
+        while True:
+            time.sleep(0.02)
+            engines = [thread for thread in threading.enumerate() if thread.name == "tinygpt-service"]
+            if engines and KILLS.exists() and KILLS.read_text() == str(os.getpid()):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(engines[0].ident), ctypes.py_object(SystemExit)
+                )
+                KILLS.unlink()
+
+    import ctypes
+    import os
+    import threading
+    import time
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +57,7 @@ def port():
         port = free.getsockname()[1]
     ray.init(
         "local", num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False,
-        logging_level="ERROR",
+        logging_level="ERROR", runtime_env={"worker_process_setup_hook": obey},
     )  # fmt: skip
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port
@@ -106,6 +130,16 @@ def test_a_replica_that_is_killed_comes_back_and_the_other_answers(two):
     assert {reply.status for reply in replies} == {200}
     assert len({reply.json["choices"][0]["text"] for reply in replies}) == 1
     until(lambda: len(replicas()) == 2)
+
+
+def test_a_replica_whose_engine_has_died_is_replaced(two):
+    """Its thread is killed when no step is under way, which else would be its failure."""
+    ill = replicas()[0]
+    KILLS.write_text(str(ill))
+    while KILLS.exists():  # the thread is there for a second after a request
+        assert ask(two, "/v1/completions", BODY).status == 200
+    until(lambda: ill not in replicas() and len(replicas()) == 2)
+    assert {ask(two, "/v1/completions", BODY).status for _ in range(8)} == {200}
 
 
 def test_requests_that_wait_bring_another_replica(port):
