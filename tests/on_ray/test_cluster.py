@@ -87,7 +87,9 @@ def test_actors_without_room_are_refused(address, given, flags, said):
     result = generate(address, "--input", given, *flags)
     has = f"the Ray cluster at {address} has 2 on 1 host"
     assert result.returncode == 2
-    assert result.stderr == f"tinygpt: starting Ray\ntinygpt: error: {said.format(has=has)}\n"
+    first, last = [line for line in result.stderr.splitlines() if "more threads than cores" not in line]
+    assert first == "tinygpt: starting Ray"
+    assert last == f"tinygpt: error: {said.format(has=has)}"
 
 
 def test_actors_that_just_fit_find_files_that_are_named_from_the_commands_folder(start, address, given, small_demo):
