@@ -1,11 +1,13 @@
 """The Ray Serve application: the server's replies from any of its replicas, which come back when they are killed."""
 
+import ctypes
 import os
 import re
 import signal
 import socket
 import tempfile
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -18,34 +20,29 @@ import ray
 from ray import serve
 
 from support.http_client import RawRequest, ask
+from support.paths import ROOT
 from support.processes import SECONDS, until
 from support.ray_processes import ray_processes
 from tinygpt import LLM
 from tinygpt.on_ray.application import Arguments, build
 
-KILLS = Path(tempfile.gettempdir(), f"tinygpt-kills-{os.getpid()}")
+KILLS = Path(os.environ.get("TINYGPT_KILLS") or tempfile.mktemp())  # the same in processes of Ray
+OF_RAY = {"TINYGPT_KILLS": str(KILLS), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 BODY = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 400, "n": 4}  # which takes the demo a second, and fills a replica
 QUICK = {"upscale_delay_s": 0, "downscale_delay_s": 600, "metrics_interval_s": 0.1, "look_back_period_s": 0.2}
 
 
 def obey():
-    """In a process of Ray's: kill the engine's thread as soon as the file of KILLS has the process's id."""
+    """In each process of Ray's: kill the engine's thread as soon as the file of KILLS has the process's id."""
 
     def watch():
         while True:
             time.sleep(0.02)
-            engines = [thread for thread in threading.enumerate() if thread.name == "tinygpt-service"]
+            engines = [thread.ident for thread in threading.enumerate() if thread.name == "tinygpt-service"]
             if engines and KILLS.exists() and KILLS.read_text() == str(os.getpid()):
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(engines[0].ident), ctypes.py_object(SystemExit)
-                )
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(engines[0]), ctypes.py_object(SystemExit))
                 KILLS.unlink()
-
-    import ctypes
-    import os
-    import threading
-    import time
 
     threading.Thread(target=watch, daemon=True).start()
 
@@ -57,7 +54,7 @@ def port():
         port = free.getsockname()[1]
     ray.init(
         "local", num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False,
-        logging_level="ERROR", runtime_env={"worker_process_setup_hook": obey},
+        logging_level="ERROR", runtime_env={"worker_process_setup_hook": obey, "env_vars": OF_RAY},
     )  # fmt: skip
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port
