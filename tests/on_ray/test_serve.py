@@ -35,7 +35,7 @@ QUICK = {"upscale_delay_s": 0, "downscale_delay_s": 600, "metrics_interval_s": 0
 
 
 def obey():
-    """In each process of Ray's: kill the engine's thread, between two steps, once the file of KILLS has the process's id.
+    """In each process of Ray's: kill the engine's thread, between two steps, once the file KILLS has the process's id.
 
     Within a step it would be the step's failure.
     """
