@@ -67,7 +67,7 @@ FOREIGN = {
     "tinygpt.parallel.mpi": {"mpi4py"},
     "tinygpt.on_ray.application": {"ray", "pydantic", "starlette"},
     "tinygpt.on_ray.metrics": {"ray"},
-    "tinygpt.cli.ray_actors": {"ray"},
+    "tinygpt.cli.ray_cluster": {"ray"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
 

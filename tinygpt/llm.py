@@ -280,6 +280,13 @@ class LLM:
         deque(self._run(requests), maxlen=0)
         return [score_of(request) for request in requests]
 
+    def check_health(self) -> None:
+        """Raise what keeps requests of `submit` from running: TinyGPTError if the last step for them failed, as where
+        memory is short or a file was cut, or if the thread that takes them ended; RequestError once this is closed.
+        """
+        self.engine.check_open()
+        self._service.check_health()
+
     def close(self) -> None:
         """Give the memory back. Any later call raises RequestError, and so does every future that is not done.
 

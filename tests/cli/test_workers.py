@@ -1,5 +1,6 @@
 """`generate --workers`: the records of one process, by several; whoever is killed, each prompt is answered once."""
 
+import collections
 import json
 import os
 import re
@@ -8,9 +9,12 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from support import tiny_checkpoint
 from support.commands import Result, run_process
 from support.moe_models import moe_arrays, write_moe
 from support.paths import ROOT
@@ -97,6 +101,46 @@ def test_sigterm_ends_all_processes_and_keeps_what_is_done(tmp_path, small_demo,
     assert 0 <= len(records(out)) - int(said[1]) <= 1  # one may be written, and not yet counted
     until(lambda: not any(map(is_running, others)))
     assert not [*temporary.iterdir()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_share_one_mapped_copy_of_the_weights(tmp_path, monkeypatch, capsys):
+    """N x cache + 1 x weights: none has pages of the converted file for itself, nor a copy of it elsewhere."""
+    shapes = tiny_checkpoint.shapes_of(n_embd=512, inner_size=16384, n_layer=2, vocab_size=11, n_positions=16)
+    plain_folder, converted = tmp_path / "plain", tmp_path / "converted"
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    tiny_checkpoint.write_checkpoint(plain_folder, tensors, n_positions=16, n_embd=512, n_inner=16384, n_layer=2)
+    assert Result(capsys, "convert", [str(plain_folder), str(converted), "--dtype", "float32"]).code == 0
+    [size] = [path.stat().st_size for path in converted.iterdir() if path.stat().st_size > 2**27]
+    given, found, plain = tmp_path / "in.jsonl", [], workers_module.answers_of
+    given.write_text('{"prompt": [3, 4, 5], "max_tokens": 5}\n' * 12, encoding="utf-8")
+
+    def looking(workers, tasks, room):
+        yield from plain(workers, tasks, room)  # then each has answered some
+        found.extend(memory_of(worker.process.pid, converted) for worker in workers)
+
+    monkeypatch.setattr(workers_module, "answers_of", looking)
+    result = Result(capsys, "generate", ["-m", str(converted), "--input", str(given), "--workers", "2", *FLAGS])
+    assert result.code == 0, result.err
+    assert len(found) == 2
+    for file, whole in found:
+        assert file["Rss"] > 0.9 * size
+        assert file["Private_Dirty"] == 0
+        assert whole["Anonymous"] < size
+    assert sum(file["Pss"] for file, _ in found) <= size
+
+
+def memory_of(pid, folder):
+    """Bytes of a process by their kinds: of the files in the folder that it maps, and of all."""
+    file, is_inside = collections.Counter(), False
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
+        name, _, rest = line.partition(":")
+        if not line[0].isupper():  # a mapping begins
+            is_inside = str(folder) in line
+        elif is_inside and rest.endswith(" kB"):
+            file[name] += 1024 * int(rest.removesuffix(" kB"))
+    rows = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]]
+    return file, {name.removesuffix(":"): 1024 * int(count) for name, count, _ in rows}
 
 
 def test_a_model_that_no_config_json_describes_is_not_shared(tmp_path):

@@ -1,6 +1,7 @@
 """Submitted requests: batched whoever they come from, bounded, cancelled at any time, resolved in any case."""
 
 import asyncio
+import ctypes
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
@@ -36,6 +37,11 @@ def nothing_is_left_behind(request):
             scheduler = llm.engine.scheduler
             assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
         assert (llm._service._pending, llm._service.num_samples) == ({}, 0)
+
+
+def kill_thread(thread: threading.Thread) -> None:
+    """SystemExit, wherever it stands."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
 
 def between_steps(llm: LLM):
@@ -259,6 +265,36 @@ def test_a_step_that_is_broken_off_leaves_nobody_waiting(llm, monkeypatch):
             with pytest.raises(RuntimeError, match=r"broken off by SystemExit\(1\)"):
                 future.result(SECONDS)
     assert llm.submit([1], params_for(1)).result(SECONDS).outputs
+
+
+def test_after_a_step_that_failed_the_engine_is_ill_until_one_succeeds(llm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "forward", raiser(MemoryError("no more")))
+        with pytest.raises(MemoryError):
+            llm.submit([1], LONG).result(SECONDS)
+        with pytest.raises(TinyGPTError, match=r"the engine has failed: MemoryError\('no more'\)"):
+            llm.check_health()
+    bad = llm.submit([1], SamplingParams(allowed_token_ids=[5], suppress_tokens=[5]))
+    with pytest.raises(TinyGPTError):  # its own failure is no matter of the engine's
+        bad.result(SECONDS)
+    with between_steps(llm):
+        pass
+    llm.check_health()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_is_killed_keeps_nobody_waiting(llm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", lambda: None)  # none is taken, so that the request stays
+        future = llm.submit([1], LONG)
+        thread = llm._service._thread
+        kill_thread(thread)
+        with pytest.raises(RuntimeError, match="the engine's thread has ended by SystemExit"):
+            future.result(SECONDS)
+        thread.join(SECONDS)
+        with pytest.raises(TinyGPTError, match="the engine has failed: SystemExit"):
+            llm.check_health()
+    assert llm.submit([1], params_for(1)).result(SECONDS).outputs  # by another thread
 
 
 @pytest.mark.parametrize("where", ["on_chunk", "processor"])

@@ -51,8 +51,45 @@ def test_a_failure_is_a_value_of_its_row(completer):
     assert found["generated_text"][4]
 
 
+def test_whatever_is_in_a_row_the_batch_goes_on(completer):
+    """Of other kinds than a prompt or fields are, too long, and failing when a token is drawn."""
+    late = {"allowed_token_ids": np.array([11]), "no_repeat_ngram_size": 1}
+    fields = np.array([None, None, None, "max_tokens=3", {3: 4}, {"stop": 5}, late, None], object)
+    prompts = (None, float("nan"), "The fox " * 400, "x", "x", "x", "The", "The fox")
+    found = completer(batch(*prompts, sampling_params=fields))
+    said = ["None", "float", "positions", "max_tokens=3", "'3'", "stop", "leave no token to choose at position 2"]
+    for error, words in zip(found["error"], said, strict=False):
+        assert words in error
+    assert list(found["generated_text"][:7]) == [None] * 7
+    assert found["error"][7] is None
+    assert found["generated_text"][7]
+
+
+def test_fields_are_read_as_arrow_gives_them(completer):
+    """Arrays for lists, NumPy's numbers, and texts for the keys of a dict, each row with those of all rows."""
+    fields = {
+        "max_tokens": np.int64(3),
+        "allowed_token_ids": np.array([11, 12]),
+        "logit_bias": {"12": -50.0, "13": None},
+    }
+    found = completer(batch("The fox", sampling_params=np.array([fields], object)))
+    assert list(found["error"]) == [None]
+    assert found["generated_token_ids"][0] == [11] * 3
+
+
+def test_what_is_wrong_with_the_engine_is_no_value_of_a_row(completer, monkeypatch):
+    def fail(batch):
+        raise MemoryError
+
+    monkeypatch.setattr(completer._llm.engine.runner, "forward", fail)
+    with pytest.raises(MemoryError):
+        completer(batch("The fox"))
+
+
 def test_what_no_row_could_have_is_refused(completer):
     with pytest.raises(RequestError, match="the rows have 'text' and need a column 'prompt'"):
         completer({"text": np.array(["x"])})
     with pytest.raises(RequestError, match="unknown sampling field 'wisdom'"):
         Completer({"wisdom": 3}, model="demo")
+    with pytest.raises(RequestError, match="max_queue is for callers who can come again"):
+        Completer(model="demo", max_queue=3)

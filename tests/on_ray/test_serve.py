@@ -1,11 +1,16 @@
 """The Ray Serve application: the server's replies from any of its replicas, which come back when they are killed."""
 
+import ctypes
 import os
 import re
 import signal
 import socket
+import sys
+import tempfile
 import threading
+import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +21,36 @@ import ray
 from ray import serve
 
 from support.http_client import RawRequest, ask
+from support.paths import ROOT
 from support.processes import SECONDS, until
 from support.ray_processes import ray_processes
 from tinygpt import LLM
 from tinygpt.on_ray.application import Arguments, build
 
+KILLS = Path(os.environ.get("TINYGPT_KILLS") or tempfile.mktemp())  # the same in processes of Ray
+OF_RAY = {"TINYGPT_KILLS": str(KILLS), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 BODY = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 400, "n": 4}  # which takes the demo a second, and fills a replica
 QUICK = {"upscale_delay_s": 0, "downscale_delay_s": 600, "metrics_interval_s": 0.1, "look_back_period_s": 0.2}
+
+
+def obey():
+    """In each process of Ray's: kill the engine's thread, between two steps, once the file KILLS has the process's id.
+
+    Within a step it would be the step's failure.
+    """
+
+    def watch():
+        while True:
+            time.sleep(0.02)
+            frames = sys._current_frames()
+            engines = [thread.ident for thread in threading.enumerate() if thread.name == "tinygpt-service"]
+            is_idle = any(ident in frames and frames[ident].f_code.co_name == "wait" for ident in engines)
+            if is_idle and KILLS.exists() and KILLS.read_text() == str(os.getpid()):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(engines[0]), ctypes.py_object(SystemExit))
+                KILLS.unlink()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +60,7 @@ def port():
         port = free.getsockname()[1]
     ray.init(
         "local", num_cpus=3, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False,
-        logging_level="ERROR",
+        logging_level="ERROR", runtime_env={"worker_process_setup_hook": obey, "env_vars": OF_RAY},
     )  # fmt: skip
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield port
@@ -106,6 +133,15 @@ def test_a_replica_that_is_killed_comes_back_and_the_other_answers(two):
     assert {reply.status for reply in replies} == {200}
     assert len({reply.json["choices"][0]["text"] for reply in replies}) == 1
     until(lambda: len(replicas()) == 2)
+
+
+def test_a_replica_whose_engine_has_died_is_replaced(two):
+    ill = replicas()[0]
+    KILLS.write_text(str(ill))
+    while KILLS.exists():  # the thread is there for a second after a request
+        assert ask(two, "/v1/completions", BODY).status in (200, 500)
+    until(lambda: ill not in replicas() and len(replicas()) == 2)
+    assert {ask(two, "/v1/completions", BODY).status for _ in range(8)} == {200}
 
 
 def test_requests_that_wait_bring_another_replica(port):

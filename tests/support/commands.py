@@ -35,4 +35,5 @@ class Result(Outcome):
 
 def run_process(*arguments, **options) -> subprocess.CompletedProcess:
     """`python -m tinygpt` as a user starts it."""
-    return subprocess.run([sys.executable, "-m", "tinygpt", *arguments], cwd=ROOT, capture_output=True, **options)
+    options = {"cwd": ROOT, "capture_output": True, **options}
+    return subprocess.run([sys.executable, "-m", "tinygpt", *arguments], **options)

@@ -9,7 +9,7 @@ from functools import partial
 
 from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.engine import Engine
-from tinygpt.errors import QueueFullError, RequestError, is_ctrl_c
+from tinygpt.errors import QueueFullError, RequestError, TinyGPTError, is_ctrl_c
 from tinygpt.outputs import RequestOutput
 from tinygpt.request.request import Progress, Request, refuse_fork
 
@@ -59,6 +59,7 @@ class Service:
         self._changed = threading.Condition()
         self._pending: dict[Future[RequestOutput], Request] = {}
         self.num_samples = 0  # of the pending requests
+        self._failure: BaseException | None = None  # of the last step, or what has ended the thread
         self._thread: threading.Thread | None = None
 
     def submit(self, request: Request) -> "Future[RequestOutput]":
@@ -76,6 +77,11 @@ class Service:
             self._engine.add(request.sequences)
             self._wake()
         return future
+
+    def check_health(self) -> None:
+        """TinyGPTError if the last step has failed, or the thread that takes them."""
+        if self._failure is not None:
+            raise TinyGPTError(f"the engine has failed: {self._failure!r}.") from self._failure
 
     def close(self) -> None:
         """Fail whatever is pending, and refuse what comes later."""
@@ -109,6 +115,15 @@ class Service:
         self._changed.notify_all()
 
     def _work(self) -> None:
+        try:
+            self._take_steps()
+        except BaseException as error:  # nothing that is known; but nobody may wait for ever
+            with self._changed:
+                self._failure, self._thread = error, None
+            self._fail_pending(RuntimeError(f"the engine's thread has ended by {error!r}."))
+            raise
+
+    def _take_steps(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._is_closed, IDLE_SECONDS)
@@ -117,9 +132,12 @@ class Service:
                     return
             try:
                 self._engine.step()
+                self._failure = None
             except Exception as error:  # whatever it is, nobody may wait for ever
+                self._failure = error
                 self._fail_pending(error)
             except BaseException as error:  # raised again by a future's result(), it would end its caller's thread
+                self._failure = error
                 self._fail_pending(RuntimeError(f"a step was broken off by {error!r}."))
 
     def _take(self, future: Future) -> Request | None:

@@ -76,7 +76,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Ray asks every some seconds, and replaces a replica where this raises."""
-        self._llm.engine.check_open()
+        self._llm.check_health()
         self._metrics.publish()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import FailedRequestError, RequestError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput
 from tinygpt.sampling_params import SamplingParams
@@ -25,13 +25,18 @@ class Completer:
         )
 
     A row has `prompt`, a text or token ids, and may have `sampling_params`, fields of SamplingParams in front of
-    `params`; one that is None is not given. It gets COLUMNS: of what came, `error` or the others are None.
+    `params`; one that is None is not given. It gets COLUMNS: of what came, `error` or the others are None. An error is
+    what cannot be served, such as a prompt that is too long or a field that does not exist, and what could not go on.
+    What is wrong with the engine itself is raised, which ends the job.
 
-    arguments: LLM's. An actor has as many CPUs as num_cpus says and knows nothing of that: give `threads` as many.
+    arguments: LLM's, but for max_queue: a batch waits for its turn. Name files by whole paths, as an actor may run in
+    another folder. An actor has as many CPUs as num_cpus says and knows nothing of that: give `threads` as many.
     Raises as LLM does, and RequestError for impossible params.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None, **arguments: Any):
+        if arguments.get("max_queue") is not None:
+            raise RequestError("max_queue is for callers who can come again, and a batch waits: leave it out.")
         self._params = _with_fields(SamplingParams(), params or {})
         self._llm = LLM(**arguments)
 
@@ -46,16 +51,21 @@ class Completer:
         return {**batch, **{name: _column([row[i] for row in rows]) for i, name in enumerate(COLUMNS)}}
 
     def _submit(self, prompt: Any, fields: Mapping[str, Any]) -> "Future[RequestOutput] | RequestError":
-        prompt = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
         try:
-            return self._llm.submit(prompt, _with_fields(self._params, fields))
+            return self._llm.submit(_plain(prompt), _with_fields(self._params, fields))
         except RequestError as error:
             return error
 
 
 def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
     """RequestError for what is impossible, several samples among it: a row has room for one."""
-    params = replace(params, **{name: value for name, value in fields.items() if value is not None})
+    if not isinstance(fields, Mapping):
+        raise RequestError(f"sampling_params is {fields!r} and must be fields of SamplingParams and their values.")
+    given = {str(name): _plain(value) for name, value in fields.items() if value is not None}
+    if isinstance(given.get("logit_bias"), dict):  # Arrow's keys are texts, and each row has those of all
+        bias = given["logit_bias"].items()
+        given["logit_bias"] = {_token_id(key): value for key, value in bias if value is not None}
+    params = replace(params, **given)
     if params.n > 1:
         raise RequestError(f"n is {params.n} and a row has room for one sample: leave n at 1, and repeat the row.")
     return params
@@ -66,9 +76,18 @@ def _row_of(asked: "Future[RequestOutput] | RequestError") -> tuple[Any, ...]:
         if isinstance(asked, RequestError):
             raise asked
         sample = asked.result().outputs[0]
-    except TinyGPTError as error:
+    except (RequestError, FailedRequestError) as error:
         return None, None, None, str(error)
     return sample.text, sample.token_ids, sample.finish_reason, None
+
+
+def _plain(value: Any) -> Any:
+    """Arrow's arrays and numbers as Python's."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _token_id(key: Any) -> Any:
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 20 else key
 
 
 def _column(values: list[Any]) -> np.ndarray:

@@ -44,6 +44,7 @@ _INSIDE = "what it reads is inside the model, and a server gives no tensors: use
 # What an LLM has and this has not, and why.
 ELSEWHERE = {
     "attentions": _INSIDE,
+    "check_health": "GET /health asks the server",
     "hidden_states": _INSIDE,
     "load_session": "a session's keys and values lie in the memory of an LLM: use one",
     "logits": f"{_INSIDE}; logprobs and prompt_logprobs are there",
