@@ -15,6 +15,7 @@ import numba
 import numpy as np
 from llvmlite import binding
 from numba.core import config, event
+from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 
 from tinygpt.kernels import compiling
@@ -35,7 +36,20 @@ _HARMLESS = {
 _SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
 
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "no_cfunc_wrapper": True}
-KERNEL_OPTIONS = OPTIONS | {"pipeline_class": KernelCompiler}
+
+
+class ClaimedCompiler(KernelCompiler):
+    """Others wait for the kernel, and not for one that is broken off."""
+
+    def compile_extra(self, func) -> CompileResult:
+        try:
+            return super().compile_extra(func)
+        except BaseException:
+            kernel_files().end_claim()
+            raise
+
+
+KERNEL_OPTIONS = OPTIONS | {"pipeline_class": ClaimedCompiler}
 PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartCompiler}
 
 # A fork waits for the kernel that another thread compiles: the child would find Numba's lock taken for ever.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,8 @@ from ray.experimental import internal_kv
 from support.commands import run_process
 from support.paths import ROOT
 from support.processes import below
-from tinygpt.cli import ray_cluster
+from tinygpt.cli import ray_actors, ray_cluster
+from tinygpt.cli.workers import Setup
 from tinygpt.errors import RequestError
 
 # Without the tokens that clusters share by a file in the home folder, which is nothing of these tests'.
@@ -145,3 +146,20 @@ def test_cpus_that_others_have_are_waited_for(capsys):
     ray_cluster._check_room(cluster, "here:1", 2, 2)
     said = "2 workers need 4 CPUs and the Ray cluster at here:1 has 8 on 1 host, 3 of them free: some wait until others"
     assert said in capsys.readouterr().err
+
+
+def test_the_cluster_is_there_before_anything_is_asked_of_it(monkeypatch):
+    """A progress bar keeps the stderr that it finds, and within `joined` that is another one."""
+    entered = []
+
+    @contextmanager
+    def joined(*_):
+        entered.append(True)
+        yield
+        entered.append(False)
+
+    monkeypatch.setattr(ray_actors, "joined", joined)
+    setup = Setup({"threads": 1, "max_num_seqs": 2}, "demo")
+    with ray_actors.answers_on_ray(1, setup, []):
+        assert entered == [True]
+    assert entered == [True, False]

@@ -4,8 +4,12 @@ Ranks are threads here (support/thread_world.py). Most tests need no model: what
 """
 
 import gc
+import signal
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from support.thread_world import Aborted, Threads, running
 from tinygpt.config import ModelConfig
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.parallel.ending import EndAtOnce
 from tinygpt.parallel.lead import Lead
 from tinygpt.parallel.plan import NO_PLAN, Order, plan_size
 
@@ -129,6 +134,46 @@ def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, erro
     assert threads.aborted == 1
     assert orders(threads, heard) == [Order.OPEN, Order.FORWARD]
     assert capfd.readouterr().err == f"tinygpt: error: rank 0 of 2, on here: {error!r}\n"
+
+
+@contextmanager
+def handled(number: int, handler: Callable) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_raises_is_felt_behind_the_order(stage, number):
+    """The others hear all of the order, and the end of the program."""
+    lead, heard, threads = stage
+    open_model(lead)
+
+    def order() -> None:
+        with lead.order():
+            signal.raise_signal(number)
+            lead.tell(Order.READ)
+
+    def stop(*_) -> None:
+        raise Stopped
+
+    with handled(number, stop), pytest.raises(Stopped):
+        order()
+    lead.end()
+    assert orders(threads, heard) == [Order.OPEN, Order.READ, Order.CLOSE, Order.END]
+
+
+def test_what_ends_all_ranks_ends_them_within_an_order_too(stage):
+    lead, ended = stage[0], []
+    with handled(signal.SIGTERM, EndAtOnce(SimpleNamespace(abort=ended.append))), lead.order():
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == [143]
+
+
+class Stopped(KeyboardInterrupt):
+    pass
 
 
 def test_a_model_that_is_forgotten_is_closed(stage):

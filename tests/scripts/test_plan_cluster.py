@@ -110,6 +110,7 @@ def test_a_check_fails_by_predictions_that_are_off_and_not_by_what_was_not_tried
     """Two ranks share what one has, and so are to take as long."""
     seconds = {1: 1.0, 2: of_two}
     monkeypatch.setattr(plan_cluster, "find_spec", lambda name: name)
+    monkeypatch.setattr(plan_cluster, "find_mpiexec", lambda: "mpiexec")
     monkeypatch.setattr(plan_cluster, "physical_cores", lambda: 2)
     monkeypatch.setattr(plan_cluster, "measure_limits", lambda dtype, threads: LIMITS)
     monkeypatch.setattr(plan_cluster, "local_latency", lambda ranks: 1e-6)

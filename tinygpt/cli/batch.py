@@ -4,7 +4,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +105,8 @@ def _answer_by_workers(
     if args.ray:
         from tinygpt.cli.ray_actors import answers_on_ray
 
-        with closing(answers_on_ray(args.workers, reader.setup_elsewhere(), tasks)) as answers:
+        # Entered before the bar is made: stderr is another stream within.
+        with answers_on_ray(args.workers, reader.setup_elsewhere(), tasks) as answers:
             num_failed = _write_all(args, answers, pending, total, write)
     else:
         with reader.setup() as setup, started(args.workers, setup) as workers:

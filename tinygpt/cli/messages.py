@@ -124,7 +124,12 @@ def log_shown(is_whole: bool) -> Iterator[None]:
     """While the block runs, show what the library logs: warnings alone, or all of it."""
     import logging
 
-    log, handler = logging.getLogger("tinygpt"), logging.StreamHandler()
+    class ToStderr(logging.StreamHandler):
+        """To whatever stderr is by then: another stream may stand in for it."""
+
+        stream = property(lambda self: sys.stderr, lambda self, value: None)
+
+    log, handler = logging.getLogger("tinygpt"), ToStderr()
     level = log.level
     handler.addFilter(lambda record: SCREEN.begin_line() or True)  # it takes the place of a status, which goes on below
     handler.setFormatter(logging.Formatter("tinygpt: %(message)s"))

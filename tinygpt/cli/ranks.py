@@ -17,7 +17,7 @@ from tinygpt.parallel.launched import is_first_of_host, launched_rank
 from tinygpt.parallel.layout import Layout
 
 OURS = "TINYGPT_LAUNCHED"  # in the environment of what `_launch` has started
-USAGE, TERMINATED = 2, 143  # 128 + SIGTERM, as a shell reports it
+USAGE = 2
 
 
 def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
@@ -32,6 +32,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
         return
     if launched_rank() is None and OURS not in os.environ:
         _launch(layout, words)
+    from tinygpt.parallel.ending import EndAtOnce
     from tinygpt.parallel.mpi import process_world, world_of
 
     if is_first_of_host():  # what a host lacks, others may have
@@ -39,7 +40,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     world = process_world()
     if world.rank == 0:
         world_of(layout)
-        signal.signal(signal.SIGTERM, lambda *_: world.abort(TERMINATED))
+        signal.signal(signal.SIGTERM, EndAtOnce(world))
         return
     if world.size != layout.size:  # as rank 0 says
         sys.exit(USAGE)

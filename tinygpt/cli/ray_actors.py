@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from tinygpt.cli import loading
@@ -27,25 +28,31 @@ class Actor:
         return {"answer": [pickle.dumps(answer) for answer in answers]}
 
 
-def answers_on_ray(count: int, setup: Setup, tasks: list[Task]) -> Iterator[Answer]:
-    """Each task's, as batches of them are finished, the longest first. What an actor had that ends, Ray gives to
-    another. RequestError where there is no room for the actors, TinyGPTError for a problem, and if Ray gives up."""
+@contextmanager
+def answers_on_ray(count: int, setup: Setup, tasks: list[Task]) -> Iterator[Iterator[Answer]]:
+    """In the block, each task's answer, as batches of them are finished, the longest first. What an actor had that
+    ends, Ray gives to another. RequestError where there is no room for the actors, TinyGPTError for a problem, and if
+    Ray gives up."""
     ray, threads = import_ray(), setup.arguments["threads"]
+    with joined(ray, count, threads), closing(_answers(ray, count, setup, tasks)) as answers:
+        yield answers
+
+
+def _answers(ray: Any, count: int, setup: Setup, tasks: list[Task]) -> Iterator[Answer]:
     longest_first = sorted(tasks, key=lambda task: -task.cost)
     rows = [{"task": pickle.dumps(task)} for task in longest_first]
-    with joined(ray, count, threads):
-        # A batch may take long, and hosts may be long in coming: an actor that ends is noticed anyway.
-        ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
-        dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // setup.room))
-        done = dataset.map_batches(
-            Actor,
-            fn_constructor_args=(setup,),
-            batch_size=setup.room,
-            compute=ray.data.ActorPoolStrategy(size=count),
-            num_cpus=threads,
-        )
-        for row in done.iter_rows():
-            answer: Answer = pickle.loads(row["answer"])
-            if answer.problem is not None:
-                raise TinyGPTError(answer.problem)
-            yield answer
+    # A batch may take long, and hosts may be long in coming: an actor that ends is noticed anyway.
+    ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
+    dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // setup.room))
+    done = dataset.map_batches(
+        Actor,
+        fn_constructor_args=(setup,),
+        batch_size=setup.room,
+        compute=ray.data.ActorPoolStrategy(size=count),
+        num_cpus=setup.arguments["threads"],
+    )
+    for row in done.iter_rows():
+        answer: Answer = pickle.loads(row["answer"])
+        if answer.problem is not None:
+            raise TinyGPTError(answer.problem)
+        yield answer

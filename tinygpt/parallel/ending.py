@@ -3,12 +3,13 @@
 import logging
 import sys
 from contextlib import suppress
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.parallel.world import World
 
-FAILED = 1
+FAILED, TERMINATED = 1, 143  # 128 + SIGTERM, as a shell reports it
 
 logger = logging.getLogger(__name__)
 
@@ -23,3 +24,13 @@ def end_all(world: World, error: BaseException) -> NoReturn:
         where = f"rank {world.rank} of {world.size}, on {world.host}"
         print(f"tinygpt: error: {where}: {what}", file=sys.stderr, flush=True)
     world.abort(FAILED)
+
+
+@dataclass(frozen=True)
+class EndAtOnce:
+    """A handler of SIGTERM that ends all ranks, whatever they are doing."""
+
+    world: World
+
+    def __call__(self, *_: Any) -> NoReturn:
+        self.world.abort(TERMINATED)

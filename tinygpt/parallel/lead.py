@@ -7,15 +7,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.execution.batch import Batch
-from tinygpt.parallel.ending import end_all
+from tinygpt.parallel.ending import EndAtOnce, end_all
 from tinygpt.parallel.plan import NO_PLAN, Order, plan_size, put_batch, put_numbers
 from tinygpt.parallel.world import World
 
@@ -41,7 +40,7 @@ class Lead:
     def order(self) -> Iterator[None]:
         """In the block, something is done by all ranks. If it fails, all of them end, this one too.
 
-        Ctrl-C is felt behind it. TinyGPTError once they have ended.
+        Ctrl-C and SIGTERM are felt behind it. TinyGPTError once they have ended.
         """
         with _interrupts_put_off():
             with self._turn:
@@ -126,19 +125,26 @@ class Lead:
 
 
 @contextmanager
-def _put_off() -> Iterator[None]:
-    """Ctrl-C in the block is felt at its end."""
+def _interrupts_put_off() -> Iterator[None]:
+    """Signals in the block are felt at its end, if this thread is the one that feels them and a function of Python's
+    handles them, which may raise: the others would wait in the middle of an order. What ends them too, ends at once.
+    """
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if callable(handler) and not isinstance(handler, EndAtOnce):
+                    stack.enter_context(_put_off(number))
+        yield
+
+
+@contextmanager
+def _put_off(number: int) -> Iterator[None]:
     seen: list[tuple] = []
-    handler = signal.signal(signal.SIGINT, lambda *arguments: seen.append(arguments))
+    handler = signal.signal(number, lambda *arguments: seen.append(arguments))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-    if seen and callable(handler):
+        signal.signal(number, handler)
+    if seen:
         handler(*seen[0])
-
-
-def _interrupts_put_off() -> Any:
-    """Where this thread is the one that feels them, and Python hears of them."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return _put_off() if is_main and signal.getsignal(signal.SIGINT) is not None else nullcontext()

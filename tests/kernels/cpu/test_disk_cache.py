@@ -25,6 +25,7 @@ from tinygpt.kernels import compiling
 from tinygpt.kernels.compiling import CompileClock
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.disk_cache import DiskCache
+from tinygpt.kernels.cpu.parts import KernelCompiler
 from tinygpt.kernels.kernel_files import KernelFiles
 
 MODULE = """
@@ -56,6 +57,10 @@ with compiled_kernels():
     from arrays import ones, tens
     print(ones(3).sum(), bool(filled), tens(3).sum() if {both} else None, bool(filled))
 """
+
+
+def doubled(x):
+    return 2 * x
 
 
 @pytest.fixture
@@ -202,6 +207,24 @@ def test_of_processes_that_begin_at_once_one_compiles(folder):
     assert sorted(results) == [("15 0\n", ""), ("15 0\n", ""), ("15 1\n", "")]
     assert run(folder) == "15 0"
     assert not [path for path in files_of(folder) if path.suffix == ".lock"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nobody waits on Windows")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_nobody_waits_for_a_kernel_that_was_broken_off(compiled, monkeypatch, tmp_path, error):
+    """This process goes on, as a notebook does."""
+
+    def break_off(*arguments):
+        assert len([*tmp_path.glob("*.lock")]) == 1
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelCompiler, "compile_extra", break_off)
+        with pytest.raises(error):
+            jit.jit(doubled)(1)
+    assert not [*tmp_path.glob("*.lock")]
+    assert (jit.jit(doubled)(1), compiled) == (2, ["doubled", "doubled"])
+    assert not [*tmp_path.glob("*.lock")]
 
 
 def test_a_kernel_of_an_earlier_run_waits_for_nothing_that_only_compiling_takes(folder):
