@@ -35,6 +35,8 @@ class CompileClaim:
         The caller looks whether it is there by then. A claim that was taken before ends.
         """
         self.end()
+        if fcntl is None:
+            return
         self._path = path.with_name(f"{path.name}.lock")
         with suppress(OSError):
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | NO_SURPRISE, 0o600)
@@ -50,22 +52,23 @@ class CompileClaim:
 
     def _wait(self, name: str) -> None:
         began = time.monotonic()
-        with waited_for(name):
-            while time.monotonic() - began < self._patience:
-                time.sleep(LOOK_EVERY)
-                if _is_locked(self._descriptor):
-                    break
-            else:
+        is_ours = False
+        try:
+            with waited_for(name):
+                while not is_ours and time.monotonic() - began < self._patience:
+                    time.sleep(LOOK_EVERY)
+                    is_ours = _is_locked(self._descriptor)
+        finally:
+            if not is_ours:  # or the wait was broken off
                 os.close(self._descriptor)  # and leaves the file to its owner
                 self._descriptor = None
         self._patience -= time.monotonic() - began
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether this process has the lock now, or there are no locks on this system. OSError: nor on this disk."""
+    """Whether this process has the lock now. OSError: there are none on this disk."""
     try:
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -97,6 +98,18 @@ def test_patience_ends(tmp_path, monkeypatch):
         assert (tmp_path / f"{name}.lock").exists()
         monkeypatch.setattr(time, "sleep", slept.append)
     assert not slept
+
+
+@needs_locks
+def test_a_wait_that_is_broken_off_leaves_the_owner_its_file(tmp_path, monkeypatch):
+    owner, second = CompileClaim(), CompileClaim()
+    owner.take(tmp_path / "add.kernel")
+    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        second.take(tmp_path / "add.kernel")
+    second.end()
+    assert (tmp_path / "add.kernel.lock").exists()
+    owner.end()
 
 
 @needs_locks

@@ -24,6 +24,8 @@ from support.commands import run_process
 from support.paths import ROOT
 from support.processes import below
 from tinygpt.cli import ray_actors, ray_cluster
+from tinygpt.cli.batch import _writer
+from tinygpt.cli.output_file import Earlier
 from tinygpt.cli.workers import Setup
 from tinygpt.errors import RequestError
 
@@ -163,3 +165,12 @@ def test_the_cluster_is_there_before_anything_is_asked_of_it(monkeypatch):
     with ray_actors.answers_on_ray(1, setup, []):
         assert entered == [True]
     assert entered == [True, False]
+
+
+def test_what_ray_prints_is_not_among_the_records(tmp_path, capsys):
+    """The choice of where records go comes before `joined`."""
+    with _writer(None, Earlier()) as write, ray_cluster._said_in(tmp_path / "log"):
+        print("(raylet) Task failed")
+        write("{}")
+    assert capsys.readouterr().out == "{}\n"
+    assert (tmp_path / "log").read_text() == "(raylet) Task failed\n"

@@ -18,6 +18,7 @@ import pytest
 from support.golden_models import write_model
 from support.http_client import ask
 from support.paths import ROOT
+from support.processes import until
 from tinygpt.kernels.compiling import ANNOUNCEMENT
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
@@ -399,8 +400,7 @@ def test_sigterm_ends_all(tmp_path, five, command, whom):
     if command == "serve":
         assert "serving" in next(line for line in process.stderr if "serving" in line)
     else:
-        while not (tmp_path / "out").exists() or not records_so_far(tmp_path / "out"):
-            time.sleep(0.05)
+        until(lambda: (tmp_path / "out").exists() and records_so_far(tmp_path / "out"))
     os.kill(process.pid if whom == "mpiexec" else pids[0], signal.SIGTERM)
     out, err = process.communicate(timeout=TO_END)
     assert (process.returncode, out) == (143 if command == "generate" else 0, "")

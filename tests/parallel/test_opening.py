@@ -4,6 +4,7 @@ Ranks are threads here; that real ones see the same is in test_mpi.py.
 """
 
 import logging
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import compiling
-from tinygpt.parallel import follower, rank_model
+from tinygpt.parallel import follower, rank_model, runner
 from tinygpt.parallel.follower import Opening, follow
 from tinygpt.parallel.layout import Layout
 from tinygpt.parallel.lead import Lead
@@ -169,3 +170,27 @@ def test_each_rank_is_sent_its_share_of_keys_and_values(monkeypatch, opened):
     found = runner.read_positions(1, 3, 8)
     np.testing.assert_array_equal(found, (keys, values))
     assert runner._lead.world._threads.num_scattered == keys.size
+
+
+def test_an_interrupt_while_a_model_is_opened_leaves_none(monkeypatch, five):
+    """It is felt when all ranks have theirs; nobody has the model then, and another can be opened."""
+    leads, load = [], runner.load_together
+
+    def load_and_interrupt(world, *given):
+        loaded = load(world, *given)
+        if not leads:
+            leads.append(world)
+            signal.raise_signal(signal.SIGINT)
+        return loaded
+
+    monkeypatch.setattr(runner, "load_together", load_and_interrupt)
+    arguments = (five, "float32")
+    layout, own = Layout(2, 1), ModelSource.open(*arguments)
+    lead = Lead(running(Threads(2), follow))
+    opening = Opening(arguments, layout, SIZES.for_model(own.config, 16), 1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ParallelRunner(lead, own, opening)
+        assert ParallelRunner(lead, own, opening).config == own.config
+    finally:
+        lead.end()

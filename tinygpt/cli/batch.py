@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -112,7 +113,8 @@ def _answer_by_workers(
         with reader.setup() as setup, started(args.workers, setup) as workers:
             num_failed = _write_all(args, answers_of(workers, tasks, setup.room), pending, total, write)
     seconds = time.perf_counter() - began
-    say(f"{counted(len(pending), 'prompt')} by {args.workers} workers in {seconds:.2f} s; seeds in their records")
+    done = f"{counted(len(pending), 'prompt')} by {counted(args.workers, 'worker')} in {seconds:.2f} s"
+    say(f"{done}; seeds in their records")
     return num_failed
 
 
@@ -214,7 +216,7 @@ def _how_failed(output: str | None, num_failed: int, total: int) -> str:
 def _writer(target: Path | None, earlier: Earlier) -> Iterator[Callable[[str], None]]:
     """What writes a line at once: to the file, behind its earlier records, or to stdout."""
     if target is None:
-        yield put
+        yield functools.partial(put, file=sys.stdout)
         return
     with RecordFile(target, earlier) as file:
         yield file.write

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 from tinygpt.errors import TinyGPTError
 
@@ -102,11 +102,12 @@ def say_truncated(count: int) -> None:
         say(f"the first {counted(count, 'token')} of the prompt had no room in the model's positions: left out")
 
 
-def put(text: str = "", end: str = "\n") -> None:
-    """Text on stdout, at once. TinyGPTError where it cannot be written, and BrokenPipeError if its reader has left."""
+def put(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
+    """Text on stdout, at once; or on `file`, which was stdout before. TinyGPTError where it cannot be written, and
+    BrokenPipeError if its reader has left."""
     SCREEN.clear(text + end)
     try:
-        print(text, end=end, flush=True)
+        print(text, end=end, flush=True, file=file)
     except BrokenPipeError:
         raise
     except OSError as error:

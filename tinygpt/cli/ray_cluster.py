@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def joined(ray: Any, count: int, threads: int) -> Iterator[None]:
                 errors = logs / f"tinygpt-{os.getpid()}.err"
                 if _can_be_parted(errors):
                     stack.enter_context(_native_stderr_in(errors))
+                    stack.enter_context(_said_in(errors))
             yield
     except ray.exceptions.RayError as error:
         raise TinyGPTError(f"Ray has given up: {_last_line(error)} ({logs} says more)") from error
@@ -85,7 +86,7 @@ def _check_answers(address: str) -> None:
     if not port.isdecimal():  # such as auto
         return
     try:
-        socket.create_connection((host, int(port)), SECONDS_TO_ANSWER).close()
+        socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_ANSWER).close()
     except OSError as error:
         raise TinyGPTError(f"RAY_ADDRESS is {address!r}, and no cluster answers there: {error}.") from error
 
@@ -136,6 +137,14 @@ def _native_stderr_in(path: Path) -> Iterator[None]:
         os.dup2(ours, 2)
         os.close(ours)
         sys.stderr = plain
+
+
+@contextmanager
+def _said_in(path: Path) -> Iterator[None]:
+    """While the block runs, what is printed goes to the file, as Ray prints of actors that end. Records have a stream
+    of their own."""
+    with path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file, redirect_stdout(file):
+        yield
 
 
 def _can_be_parted(path: Path) -> bool:

@@ -137,5 +137,7 @@ def _take_part(world: World, model: RankModel, sizes: EngineConfig) -> None:
             model.copy_positions(*numbers)
         elif order == Order.READ:
             model.read_positions(*numbers[:3])
-        else:
+        elif order == Order.WRITE:
             model.write_positions(*numbers[:2])
+        else:
+            raise ValueError(f"an order that has no place while a model is open: {order}")

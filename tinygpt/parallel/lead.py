@@ -33,6 +33,7 @@ class Lead:
         self._process = os.getpid()
         self._advice: set[str] = set()
         self._turn = threading.Lock()  # of the thread that gives an order
+        self._opener = threading.Lock()  # of the thread that opens a model
         self._model_is_open = self._model_is_forgotten = self._has_ended = False
         atexit.register(self.end)
 
@@ -54,8 +55,15 @@ class Lead:
                     end_all(self.world, error)
             self._try_to_close_forgotten()
 
-    def check_no_model(self) -> None:
-        """RequestError while the others have a model that may still be used."""
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """In the block one thread has the others open a model, and the next one waits. RequestError while they have one
+        that may still be used."""
+        with self._opener:
+            self._check_no_model()
+            yield
+
+    def _check_no_model(self) -> None:
         if self._model_is_open:
             gc.collect()  # it may have been forgotten
             self._try_to_close_forgotten()

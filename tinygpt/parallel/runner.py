@@ -32,23 +32,23 @@ class ParallelRunner(ModelRunner):
     def __init__(self, lead: Lead, source: ModelSource, opening: Opening):
         """Have all ranks load their parts. Raises CheckpointError or RequestError, naming the rank where it is another
         one that cannot, and all wait for the next model then."""
-        lead.check_no_model()
         self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
         self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
         self._workspace, self._kv_cache, self._file = None, None, source.file
-        with lead.order():
+        with lead.opening(), lead.order():
             lead.tell(Order.OPEN)
             lead.world.broadcast_object(opening)
             lead.advise(advice(find_places(lead.world, opening), opening.layout.tensor_size))
             loaded = load_together(lead.world, opening, source)
             if isinstance(loaded, Loaded):
                 lead.note_model(opening.sizes)
+                # Here, as an interrupt is felt behind the order. Once, and also where nobody calls `close`.
+                self._close = weakref.finalize(self, lead.forget_model)
+                self._close.atexit = False  # the lead ends by itself then
         if not isinstance(loaded, Loaded):
             raise loaded
         self._params, self.shares_layers = loaded.model, opening.layout.tensor_size > 1
-        self._close = weakref.finalize(self, lead.forget_model)  # once, and also where nobody calls `close`
-        self._close.atexit = False  # the lead ends by itself then
         if loaded.any_is_cold:
             self._compile()
 
