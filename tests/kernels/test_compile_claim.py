@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -104,7 +103,11 @@ def test_patience_ends(tmp_path, monkeypatch):
 def test_a_wait_that_is_broken_off_leaves_the_owner_its_file(tmp_path, monkeypatch):
     owner, second = CompileClaim(), CompileClaim()
     owner.take(tmp_path / "add.kernel")
-    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         second.take(tmp_path / "add.kernel")
     second.end()

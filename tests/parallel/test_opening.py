@@ -188,9 +188,11 @@ def test_an_interrupt_while_a_model_is_opened_leaves_none(monkeypatch, five):
     layout, own = Layout(2, 1), ModelSource.open(*arguments)
     lead = Lead(running(Threads(2), follow))
     opening = Opening(arguments, layout, SIZES.for_model(own.config, 16), 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     try:
         with pytest.raises(KeyboardInterrupt):
             ParallelRunner(lead, own, opening)
         assert ParallelRunner(lead, own, opening).config == own.config
     finally:
+        signal.signal(signal.SIGINT, before)
         lead.end()
