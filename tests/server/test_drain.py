@@ -31,6 +31,7 @@ def test_what_runs_is_finished(llm, caplog):
     caplog.set_level("INFO", "tinygpt.server")
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
         stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
+        until(lambda: sum(not generation.is_over for generation in server.state._generations) == 2)
         gate.allow(2)
         events = stream.events()
         next(events)
