@@ -345,6 +345,21 @@ def test_what_the_command_line_says_is_said_by_rank_0_alone(words, status, said)
     assert said in out + err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "--top-k", "-4", "x"], "--top-k -4 is not possible"),
+        (["generate", "--input", "no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["eval", "ppl", "no-such-file.txt"], "no-such-file.txt"),
+        (["serve", "--port", "99999"], "--port is 99999"),
+    ],
+)
+def test_what_is_refused_before_a_model_is_opened_ends_all_ranks(words, said):
+    status, out, err = run("-m", "tinygpt", *words, "--tensor-parallel", "2", ranks=2)
+    assert (status, out) == (2, "")
+    assert err.count(said) == 1
+
+
 def test_programs_that_share_nothing_all_speak(five):
     """Under one mpiexec, and without a flag that would make them ranks."""
     status, out, err = run("-m", "tinygpt", "info", five, ranks=2)

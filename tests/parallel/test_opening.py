@@ -116,7 +116,7 @@ def test_advice_is_logged_once_by_rank_0(monkeypatch, caplog, opened, five):
         opening = Opening((str(five),), Layout(2), SIZES.for_model(source.config, 16), 1)
         ParallelRunner(runner._lead, source, opening)
     assert [record.getMessage() for record in caplog.records] == [
-        "ranks 0, 1 on here: 2 threads for 1 core, which is slow: give fewer threads or ranks, or mpiexec -bind-to none"
+        "ranks 0, 1 on here: 2 threads for 1 core, which is slow: give fewer ranks, or mpiexec -bind-to none"
     ]
 
 

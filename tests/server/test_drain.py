@@ -38,7 +38,7 @@ def test_what_runs_is_finished(llm, caplog):
         server.terminate()
         until(lambda: server.state.is_draining)
         [said] = [record for record in caplog.records if record.name == "tinygpt.server"]
-        assert (said.fields, "a second signal" in said.message) == ({"running": 2, "seconds": 60.0}, True)
+        assert (said.fields, "a second signal" in said.message) == ({"running": 2, "drain_seconds": 60.0}, True)
         gate.allow(float("inf"))
         finish = [event["choices"][0]["finish_reason"] for event in events]
         assert finish[-1] == "length"

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from tinygpt.cli.flags import ALIASES
+from tinygpt.config import DTYPES
 from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choice, nearest_flag, why_without
 
 RESULTS = (".json", ".jsonl", ".csv", ".md")  # how names of files with results end
@@ -109,7 +111,7 @@ class Parser(argparse.ArgumentParser):
             flag, value = given
             self.error(
                 f"{word!r} stands behind {flag} {shlex.quote(value)}, which takes one value: did you mean "
-                f"{shlex.join([flag, value, flag, word])}? What belongs to the prompt goes in front of all flags."
+                f"{shlex.join([flag, value, flag, word])}? The words of a prompt stand together."
             )
 
     def _num_values(self, word: str) -> float:
@@ -170,6 +172,8 @@ class Parser(argparse.ArgumentParser):
             return f" (did you mean {before[0]} {before[1]},{word}?)"
         if "--output" in self.flags() and word.endswith(RESULTS):
             return f" (did you mean --output {shlex.quote(word)}?)"
+        if "--dtype" in self.flags() and word.lower() in {*DTYPES, *ALIASES}:
+            return f" (did you mean --dtype {word}?)"
         takes_model = "--model" in self.flags() and not self._get_positional_actions()
         return f" (did you mean --model {shlex.quote(word)}?)" if takes_model else ""
 

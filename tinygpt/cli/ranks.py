@@ -33,6 +33,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     if launched_rank() is None and OURS not in os.environ:
         _launch(layout, words)
     from tinygpt.parallel.ending import EndAtOnce
+    from tinygpt.parallel.lead import lead_of
     from tinygpt.parallel.mpi import process_world, world_of
 
     if is_first_of_host():  # what a host lacks, others may have
@@ -40,6 +41,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     world = process_world()
     if world.rank == 0:
         world_of(layout)
+        lead_of(world)  # now: a command line may be refused before any model is opened
         signal.signal(signal.SIGTERM, EndAtOnce(world))
         return
     if world.size != layout.size:  # as rank 0 says

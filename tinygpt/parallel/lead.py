@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import numpy as np
 
@@ -130,6 +131,12 @@ class Lead:
         if self._model_is_open:
             self.tell(Order.CLOSE)
             self._plan, self._model_is_open = np.zeros(NO_PLAN, np.int32), False
+
+
+@cache
+def lead_of(world: World) -> Lead:
+    """The one Lead of this program, which ends the others however the program ends."""
+    return Lead(world)
 
 
 @contextmanager

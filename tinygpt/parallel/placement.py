@@ -59,10 +59,11 @@ def _crowded(host: str, places: Sequence[Place]) -> str | None:
         ranks = [rank for rank, place in here.items() if place.cores <= cores]
         threads = sum(here[rank].threads for rank in ranks)
         if threads > len(cores):
+            fewer = "fewer threads or ranks" if threads > len(ranks) else "fewer ranks"
             unbind = ", or mpiexec -bind-to none" * (threads <= here[ranks[0]].num_cores)
             return (
                 f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} on {host}: {threads} threads "
-                f"for {len(cores)} {'cores' if len(cores) > 1 else 'core'}, which is slow: give fewer threads or "
-                f"ranks{unbind}"
+                f"for {len(cores)} {'cores' if len(cores) > 1 else 'core'}, which is slow: give "
+                f"{fewer}{unbind}"
             )
     return None

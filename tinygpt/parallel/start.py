@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from tinygpt.engine_config import EngineConfig
@@ -11,7 +10,7 @@ from tinygpt.hardware.threads import thread_count
 from tinygpt.parallel.cut import check_cut
 from tinygpt.parallel.follower import Opening, follow_as_process, rank_threads
 from tinygpt.parallel.layout import Layout
-from tinygpt.parallel.lead import Lead
+from tinygpt.parallel.lead import Lead, lead_of
 from tinygpt.parallel.runner import ParallelRunner
 from tinygpt.parallel.world import World
 
@@ -41,9 +40,4 @@ def join(layout: Layout, world: World) -> Ranks:
     if world.rank:
         follow_as_process(world)
         sys.exit(0)
-    return Ranks(_lead(world), layout)
-
-
-@cache
-def _lead(world: World) -> Lead:
-    return Lead(world)
+    return Ranks(lead_of(world), layout)

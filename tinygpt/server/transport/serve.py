@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         if running := self._state.num_open:
             log.info(
                 "shutting down: what runs may finish, and a second signal ends it at once",
-                extra={"fields": {"running": running, "seconds": self._drain_seconds}},
+                extra={"fields": {"running": running, "drain_seconds": self._drain_seconds}},
             )
         self._loop.call_later(self._drain_seconds, self._state.stop_all, _shutting_down())
         self._loop.call_later(self._drain_seconds + FLUSH_SECONDS, partial(setattr, self, "force_exit", True))
