@@ -18,7 +18,6 @@ go over TCP in a step beside the formula's (Linux; the loopback device counts al
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -44,6 +43,7 @@ from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import physical_cores
 from tinygpt.parallel.cut import check_cut, part_of_rank
+from tinygpt.parallel.launched import find_mpiexec
 from tinygpt.parallel.layout import MAX_TENSOR_SIZE, Layout
 from tinygpt.parallel.runner import GROUP_STEPS, LEAST_GROUP
 
@@ -199,10 +199,6 @@ def run_ranks(ranks: int, *words: str, **environment: str) -> str:
     command = [find_mpiexec(), "-n", str(ranks), sys.executable, *words]
     there = {**os.environ, **environment}
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=there).stdout
-
-
-def find_mpiexec() -> str | None:
-    return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
 def check(args: argparse.Namespace, config: ModelConfig, dtype: str, load: Load) -> bool:

@@ -1,13 +1,13 @@
 """The checksum of a checkpoint: what tells its weights from others of the same shapes."""
 
-import zlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 CHUNK = 2**20  # bytes
@@ -25,20 +25,9 @@ def begin_checksum(checkpoint: Checkpoint | PackedCheckpoint) -> Future[str]:
     return in_a_thread(lambda: " ".join(sorted(map(_checksum, checkpoint.files))))
 
 
-def in_a_thread(work: Callable[[], str]) -> Future[str]:
-    """zlib lets go of the interpreter's lock."""
-    reader = ThreadPoolExecutor(1)
-    future = reader.submit(work)
-    reader.shutdown(wait=False)
-    return future
-
-
 def _checksum(path: Path) -> str:
-    checksum = 0
     try:
         with open_regular(path) as file:
-            while chunk := file.read(CHUNK):
-                checksum = zlib.crc32(chunk, checksum)
+            return crc32_of(iter(partial(file.read, CHUNK), b""))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return f"{checksum:08x}"

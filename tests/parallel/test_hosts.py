@@ -4,18 +4,17 @@ mpiexec starts the rank of the other host as it would by ssh; in its place a scr
 """
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from support.golden_models import write_model
 from support.paths import ROOT
+from tinygpt.parallel.launched import find_mpiexec
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
-MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+MPIEXEC = find_mpiexec()
 pytestmark = pytest.mark.slow
 
 FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}

@@ -6,7 +6,6 @@ Skipped where mpi4py or mpiexec is not there: pip install ".[mpi]".
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +19,10 @@ from support.http_client import ask
 from support.paths import ROOT
 from support.processes import until
 from tinygpt.kernels.compiling import ANNOUNCEMENT
+from tinygpt.parallel.launched import find_mpiexec
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
-MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+MPIEXEC = find_mpiexec()
 pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec, which the extra mpi brings")
 SHARED_MEMORY = Path("/dev/shm")
 # Once a rank is gone the others end within 5 seconds; before that it may have to compile.

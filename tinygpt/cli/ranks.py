@@ -4,16 +4,14 @@ import argparse
 import importlib.util
 import io
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any, TextIO
 
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.parallel.launched import is_first_of_host, launched_rank
+from tinygpt.parallel.launched import find_mpiexec, is_first_of_host, launched_rank
 from tinygpt.parallel.layout import Layout
 
 OURS = "TINYGPT_LAUNCHED"  # in the environment of what `_launch` has started
@@ -87,7 +85,7 @@ def _speak() -> None:
 
 
 def _launch(layout: Layout, words: Sequence[str]) -> None:
-    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    mpiexec = find_mpiexec()
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         missing = "mpi4py" if mpiexec else "mpiexec"
         raise RequestError(

@@ -1,12 +1,24 @@
-"""What an mpiexec has told a process that it has started, before any MPI is asked."""
+"""mpiexec: where it is, and what it has told a process that it has started, before any MPI is asked."""
 
 import os
+import shutil
+import sys
+from pathlib import Path
 
 # Under these names a process finds its rank and how many there are: those of MPICH and its kin, Open MPI, PMIx, Slurm.
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one task may be somebody's shell
+
+
+def mpiexec_beside() -> str | None:
+    """The one beside this Python, as MPICH's wheel has it."""
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+
+
+def find_mpiexec() -> str | None:
+    return mpiexec_beside() or shutil.which("mpiexec")
 
 
 def launched_rank() -> int | None:

@@ -1,21 +1,18 @@
 """MpiWorld: ranks that mpiexec has started."""
 
 import os
-import shutil
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.parallel.launched import launched_size
+from tinygpt.parallel.launched import launched_size, mpiexec_beside
 from tinygpt.parallel.layout import Layout
 
 SPIN_SECONDS = 0.005  # for which an idle rank asks again and again: a step follows another sooner than that
@@ -50,17 +47,13 @@ def process_world() -> "MpiWorld":
             f"several ranks need mpi4py and an MPI library ({error}): {how_to_install('mpi')}."
         ) from None
     if MPI.COMM_WORLD.size == 1 < launched_size():
-        name = MPI.get_vendor()[0]
+        name, beside = MPI.get_vendor()[0], mpiexec_beside()
+        its_mpiexec = f", {beside}" if beside else ""
         raise RequestError(
             f"{launched_size()} processes were started, and {name}, the MPI of mpi4py, sees each of them alone: start "
-            f"them with the mpiexec of {name}{_its_mpiexec()}, or install mpi4py for the other MPI."
+            f"them with the mpiexec of {name}{its_mpiexec}, or install mpi4py for the other MPI."
         )
     return MpiWorld(MPI)
-
-
-def _its_mpiexec() -> str:
-    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    return f", {beside}" if beside else ""
 
 
 class MpiWorld:

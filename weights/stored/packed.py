@@ -9,9 +9,8 @@ that the data starts on a 64-byte boundary, and arrays that fill whole 64 bytes 
 on one too. Two-byte arrays hold bfloat16.
 """
 
-import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from tinygpt.weights.containers import CONTAINERS
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.families import read_config
+from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors
 
 PACKED_FILE = "model.tinygpt.safetensors"
@@ -67,7 +67,8 @@ class PackedCheckpoint:
         metadata, stored = packed.metadata, packed.tensors
         _check_metadata(file, metadata)
         tied = metadata["tied"] == "true"
-        return cls(path, config, metadata["dtype"], tied, metadata, stored, _begin_checksum(stored))
+        checksum = in_a_thread(lambda: crc32_of([_data(stored)]))
+        return cls(path, config, metadata["dtype"], tied, metadata, stored, checksum)
 
     @property
     def folder(self) -> Path:
@@ -109,7 +110,7 @@ class PackedCheckpoint:
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
     """Write PACKED_FILE into the folder and read it back. CheckpointError where the disk did not keep the data."""
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
-    checksum = _checksum(_bytes(array) for _, array in ordered)
+    checksum = crc32_of(_bytes(array) for _, array in ordered)
     about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
     entries = {
@@ -117,7 +118,7 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
         for name, array in ordered
     }
     write_tensors(path, entries, {name: str(value) for name, value in about.items()}, BOUNDARY)
-    if _checksum([_data(read_safetensors(path).tensors)]) != checksum:
+    if crc32_of([_data(read_safetensors(path).tensors)]) != checksum:
         raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
     return path
 
@@ -153,19 +154,3 @@ def _data(stored: Mapping[str, MappedTensor]) -> memoryview:
     """All of the file that lies behind its header."""
     data = memoryview(next(iter(stored.values())).file.data)
     return data[min(tensor.offset for tensor in stored.values()) :]
-
-
-def _begin_checksum(stored: Mapping[str, MappedTensor]) -> Future[str]:
-    """Read the data in a thread of its own: zlib lets go of the interpreter's lock."""
-    reader = ThreadPoolExecutor(1)
-    future = reader.submit(lambda: _checksum([_data(stored)]))
-    reader.shutdown(wait=False)
-    return future
-
-
-def _checksum(parts: Iterable[memoryview]) -> str:
-    """The CRC-32 of all parts, end to end, as 8 hex digits."""
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return f"{checksum:08x}"
