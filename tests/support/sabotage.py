@@ -43,7 +43,7 @@ def follow_shards_anywhere() -> None:
 
 def forget_checksums() -> None:
     """As if every checksum were right."""
-    packed._checksum = session_file._checksum = lambda *_: _AnyText("0")
+    packed.crc32_of = session_file.crc32_of = lambda *_: _AnyText("0")
 
 
 def trust_kernels() -> None:

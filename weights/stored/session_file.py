@@ -12,7 +12,6 @@ import json
 import os
 import stat
 import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from safetensors.numpy import save
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.regular_file import open_regular
 from tinygpt.weights.messages import shown
+from tinygpt.weights.stored.crc32 import crc32_of
 from tinygpt.weights.stored.whole_file import replace_whole
 
 FORMAT, VERSION = "tinygpt session", "1"
@@ -201,7 +201,5 @@ def _is_finite(array: np.ndarray) -> bool:
 
 def _checksum(metadata: Mapping[str, str], arrays: Mapping[str, Any]) -> str:
     """Of `first`, `made_by` and the bytes of all arrays."""
-    checksum = zlib.crc32((metadata.get("first", "") + metadata.get("made_by", "")).encode())
-    for name in NAMES:
-        checksum = zlib.crc32(arrays[name], checksum)
-    return f"{checksum:08x}"
+    about = metadata.get("first", "") + metadata.get("made_by", "")
+    return crc32_of([about.encode(), *(arrays[name] for name in NAMES)])
