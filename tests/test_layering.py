@@ -178,7 +178,17 @@ def test_a_backend_imports_itself_alone(backend):
     modules = [module for module in FILES if is_in(module, package)]
     assert package in modules
     # The reference computes what is asked for on the host.
-    shared = ("any_machine", "batch", "cache_folder", "compiling", "errors", "kernel_files", "names", "reference")
+    shared = (
+        "any_machine",
+        "batch",
+        "cache_folder",
+        "compiling",
+        "errors",
+        "int8_rows",
+        "kernel_files",
+        "names",
+        "reference",
+    )
     allowed = [package, *(f"tinygpt.kernels.{name}" for name in shared)]
     for module in modules:
         assert all(any(is_in(name, a) for a in allowed) for name in ours(module)), module

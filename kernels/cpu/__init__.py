@@ -52,4 +52,4 @@ MAX_STEP_TOKENS = 512
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
-    return ("float32", "bfloat16") if dtype == "float32" else ("bfloat16", "float32")
+    return ("float32", "bfloat16", "int8") if dtype == "float32" else ("bfloat16", "float32", "int8")

@@ -11,32 +11,37 @@ from typing import NamedTuple
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, padded_head
+from tinygpt.kernels.cpu.layers.int8_cache import SCALE_STEPS
+from tinygpt.kernels.int8_rows import SCALE_BYTES, to_rows
+
+# Of a cache: the type of its arrays, and how many values 4 bytes hold, which a tile multiplies in one step.
+KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
+OFFSET = np.uint8(128)  # a byte of an int8 cache holds a whole number + 128
 
 
 class KVCache(NamedTuple):
     """Keys and values of every position, preallocated and written in place; T is rounded up to KEY_BLOCK."""
 
-    # 4 bytes of a cache hold P values: 1 float32, or 2 bfloat16 (as uint16), which a tile multiplies in one step.
-    k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D / P rounded up, KEY_BLOCK, P)
+    k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D / P rounded up, KEY_BLOCK, P), or SCALE_STEPS more of int8
     v: np.ndarray  # (L, S, H, T / P, D rounded up to LANES, P)
 
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
-    """Zeros: memory that no sequence has reached costs nothing yet. dtype: "float32" or "bfloat16"."""
-    kind = np.float32 if dtype == "float32" else np.uint16
+    """Zeros: memory that no sequence has reached costs nothing yet. dtype: one of KINDS."""
+    kind, _ = KINDS[dtype]
     return KVCache(*(_small_pages(shape, kind) for shape in _shapes(config, num_slots, max_model_len, dtype)))
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
     """What `new_kv_cache` would take when it is full."""
-    shapes = _shapes(config, num_slots, max_model_len, dtype)
-    return (4 if dtype == "float32" else 2) * sum(math.prod(shape) for shape in shapes)
+    kind, _ = KINDS[dtype]
+    return np.dtype(kind).itemsize * sum(map(math.prod, _shapes(config, num_slots, max_model_len, dtype)))
 
 
 def _shapes(config, num_slots: int, length: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    per_step = 1 if dtype == "float32" else 2
+    _, per_step = KINDS[dtype]
     blocks, size = -(-length // KEY_BLOCK), config.head_size
-    k = (blocks, -(-size // per_step), KEY_BLOCK, per_step)
+    k = (blocks, -(-size // per_step) + (SCALE_STEPS if dtype == "int8" else 0), KEY_BLOCK, per_step)
     v = (blocks * KEY_BLOCK // per_step, padded_head(size), per_step)
     return (config.n_layer, num_slots, config.n_head, *k), (config.n_layer, num_slots, config.n_head, *v)
 
@@ -68,21 +73,28 @@ def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, sto
 
 
 def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of a slot's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16."""
+    """Copies of a slot's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16.
+
+    Those of an int8 cache are rows (L, H, stop - start, D + 4) of int8_rows.py.
+    """
     layers, _, heads, blocks, _, _, _ = kv_cache.k.shape
     k = kv_cache.k[:, slot].transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, D)
     v = kv_cache.v[:, slot].swapaxes(-1, -2).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, padded D)
-    return k[:, :, start:stop, :head_size].copy(), v[:, :, start:stop, :head_size].copy()
+    k, v = k[:, :, start:stop], v[:, :, start:stop, :head_size]
+    if k.dtype != np.uint8:
+        return k[..., :head_size].copy(), v.copy()
+    scales = np.split(k[..., -SCALE_STEPS * SCALE_BYTES :], SCALE_STEPS, axis=-1)
+    parts = zip((k[..., :head_size], v), scales, strict=True)
+    return tuple(np.concatenate([x ^ OFFSET, scale], axis=-1).view(np.int8) for x, scale in parts)
 
 
 def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
     """Put keys and values (L, H, n, D) into positions start to start + n of a slot.
 
-    They are of the cache's type, as `read_positions` gives them, or float32, which is rounded to it.
+    They are as `read_positions` gives them, or float32, which is rounded to the cache's type.
     """
-    k, v, size, stop = _encoded(kv_cache, k), _encoded(kv_cache, v), k.shape[3], start + k.shape[2]
-    per_step = kv_cache.k.shape[-1]
-    k = np.pad(k, [(0, 0)] * 3 + [(0, -size % per_step)])  # (L, H, n, D rounded up)
+    k, v = _encoded(kv_cache, k, v)
+    size, stop, per_step = v.shape[3], start + k.shape[2], kv_cache.k.shape[-1]
     k = k.reshape(*k.shape[:3], -1, per_step).swapaxes(2, 3)  # (L, H, D / P, n, P)
     for block, inside in _key_blocks(start, stop):
         first = block * KEY_BLOCK + inside.start - start
@@ -115,14 +127,31 @@ def _value_steps(kv_cache, start: int, stop: int):
 
 
 def _clear_rest(kv_cache, slot: int, stop: int) -> None:
-    """What shares a step with the last position is read with a weight of 0, and 0 * NaN would be NaN."""
-    per_step = kv_cache.v.shape[-1]
-    if stop % per_step:
-        kv_cache.v[:, slot, :, stop // per_step, :, stop % per_step :] = 0
+    """What shares a step of bfloat16 with the last position is read with a weight of 0, and 0 * NaN would be NaN."""
+    if kv_cache.v.dtype == np.uint16 and stop % 2:
+        kv_cache.v[:, slot, :, stop // 2, :, 1] = 0
 
 
-def _encoded(kv_cache, values: np.ndarray) -> np.ndarray:
-    if values.dtype == kv_cache.k.dtype:
-        return values
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)  # to bfloat16, ties to even
+def _encoded(kv_cache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the cache holds of them: keys whose D fills whole steps, (L, H, n, D rounded up), and values."""
+    kind, per_step = kv_cache.k.dtype, kv_cache.k.shape[-1]
+    if kind == np.uint8:
+        (k, k_scales), (v, v_scales) = map(_levels_and_scales, (k, v))
+        return np.concatenate([_in_whole_steps(k, per_step), k_scales, v_scales], axis=-1), v
+    k, v = (x if x.dtype == kind else _bfloat16_bits(x) for x in (k, v))
+    return _in_whole_steps(k, per_step), v
+
+
+def _in_whole_steps(k: np.ndarray, per_step: int) -> np.ndarray:
+    return np.pad(k, [(0, 0)] * 3 + [(0, -k.shape[3] % per_step)])  # (L, H, n, D rounded up)
+
+
+def _levels_and_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of whole numbers + 128, (L, H, n, D), and of their scales, (L, H, n, 4)."""
+    rows = (x if x.dtype == np.int8 else to_rows(np.asarray(x, np.float32))).view(np.uint8)
+    return rows[..., :-SCALE_BYTES] ^ OFFSET, rows[..., -SCALE_BYTES:]
+
+
+def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)  # ties to even
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -50,4 +50,4 @@ PACKED = None  # there is no layout of its own to convert a checkpoint to
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
-    return ("float32",)
+    return ("float32", "int8")

@@ -4,7 +4,11 @@ import math
 
 import numpy as np
 
+from tinygpt.kernels.reference.kv_cache import to_int8
 from tinygpt.kernels.reference.params import Params
+
+INT8_BLOCK = 64  # positions, the first at a multiple of it
+WEIGHT_LEVELS = 2**14 - 1
 
 
 def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
@@ -12,14 +16,33 @@ def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
 
     q (N, H, D), k and v (H, T, D), positions (N,), slopes (H,) of ALiBi, or (): none. Returns (N, H, D).
     """
+    return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes), v)  # (N, H, D)
+
+
+def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
+    """softmax(scale q·k - slope * how far back), (N, H, T)."""
     scores = scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
     back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
     if len(slopes):
         scores -= np.float32(slopes)[:, None] * back[:, None, :].astype(np.float64)  # (N, H, T)
     scores = np.where(back[:, None, :] < 0, -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("nht,htd->nhd", weights, v)  # (N, H, D)
+    return weights / weights.sum(-1, keepdims=True)  # (N, H, T)
+
+
+def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
+    """As attend, over an int8 cache, so that both products are of whole numbers: queries become int8, and the weights
+    of each INT8_BLOCK positions, times the scales of their values, whole numbers up to WEIGHT_LEVELS."""
+    q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
+    weights = attention_weights(q * q_scales, k, positions, scale, slopes)  # (N, H, T)
+    v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
+    weights = weights * v_scales[..., 0]  # (N, H, T)
+    attended = np.zeros_like(q)  # (N, H, D)
+    for start in range(0, k.shape[1], INT8_BLOCK):
+        block = slice(start, start + INT8_BLOCK)
+        numbers, scales = to_int8(weights[..., block], WEIGHT_LEVELS)  # (N, H, block), (N, H, 1)
+        attended += scales * np.einsum("nht,htd->nhd", numbers, v[:, block])  # (N, H, D)
+    return attended
 
 
 def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:

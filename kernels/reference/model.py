@@ -7,11 +7,12 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2
 
 import numpy as np
 
-from tinygpt.kernels.reference.kv_cache import KVCache
+from tinygpt.kernels.reference.kv_cache import KVCache, write_kv
 from tinygpt.kernels.reference.layers import (
     ACTIVATIONS,
     add_projection,
     attend,
+    attend_int8,
     expert_block,
     final_norm,
     layer_norm,
@@ -53,13 +54,12 @@ def embed(params: Params, batch) -> np.ndarray:
 def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
     q, k, v = queries_keys_values(params, layer, x)  # (N, H, D)
-    attended = np.empty_like(q)  # (N, H, D)
+    attended, attention = np.empty_like(q), attend_int8 if kv_cache.dtype == "int8" else attend  # (N, H, D)
     for s, slot in enumerate(batch.slots):
         new = slice(batch.seq_starts[s], batch.seq_starts[s + 1])
         positions, length = batch.positions[new], batch.context_lens[s]
-        kv_cache.k[layer, slot, :, positions] = k[new]
-        kv_cache.v[layer, slot, :, positions] = v[new]
-        attended[new] = attend(
+        write_kv(kv_cache, layer, slot, positions, k[new], v[new])
+        attended[new] = attention(
             q[new],
             kv_cache.k[layer, slot, :, :length],  # (H, T, D)
             kv_cache.v[layer, slot, :, :length],  # (H, T, D)

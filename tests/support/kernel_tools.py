@@ -41,6 +41,7 @@ TOLERANCES = {
     "layer_norm": Tolerance(64 * EPS, "against the outlier: mean and variance are rounded once more each"),
     "attention": Tolerance(32 * EPS, "against the largest value: scores of a few units, rounded, go through exp"),
     "bfloat16 attention": Tolerance(2.0**-9 + 32 * EPS, "against the largest value: weights are rounded to 8 bits"),
+    "int8 attention": Tolerance(2.0**-12, "against the largest value: some weights fall on the next of 2**14 levels"),
     "extreme attention": Tolerance(0.05, "against the largest value: half a unit of a score of 1e4 is 5e-4, times D"),
     "bfloat16": Tolerance(2.0**-8, "relative: half a unit of 8 bits, and a little"),
     "quantised": Tolerance(0.5 + 1e-4, "in steps: the nearest level, found in float32"),

@@ -30,7 +30,7 @@ from tinygpt.weights.stored.whole_file import replace_whole
 FORMAT, VERSION = "tinygpt session", "1"
 NAMES = ("token_ids", "k", "v")
 # The format's names for the types that keys and values have.
-STORED = {"float32": "F32", "float64": "F64", "uint16": "U16"}
+STORED = {"float32": "F32", "float64": "F64", "uint16": "U16", "int8": "I8"}
 
 
 @dataclass(frozen=True)

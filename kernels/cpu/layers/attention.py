@@ -6,15 +6,16 @@ query computes therefore depends on its position alone: not on which queries sha
 was cut into steps.
 
 The cache is laid out as the tiles read it, in steps of P values: 1 float32, or 2 bfloat16 (as uint16), multiplied
-and added in float32. Keys are transposed in a block, (..., T / KEY_BLOCK, D / P, KEY_BLOCK, P), and a step is P
-dimensions; values are (..., T / P, D rounded up to LANES, P), and a step is P positions. Queries and softmax weights
-are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
+and added in float32, or 4 int8, see int8_cache.py. Keys are transposed in a block, (..., T / KEY_BLOCK, D / P,
+KEY_BLOCK, P), and a step is P dimensions; values are (..., T / P, D rounded up to LANES, P), and a step is P positions.
+Queries and softmax weights are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
 """
 
 import numpy as np
 from numba import types
 
 from tinygpt.kernels.cpu.jit import inline, kernel
+from tinygpt.kernels.cpu.layers import int8_cache
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.layers.formats import Alibi
 from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
@@ -57,15 +58,15 @@ def padded_head(head_size: int) -> int:
 
 def scratch_size(head_size: int) -> int:
     """float32 values that one thread needs: queries, scores, weights, the running weighted sum, its maximum and sum."""
-    return TILE_ROWS * (head_size + head_size % 2 + 2 * KEY_BLOCK + padded_head(head_size) + 2)
+    return TILE_ROWS * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size) + 2)
 
 
 @kernel
 def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
     """Put the new tokens' keys and values in their place. A phase; an item is a head.
 
-    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v_cache (S, H, T / P, padded D, P), qkv (N, 3C), positions and
-    token_slots (N,).
+    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), or two steps more of int8, v_cache (S, H, T / P, padded D, P),
+    qkv (N, 3C), positions and token_slots (N,).
     """
     heads = k_cache.shape[1]
     size = qkv.shape[1] // (3 * heads)
@@ -74,15 +75,14 @@ def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
         for n in range(positions.size):
             slot, position = token_slots[n], positions[n]
             if n + 1 < positions.size:  # a key is a line for each step: have the next one's fetched meanwhile
-                column = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
+                following = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
                 for step in range(k_cache.shape[3]):
-                    expect_write(column + step * KEY_STEP_BYTES)
+                    expect_write(following + step * KEY_STEP_BYTES)
             key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
-            put_key(k_cache, _column(k_cache, slot, head, position), float32_at(key, size))
-            value = float32_at(key + heads * size * 4, size)
-            put_value(
-                v_cache, address(v_cache) + slot * v_cache.strides[0] + head * v_cache.strides[1], position, value
-            )
+            value, column = float32_at(key + heads * size * 4, size), _column(k_cache, slot, head, position)
+            start = address(v_cache) + slot * v_cache.strides[0] + head * v_cache.strides[1]
+            put_key(k_cache, column, float32_at(key, size))
+            put_value(v_cache, start, position, value, column)
         complete(team, heads)
         head = claim(team, heads)
     finish_phase(team)
@@ -121,9 +121,9 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
 @inline
 def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, scratch):
     """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
-    rows, steps, columns = last - first, k_cache.shape[3], v_cache.shape[3]
+    rows, steps, columns = last - first, steps_of_key(k_cache), v_cache.shape[3]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
-    q, q_bytes = address(scratch), steps * left_bytes(k_cache)  # (TILE_ROWS, steps) of left_bytes
+    q, q_bytes = address(scratch), bytes_of_query(k_cache)  # (TILE_ROWS,) of them
     scores = q + TILE_ROWS * q_bytes  # (TILE_ROWS, KEY_BLOCK)
     weights = scores + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, KEY_BLOCK)
     totals = weights + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, columns)
@@ -131,7 +131,7 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
     weight_sum = float32_at(totals + TILE_ROWS * columns * 4 + TILE_ROWS * 4, TILE_ROWS)
     for r in range(rows):
         query = float32_at(address(qkv) + ((first + r) * qkv.shape[1] + head * size) * 4, size)
-        put_steps(k_cache, q + r * q_bytes, query, scale)
+        put_query(k_cache, q + r * q_bytes, query, scale)
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
         highest[r], weight_sum[r] = -np.inf, ZERO
 
@@ -147,8 +147,9 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             total = float32_at(totals + r * columns * 4, columns)
             add_distances(alibi, row_scores, head, first_key - positions[first + r])
-            _softmax_step(row_scores, positions[first + r] + 1 - first_key, r, highest, weight_sum, total)
-            put_steps(v_cache, weights + r * SCORE_BYTES, row_scores, ONE)
+            seen = positions[first + r] + 1 - first_key
+            _softmax_step(row_scores, seen, r, highest, weight_sum, total)
+            put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, keys + (steps + 1) * KEY_STEP_BYTES)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
         visible = min(KEY_BLOCK, newest + 1 - first_key)
         _add_values(v_cache, rows, weights, v, first_key, visible, totals)
@@ -209,7 +210,7 @@ def _add_values(cache, rows, weights, start, first_key, keys, totals):
         done += LANES
 
 
-# What differs between caches of float32 and of bfloat16, beside the tiles.
+# What differs between caches, beside the tiles. Those of int8 have it in int8_cache.py.
 
 
 def _put_key_float32(cache, at, x):
@@ -228,16 +229,16 @@ def _put_key_bfloat16(cache, at, x):
 
 
 # put_key(cache, at, x): put a key (D,) into its column of a block, which begins at `at`.
-put_key = by_type({types.float32: _put_key_float32, types.uint16: _put_key_bfloat16})
+put_key = by_type({types.float32: _put_key_float32, types.uint16: _put_key_bfloat16, types.uint8: int8_cache.put_key})
 
 
-def _put_value_float32(cache, start, position, x):
+def _put_value_float32(cache, start, position, x, column):
     target = float32_at(start + position * cache.strides[2], x.size)
     for d in range(x.size):
         target[d] = x[d]
 
 
-def _put_value_bfloat16(cache, start, position, x):
+def _put_value_bfloat16(cache, start, position, x, column):
     # An even position clears the odd one after it, which comes later: its weight is 0, and 0 * NaN would be NaN.
     target = uint32_at(start + position // 2 * cache.strides[2], x.size)
     if position % 2:
@@ -248,8 +249,11 @@ def _put_value_bfloat16(cache, start, position, x):
             target[d] = np.uint32(to_bfloat16(x[d]))
 
 
-# put_value(cache, start, position, x): put a value (D,) where its position lies after `start`, the head's first.
-put_value = by_type({types.float32: _put_value_float32, types.uint16: _put_value_bfloat16})
+# put_value(cache, start, position, x, column): put a value (D,) where its position lies after `start`, the head's
+# first, and its scale, if it has one, into its key's column.
+put_value = by_type(
+    {types.float32: _put_value_float32, types.uint16: _put_value_bfloat16, types.uint8: int8_cache.put_value}
+)
 
 
 @kernel
@@ -278,18 +282,37 @@ def _put_steps_widened(cache, target, x, scale):
         values[i] = rounded_to_bfloat16(x[i] * scale)
 
 
-def _one_value(cache):
-    return STEP_BYTES
+def _bytes_as_they_lie(cache):
+    return cache.shape[3] * STEP_BYTES
 
 
-def _two_values(cache):
-    return 2 * STEP_BYTES
+def _bytes_of_widened(cache):
+    return cache.shape[3] * 2 * STEP_BYTES
 
 
-# put_steps(cache, target, x, scale): put scale * x as a tile's left side multiplies it, rounded as the cache is.
-# left_bytes(cache): what it takes there for a step.
+# put_query(cache, target, x, scale): put scale * x, of a query x (D,), as a tile's left side multiplies it.
+# bytes_of_query(cache): what it takes there.
 _put_rounded, _rounded_bytes = (
-    (_put_steps_bfloat16, _one_value) if TARGET.multiplies_bfloat16 else (_put_steps_widened, _two_values)
+    (_put_steps_bfloat16, _bytes_as_they_lie) if TARGET.multiplies_bfloat16 else (_put_steps_widened, _bytes_of_widened)
 )
-put_steps = by_type({types.float32: _put_steps_float32, types.uint16: _put_rounded})
-left_bytes = by_type({types.float32: _one_value, types.uint16: _rounded_bytes})
+put_query = by_type({types.float32: _put_steps_float32, types.uint16: _put_rounded, types.uint8: int8_cache.put_query})
+bytes_of_query = by_type(
+    {types.float32: _bytes_as_they_lie, types.uint16: _rounded_bytes, types.uint8: int8_cache.bytes_of_query}
+)
+
+
+def _put_weights(cache, target, weights, seen, value_scales):
+    put_query(cache, target, weights, ONE)
+
+
+# put_weights(cache, target, weights, seen, value_scales): put a block's softmax weights (KEY_BLOCK,) likewise, of which
+# the first `seen` are not 0; value_scales: where those of the block's values lie, if they have any.
+put_weights = by_type({types.uint8: int8_cache.put_weights}, otherwise=_put_weights)
+
+
+def _all_steps(cache):
+    return cache.shape[3]
+
+
+# steps_of_key(cache): how many a tile of scores multiplies.
+steps_of_key = by_type({types.uint8: int8_cache.steps_of_key}, otherwise=_all_steps)

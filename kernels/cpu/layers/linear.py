@@ -35,6 +35,7 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int4,
     tile_int8,
 )
+from tinygpt.kernels.cpu.simd.steps import strip_of
 from tinygpt.kernels.cpu.simd.tiles import (
     AHEAD,
     CHUNK_BYTES,
@@ -44,7 +45,6 @@ from tinygpt.kernels.cpu.simd.tiles import (
     STEP_BYTES,
     TILE_ROWS,
     panel_add,
-    strip_of,
 )
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 

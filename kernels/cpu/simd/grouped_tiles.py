@@ -23,9 +23,9 @@ from tinygpt.kernels.cpu.simd.panels import (
     WEIGHT_SCALES_BYTES,
     ask_part_ahead,
 )
-from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, step_name, unpacked
+from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, step_name, strip_of, unpacked
 from tinygpt.kernels.cpu.simd.targets import SHORTS
-from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, for_each_height, strip_of
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, for_each_height
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,

@@ -155,11 +155,18 @@ INTEGER_STEPS = {
 }
 
 
+def strip_of(rows: int) -> int:
+    """Vectors of columns that a tile of this height takes at a time: as many as leave room for B and A."""
+    registers = VECTOR_BYTES // TARGET.vector_bytes  # of a vector of 16 lanes
+    kept = 1 if rows > 1 else 0  # one row uses each vector of B once, from memory
+    return next((strip for strip in (4, 2) if (rows + kept) * strip * registers < TARGET.registers), 1)
+
+
 def unpacked(builder, vector, dtype: str):
     """What one vector of a weight is to the steps of its dtype: for each of them, the vector that it multiplies."""
     vectors = [vector] if dtype == "int8" else _nibbles(builder, vector)
     if step_name(dtype) == SHORTS:
-        vectors = [short for four in vectors for short in _shorts(builder, four)]
+        vectors = [short for four in vectors for short in shorts_of(builder, four)]
     return vectors
 
 
@@ -177,7 +184,7 @@ def _nibbles(builder, vector):
     return [builder.and_(vector, mask), builder.and_(builder.lshr(vector, four), mask)]
 
 
-def _shorts(builder, vector):
+def shorts_of(builder, vector):
     """Bytes 0 and 1 of each lane as two int16, then bytes 2 and 3."""
     fours, zeros = builder.bitcast(vector, EIGHTS), ir.Constant(EIGHTS, None)
     zero, shorts = 4 * LANES, []

@@ -11,10 +11,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from tinygpt.kernels.cpu.simd.cache_tiles import make_integer_code
 from tinygpt.kernels.cpu.simd.lane_steps import LANE_STEPS
 from tinygpt.kernels.cpu.simd.lane_tiles import make_lane_code
 from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ask_ahead
-from tinygpt.kernels.cpu.simd.steps import PARTS
+from tinygpt.kernels.cpu.simd.steps import PARTS, strip_of
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import (
     FLOATS,
@@ -39,29 +40,26 @@ AHEAD = 4096
 CHUNK_BYTES = 16384  # of a panel, as tiles multiply it, that stays in the L1 cache for several of them
 
 
-def strip_of(rows: int) -> int:
-    """Vectors of columns that a tile of this height takes at a time: as many as leave room for B and A."""
-    registers = VECTOR_BYTES // TARGET.vector_bytes  # of a vector of 16 lanes
-    kept = 1 if rows > 1 else 0  # one row uses each vector of B once, from memory
-    return next((strip for strip in (4, 2) if (rows + kept) * strip * registers < TARGET.registers), 1)
-
-
 def make_tile(vectors: int, adds: bool = True):
     """The intrinsic tile(like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing): addresses, strides in bytes.
 
     C = A @ B, or += if it `adds`. B is float32, or bfloat16 in pairs, as the values of the array `like` are, of which
-    the type alone counts; A as steps.PARTS takes it. 1 <= rows <= TILE_ROWS, steps >= 1. There is code for each number
-    of rows. At each step, a cache line is asked for at each of the next `vectors` places, `spacing` apart, from
-    `ahead` on.
+    the type alone counts; A as steps.PARTS takes it. Of uint8, both are as cache_tiles.py says. 1 <= rows <= TILE_ROWS,
+    steps >= 1. There is code for each number of rows. At each step, a cache line is asked for at each of the next
+    `vectors` places, `spacing` apart, from `ahead` on.
     """
     code = make_lane_code(vectors, adds) if TARGET.has_lanes else _make_code(vectors, adds)
+    integer_code = make_integer_code(vectors, adds)
 
     @intrinsic
     def tile(typingctx, like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
         def codegen(context, builder, signature, args):
             _, rows, *places = args
-            how = (LANE_STEPS if TARGET.has_lanes else PARTS)[like.dtype]
-            for_each_height(builder, code, rows, how, *places)
+            if like.dtype == types.uint8:
+                for_each_height(builder, integer_code, rows, *places)
+            else:
+                how = (LANE_STEPS if TARGET.has_lanes else PARTS)[like.dtype]
+                for_each_height(builder, code, rows, how, *places)
             return context.get_dummy_value()
 
         return types.void(like, *[types.intp] * 10), codegen

@@ -183,7 +183,9 @@ def _make_view(dtype):
     return view
 
 
-float32_at, uint16_at, uint32_at = (_make_view(dtype) for dtype in (types.float32, types.uint16, types.uint32))
+float32_at, uint8_at, int16_at, uint16_at, int32_at, uint32_at = (
+    _make_view(dtype) for dtype in (types.float32, types.uint8, types.int16, types.uint16, types.int32, types.uint32)
+)
 
 
 @intrinsic

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import bfloat16_bits, check, from_bits, random_values, same_bits, solo_team, unwritten
+from tinygpt.kernels import int8_rows
 from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv
 from tinygpt.kernels.cpu.layers.formats import Alibi
@@ -13,19 +14,25 @@ from tinygpt.kernels.cpu.params import NOTHING
 from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
 from tinygpt.kernels.reference import layers as reference
 
-CACHES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
+CACHES = pytest.mark.parametrize("dtype", KINDS)
+TOLERANCE = {"float32": "attention", "bfloat16": "bfloat16 attention", "int8": "int8 attention"}
 
 
 class Cache(NamedTuple):
-    """One layer's: k (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v (S, H, T / P, padded D, P); bfloat16 as uint16."""
+    """One layer's: k (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v (S, H, T / P, padded D, P); bfloat16 as uint16.
+
+    int8 is uint8, 128 larger, and k has two steps more: the scales of keys and of values, float32.
+    """
 
     k: np.ndarray
     v: np.ndarray
 
 
 def new_kv_cache(sequences: int, heads: int, size: int, length: int, dtype: str) -> Cache:
-    blocks, kind, p = -(-length // KEY_BLOCK), *((np.float32, 1) if dtype == "float32" else (np.uint16, 2))
-    k = unwritten(sequences, heads, blocks, -(-size // p), KEY_BLOCK, p, dtype=kind)
+    blocks, (kind, p) = -(-length // KEY_BLOCK), KINDS[dtype]
+    steps = -(-size // p) + 2 * (dtype == "int8")
+    k = unwritten(sequences, heads, blocks, steps, KEY_BLOCK, p, dtype=kind)
     return Cache(k, unwritten(sequences, heads, blocks * KEY_BLOCK // p, padded_head(size), p, dtype=kind))
 
 
@@ -38,16 +45,27 @@ def as_float32(array: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """What a cache of this dtype keeps of them."""
+    """What a cache of this dtype keeps of them, (..., D)."""
+    if dtype == "int8":
+        return int8_rows.from_rows(int8_rows.to_rows(values))
     return values if dtype == "float32" else from_bits(bfloat16_bits(values))
 
 
 def plain(cache: Cache, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values, (S, H, T, D) float32."""
-    k = as_float32(cache.k).transpose(0, 1, 2, 4, 3, 5)  # (S, H, T / KEY_BLOCK, KEY_BLOCK, D / P, P)
-    v = as_float32(cache.v).swapaxes(-1, -2)  # (S, H, T / P, P, padded D)
+    k, v = in_positions(cache)
+    if cache.k.dtype == np.uint8:
+        scales = (k[..., first : first + 4].copy().view(np.float32) for first in (k.shape[-1] - 8, k.shape[-1] - 4))
+        return tuple((x[..., :size].astype(np.float32) - 128) * scale for x, scale in zip((k, v), scales, strict=True))
+    return tuple(as_float32(x[..., :size]) for x in (k, v))
+
+
+def in_positions(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
+    """What lies in the cache for each position, (S, H, T, ...)."""
+    k = cache.k.transpose(0, 1, 2, 4, 3, 5)  # (S, H, T / KEY_BLOCK, KEY_BLOCK, D / P, P)
+    v = cache.v.swapaxes(-1, -2)  # (S, H, T / P, P, padded D)
     sequences, heads, blocks = k.shape[:3]
-    return tuple(x.reshape(sequences, heads, blocks * KEY_BLOCK, -1)[..., :size] for x in (k, v))
+    return tuple(x.reshape(sequences, heads, blocks * KEY_BLOCK, -1) for x in (k, v))
 
 
 class Run(NamedTuple):
@@ -89,7 +107,8 @@ def exact_attention(run: Run, dtype: str = "float32", slopes: tuple[float, ...] 
         q, k, v = qkv.transpose(1, 0, 2, 3)  # (T, H, D)
         q = q.astype(np.float32) * np.float32(run.size**-0.5)
         q, k, v = (rounded(x.astype(np.float32), dtype).astype(np.float64) for x in (q, k, v))
-        out = reference.attend(
+        attend_exactly = reference.attend_int8 if dtype == "int8" else reference.attend
+        out = attend_exactly(
             q[cached:], k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length), 1.0, slopes
         )  # (N, H, D)
         outs.append(out.reshape(len(out), -1))
@@ -112,14 +131,33 @@ def test_write_kv_writes_its_places_and_nothing_else(size, dtype):
     flat = np.sort(random.choice(4 * 130, size=40, replace=False))
     token_slots, positions = flat // 130, flat % 130
     write(cache, qkv, positions, token_slots)
-    _, keys, values = rounded(qkv, dtype).reshape(40, 3, heads, size).transpose(1, 0, 2, 3)  # (N, H, D)
+    _, keys, values = rounded(qkv.reshape(40, 3, heads, size), dtype).transpose(1, 0, 2, 3)  # (N, H, D)
     k, v = plain(cache, size)
     same_bits(k[token_slots, :, positions], keys)
     same_bits(v[token_slots, :, positions], values)
-    cleared = set() if dtype == "float32" else {at + 1 for at in flat if at % 130 % 2 == 0} - set(flat)
+    cleared = set() if dtype != "bfloat16" else {at + 1 for at in flat if at % 130 % 2 == 0} - set(flat)
     assert (~np.isnan(k)).sum() == values.size
     assert (~np.isnan(v)).sum() == values.size + len(cleared) * heads * size
     assert all((v[at // 130, :, at % 130] == 0).all() for at in cleared)
+    if dtype == "int8":
+        is_written = np.zeros((4, heads, 3 * KEY_BLOCK), bool)
+        is_written[token_slots, :, positions] = True
+        assert all((array[~is_written] == 0xFF).all() for array in in_positions(cache))
+
+
+@pytest.mark.parametrize("value", [0, 2.0**-113, 2.0**-111, 1e38, np.inf, -np.inf, np.nan])
+def test_an_int8_cache_of_one_extreme(value):
+    """What is too small for an inverse is 0, and what is not finite makes its own key and value NaN alone."""
+    heads, size, x = 2, 5, random_values(3, 30)
+    x[1, 10:12] = x[1, 20:22] = value
+    x[1, 12:15] = x[1, 22:25] = 0
+    cache = new_kv_cache(1, heads, size, 3, "int8")
+    write(cache, x, [0, 1, 2], [0, 0, 0])
+    expected = rounded(x.reshape(3, 3, heads, size)[:, 1:], "int8").transpose(1, 2, 0, 3)  # (2, H, T, D)
+    for found, wanted in zip(plain(cache, size), expected, strict=True):
+        np.testing.assert_array_equal(found[0, :, :3], wanted)
+    assert np.isnan(expected).sum() == (0 if np.isfinite(value) else 2 * size)
+    assert (expected[:, 0, 1] == 0).all() == (abs(value) < 2.0**-112)
 
 
 @CACHES
@@ -128,8 +166,8 @@ def test_write_kv_writes_its_places_and_nothing_else(size, dtype):
 def test_attend(length, size, dtype):
     """A whole prompt, the last tokens of one, and a decode step, beside each other."""
     run = random_run([length, length, length, 7], [0, max(length - 7, 0), length - 1, 3], 2, size, spread=1.3)
-    kind = "attention" if dtype == "float32" else "bfloat16 attention"
-    check(kind, run_attend(run, dtype), exact_attention(run, dtype), np.abs(run.qkv[:, -2 * size :]).max())
+    found, expected = run_attend(run, dtype), exact_attention(run, dtype)
+    check(TOLERANCE[dtype], found, expected, np.abs(run.qkv[:, -2 * size :]).max())
 
 
 @CACHES
@@ -138,9 +176,9 @@ def test_attend(length, size, dtype):
 def test_alibi(length, dtype):
     """A steep slope and a flat one; the bits of a query do not depend on its tile here either."""
     run, slopes = random_run([length, 7], [max(length - 7, 0), 3], 2, 20, spread=1.3), (0.5, 2.0**-8)
-    alibi, kind = Alibi(np.array(slopes, np.float32)), "attention" if dtype == "float32" else "bfloat16 attention"
+    alibi = Alibi(np.array(slopes, np.float32))
     out, expected = run_attend(run, dtype, alibi=alibi), exact_attention(run, dtype, slopes)
-    check(kind, out, expected, np.abs(run.qkv[:, -40:]).max())
+    check(TOLERANCE[dtype], out, expected, np.abs(run.qkv[:, -40:]).max())
     assert length == 1 or not np.allclose(out, exact_attention(run, dtype), atol=0.01)
     same_bits(run_attend(run, dtype, lambda starts: np.arange(starts[-1] + 1), alibi), out)
 
@@ -155,6 +193,25 @@ def test_a_query_has_the_same_bits_in_any_tile(size, dtype):
     for length, cached in ((1, 0), (64, 63), (65, 63), (70, 60), (129, 127)):
         part = Run(whole_prompt.qkv[:length], [length], [cached], 2)
         same_bits(run_attend(part, dtype), together[cached:length])
+
+
+@pytest.mark.parametrize("size", [5, 64, 80])
+def test_int8_attention_is_near_float_attention(size):
+    """Against a calculation that rounds nothing, where a fault of the definition itself would show."""
+    run = random_run([150, 40], [140, 0], 2, size)
+    error = np.abs(run_attend(run, "int8") - exact_attention(run)) / np.abs(run.qkv[:, -2 * size :]).max()
+    assert error.max() < 0.03
+    assert error.mean() < 0.003
+
+
+def test_int8_attention_to_a_value_that_is_not_finite():
+    """It makes those NaN that see it, and no other."""
+    run = random_run([70], [0], 2, 16)
+    run.qkv[66, -1] = np.inf
+    out = run_attend(run, "int8").reshape(70, 2, 16)
+    assert np.isnan(out[66:, 1]).all()
+    assert np.isfinite(out[:66]).all()
+    assert np.isfinite(out[66:, 0]).all()
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
+from support.kernel_tools import check
 from tinygpt.config import ModelConfig
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
+from tinygpt.kernels.int8_rows import from_rows, to_rows
 
 BACKENDS = pytest.mark.parametrize(
     ("backend", "dtype"),
-    [(cpu, "float32"), (cpu, "bfloat16"), (reference, "float32")],
-    ids=["cpu", "cpu-bf16", "reference"],
+    [(cpu, "float32"), (cpu, "bfloat16"), (cpu, "int8"), (reference, "float32"), (reference, "int8")],
+    ids=["cpu", "cpu-bf16", "cpu-int8", "reference", "reference-int8"],
 )
 LENGTH = 3 * KEY_BLOCK
 CONFIG = ModelConfig(n_layer=2, n_head=3, n_embd=45, n_positions=LENGTH, vocab_size=50)
@@ -23,7 +25,9 @@ def filled_cache(backend, dtype):
     random = np.random.default_rng(0)
     cache = backend.new_kv_cache(CONFIG, 3, LENGTH, dtype)
     shape = (3, CONFIG.n_layer, CONFIG.n_head, LENGTH, CONFIG.head_size)
-    k, v = (random.integers(-200, 200, shape).astype(np.float32) for _ in "kv")  # 8 bits: bfloat16 holds them
+    # 8 bits, which bfloat16 holds, and of each head and position 127: int8 has scale 1.
+    k, v = (random.integers(-127, 128, shape).astype(np.float32) for _ in "kv")
+    k[..., 4], v[..., 7] = 127, -127
     for row in range(3):
         for start, stop in [(0, 7), (7, KEY_BLOCK + 3), (KEY_BLOCK + 3, LENGTH)]:
             backend.write_positions(cache, row, start, k[row, :, :, start:stop], v[row, :, :, start:stop])
@@ -31,6 +35,8 @@ def filled_cache(backend, dtype):
 
 
 def values_of(array: np.ndarray) -> np.ndarray:
+    if array.dtype == np.int8:
+        return from_rows(array)
     return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
 
 
@@ -72,3 +78,35 @@ def test_write_rounds_float32_to_the_cache_as_the_kernel_does():
     expected = np.array([to_bfloat16(x) for x in values.ravel()], np.uint16).reshape(shape)
     np.testing.assert_array_equal(k, expected)
     np.testing.assert_array_equal(v, expected)
+
+
+def test_an_int8_cache_is_written_in_rows_as_they_are_read():
+    """Scales other than 1, and values of which none is a whole number."""
+    random = np.random.default_rng(1)
+    cache = cpu.new_kv_cache(CONFIG, 2, LENGTH, "int8")
+    shape = (CONFIG.n_layer, CONFIG.n_head, 70, CONFIG.head_size)
+    k, v = (random.standard_normal(shape).astype(np.float32) for _ in "kv")
+    cpu.write_positions(cache, 1, 3, k, v)
+    rows = cpu.read_positions(cache, 1, 3, 73, CONFIG.head_size)
+    for given, values in zip(rows, (k, v), strict=True):
+        assert given.dtype == np.int8
+        assert given.shape == (*shape[:3], CONFIG.head_size + 4)
+        np.testing.assert_array_equal(given, to_rows(values))
+    cpu.write_positions(cache, 0, 5, *rows)
+    for given, again in zip(rows, cpu.read_positions(cache, 0, 5, 75, CONFIG.head_size), strict=True):
+        np.testing.assert_array_equal(again, given)
+
+
+def test_rows_are_the_nearest_levels():
+    x = np.random.default_rng(0).standard_normal((50, 3, 7)).astype(np.float32)
+    rows, largest = to_rows(x), np.abs(x).max(-1, keepdims=True).astype(np.float64)
+    check("quantised", rows[..., :-4], x / largest * 127)
+    np.testing.assert_allclose(from_rows(rows), x, atol=largest.max() / 253)
+    assert rows.shape == (50, 3, 11)
+
+
+def test_what_an_int8_cache_takes():
+    """Of a position 64 + 4 bytes for a key and as many for a value, where heads have whole steps and lanes."""
+    config = ModelConfig(n_layer=2, n_head=3, n_embd=192, n_positions=LENGTH, vocab_size=50)
+    assert cpu.kv_cache_bytes(config, 5, LENGTH, "int8") == 2 * 5 * 3 * LENGTH * 2 * 68
+    assert sum(array.nbytes for array in cpu.new_kv_cache(config, 5, LENGTH, "int8")) == 2 * 5 * 3 * LENGTH * 2 * 68

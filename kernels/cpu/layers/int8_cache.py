@@ -1,0 +1,166 @@
+"""Attention over an int8 KV cache: how keys, values, queries and softmax weights become whole numbers.
+
+A key, or a value, of a head and position has a scale, its largest size / 127, and so has a head's query. In a block of
+positions each softmax weight is multiplied by its value's scale, and these products, of which none is negative, have a
+scale in common: the largest / WEIGHT_LEVELS. A block is therefore quantised alike in every step and tile, and both of
+attention's products are sums of whole numbers.
+
+The cache is laid out as attention.py says, with P = 4: a byte holds a whole number + 128. Behind the D / 4 steps of a
+key stand two more: the scales of the key and of the value, float32.
+"""
+
+import numpy as np
+
+from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.layers.activations import ZERO
+from tinygpt.kernels.cpu.simd.cache_tiles import HEADER_BYTES, HIGH_BITS, IN_FOURS, PLANE_BYTES, SCORE_STEP_BYTES
+from tinygpt.kernels.cpu.simd.tiles import PANEL, STEP_BYTES
+from tinygpt.kernels.cpu.simd.vector_ir import (
+    ROUNDING,
+    address,
+    float32_at,
+    fma,
+    int16_at,
+    int32_at,
+    uint8_at,
+    uint32_at,
+)
+from tinygpt.kernels.int8_rows import LEVELS, NOTHING
+
+PER_STEP = 4  # values
+SCALE_STEPS = 2
+WEIGHT_LEVELS = np.float32(2**14 - 1)
+SIZE, BYTE, OFFSET = np.uint32(0x7FFFFFFF), np.uint32(0xFF), np.uint32(0x80)
+ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))
+INFINITE, NAN = np.float32(np.inf), np.float32(np.nan)
+LOW = np.int32(2**HIGH_BITS - 1)
+COLUMN_STEP_BYTES = PANEL * STEP_BYTES  # from one step of a key to the next
+LEAST_QUERY = 4  # float32 values that make room for a query of any size, beside D
+
+
+def steps_of_key(cache):
+    return cache.shape[3] - SCALE_STEPS
+
+
+def bytes_of_query(cache):
+    return HEADER_BYTES + (cache.shape[3] - SCALE_STEPS) * SCORE_STEP_BYTES
+
+
+def put_key(cache, column, x):
+    """Put a key (D,) and its scale into its column of a block, which begins at `column`."""
+    scale, inverse = _scales(_largest(x), LEVELS)
+    whole, at = x.size // PER_STEP, column
+    for i in range(whole):
+        first = PER_STEP * i
+        low = np.uint32(_byte(x[first], inverse) | (_byte(x[first + 1], inverse) << np.uint32(8)))
+        high = np.uint32(_byte(x[first + 2], inverse) | (_byte(x[first + 3], inverse) << np.uint32(8)))
+        uint32_at(at, 1)[0] = np.uint32(low | np.uint32(high << np.uint32(16)))
+        at += COLUMN_STEP_BYTES
+    if whole * PER_STEP < x.size:  # what a query multiplies the others of this step by is 0
+        for d in range(whole * PER_STEP, x.size):
+            uint8_at(at, PER_STEP)[d - whole * PER_STEP] = np.uint8(_byte(x[d], inverse))
+        at += COLUMN_STEP_BYTES
+    float32_at(at, 1)[0] = scale
+
+
+def put_value(cache, start, position, x, column):
+    """Put a value (D,) where its position lies behind `start`, the head's first, and its scale into its key's column.
+
+    What lies there of other positions stays: it is theirs, or nobody's, whose weight is 0.
+    """
+    scale, inverse = _scales(_largest(x), LEVELS)
+    shift = np.uint32(8 * (position % PER_STEP))
+    others = np.uint32(~np.uint32(BYTE << shift))
+    words = uint32_at(start + position // PER_STEP * cache.strides[2], x.size)
+    for d in range(x.size):
+        words[d] = np.uint32(words[d] & others) | np.uint32(_byte(x[d], inverse) << shift)
+    steps = (x.size + PER_STEP - 1) // PER_STEP
+    float32_at(column + (steps + 1) * COLUMN_STEP_BYTES, 1)[0] = scale
+
+
+def put_query(cache, target, x, scale):
+    """Put scale * x (D,) as the left side of a tile of scores."""
+    row_scale, inverse = _scales(_largest(x), LEVELS)
+    padded, total = (x.size + PER_STEP - 1) // PER_STEP * PER_STEP, np.int32(0)
+    if IN_FOURS:
+        numbers = uint8_at(target + HEADER_BYTES, padded)
+        for d in range(x.size):
+            level = _level(x[d], inverse)
+            numbers[d] = np.uint8(level)
+            total = np.int32(total + level)
+        for d in range(x.size, padded):
+            numbers[d] = np.uint8(0)
+    else:
+        shorts = int16_at(target + HEADER_BYTES, padded)
+        for d in range(x.size):
+            level = _level(x[d], inverse)
+            shorts[d] = np.int16(level)
+            total = np.int32(total + level)
+        for d in range(x.size, padded):
+            shorts[d] = np.int16(0)
+    _put_header(target, row_scale * scale, total)
+
+
+def put_weights(cache, target, weights, seen, value_scales):
+    """Put a block's softmax weights (PANEL,) as the left side of a tile of values, whose scales lie at `value_scales`.
+
+    The first `seen` positions have one that is not 0. The others' scales may be anything.
+    """
+    scales = float32_at(value_scales, PANEL)
+    for j in range(max(min(seen, PANEL), 0)):
+        weights[j] *= scales[j]
+    for j in range(max(seen, 0), PANEL):
+        weights[j] = ZERO
+    row_scale, inverse = _scales(_largest(weights), WEIGHT_LEVELS)
+    total = np.int32(0)
+    if IN_FOURS:
+        high, low = uint8_at(target + HEADER_BYTES, PANEL), uint8_at(target + HEADER_BYTES + PLANE_BYTES, PANEL)
+        for j in range(PANEL):
+            level = _level(weights[j], inverse)
+            high[j], low[j] = np.uint8(level >> np.int32(HIGH_BITS)), np.uint8(level & LOW)
+            total = np.int32(total + level)
+    else:
+        shorts = int16_at(target + HEADER_BYTES, PANEL)
+        for j in range(PANEL):
+            level = _level(weights[j], inverse)
+            shorts[j] = np.int16(level)
+            total = np.int32(total + level)
+    _put_header(target, row_scale, total)
+
+
+@kernel
+def _put_header(target, scale, total):
+    """The scale of a row, and what its sums start at, as its bytes of the cache are 128 too large."""
+    float32_at(target, 1)[0] = scale
+    int32_at(target + 4, 1)[0] = np.int32(np.int32(-128) * total)
+
+
+@kernel
+def _largest(x):
+    """The largest size of x (n,); infinite or NaN where one is. Sizes are in the order of their bits."""
+    bits, largest = uint32_at(address(x), x.size), np.uint32(0)
+    for i in range(x.size):
+        largest = max(largest, np.uint32(bits[i] & SIZE))
+    return np.uint32(largest).view(np.float32)
+
+
+@kernel
+def _scales(largest, levels):
+    """What whole numbers are multiplied by, and what makes them. All are NaN where the largest is not finite."""
+    if largest < NOTHING:
+        return ZERO, ZERO
+    if largest < INFINITE:
+        return largest / levels, levels / largest
+    return NAN, ZERO
+
+
+@kernel
+def _level(x, inverse):
+    """The whole number that is nearest to x * inverse, as the low bits of a sum hold it."""
+    return np.int32(np.float32(fma(x, inverse, ROUNDING)).view(np.int32) - ROUNDING_BITS)
+
+
+@kernel
+def _byte(x, inverse):
+    """The same + 128, of -127 to 127."""
+    return np.uint32((np.uint32(_level(x, inverse)) & BYTE) ^ OFFSET)
