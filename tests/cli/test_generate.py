@@ -183,7 +183,7 @@ def test_a_seed_that_decides_nothing_is_not_reported(run):
     assert "seed" not in run("Once --temperature 0 --max-tokens 4").err
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "int8"])
 def test_the_kv_cache_has_the_dtype_that_is_asked_for(run, monkeypatch, name):
     """It is given one of float32, for which the step is compiled already."""
     made, new_kv_cache = [], kernels.new_kv_cache

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr 
         ("Once --max-num-seqs 0", 2, "--max-num-seqs is 0"),
         ("Once --max-model-len 513", 2, "has 512 positions"),
         ("Once --dtype float8", 2, "--dtype is 'float8', in which weights are kept in files"),
-        ("Once --kv-cache-dtype int8", 2, "--kv-cache-dtype is 'int8'"),
+        ("Once --kv-cache-dtype int4", 2, "--kv-cache-dtype is 'int4'"),
         ("Once --max-tokens 600", 2, "512 positions"),
         ("Once --output out.jsonl", 2, "--output needs --input"),
         ("Once --input in.jsonl", 2, "both a PROMPT and --input"),

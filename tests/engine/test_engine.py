@@ -524,7 +524,7 @@ IMPOSSIBLE = {
     "max_model_len": [0, -1, True, "2", 1.5, 513],
     "device": ["tpu", "", None, ["cpu"]],
     "dtype": ["float64", "float16", "", None, ["float32"]],
-    "kv_cache_dtype": ["int8", "", None, ["float32"]],
+    "kv_cache_dtype": ["int4", "", None, ["float32"]],
 }
 
 

@@ -30,7 +30,8 @@ ODD = {"n_embd": 35, "n_head": 7, "n_layer": 3, "vocab_size": 97, "n_positions":
 # Three groups of K, the last one not full.
 WIDE = {"n_embd": 130, "n_head": 26, "n_layer": 2, "vocab_size": 97, "n_positions": 400, "n_inner": 83}
 LENGTHS = {"odd": 200, "wide": 140, "demo": 150}  # positions that are tried
-NAN = {np.dtype(np.float32): np.nan, np.dtype(np.uint16): 0x7FFF}  # uint16 holds bfloat16's bits
+# uint16 holds bfloat16's bits, and uint8 those of an int8 cache: with all bits set, a scale is NaN.
+NAN = {np.dtype(np.float32): np.nan, np.dtype(np.uint16): 0x7FFF, np.dtype(np.uint8): 0xFF}
 # model, dtype, kv_cache_dtype. The demo's products are cut into four segments. A cache of another dtype than that which
 # goes with the weights compiles a step of its own, of kernels that the others have, too.
 VARIANTS = [
@@ -40,6 +41,9 @@ VARIANTS = [
     ("wide", "bfloat16", "bfloat16"),
     ("wide", "int8", "bfloat16"),
     pytest.param(("wide", "int8", "float32"), marks=pytest.mark.slow, id="wide-int8-float32"),
+    ("wide", "int8", "int8"),
+    pytest.param(("odd", "float32", "int8"), marks=pytest.mark.slow, id="odd-float32-int8"),
+    pytest.param(("demo", "int8", "int8"), marks=pytest.mark.slow, id="demo-int8-int8"),
     ("wide", "int4", "bfloat16"),
     pytest.param(("demo", "bfloat16", "bfloat16"), marks=pytest.mark.slow, id="demo-bfloat16-bfloat16"),
     pytest.param(("demo", "int8", "bfloat16"), marks=pytest.mark.slow, id="demo-int8-bfloat16"),

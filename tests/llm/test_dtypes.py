@@ -153,8 +153,14 @@ def test_a_cache_that_is_chosen_is_near(dtype, other, window):
             {"dtype": "int8", "device": "reference"},
             "dtype is 'int8' and device 'reference' computes in 'float32' only.$",
         ),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8' and must be one of 'auto', 'float32', 'bfloat16'"),
-        ({"kv_cache_dtype": "bfloat16", "device": "reference"}, "kv_cache_dtype is 'bfloat16' .* 'auto', 'float32'"),
+        (
+            {"kv_cache_dtype": "int4"},
+            "kv_cache_dtype is 'int4' and must be one of 'auto', 'float32', 'bfloat16', 'int8' for float32 weights",
+        ),
+        (
+            {"kv_cache_dtype": "bfloat16", "device": "reference"},
+            "kv_cache_dtype is 'bfloat16' .* 'auto', 'float32', 'int8'",
+        ),
     ],
 )
 def test_an_unknown_precision_is_refused(choices, message):

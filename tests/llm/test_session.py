@@ -213,19 +213,29 @@ def test_a_session_that_slides_goes_on_where_it_was(small_demo):
 
 
 @pytest.mark.parametrize(
-    "kinds", [("auto", "cpu"), ("bfloat16", "cpu"), ("int8", "cpu"), ("auto", "reference")], ids=str
+    "kinds",
+    [
+        ("auto", "cpu", "auto"),
+        ("bfloat16", "cpu", "auto"),
+        ("int8", "cpu", "auto"),
+        ("int8", "cpu", "int8"),
+        ("auto", "reference", "auto"),
+        ("auto", "reference", "int8"),
+    ],
+    ids=str,
 )
 def test_a_saved_session_goes_on_without_being_computed_again(tmp_path, monkeypatch, kinds, small_demo):
-    dtype, device = kinds
+    dtype, device, cache = kinds
     path = tmp_path / "session.safetensors"
-    with LLM(small_demo, dtype, device, max_num_seqs=1, prefix_cache_seqs=1) as llm:
+    options = {"kv_cache_dtype": cache, "max_num_seqs": 1, "prefix_cache_seqs": 1}
+    with LLM(small_demo, dtype, device, **options) as llm:
         session = llm.session()
         session.extend(TEXT[:40])
         session.generate(PARAMS)
         session.save(path)
         session.extend([5, 6])
         expected = session.generate(PARAMS)
-    with LLM(small_demo, dtype, device, max_num_seqs=1, prefix_cache_seqs=1) as llm:
+    with LLM(small_demo, dtype, device, **options) as llm:
         loaded = llm.load_session(path)
         counts, forward = [], llm.engine.runner.forward
         monkeypatch.setattr(llm.engine.runner, "forward", lambda b: counts.append(b.token_ids.size) or forward(b))
@@ -349,6 +359,7 @@ def test_a_file_of_another_model(saved, tmp_path, small_demo):
         ({"model": str(folder)}, f"n_embd is {SMALL['n_embd']} there and"),
         ({"dtype": "int8"}, "dtype is 'float32' there and 'int8' here"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'float32' there and 'bfloat16' here"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'float32' there and 'int8' here"),
         ({"device": "reference"}, "device is 'cpu' there and 'reference' here"),
     ):
         with LLM(**{"model": small_demo, **options}) as llm, pytest.raises(CheckpointError, match=message):

@@ -25,17 +25,20 @@ from tinygpt.weights.stored.session_file import SavedSession, checked_file, read
 L, H, T, D, V = 2, 3, 5, 4, 11
 MADE_BY = {"vocab_size": V, "n_layer": L, "n_head": H, "n_embd": H * D, "eos_token_ids": [7], "dtype": "float32"}
 TOKEN_IDS = [3, 1, 4, 1, 5, 9, 2, 6]
-KINDS = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16}
+KINDS = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "int8": np.int8}
 
 
 def kv(kind=np.float32, count=T, seed=0) -> np.ndarray:
-    """Keys or values; their bits where they are bfloat16."""
+    """Keys or values; their bits where they are bfloat16, and with a float32 behind them where they are int8."""
     drawn = np.random.default_rng(seed).normal(size=(L, H, count, D))
+    if kind == np.int8:
+        scales = np.abs(drawn[..., :1]).astype(np.float32)
+        return np.concatenate([(50 * drawn).clip(-127, 127).astype(kind), scales.view(kind)], axis=-1)
     return drawn.astype(kind) if kind != np.uint16 else (drawn.astype(np.float32).view(np.uint32) >> 16).astype(kind)
 
 
 def none_of(kind=np.float32) -> np.ndarray:
-    return np.empty((L, H, 0, D), kind)
+    return kv(kind, count=0)
 
 
 def read(path: Path, kind=np.float32, max_positions: int = 100) -> SavedSession:
@@ -191,7 +194,7 @@ def test_an_array_that_is_not_there(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -np.nan], ids=str)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.uint16], ids=["float32", "float64", "bfloat16"])
 def test_keys_and_values_are_finite(tmp_path, name, value, kind):
     """Where they are bfloat16, a file holds their bits; the largest of these that is a number is let through."""
     arrays = {"k": kv(kind), "v": kv(kind)}
@@ -201,6 +204,17 @@ def test_keys_and_values_are_finite(tmp_path, name, value, kind):
     bits = np.array(value, np.float32).view(np.uint32) >> 16
     arrays[name][1, 2, 3, 1] = bits if kind == np.uint16 else value
     assert "not finite" in refusal(forged(tmp_path / "a", arrays), kind=kind)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -np.nan], ids=str)
+def test_scales_are_finite(tmp_path, name, value):
+    """Whole numbers may be anything, and no part of them is read as a scale."""
+    arrays = {"k": kv(np.int8), "v": kv(np.int8)}
+    arrays[name][1, 2, 3, :D] = -1  # all bits set: NaN, were they a float32
+    assert (getattr(read(forged(tmp_path / "a", arrays), np.int8), name)[1, 2, 3, :D] == -1).all()
+    arrays[name][1, 2, 3, D:] = np.array([value], np.float32).view(np.int8)
+    assert "not finite" in refusal(forged(tmp_path / "a", arrays), kind=np.int8)
 
 
 @pytest.mark.parametrize("kind", [np.int16, np.int8, np.uint8])

@@ -1,7 +1,8 @@
 """Saved sessions: the tokens of a text, and the keys and values of some of them, in one safetensors file.
 
 `token_ids` (N,) int32; `k` and `v` (L, H, T, D), in the KV cache's type, of the T tokens from `first` on, at positions
-0 to T - 1. The metadata holds the `format` and its `version`, `first`, what the keys and values were `made_by` (JSON),
+0 to T - 1. Those of an int8 cache are (L, H, T, D + 4) int8, the last four bytes being a float32 that multiplies the
+others. The metadata holds the `format` and its `version`, `first`, what the keys and values were `made_by` (JSON),
 and the `crc32` of `first`, `made_by` and all three arrays.
 
 The checksum finds damage, not intent: whoever can write the file can make it say anything. So all of it is checked but
@@ -39,8 +40,8 @@ class SavedSession:
 
     token_ids: list[int]
     first: int
-    k: np.ndarray  # (L, H, T, D)
-    v: np.ndarray  # (L, H, T, D)
+    k: np.ndarray  # (L, H, T, D), or (L, H, T, D + 4) int8
+    v: np.ndarray  # as k
 
     @property
     def cached_token_ids(self) -> list[int]:
@@ -196,6 +197,8 @@ def _whole_number(text: str) -> int:
 def _is_finite(array: np.ndarray) -> bool:
     if array.dtype == np.uint16:  # bfloat16: the exponent of what is not finite is all ones
         return not ((array & 0x7F80) == 0x7F80).any()
+    if array.dtype == np.int8:  # whole numbers and their scale
+        array = np.ascontiguousarray(array[..., -4:]).view(np.float32)
     return bool(np.isfinite(array).all())
 
 
