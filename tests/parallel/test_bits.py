@@ -169,6 +169,33 @@ def test_ranks_give_the_bits_of_one_process(monkeypatch, folders, alone, model, 
         assert everything(llm) == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("int8", (3, 1)), pytest.param("float32", (2, 2), marks=pytest.mark.slow)]
+)
+def test_an_int8_cache_is_cut_with_its_scales(monkeypatch, folders, tmp_path, dtype, layout):
+    """Keys and values of a session's file, too, and of a prefix, which are float32 there."""
+    soft = {"prefix": write_soft_prompt(tmp_path / "soft", "prefix", 5, **FIVE_HEADS)}
+    options = {"dtype": dtype, "kv_cache_dtype": "int8", "soft_prompts": soft}
+    params = SamplingParams(max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
+
+    def behind_a_prefix(llm: LLM) -> list[int]:
+        return llm.generate([[5, 6, 7]], replace(params, soft_prompt="prefix"))[0].outputs[0].token_ids
+
+    with LLM(folders("five"), **OPTIONS, **options) as llm:
+        expected, behind = everything(llm), behind_a_prefix(llm)
+        session = llm.session()
+        session.extend(range(5, 30))
+        session.generate(params)
+        session.save(tmp_path / "alone")
+        session.generate(params)
+    with on_ranks(monkeypatch, layout, folders("five"), **options) as (llm, _):
+        assert everything(llm) == expected
+        assert behind_a_prefix(llm) == behind
+        loaded = llm.load_session(tmp_path / "alone")
+        loaded.generate(params)
+        assert loaded.token_ids == session.token_ids
+
+
 @pytest.mark.parametrize(("model", "layout"), [("small-xl", (2, 1)), ("five", (3, 2))])
 def test_adapters_and_soft_prompts_know_nothing_of_ranks(monkeypatch, folders, tmp_path, model, layout):
     """25 heads are 13 + 12 with an adapter's weights, too. The keys and values of a prefix are cut by heads."""
