@@ -42,7 +42,7 @@ class LLM:
     threads: how many threads compute; None is one for each fast physical core.
     max_num_seqs: samples that run at once; more wait their turn.
     max_model_len: positions kept for each; None is the model's own n_positions. One with ALiBi can have more.
-    kv_cache_dtype: "float32", "bfloat16", or "auto": float32 for float32 weights, bfloat16 for the others.
+    kv_cache_dtype: "float32", "bfloat16", "int8", or "auto": float32 for float32 weights, bfloat16 for the others.
     max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs
         if that is more.
         Fewer let those that decode wait less for others' prompts, more read prompts faster.

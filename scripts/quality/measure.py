@@ -11,6 +11,8 @@ from tqdm import tqdm
 from tinygpt import LLM
 from tinygpt.config import DTYPES
 
+INT8_CACHE = "int8 KV cache"  # beside float32 weights: the name of its results
+
 
 @dataclass
 class Quality:
@@ -55,12 +57,14 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def measure(
     model: str,
     windows: list[list[int]],
-    dtypes: Iterable[str] = DTYPES,
+    dtypes: Iterable[str] = (*DTYPES, INT8_CACHE),
     converted: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Quality]:
     """Each dtype of a checkpoint, and what it was converted to by name, all beside float32, which is among the
     results."""
-    llms = {dtype: LLM(model, dtype=dtype, max_num_seqs=1) for dtype in dict.fromkeys(("float32", *dtypes))}
+    kinds = {dtype: {"dtype": dtype} for dtype in ("float32", *dtypes)}
+    kinds |= {INT8_CACHE: {"kv_cache_dtype": "int8"}} if INT8_CACHE in kinds else {}
+    llms = {name: LLM(model, max_num_seqs=1, **kind) for name, kind in kinds.items()}
     llms |= {name: LLM(folder, max_num_seqs=1) for name, folder in converted.items()}
     results = {name: Quality() for name in llms}
     for token_ids in tqdm(windows, desc=Path(model).name, unit="window"):

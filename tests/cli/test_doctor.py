@@ -55,6 +55,7 @@ def test_kernels_follow_the_features(monkeypatch):
         "bfloat16": "two multiply-adds",
         "int8": "vpmaddwd",
         "int4": "vpmaddubsw",
+        "int8 KV cache": "vpmaddwd",
     }
 
 

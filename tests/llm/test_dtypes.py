@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.quality.checkpoints import EXTREMES, OUTLIERS, write_outliers
-from scripts.quality.measure import measure
+from scripts.quality.measure import INT8_CACHE, measure
 from support.bits import assert_same_bits
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams
@@ -14,7 +14,7 @@ from tinygpt.cli import main as cli
 from tinygpt.errors import RequestError
 from tinygpt.outputs import CompletionOutput
 
-QUANTISED = ("bfloat16", "int8", "int4")
+QUANTISED = ("bfloat16", "int8", "int4", INT8_CACHE)
 WINDOW = 400  # tokens
 
 
@@ -23,8 +23,8 @@ WINDOW = 400  # tokens
 # In % of perplexity, on a text that the float32 model has written itself. Over a few hundred tokens the change of
 # perplexity is mostly chance (for int8, 0.5 % either way), so the mean KL divergence from float32 is held to these
 # limits: it is the logarithm of what the perplexity would grow by on a long one.
-LIMITS = {"bfloat16": 0.05, "int8": 0.15, "int4": 2.0}
-OUTLIER_LIMITS = {"bfloat16": 0.05, "int8": 0.3, "int4": 3.0}
+LIMITS = {"bfloat16": 0.05, "int8": 0.15, "int4": 2.0, INT8_CACHE: 0.05}
+OUTLIER_LIMITS = {"bfloat16": 0.05, "int8": 0.3, "int4": 3.0, INT8_CACHE: 0.1}
 CALIBRATED_LIMITS = {"int8": 1.0, "int4": 5.0}
 
 
@@ -136,7 +136,7 @@ def test_the_cache_follows_the_weights(dtype, same, window):
 
 
 @pytest.mark.slow  # each compiles a step of its own
-@pytest.mark.parametrize(("dtype", "other"), [("float32", "bfloat16"), ("int8", "float32")])
+@pytest.mark.parametrize(("dtype", "other"), [("float32", "bfloat16"), ("int8", "float32"), ("int4", "int8")])
 def test_a_cache_that_is_chosen_is_near(dtype, other, window):
     chosen, auto = logits_of(window, dtype=dtype, kv_cache_dtype=other), logits_of(window, dtype=dtype)
     assert 0 < np.abs(chosen - auto).mean() < 0.1  # one rounds keys and values to 8 bits, the other does not

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scripts.quality.checkpoints import EXTREMES, OUTLIERS
-from scripts.quality.measure import Quality
+from scripts.quality.measure import INT8_CACHE, Quality
 from scripts.quality.table import fill_tables
 
 PAGE = """Some text.
@@ -13,6 +13,7 @@ PAGE = """Some text.
 |---|---|---|---|---|---|---|
 | float32 | 4 bytes | float32 | | | | |
 | int8 | 1 byte; a scale | int8 | old | old | old | old |
+| int8 KV cache | 4 bytes | float32 | old | old | old | old |
 
 int8 is told of between the tables, too.
 
@@ -36,7 +37,8 @@ def results() -> dict[str, dict[str, Quality]]:
     )
     exact = {"float32": quality(0)}
     return {
-        name: exact | {"int8": quality(change), "int8, calibrated": quality(change / 10)}
+        name: exact
+        | {"int8": quality(change), "int8, calibrated": quality(change / 10), INT8_CACHE: quality(change / 100)}
         for name, change in changes.items()
     }
 
@@ -45,13 +47,15 @@ def test_tables_get_new_figures_and_nothing_else_changes():
     lines = fill_tables(PAGE, results(), "demo").splitlines()
     changes = "0.00 % | 0.00 % | +0.13 % | -0.13 % | +1.3 % | +12.6 %"
     assert lines[5] == f"| int8 | 1 byte; a scale | int8 | {changes} | 97.5 % | 0.18 |"
-    assert lines[11:13] == [
+    changes = "0.00 % | 0.00 % | 0.00 % | 0.00 % | +0.01 % | +0.13 %"
+    assert lines[6] == f"| int8 KV cache | 4 bytes | float32 | {changes} | 97.5 % | 0.18 |"
+    assert lines[12:14] == [
         "| int8 | +3.0 % | +4.0 % | +5.0 % |",
         "| int8, calibrated | +0.30 % | +0.40 % | +0.50 % |",
     ]
     old = PAGE.splitlines()
-    assert [line for i, line in enumerate(lines) if i not in (5, 11, 12)] == [
-        line for i, line in enumerate(old) if i not in (5, 11, 12)
+    assert [line for i, line in enumerate(lines) if i not in (5, 6, 12, 13)] == [
+        line for i, line in enumerate(old) if i not in (5, 6, 12, 13)
     ]
 
 

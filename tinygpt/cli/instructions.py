@@ -6,4 +6,4 @@ def instructions() -> dict[str, str]:
     from tinygpt.kernels.cpu.simd.targets import TARGET
 
     steps = {"float32": "multiply-adds", "bfloat16": TARGET.bfloat16, "int8": TARGET.int8, "int4": TARGET.int4}
-    return {"target": TARGET.name, **steps}
+    return {"target": TARGET.name, **steps, "int8 KV cache": TARGET.int8_cache}

@@ -31,8 +31,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         "type": dtype,
         "default": "auto",
         "metavar": "DTYPE",
-        "help": "precision of the KV cache: float32 or bfloat16; auto is float32 for float32 weights, and bfloat16 for "
-        "all others (default: %(default)s)",
+        "help": "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, and "
+        "bfloat16 for all others (default: %(default)s)",
     },
     "threads": {
         "short": "-t",

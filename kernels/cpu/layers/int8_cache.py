@@ -104,13 +104,11 @@ def put_query(cache, target, x, scale):
 def put_weights(cache, target, weights, seen, value_scales):
     """Put a block's softmax weights (PANEL,) as the left side of a tile of values, whose scales lie at `value_scales`.
 
-    The first `seen` positions have one that is not 0. The others' scales may be anything.
+    The first `seen` positions alone have one that is not 0. The others' scales may be anything.
     """
     scales = float32_at(value_scales, PANEL)
-    for j in range(max(min(seen, PANEL), 0)):
+    for j in range(min(seen, PANEL)):
         weights[j] *= scales[j]
-    for j in range(max(seen, 0), PANEL):
-        weights[j] = ZERO
     row_scale, inverse = _scales(_largest(weights), WEIGHT_LEVELS)
     total = np.int32(0)
     if IN_FOURS:

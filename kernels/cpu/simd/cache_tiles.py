@@ -10,7 +10,7 @@ from llvmlite import ir
 
 from tinygpt.kernels.cpu.simd.panels import ask_ahead
 from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, shorts_of, strip_of
-from tinygpt.kernels.cpu.simd.targets import FOURS, SHORTS, TARGET
+from tinygpt.kernels.cpu.simd.targets import FOURS, TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
@@ -25,7 +25,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     store,
 )
 
-IN_FOURS = TARGET.int8 == FOURS
+IN_FOURS = TARGET.int8_cache == FOURS
 HEADER_BYTES, PLANE_BYTES = 8, 64
 HIGH_BITS = 7  # of a weight's 14
 SCORE_STEP_BYTES = 4 if IN_FOURS else 8  # of a row of A
@@ -37,7 +37,7 @@ def make_integer_code(vectors: int, adds: bool):
     If it `adds`, B are values: C += scale * A @ B. Else they are keys: C = scale * A @ B * scales; those of the
     columns, float32, lie behind the last step.
     """
-    multiply = INTEGER_STEPS[FOURS if IN_FOURS else SHORTS].multiply
+    multiply = INTEGER_STEPS[TARGET.int8_cache].multiply
     planes = 2 if IN_FOURS and adds else 1
     step_bytes, parts = (4, planes) if IN_FOURS else (8, 2)
     part_bytes = PLANE_BYTES if IN_FOURS else 4

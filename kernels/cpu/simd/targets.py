@@ -41,6 +41,11 @@ class Target:
         """Whether the left side of a product lies in bfloat16, not in float32 rounded to it."""
         return self.bfloat16 in (PAIRS, LONGS)
 
+    @property
+    def int8_cache(self) -> str:
+        """How the products with an int8 KV cache are made. ARM's own steps for bytes are not among them."""
+        return FOURS if self.int8 == FOURS else SHORTS
+
 
 # The first that fits. Zen takes one cycle for vdpbf16ps; Intel's cores take two, and one for two multiply-adds. ARM's
 # bfdot and bfmmla round otherwise than two fused multiply-adds do.

@@ -183,6 +183,7 @@ def test_a_machine_without_a_gpu_is_refused(model, monkeypatch):
         ({"dtype": "int4"}, "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only"),
         ({"kv_cache_dtype": "bfloat16"}, "must be one of 'auto', 'float32' for float32 weights on device 'cuda'"),
         ({"dtype": "int8", "kv_cache_dtype": "float32"}, "must be one of 'auto', 'bfloat16' for int8 weights"),
+        ({"dtype": "int8", "kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'"),
     ],
 )
 def test_what_a_gpu_does_not_compute_is_refused(model, options, message):
