@@ -1,7 +1,8 @@
 """CPUs without AVX-512: the same bits there, in processes whose Numba compiles for such a CPU.
 
 This file is also what those processes run: test_fallback.py DTYPE OUTPUT. They compile into a cache of their own, one
-process for each dtype. What a forward pass takes compiles in half a minute, so every day there is the product alone.
+process for each dtype. What a forward pass takes compiles in half a minute, so every day there are the product alone,
+and attention over an int8 cache.
 """
 
 import os
@@ -19,13 +20,15 @@ from support.demo import EOS
 from support.kernel_tools import operand_of, packed, random_values, solo_team, unwritten
 from support.paths import ROOT
 from tinygpt import LLM
+from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
 from tinygpt.kernels.cpu.layers import activations
+from tinygpt.kernels.cpu.layers.attention import attend, write_kv
 from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, quarters
 from tinygpt.kernels.cpu.model import take_steps
-from tinygpt.kernels.cpu.params import NO_FACTORS
+from tinygpt.kernels.cpu.params import NO_FACTORS, NOTHING
 from tinygpt.weights.open import open_checkpoint
 
 
@@ -35,16 +38,17 @@ class Target:
 
     cpu: str
     features: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # or INT8_CACHE
     registers: str  # wider ones, which its code must not use
 
 
+INT8_CACHE = "int8 cache"  # beside int8 weights
 TARGETS = {
-    "AVX2": Target("x86-64-v3", "+avx2,+fma", ("float32", "bfloat16", "int8", "int4"), "zmm"),
-    "AVX2 VNNI": Target("x86-64-v3", "+avx2,+fma,+avxvnni", ("int8", "int4"), "zmm"),
-    "SSE2": Target("x86-64", "+sse2", ("int8",), "ymm"),  # no fused multiply-add either: libm's
+    "AVX2": Target("x86-64-v3", "+avx2,+fma", ("float32", "bfloat16", "int8", "int4", INT8_CACHE), "zmm"),
+    "AVX2 VNNI": Target("x86-64-v3", "+avx2,+fma,+avxvnni", ("int8", "int4", INT8_CACHE), "zmm"),
+    "SSE2": Target("x86-64", "+sse2", ("int8", INT8_CACHE), "ymm"),  # no fused multiply-add either: libm's
 }
-PRODUCT = "product"  # in the place of a dtype
+PRODUCT, ATTENTION = "product", "attention"  # in the place of a dtype
 CHUNKS = [1] * 10 + [7, 63, 1, 19]  # decode steps, a prefill across a border of key blocks
 TOKENS = np.random.default_rng(0).integers(EOS, size=sum(CHUNKS)).tolist()
 
@@ -66,17 +70,23 @@ pytestmark = pytest.mark.skipif(not is_able(), reason="this CPU has no AVX-512: 
 # In the process that is restricted.
 
 
-def whole_logits(dtype: str) -> np.ndarray:
+def dtypes_of(name: str) -> tuple[str, str]:
+    """Of the weights and of the KV cache."""
+    return ("int8", "int8") if name == INT8_CACHE else (name, cpu.kv_cache_dtypes(name)[0])
+
+
+def whole_logits(name: str) -> np.ndarray:
     """(T, V), from a prefill alone."""
-    with LLM("demo", dtype=dtype, threads=1, max_num_seqs=1) as llm:
+    dtype, cache_dtype = dtypes_of(name)
+    with LLM("demo", dtype=dtype, kv_cache_dtype=cache_dtype, threads=1, max_num_seqs=1) as llm:
         return llm.logits(TOKENS)
 
 
-def logits_in_pieces(dtype: str) -> np.ndarray:
+def logits_in_pieces(name: str) -> np.ndarray:
     """(T, V), in chunks, on two threads, behind another sequence."""
-    checkpoint, count = open_checkpoint("demo"), 2 * len(TOKENS)
+    checkpoint, count, (dtype, cache_dtype) = open_checkpoint("demo"), 2 * len(TOKENS), dtypes_of(name)
     params = cpu.load_params(checkpoint, dtype, 2)
-    cache = cpu.new_kv_cache(checkpoint.config, 2, len(TOKENS), cpu.kv_cache_dtypes(dtype)[0])
+    cache = cpu.new_kv_cache(checkpoint.config, 2, len(TOKENS), cache_dtype)
     workspace = cpu.new_workspace(checkpoint.config, count, count, 2, dtype)
     pieces, start = [], 0
     for size in CHUNKS:
@@ -99,15 +109,33 @@ def products() -> np.ndarray:
     return np.concatenate(found)
 
 
+def attended() -> np.ndarray:
+    """Over an int8 cache: heads of two sizes, queries one by one and by sixes."""
+    found, positions, slots = [], np.arange(70, dtype=np.int32), np.zeros(70, np.int32)
+    for size in (22, 80):
+        config = ModelConfig(n_layer=1, n_head=2, n_embd=2 * size, n_positions=70, vocab_size=5)
+        qkv, (k, v) = random_values(70, 6 * size), (array[0] for array in cpu.new_kv_cache(config, 1, 70, "int8"))
+        write_kv(solo_team(), k, v, qkv, positions, slots)
+        for tile in (1, 6):
+            out, tiles = unwritten(70, 2 * size), np.array([*range(0, 70, tile), 70], np.int32)
+            attend(solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), NOTHING)
+            found.append(out.ravel())
+    return np.concatenate(found)
+
+
 def probe(dtype: str, output: Path) -> None:
-    if dtype == PRODUCT:
-        whole = pieces = products()
-        assembly = "".join(linear.inspect_asm().values())
+    if dtype in PARTS:
+        compute, kernel = PARTS[dtype]
+        whole = pieces = compute()
+        assembly = "".join(kernel.inspect_asm().values())
     else:
         whole, pieces = whole_logits(dtype), logits_in_pieces(dtype)
         assembly = "".join(take_steps.inspect_asm().values())
     wide = [register for register in ("ymm", "zmm") if register in assembly]
     np.savez(output, whole=whole, pieces=pieces, wide=np.array(wide, str), size=len(assembly))
+
+
+PARTS = {PRODUCT: (products, linear), ATTENTION: (attended, attend)}
 
 
 # In the tests.
@@ -136,10 +164,12 @@ def test_a_cpu_without_avx512(name, dtype, tmp_path):
     assert_same_bits(whole, whole_logits(dtype))
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["AVX2"])
-def test_the_product_of_a_cpu_without_avx512(name, tmp_path):
-    found, _ = computed_on(name, PRODUCT, tmp_path)
-    assert_same_bits(found, products())
+def test_a_part_of_a_step_on_a_cpu_without_avx512(name, part, tmp_path):
+    found, _ = computed_on(name, part, tmp_path)
+    compute, _ = PARTS[part]
+    assert_same_bits(found, compute())
 
 
 def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
