@@ -35,6 +35,7 @@ ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))
 INFINITE, NAN = np.float32(np.inf), np.float32(np.nan)
 LOW = np.int32(2**HIGH_BITS - 1)
 COLUMN_STEP_BYTES = PANEL * STEP_BYTES  # from one step of a key to the next
+query_at = uint8_at if IN_FOURS else int16_at
 LEAST_QUERY = 4  # float32 values that make room for a query of any size, beside D
 
 
@@ -74,30 +75,19 @@ def put_value(cache, start, position, x, column):
     words = uint32_at(start + position // PER_STEP * cache.strides[2], x.size)
     for d in range(x.size):
         words[d] = np.uint32(words[d] & others) | np.uint32(_byte(x[d], inverse) << shift)
-    steps = (x.size + PER_STEP - 1) // PER_STEP
-    float32_at(column + (steps + 1) * COLUMN_STEP_BYTES, 1)[0] = scale
+    float32_at(column + (_steps(x) + 1) * COLUMN_STEP_BYTES, 1)[0] = scale
 
 
 def put_query(cache, target, x, scale):
     """Put scale * x (D,) as the left side of a tile of scores."""
     row_scale, inverse = _scales(_largest(x), LEVELS)
-    padded, total = (x.size + PER_STEP - 1) // PER_STEP * PER_STEP, np.int32(0)
-    if IN_FOURS:
-        numbers = uint8_at(target + HEADER_BYTES, padded)
-        for d in range(x.size):
-            level = _level(x[d], inverse)
-            numbers[d] = np.uint8(level)
-            total = np.int32(total + level)
-        for d in range(x.size, padded):
-            numbers[d] = np.uint8(0)
-    else:
-        shorts = int16_at(target + HEADER_BYTES, padded)
-        for d in range(x.size):
-            level = _level(x[d], inverse)
-            shorts[d] = np.int16(level)
-            total = np.int32(total + level)
-        for d in range(x.size, padded):
-            shorts[d] = np.int16(0)
+    numbers, total = query_at(target + HEADER_BYTES, _steps(x) * PER_STEP), np.int32(0)
+    for d in range(x.size):
+        level = _level(x[d], inverse)
+        numbers[d] = np.int16(level)
+        total = np.int32(total + level)
+    for d in range(x.size, numbers.size):
+        numbers[d] = np.int16(0)
     _put_header(target, row_scale * scale, total)
 
 
@@ -124,6 +114,11 @@ def put_weights(cache, target, weights, seen, value_scales):
             shorts[j] = np.int16(level)
             total = np.int32(total + level)
     _put_header(target, row_scale, total)
+
+
+@kernel
+def _steps(x):
+    return (x.size + PER_STEP - 1) // PER_STEP
 
 
 @kernel
