@@ -142,6 +142,17 @@ def test_a_cache_that_is_chosen_is_near(dtype, other, window):
     assert 0 < np.abs(chosen - auto).mean() < 0.1  # one rounds keys and values to 8 bits, the other does not
 
 
+def test_an_int8_cache_is_the_references(small_demo):
+    """What the kernels round otherwise than float64 does is far less than what the cache rounds."""
+
+    def logits(device: str, cache: str) -> np.ndarray:
+        with LLM(small_demo, device=device, kv_cache_dtype=cache, max_num_seqs=1) as llm:
+            return llm.logits(range(5, 205))
+
+    found, expected, exact = logits("cpu", "int8"), logits("reference", "int8"), logits("reference", "float32")
+    assert 0 < np.abs(found - expected).mean() < np.abs(expected - exact).mean() / 10
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
     [

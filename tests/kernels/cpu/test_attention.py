@@ -195,6 +195,22 @@ def test_a_query_has_the_same_bits_in_any_tile(size, dtype):
         same_bits(run_attend(part, dtype), together[cached:length])
 
 
+def test_the_reference_rounds_the_weights_of_an_int8_cache_to_14_bits():
+    """Queries, keys and values are whole numbers already, so that the weights' roundings are all there is."""
+    random, shape = np.random.default_rng(0), (2, 150, 7)
+    q, k, v = random.integers(-127, 128, (3, *shape)).astype(np.float64)
+    for x in (q, k, v):
+        x[..., 0] = 127
+    q, positions, scale = q[:, :9].swapaxes(0, 1), np.arange(141, 150), 2e-5
+    weights = reference.attention_weights(q, k, positions, scale)  # (N, H, T)
+    levels = [weights[..., start : start + 64].max(-1) / (2**14 - 1) for start in (0, 64, 128)]  # (N, H) each
+    sizes = [np.abs(v[:, start : start + 64]).sum(1) for start in (0, 64, 128)]  # (H, D) each
+    limit = sum(level[..., None] * size / 2 for level, size in zip(levels, sizes, strict=True))  # (N, H, D)
+    error = np.abs(reference.attend_int8(q, k, v, positions, scale) - reference.attend(q, k, v, positions, scale))
+    assert (error < limit).all()
+    assert error.max() > limit.max() / 100
+
+
 @pytest.mark.parametrize("size", [5, 64, 80])
 def test_int8_attention_is_near_float_attention(size):
     """Against a calculation that rounds nothing, where a fault of the definition itself would show."""
