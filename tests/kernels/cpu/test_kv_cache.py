@@ -25,9 +25,10 @@ def filled_cache(backend, dtype):
     random = np.random.default_rng(0)
     cache = backend.new_kv_cache(CONFIG, 3, LENGTH, dtype)
     shape = (3, CONFIG.n_layer, CONFIG.n_head, LENGTH, CONFIG.head_size)
-    # 8 bits, which bfloat16 holds, and of each head and position 127: int8 has scale 1.
+    # 8 bits, which bfloat16 holds, and of each head and position 127: what int8 rounds is whole. Each has a scale.
     k, v = (random.integers(-127, 128, shape).astype(np.float32) for _ in "kv")
     k[..., 4], v[..., 7] = 127, -127
+    k, v = (x * 2.0 ** random.integers(-5, 5, (*shape[:-1], 1)).astype(np.float32) for x in (k, v))
     for row in range(3):
         for start, stop in [(0, 7), (7, KEY_BLOCK + 3), (KEY_BLOCK + 3, LENGTH)]:
             backend.write_positions(cache, row, start, k[row, :, :, start:stop], v[row, :, :, start:stop])
