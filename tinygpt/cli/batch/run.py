@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.cut_texts import num_cut
-from tinygpt.cli.messages import Pace, counted, put, say
-from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
-from tinygpt.cli.prompts_file import PromptRecord, PromptsFile, in_json_words, read_lines
-from tinygpt.cli.statistics import rates
-from tinygpt.cli.tasks import Answer, Task, has_workers
+from tinygpt.cli.batch.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
+from tinygpt.cli.batch.tasks import Answer, Task, has_workers
+from tinygpt.cli.input.prompts_file import PromptRecord, PromptsFile, in_json_words, read_lines
+from tinygpt.cli.output.cut_texts import num_cut
+from tinygpt.cli.output.messages import Pace, counted, put, say
+from tinygpt.cli.output.statistics import rates
 from tinygpt.cli.termination import sigterm_raises
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tinygpt.cli.workers import Reader
+    from tinygpt.cli.batch.workers import Reader
     from tinygpt.llm import LLM
     from tinygpt.request.prompts import Prompt
 
@@ -97,14 +97,14 @@ def _answer_by_workers(
     write: Callable[[str], None],
 ) -> int:
     """As `_answer`, by others than this process."""
-    from tinygpt.cli.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
+    from tinygpt.cli.batch.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
 
     reader, total = Reader(args), len(file.records)
     check_dtype(target, earlier, reader.dtype)
     tasks = _tasks(reader, file, pending)
     began = time.perf_counter()
     if args.ray:
-        from tinygpt.cli.ray_actors import answers_on_ray
+        from tinygpt.cli.batch.ray_actors import answers_on_ray
 
         # Entered before the bar is made: stderr is another stream within.
         with answers_on_ray(args.workers, reader.setup_elsewhere(), tasks) as answers:
@@ -141,7 +141,7 @@ def _encoded(llm: "LLM | Reader", records: list[PromptRecord]) -> tuple[list["Pr
 
 def _problems_for_the_model(args: argparse.Namespace, file: PromptsFile) -> dict[int, str]:
     """Of lines that could be read, in a file that is refused for others: all of them are told at once."""
-    from tinygpt.cli.workers import Reader
+    from tinygpt.cli.batch.workers import Reader
     from tinygpt.weights.open import is_here
 
     if not file.records or not is_here(args.model):  # nothing is downloaded for a file that is refused anyway
