@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tinygpt import LLM
 from tinygpt.cli import main as cli
-from tinygpt.cli.sampling_flags import params_of
+from tinygpt.cli.flags.sampling import params_of
 
 WIDTH = 110
 

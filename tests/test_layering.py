@@ -26,10 +26,10 @@ INTO_KERNELS = {
     "tinygpt.bench.meter": {"tinygpt.kernels.cuda.runtime.device"},
     "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},
     "tinygpt.cli.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cuda.runtime.jit"},
-    "tinygpt.cli.instructions": {"tinygpt.kernels.cpu.simd.targets"},
-    "tinygpt.cli.workers": {"tinygpt.kernels.cpu.packed"},
+    "tinygpt.cli.output.instructions": {"tinygpt.kernels.cpu.simd.targets"},
+    "tinygpt.cli.batch.workers": {"tinygpt.kernels.cpu.packed"},
     "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.jit"},
-    "tinygpt.cli.compile_notice": {"tinygpt.kernels.compiling"},
+    "tinygpt.cli.output.compile_notice": {"tinygpt.kernels.compiling"},
     "tinygpt.cli.commands.serve": {"tinygpt.kernels.compiling"},
     "tinygpt.parallel.cut": {"tinygpt.kernels.cpu.rank"},
     "tinygpt.parallel.rank_model": {"tinygpt.kernels.cpu.rank", "tinygpt.kernels.cpu.jit"},
@@ -67,7 +67,7 @@ FOREIGN = {
     "tinygpt.parallel.mpi": {"mpi4py"},
     "tinygpt.on_ray.application": {"ray", "pydantic", "starlette"},
     "tinygpt.on_ray.metrics": {"ray"},
-    "tinygpt.cli.ray_cluster": {"ray"},
+    "tinygpt.cli.batch.ray_cluster": {"ray"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
 

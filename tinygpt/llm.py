@@ -93,7 +93,7 @@ class LLM:
     ):
         ranks = _ranks(tensor_parallel_size, pipeline_parallel_size)
         cache_salt = checked_salt(cache_salt)
-        threads = thread_count(threads) if ranks is None else ranks.threads(threads)
+        num_threads = thread_count(threads) if ranks is None else ranks.threads(threads)
         sizes = EngineConfig(
             max_num_seqs, prefix_cache_seqs, max_model_len, max_num_batched_tokens, max_queue, num_speculative_tokens
         )
@@ -108,11 +108,12 @@ class LLM:
         if draft_model is not None:
             draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
             check_draft(draft_model, draft_source, source.config)
-        draft = None if draft_source is None else DraftModel(draft_source, engine_config, threads)
+        draft = None if draft_source is None else DraftModel(draft_source, engine_config, num_threads)
         if ranks is None:
-            runner = ModelRunner(source, engine_config, threads)
+            runner = ModelRunner(source, engine_config, num_threads)
         else:
-            runner = ranks.new_runner(source, (model, dtype, device, kv_cache_dtype, lora), engine_config)
+            opened = model, dtype, device, kv_cache_dtype, lora
+            runner = ranks.new_runner(source, opened, engine_config, threads)
         self.engine = Engine(runner, engine_config, draft)
         self._service = Service(self.engine)
         self._description = f"{model!r}, dtype={self.dtype!r}, device={device!r}, max_num_seqs={max_num_seqs}"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli.output_file import Earlier, read_earlier
-from tinygpt.cli.prompts_file import PromptRecord, read_lines
+from tinygpt.cli.batch.output_file import Earlier, read_earlier
+from tinygpt.cli.input.prompts_file import PromptRecord, read_lines
 from tinygpt.config import ModelConfig
 from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.golden import Golden, load_goldens

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli.records import record_line
+from tinygpt.cli.batch.records import record_line
 from tinygpt.config import ModelConfig
 from tinygpt.evaluation.golden import Golden, save_goldens
 from tinygpt.execution.model_source import ModelSource

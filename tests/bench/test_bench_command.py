@@ -14,8 +14,8 @@ from tinygpt.bench import measure, plan
 from tinygpt.bench.presets import rerun
 from tinygpt.bench.sweep import run_case
 from tinygpt.cli import main as cli
-from tinygpt.cli import results_file
-from tinygpt.cli.results_file import check_writable
+from tinygpt.cli.output import results_file
+from tinygpt.cli.output.results_file import check_writable
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 
 

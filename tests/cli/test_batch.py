@@ -15,8 +15,10 @@ from safetensors.numpy import save_file
 from support.demo import EOS, VOCAB_SIZE
 from support.paths import DEMO
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli import batch, messages, tasks
 from tinygpt.cli import main as cli
+from tinygpt.cli.batch import run as batch
+from tinygpt.cli.batch import tasks
+from tinygpt.cli.output import messages
 from tinygpt.weights import hub
 
 LINES = [

@@ -21,7 +21,7 @@ from support.paths import ROOT
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.cli import messages
+from tinygpt.cli.output import messages
 from tinygpt.config import DTYPES
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import calibrate

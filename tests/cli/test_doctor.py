@@ -12,7 +12,7 @@ from support import tiny_checkpoint
 from support.paths import ROOT
 from tinygpt.cli import main as cli
 from tinygpt.cli.commands import doctor
-from tinygpt.cli.instructions import instructions
+from tinygpt.cli.output.instructions import instructions
 from tinygpt.hardware import bandwidth
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets

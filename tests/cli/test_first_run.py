@@ -16,10 +16,11 @@ import pytest
 
 from support.commands import Result
 from support.recorded import needs_transformers
-from tinygpt.cli import compile_notice, loading
+from tinygpt.cli import loading
 from tinygpt.cli import main as cli
-from tinygpt.cli.compile_notice import compiling_shown
-from tinygpt.cli.messages import SCREEN, elapsed, put, say
+from tinygpt.cli.output import compile_notice
+from tinygpt.cli.output.compile_notice import compiling_shown
+from tinygpt.cli.output.messages import SCREEN, elapsed, put, say
 from tinygpt.kernels import cpu as kernels
 from tinygpt.kernels.compiling import ANNOUNCER, begin_wait, end_wait
 from tinygpt.kernels.cpu import jit

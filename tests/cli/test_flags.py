@@ -7,7 +7,7 @@ import pytest
 
 from tinygpt import SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.cli import sampling_flags as sampling
+from tinygpt.cli.flags import sampling
 
 PROMPT = ["Once", "upon", "a", "time"]
 # A function and an array have no place on a command line; soft_prompt is a flag that loads it too.

@@ -98,7 +98,7 @@ def test_lines_without_a_possible_grammar_are_listed_before_a_model_is_loaded(tm
 
 def test_lines_of_one_grammar_have_it_checked_once(tmp_path, capsys, monkeypatch):
     checked = []
-    monkeypatch.setattr("tinygpt.cli.prompts_file.check_grammar", lambda *guidance: checked.append(guidance))
+    monkeypatch.setattr("tinygpt.cli.input.prompts_file.check_grammar", lambda *guidance: checked.append(guidance))
     line = {"prompt": "Once", "max_tokens": 1, "guided_choice": ["yes"]}
     code, _, _ = run_lines(tmp_path, capsys, line, line, {"prompt": "Once", "max_tokens": 1})
     assert (code, checked) == (0, [("guided_choice", ("yes",))])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.commands import Outcome
 from tinygpt import SamplingParams
-from tinygpt.cli.prompts_file import read_lines
+from tinygpt.cli.input.prompts_file import read_lines
 from tinygpt.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run

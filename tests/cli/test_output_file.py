@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tinygpt.cli import output_file
-from tinygpt.cli.output_file import Earlier, RecordFile, read_earlier
-from tinygpt.cli.prompts_file import PromptRecord
+from tinygpt.cli.batch import output_file
+from tinygpt.cli.batch.output_file import Earlier, RecordFile, read_earlier
+from tinygpt.cli.input.prompts_file import PromptRecord
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling_params import SamplingParams
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tinygpt import SamplingParams
-from tinygpt.cli.sampling_flags import DEFAULTS, FLAG_OF
-from tinygpt.cli.wording import for_json, for_shell
+from tinygpt.cli.flags.sampling import DEFAULTS, FLAG_OF
+from tinygpt.cli.output.wording import for_json, for_shell
 from tinygpt.errors import RequestError
 
 

@@ -19,9 +19,9 @@ from support.commands import Result, run_process
 from support.moe_models import moe_arrays, write_moe
 from support.paths import ROOT
 from support.processes import below, is_running, until
-from tinygpt.cli import workers as workers_module
-from tinygpt.cli.tasks import Answer, Task, check_workers
-from tinygpt.cli.workers import answers_of
+from tinygpt.cli.batch import workers as workers_module
+from tinygpt.cli.batch.tasks import Answer, Task, check_workers
+from tinygpt.cli.batch.workers import answers_of
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.request.prompts import Prompt

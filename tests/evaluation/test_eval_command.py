@@ -15,7 +15,7 @@ from support.paths import DATA, DEMO
 from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.cli import messages
+from tinygpt.cli.output import messages
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
 from tinygpt.execution import model_source

@@ -23,10 +23,10 @@ from ray.experimental import internal_kv
 from support.commands import run_process
 from support.paths import ROOT
 from support.processes import below
-from tinygpt.cli import ray_actors, ray_cluster
-from tinygpt.cli.batch import _writer
-from tinygpt.cli.output_file import Earlier
-from tinygpt.cli.workers import Setup
+from tinygpt.cli.batch import ray_actors, ray_cluster
+from tinygpt.cli.batch.output_file import Earlier
+from tinygpt.cli.batch.run import _writer
+from tinygpt.cli.batch.workers import Setup
 from tinygpt.errors import RequestError
 
 # Without the tokens that clusters share by a file in the home folder, which is nothing of these tests'.

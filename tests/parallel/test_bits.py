@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tinygpt.llm
-from scripts.plan_cluster import FLOAT, sent_bytes
+from scripts.cluster.prediction import FLOAT, sent_bytes
 from support.family_models import bloom, mpt, openai_gpt
 from support.family_models import write_model as write_fields
 from support.golden_adapters import SOFT_PROMPTS, write_lora, write_soft_prompt

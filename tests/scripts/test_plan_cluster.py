@@ -1,6 +1,6 @@
 """`scripts/plan_cluster.py`: what it says of bytes is what ranks send, and of memory what they hold."""
 
-import importlib.util
+import sys
 from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
@@ -17,16 +17,17 @@ from tinygpt.parallel.layout import Layout
 from tinygpt.weights.parameters import EMBEDDING, HEAD
 from tinygpt.weights.random_checkpoint import random_checkpoint
 
-spec = importlib.util.spec_from_file_location("plan_cluster", ROOT / "scripts" / "plan_cluster.py")
-plan_cluster = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(plan_cluster)
+# As `python scripts/plan_cluster.py` finds its parts.
+sys.path.append(str(ROOT / "scripts"))
+import plan_cluster
+from cluster import measurement, prediction, refusals
 
 LIMITS = MachineLimits(10e9, {"float32": 1e12, "bfloat16": 1e12})
-FREE = plan_cluster.Network(0.0, 1e15)
+FREE = prediction.Network(0.0, 1e15)
 
 
 def predict(layout, network=FREE, dtype="float32", batch_size=1):
-    return plan_cluster.predict(ModelConfig(), dtype, layout, plan_cluster.Load(batch_size, 1), LIMITS, network, 1.0)
+    return prediction.predict(ModelConfig(), dtype, layout, prediction.Load(batch_size, 1), LIMITS, network, 1.0)
 
 
 def test_one_host_reads_all_weights_at_its_memorys_pace():
@@ -40,7 +41,7 @@ def test_two_tensor_ranks_halve_both_and_wait_for_24_sums():
     one, two = predict(Layout()), predict(Layout(2))
     assert two.seconds == pytest.approx(one.seconds / 2, rel=1e-3)
     assert two.memory == pytest.approx(one.memory / 2, rel=0.01)
-    late = predict(Layout(2), plan_cluster.Network(1e-3, 1e15))
+    late = predict(Layout(2), prediction.Network(1e-3, 1e15))
     assert late.seconds - two.seconds == pytest.approx(27e-3)  # the plan, the embedding's rows and the logits, too
 
 
@@ -53,27 +54,27 @@ def test_two_stages_halve_the_memory_alone():
 def test_stages_that_work_on_groups_of_a_batch_take_a_turn_more_in_four_steps():
     """Where computing takes the time, not reading: 9 layers, or 3 and a head that is as large as 5.4."""
     slow = MachineLimits(1e15, {"float32": 1e9, "bfloat16": 1e9})
-    fields = "float32", Layout(1, 2), plan_cluster.Load(32, 1), slow, FREE, 1.0
+    fields = "float32", Layout(1, 2), prediction.Load(32, 1), slow, FREE, 1.0
     layers, head = 12 * 12 * 768**2, 50257 * 768
     turn = 2 * 16 * max(layers * 9 / 12, layers * 3 / 12 + head) / 1e9
-    assert plan_cluster.predict(ModelConfig(), *fields).seconds == pytest.approx(2.25 * turn, rel=1e-3)
+    assert prediction.predict(ModelConfig(), *fields).seconds == pytest.approx(2.25 * turn, rel=1e-3)
 
 
 @pytest.mark.parametrize(("layout", "floats"), [(Layout(2), 25 * 2 * 768 + 25128), (Layout(1, 2), 768 + 50257)])
 def test_what_is_sent_in_a_step(layout, floats):
-    assert plan_cluster.sent_bytes(ModelConfig(), layout, 1) == 4 * floats
+    assert prediction.sent_bytes(ModelConfig(), layout, 1) == 4 * floats
 
 
 def test_every_way_to_use_four_hosts():
     found = [
-        (layout.tensor_size, layout.pipeline_size, n) for layout, n in plan_cluster.layouts(ModelConfig(), "float32", 4)
+        (layout.tensor_size, layout.pipeline_size, n) for layout, n in prediction.layouts(ModelConfig(), "float32", 4)
     ]
     assert found == [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
 
 
 def test_layouts_that_a_model_cannot_be_cut_by_are_none():
     config = ModelConfig(n_embd=96, n_head=3, n_layer=2)
-    assert [layout for layout, _ in plan_cluster.layouts(config, "float32", 4)] == [Layout(), Layout(1, 2)]
+    assert [layout for layout, _ in prediction.layouts(config, "float32", 4)] == [Layout(), Layout(1, 2)]
 
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(2, 2)])
@@ -92,7 +93,7 @@ def test_memory_is_what_each_rank_holds(dtype, layout, tied):
         params = source.load_part(1, part, load_part)
         cache = source.backend.new_kv_cache(part, 2, 64, source.kv_cache_dtype)
         held = {array.ctypes.data: array.nbytes for array in arrays((params, cache))}  # a tied head once
-        predicted = plan_cluster.rank_bytes(config, dtype, layout, rank, plan_cluster.Load(2, 64))
+        predicted = prediction.rank_bytes(config, dtype, layout, rank, prediction.Load(2, 64))
         assert predicted == pytest.approx(sum(held.values()), rel=0.05)
 
 
@@ -109,12 +110,13 @@ def arrays(value):
 def test_a_check_fails_by_predictions_that_are_off_and_not_by_what_was_not_tried(monkeypatch, capsys, of_two, status):
     """Two ranks share what one has, and so are to take as long."""
     seconds = {1: 1.0, 2: of_two}
-    monkeypatch.setattr(plan_cluster, "find_spec", lambda name: name)
-    monkeypatch.setattr(plan_cluster, "find_mpiexec", lambda: "mpiexec")
-    monkeypatch.setattr(plan_cluster, "physical_cores", lambda: 2)
-    monkeypatch.setattr(plan_cluster, "measure_limits", lambda dtype, threads: LIMITS)
-    monkeypatch.setattr(plan_cluster, "local_latency", lambda ranks: 1e-6)
-    monkeypatch.setattr(plan_cluster, "seconds_of_ranks", lambda model, dtype, load, ranks, threads: seconds[ranks])
+    monkeypatch.setattr(refusals, "find_spec", lambda name: name)
+    monkeypatch.setattr(refusals, "find_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(refusals, "physical_cores", lambda: 2)
+    monkeypatch.setattr(measurement, "physical_cores", lambda: 2)
+    monkeypatch.setattr(measurement, "measure_limits", lambda dtype, threads: LIMITS)
+    monkeypatch.setattr(measurement, "local_latency", lambda ranks: 1e-6)
+    monkeypatch.setattr(measurement, "seconds_of_ranks", lambda model, dtype, load, ranks, threads: seconds[ranks])
     monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", "1", "2", "4"])
     assert plan_cluster.main() == status
     one, two, four = capsys.readouterr().out.splitlines()[-3:]
@@ -135,7 +137,8 @@ def test_a_check_fails_by_predictions_that_are_off_and_not_by_what_was_not_tried
 )
 def test_what_cannot_be_checked_is_refused_before_anything_is_measured(monkeypatch, ranks, said):
     monkeypatch.setattr(plan_cluster, "measure_limits", None)
-    monkeypatch.setattr(plan_cluster, "find_spec", lambda name: None)  # no mpi4py
+    monkeypatch.setattr(measurement, "measure_limits", None)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None)  # no mpi4py
     monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--check", *ranks.split()])
     with pytest.raises(SystemExit, match=said):
         plan_cluster.main()
@@ -159,7 +162,8 @@ def test_what_cannot_be_checked_is_refused_before_anything_is_measured(monkeypat
 )
 def test_what_is_impossible_is_refused_before_anything_is_measured(monkeypatch, words, said):
     monkeypatch.setattr(plan_cluster, "measure_limits", None)
-    monkeypatch.setattr(plan_cluster, "find_spec", lambda name: None)  # no mpi4py
+    monkeypatch.setattr(measurement, "measure_limits", None)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None)  # no mpi4py
     monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", *words.split()])
     with pytest.raises(SystemExit, match=said):
         plan_cluster.main()
@@ -167,8 +171,9 @@ def test_what_is_impossible_is_refused_before_anything_is_measured(monkeypatch, 
 
 def test_ranks_that_cannot_share_the_model_are_refused(monkeypatch):
     monkeypatch.setattr(plan_cluster, "measure_limits", None)
-    monkeypatch.setattr(plan_cluster, "find_spec", lambda name: name)
-    monkeypatch.setattr(plan_cluster, "find_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(measurement, "measure_limits", None)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: name)
+    monkeypatch.setattr(refusals, "find_mpiexec", lambda: "mpiexec")
     monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:tiny", "--check", "1", "2"])
     with pytest.raises(SystemExit, match=r"2 heads of 32 .* cannot be shared in bfloat16"):
         plan_cluster.main()
@@ -182,11 +187,11 @@ def test_overheads_are_medians_of_turns(monkeypatch, capsys):
         asked.append((load.batch_size, ranks, threads))
         return {1: 0.010, 2: 0.011}[ranks] + (len(asked) == 1)
 
-    monkeypatch.setattr(plan_cluster, "seconds_of_ranks", seconds)
-    monkeypatch.setattr(plan_cluster, "bytes_over_tcp", lambda model, dtype: 180_000)
-    monkeypatch.setattr(plan_cluster, "find_spec", lambda name: name)
-    monkeypatch.setattr(plan_cluster, "find_mpiexec", lambda: "mpiexec")
-    monkeypatch.setattr(plan_cluster, "physical_cores", lambda: 2)
+    monkeypatch.setattr(measurement, "seconds_of_ranks", seconds)
+    monkeypatch.setattr(measurement, "bytes_over_tcp", lambda model, dtype: 180_000)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: name)
+    monkeypatch.setattr(refusals, "find_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(refusals, "physical_cores", lambda: 2)
     monkeypatch.setattr("sys.argv", ["plan_cluster.py", "random:124M", "--overheads"])
     assert plan_cluster.main() == 0
     assert asked == [(1, 1, 2), (1, 2, 1)] * 5 + [(8, 1, 2), (8, 2, 1)] * 5

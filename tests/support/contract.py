@@ -100,7 +100,7 @@ def _exit_codes() -> Iterator[str]:
     keyboard = mock.Mock(**{"isatty.return_value": False, "buffer.read.side_effect": KeyboardInterrupt})
     with mock.patch("sys.stdin", keyboard):
         yield f"interrupted: {_run('generate')[0]}"
-    with mock.patch("tinygpt.cli.batch.read_lines", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
+    with mock.patch("tinygpt.cli.batch.run.read_lines", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
         yield f"terminated: {_run('generate --input ./nowhere')[0]}"
     yield f"done: {_run('info demo')[0]}"
     yield f"failed: {_run('info demo', FullDisk())[0]}"

@@ -9,11 +9,11 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.cut_texts import say_cut
-from tinygpt.cli.messages import put, say
-from tinygpt.cli.sampling_flags import FLAG_OF, seed_note
-from tinygpt.cli.statistics import rates
-from tinygpt.cli.wording import for_shell
+from tinygpt.cli.flags.sampling import FLAG_OF, seed_note
+from tinygpt.cli.output.cut_texts import say_cut
+from tinygpt.cli.output.messages import put, say
+from tinygpt.cli.output.statistics import rates
+from tinygpt.cli.output.wording import for_shell
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 

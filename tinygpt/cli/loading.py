@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.instructions import instructions
-from tinygpt.cli.messages import counted, say
-from tinygpt.cli.model_flags import llm_arguments
+from tinygpt.cli.flags.model import llm_arguments
+from tinygpt.cli.output.instructions import instructions
+from tinygpt.cli.output.messages import counted, say
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import MAX_THREADS, logical_cores, thread_count
 from tinygpt.kernels import compiling

@@ -11,13 +11,13 @@ from importlib import import_module
 from types import ModuleType
 
 import tinygpt
-from tinygpt.cli.compile_notice import compiling_shown
 from tinygpt.cli.loading import note_threads
-from tinygpt.cli.messages import log_shown
+from tinygpt.cli.output.compile_notice import compiling_shown
+from tinygpt.cli.output.messages import log_shown
+from tinygpt.cli.output.wording import Worded, for_shell
 from tinygpt.cli.parser import Help, Parser, hyphenated
 from tinygpt.cli.ranks import start_ranks
 from tinygpt.cli.termination import Terminated
-from tinygpt.cli.wording import Worded, for_shell
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.suggestions import nearest_command, nearest_flag
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from tinygpt.cli.flags import ALIASES
+from tinygpt.cli.flags.types import ALIASES
 from tinygpt.config import DTYPES
 from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choice, nearest_flag, why_without
 

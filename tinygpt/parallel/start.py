@@ -15,23 +15,23 @@ from tinygpt.parallel.runner import ParallelRunner
 from tinygpt.parallel.world import World
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ranks:
     """The ranks of this program, seen from rank 0."""
 
     lead: Lead
     layout: Layout
-    asked_threads: int | None = None
 
     def threads(self, threads: Any) -> int:
         """How many threads rank 0 computes with: `threads` checked, or its share of the cores."""
-        self.asked_threads = None if threads is None else thread_count(threads)
-        return rank_threads(self.asked_threads, self.lead.world)
+        return rank_threads(None if threads is None else thread_count(threads), self.lead.world)
 
-    def new_runner(self, source: ModelSource, arguments: tuple, sizes: EngineConfig) -> ParallelRunner:
-        """A runner of all ranks. arguments: what ModelSource.open was given, for the others."""
+    def new_runner(
+        self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
+    ) -> ParallelRunner:
+        """A runner of all ranks. arguments: what ModelSource.open was given, for the others; threads: as asked for."""
         check_cut(self.layout, source.config, source.dtype, arguments[2])
-        return ParallelRunner(self.lead, source, Opening(arguments, self.layout, sizes, self.asked_threads))
+        return ParallelRunner(self.lead, source, Opening(arguments, self.layout, sizes, threads))
 
 
 def join(layout: Layout, world: World) -> Ranks:

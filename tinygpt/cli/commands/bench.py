@@ -7,11 +7,11 @@ from pathlib import Path
 from tinygpt.bench.formats import FORMATS, Record, aligned
 from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY, WITH_REMOTE
 from tinygpt.cli import loading
-from tinygpt.cli.flags import dtypes, lowered, one_of, whole_number, whole_numbers
-from tinygpt.cli.messages import counted, put, say
-from tinygpt.cli.model_flags import CHECKPOINT, DTYPE, RANK_FLAGS, add_flag
-from tinygpt.cli.report import table_format
-from tinygpt.cli.results_file import check_writable, write
+from tinygpt.cli.flags.model import CHECKPOINT, DTYPE, RANK_FLAGS, add_flag
+from tinygpt.cli.flags.types import dtypes, lowered, one_of, whole_number, whole_numbers
+from tinygpt.cli.output.messages import counted, put, say
+from tinygpt.cli.output.report import table_format
+from tinygpt.cli.output.results_file import check_writable, write
 from tinygpt.errors import RequestError, TinyGPTError, late_behind
 
 SUMMARY = "measure speed: reading prompts and generating, beside what the machine could do"

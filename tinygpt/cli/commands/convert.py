@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import HALF, dtype
+from tinygpt.cli.flags.model import CHECKPOINT, add_flag, one_of_both
+from tinygpt.cli.flags.types import HALF, dtype
 from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.messages import elapsed, progress, say
-from tinygpt.cli.model_flags import CHECKPOINT, add_flag, one_of_both
+from tinygpt.cli.output.messages import elapsed, progress, say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
 from tinygpt.disk import free_path
 from tinygpt.errors import RequestError, TinyGPTError

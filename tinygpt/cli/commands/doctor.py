@@ -11,10 +11,10 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
-from tinygpt.cli.instructions import instructions
-from tinygpt.cli.messages import elapsed
-from tinygpt.cli.model_flags import add_checkpoint, add_flag, one_of_both
-from tinygpt.cli.report import print_fields, print_json, size_text
+from tinygpt.cli.flags.model import add_checkpoint, add_flag, one_of_both
+from tinygpt.cli.output.instructions import instructions
+from tinygpt.cli.output.messages import elapsed
+from tinygpt.cli.output.report import print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import logical_cores, thread_count
 

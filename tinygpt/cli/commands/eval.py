@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.formats import aligned, records_table
 from tinygpt.cli import loading
-from tinygpt.cli.flags import dtypes, lowered, whole_number
-from tinygpt.cli.messages import progress, put, say
-from tinygpt.cli.model_flags import CPU_FLAGS, RANK_FLAGS, add_group
-from tinygpt.cli.report import table_format
+from tinygpt.cli.flags.model import CPU_FLAGS, RANK_FLAGS, add_group
+from tinygpt.cli.flags.types import dtypes, lowered, whole_number
+from tinygpt.cli.output.messages import progress, put, say
+from tinygpt.cli.output.report import table_format
 from tinygpt.errors import RequestError, late_behind
 from tinygpt.evaluation.texts import read_rows, read_text
 

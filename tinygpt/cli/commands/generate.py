@@ -4,17 +4,18 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING
 
-from tinygpt.cli import loading, model_flags
-from tinygpt.cli import sampling_flags as sampling
-from tinygpt.cli.batch import run_batch
-from tinygpt.cli.cut_texts import Ended, say_cut
-from tinygpt.cli.flags import Once, utf8_text, whole_number
+from tinygpt.cli import loading
+from tinygpt.cli.batch.records import record_line
+from tinygpt.cli.batch.run import run_batch
+from tinygpt.cli.batch.tasks import check_workers
+from tinygpt.cli.flags import model as model_flags
+from tinygpt.cli.flags import sampling
+from tinygpt.cli.flags.types import Once, utf8_text, whole_number
+from tinygpt.cli.input.text import STDIN, decoded, is_file_name, read_bytes, text_of_stdin
 from tinygpt.cli.interactive import run_interactive
-from tinygpt.cli.messages import put, say, say_truncated
-from tinygpt.cli.records import record_line
-from tinygpt.cli.statistics import rates
-from tinygpt.cli.tasks import check_workers
-from tinygpt.cli.text_input import STDIN, decoded, is_file_name, read_bytes, text_of_stdin
+from tinygpt.cli.output.cut_texts import Ended, say_cut
+from tinygpt.cli.output.messages import put, say, say_truncated
+from tinygpt.cli.output.statistics import rates
 from tinygpt.errors import RequestError
 from tinygpt.guided_grammar import check_grammar
 from tinygpt.sampling_params import SamplingParams

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.model_flags import add_checkpoint, checkpoint_of
-from tinygpt.cli.report import print_fields, print_json, print_table, size_text
+from tinygpt.cli.flags.model import add_checkpoint, checkpoint_of
+from tinygpt.cli.output.report import print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import number, whole_number
-from tinygpt.cli.messages import elapsed, say
-from tinygpt.cli.model_flags import add_checkpoint, add_flag, checkpoint_of
-from tinygpt.cli.prompts_file import read_lines
-from tinygpt.cli.report import print_fields, print_json, print_table
-from tinygpt.cli.results_file import check_writable
+from tinygpt.cli.flags.model import add_checkpoint, add_flag, checkpoint_of
+from tinygpt.cli.flags.types import number, whole_number
+from tinygpt.cli.input.prompts_file import read_lines
+from tinygpt.cli.output.messages import elapsed, say
+from tinygpt.cli.output.report import print_fields, print_json, print_table
+from tinygpt.cli.output.results_file import check_writable
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import thread_count

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from tinygpt.cli import loading, model_flags
-from tinygpt.cli.flags import number, whole_number
-from tinygpt.cli.messages import say
+from tinygpt.cli import loading
+from tinygpt.cli.flags import model as model_flags
+from tinygpt.cli.flags.types import number, whole_number
+from tinygpt.cli.output.messages import say
 from tinygpt.errors import RequestError, how_to_install
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 import argparse
 
-from tinygpt.cli import loading, model_flags
-from tinygpt.cli.messages import say
+from tinygpt.cli import loading
+from tinygpt.cli.flags import model as model_flags
+from tinygpt.cli.output.messages import say
 
 SUMMARY = "compile the kernels for a model and dtype ahead of time"
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.cli.prompts_file import PromptRecord
-from tinygpt.cli.records import BEGINNING
+from tinygpt.cli.batch.records import BEGINNING
+from tinygpt.cli.input.prompts_file import PromptRecord
 from tinygpt.disk import sync, sync_folder
 from tinygpt.errors import RequestError, TinyGPTError
 

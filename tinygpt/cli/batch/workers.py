@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli import loading
-from tinygpt.cli.messages import counted, elapsed, say
-from tinygpt.cli.model_flags import llm_arguments
-from tinygpt.cli.tasks import Answer, Task
+from tinygpt.cli.batch.tasks import Answer, Task
+from tinygpt.cli.flags.model import llm_arguments
+from tinygpt.cli.output.messages import counted, elapsed, say
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import physical_cores
 

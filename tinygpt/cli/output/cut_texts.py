@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from tinygpt.cli.messages import say
-from tinygpt.cli.sampling_flags import FLAG_OF
+from tinygpt.cli.flags.sampling import FLAG_OF
+from tinygpt.cli.output.messages import say
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
 

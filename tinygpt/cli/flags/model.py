@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.cli.flags import dtype, one_of, reader, whole_number
+from tinygpt.cli.flags.types import dtype, one_of, reader, whole_number
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
 

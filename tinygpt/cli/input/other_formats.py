@@ -9,8 +9,8 @@ from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 
-from tinygpt.cli.text_input import STDIN, decoded
-from tinygpt.cli.wording import Worded
+from tinygpt.cli.input.text import STDIN, decoded
+from tinygpt.cli.output.wording import Worded
 from tinygpt.disk import free_path
 from tinygpt.suggestions import field_meant
 

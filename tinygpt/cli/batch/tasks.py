@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tinygpt.cli.cut_texts import Ended
-from tinygpt.cli.records import failure_line, record_line
+from tinygpt.cli.batch.records import failure_line, record_line
+from tinygpt.cli.output.cut_texts import Ended
 from tinygpt.errors import FailedRequestError, RequestError
 
 if TYPE_CHECKING:

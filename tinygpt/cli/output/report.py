@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tinygpt.cli.messages import put
+from tinygpt.cli.output.messages import put
 
 INDENT = "  "
 

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from shlex import quote
 from typing import Any
 
-from tinygpt.cli.flags import number, one_of, reader, utf8_text, whole_number
-from tinygpt.cli.text_input import is_file_name
+from tinygpt.cli.flags.types import number, one_of, reader, utf8_text, whole_number
+from tinygpt.cli.input.text import is_file_name
 from tinygpt.sampling_params import SamplingParams
 
 

@@ -4,7 +4,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tinygpt.cli.messages import say
+from tinygpt.cli.output.messages import say
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.texts import check_encoding
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tinygpt.cli.messages import counted
+from tinygpt.cli.output.messages import counted
 
 if TYPE_CHECKING:
     from tinygpt.engine.throughput import Throughput

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tinygpt.cli import messages
-from tinygpt.cli.messages import SCREEN, counted, say
+from tinygpt.cli.output import messages
+from tinygpt.cli.output.messages import SCREEN, counted, say
 from tinygpt.kernels.compiling import ANNOUNCER
 
 MESSAGE = "compiling kernels for this machine"

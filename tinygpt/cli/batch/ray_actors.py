@@ -6,9 +6,9 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from tinygpt.cli import loading
-from tinygpt.cli.ray_cluster import import_ray, joined
-from tinygpt.cli.tasks import Answer, Task
-from tinygpt.cli.workers import Setup
+from tinygpt.cli.batch.ray_cluster import import_ray, joined
+from tinygpt.cli.batch.tasks import Answer, Task
+from tinygpt.cli.batch.workers import Setup
 from tinygpt.errors import TinyGPTError
 
 

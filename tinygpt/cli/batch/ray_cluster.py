@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tinygpt.cli.messages import counted, elapsed, say
+from tinygpt.cli.output.messages import counted, elapsed, say
 from tinygpt.errors import RequestError, TinyGPTError, how_to_install
 
 OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tinygpt.cli.messages import say
+from tinygpt.cli.output.messages import say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
 from tinygpt.suggestions import nearest_choice, nearest_dtype
 

@@ -6,23 +6,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.cut_texts import num_cut
-from tinygpt.cli.messages import Pace, counted, put, say
-from tinygpt.cli.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
-from tinygpt.cli.prompts_file import PromptRecord, PromptsFile, in_json_words, read_lines
-from tinygpt.cli.statistics import rates
-from tinygpt.cli.tasks import Answer, Task, has_workers
+from tinygpt.cli.batch.output_file import Earlier, RecordFile, check_dtype, check_output, read_earlier
+from tinygpt.cli.batch.tasks import Answer, Task, has_workers
+from tinygpt.cli.input.prompts_file import PromptRecord, PromptsFile, in_json_words, read_lines
+from tinygpt.cli.output.cut_texts import num_cut
+from tinygpt.cli.output.messages import Pace, counted, put, say
+from tinygpt.cli.output.statistics import rates
 from tinygpt.cli.termination import sigterm_raises
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.guided_grammar import text_check
 from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from tinygpt.cli.workers import Reader
+    from tinygpt.cli.batch.workers import Reader
     from tinygpt.llm import LLM
     from tinygpt.request.prompts import Prompt
 
@@ -57,73 +58,66 @@ def _run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     num_failed, answer = earlier.num_failed, _answer_by_workers if has_workers(args) else _answer
     with _writer(target, earlier) as write:
         if pending:
-            num_failed += answer(args, file, target, earlier, pending, write)
+            num_failed += answer(_Job(args, file, target, earlier, pending, write))
     if num_failed:
         raise TinyGPTError(_how_failed(args.output, num_failed, len(prompts)))
 
 
-def _answer(
-    args: argparse.Namespace,
-    file: PromptsFile,
-    target: Path | None,
-    earlier: Earlier,
-    pending: list[PromptRecord],
-    write: Callable[[str], None],
-) -> int:
+@dataclass(frozen=True)
+class _Job:
+    """What is left to do of a file: its `pending` prompts, each to be written behind the `earlier` records."""
+
+    args: argparse.Namespace
+    file: PromptsFile
+    target: Path | None
+    earlier: Earlier
+    pending: list[PromptRecord]
+    write: Callable[[str], None]
+
+    def tasks(self, llm: "LLM | Reader") -> list[Task]:
+        """A task for each, its prompt encoded once. RequestError, for all lines at once, for what only the model can
+        refuse."""
+        check_dtype(self.target, self.earlier, llm.dtype)
+        encoded, problems = _encoded(llm, self.pending)
+        self.file.refuse(problems)
+        return [Task(i, self.pending[i].id, prompt, self.pending[i].params) for i, prompt in enumerate(encoded)]
+
+
+def _answer(job: _Job) -> int:
     """Write what has become of each prompt; how many have failed."""
     tasks: list[Task] = []
-
-    def check(llm: "LLM") -> None:
-        check_dtype(target, earlier, llm.dtype)
-        tasks.extend(_tasks(llm, file, pending))
-
-    llm, load_seconds = loading.load_llm(args, check)
+    llm, load_seconds = loading.load_llm(job.args, lambda llm: tasks.extend(job.tasks(llm)))
     before = llm.engine.throughput
     prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
     outputs = llm.generate_as_finished(prompts, params, return_exceptions=True)
-    answers = (Answer.of(tasks[i], args.model, llm.dtype, found) for i, found in outputs)
-    num_failed = _write_all(args, answers, pending, len(file.records), write)
-    done = f"{counted(len(pending), 'prompt')}: {rates(llm.engine.throughput - before)}"
+    answers = (Answer.of(tasks[i], job.args.model, llm.dtype, found) for i, found in outputs)
+    num_failed = _write_all(job, answers)
+    done = f"{counted(len(tasks), 'prompt')}: {rates(llm.engine.throughput - before)}"
     say(f"{done}; load {load_seconds:.2f} s; seeds in their records")
     return num_failed
 
 
-def _answer_by_workers(
-    args: argparse.Namespace,
-    file: PromptsFile,
-    target: Path | None,
-    earlier: Earlier,
-    pending: list[PromptRecord],
-    write: Callable[[str], None],
-) -> int:
+def _answer_by_workers(job: _Job) -> int:
     """As `_answer`, by others than this process."""
-    from tinygpt.cli.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
+    from tinygpt.cli.batch.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
 
-    reader, total = Reader(args), len(file.records)
-    check_dtype(target, earlier, reader.dtype)
-    tasks = _tasks(reader, file, pending)
+    args = job.args
+    reader = Reader(args)
+    tasks = job.tasks(reader)
     began = time.perf_counter()
     if args.ray:
-        from tinygpt.cli.ray_actors import answers_on_ray
+        from tinygpt.cli.batch.ray_actors import answers_on_ray
 
         # Entered before the bar is made: stderr is another stream within.
         with answers_on_ray(args.workers, reader.setup_elsewhere(), tasks) as answers:
-            num_failed = _write_all(args, answers, pending, total, write)
+            num_failed = _write_all(job, answers)
     else:
         with reader.setup() as setup, started(args.workers, setup) as workers:
-            num_failed = _write_all(args, answers_of(workers, tasks, setup.room), pending, total, write)
+            num_failed = _write_all(job, answers_of(workers, tasks, setup.room))
     seconds = time.perf_counter() - began
-    done = f"{counted(len(pending), 'prompt')} by {counted(args.workers, 'worker')} in {seconds:.2f} s"
+    done = f"{counted(len(tasks), 'prompt')} by {counted(args.workers, 'worker')} in {seconds:.2f} s"
     say(f"{done}; seeds in their records")
     return num_failed
-
-
-def _tasks(llm: "LLM | Reader", file: PromptsFile, pending: list[PromptRecord]) -> list[Task]:
-    """A task for each, its prompt encoded once. RequestError, for all lines at once, for what only the model can
-    refuse."""
-    encoded, problems = _encoded(llm, pending)
-    file.refuse(problems)
-    return [Task(i, pending[i].id, prompt, pending[i].params) for i, prompt in enumerate(encoded)]
 
 
 def _encoded(llm: "LLM | Reader", records: list[PromptRecord]) -> tuple[list["Prompt"], dict[int, str]]:
@@ -141,7 +135,7 @@ def _encoded(llm: "LLM | Reader", records: list[PromptRecord]) -> tuple[list["Pr
 
 def _problems_for_the_model(args: argparse.Namespace, file: PromptsFile) -> dict[int, str]:
     """Of lines that could be read, in a file that is refused for others: all of them are told at once."""
-    from tinygpt.cli.workers import Reader
+    from tinygpt.cli.batch.workers import Reader
     from tinygpt.weights.open import is_here
 
     if not file.records or not is_here(args.model):  # nothing is downloaded for a file that is refused anyway
@@ -151,34 +145,29 @@ def _problems_for_the_model(args: argparse.Namespace, file: PromptsFile) -> dict
     return {}
 
 
-def _write_all(
-    args: argparse.Namespace,
-    answers: Iterator[Answer],
-    pending: list[PromptRecord],
-    total: int,
-    write: Callable[[str], None],
-) -> int:
+def _write_all(job: _Job, answers: Iterator[Answer]) -> int:
     """Write each record as it comes, and say how far that is: by a bar on a terminal, and elsewhere by a line now and
     then. At last, say which texts were cut. How many are errors."""
     from tqdm import tqdm
 
-    num_truncated, num_unfinished, num_failed, num_answered = 0, 0, 0, total - len(pending)
+    total = len(job.file.records)
+    num_truncated, num_unfinished, num_failed, num_answered = 0, 0, 0, total - len(job.pending)
     check = functools.lru_cache(GRAMMARS)(text_check)
     pace = Pace()
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
         try:
-            for answer in in_order(answers) if args.keep_order else answers:
-                write(answer.line)
+            for answer in in_order(answers) if job.args.keep_order else answers:
+                job.write(answer.line)
                 num_answered += 1
                 num_truncated += answer.is_truncated
                 num_failed += answer.is_failed
-                num_unfinished += num_cut(pending[answer.index].params, answer.samples, check)
+                num_unfinished += num_cut(job.pending[answer.index].params, answer.samples, check)
                 bar.update()
                 if pace.is_due() and num_answered < total:
                     say(f"{num_answered} of {counted(total, 'prompt')} answered")
         except KeyboardInterrupt as stop:
-            raise type(stop)(_how_to_go_on(args.output, num_answered, total)) from None
+            raise type(stop)(_how_to_go_on(job.args.output, num_answered, total)) from None
     if num_truncated:
         say(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
     if num_unfinished:

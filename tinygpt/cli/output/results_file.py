@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tinygpt.cli.messages import put
+from tinygpt.cli.output.messages import put
 from tinygpt.errors import RequestError, TinyGPTError
 
 

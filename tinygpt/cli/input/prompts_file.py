@@ -7,12 +7,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tinygpt.cli.messages import counted
-from tinygpt.cli.other_formats import advice_for_text, check_is_no_array, check_is_no_table
-from tinygpt.cli.records import is_unicode
-from tinygpt.cli.sampling_flags import DEFAULTS, with_seed
-from tinygpt.cli.text_input import STDIN, read_bytes
-from tinygpt.cli.wording import Worded, for_json
+from tinygpt.cli.batch.records import is_unicode
+from tinygpt.cli.flags.sampling import DEFAULTS, with_seed
+from tinygpt.cli.input.other_formats import advice_for_text, check_is_no_array, check_is_no_table
+from tinygpt.cli.input.text import STDIN, read_bytes
+from tinygpt.cli.output.messages import counted
+from tinygpt.cli.output.wording import Worded, for_json
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.texts import check_encoding
 from tinygpt.guided_grammar import check_grammar

@@ -1,0 +1,1 @@
+"""What plan_cluster.py is made of: predictions, measurements on ranks of this machine, and refusals."""
