@@ -11,7 +11,7 @@ from support.moe_models import moe_arrays, write_moe
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
-NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "experts")
+NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "experts")
 DEVICES = ["reference", pytest.param("cpu", marks=pytest.mark.slow)]  # kernels of each kind compile for half a minute
 PROMPTS = [golden_ids(length, f"prompt {length}", V) for length in (1, 3, 17, 8, 2, 11)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
@@ -193,6 +193,7 @@ def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
     [
         ("opt-350m", "layer norms behind its blocks, no layer norm before its head, embeddings of another width"),
         ("bloom-6", "ALiBi in place of position embeddings, a layer norm behind its embeddings"),
+        ("xglm", "embeddings that are multiplied by a number"),
         ("experts", "experts"),
     ],
 )
