@@ -235,8 +235,10 @@ VALUES = (None, [], {}, "x", -1, 0, 2**40, 1.5, True, [1, 2], "gelu")
 @pytest.mark.parametrize("width", [24, 35])
 def test_sinusoids_are_those_of_transformers(width, tmp_path):
     """In all of the 2048 rows of the published models, whose angles are as large as float32 tells them apart."""
-    modeling = pytest.importorskip("transformers.models.xglm.modeling_xglm", reason=MISSING)
-    theirs = modeling.XGLMSinusoidalPositionalEmbedding(2048, width, 7).weights[2:].numpy()
+    pytest.importorskip("transformers", reason=MISSING)
+    from transformers.models.xglm import modeling_xglm
+
+    theirs = modeling_xglm.XGLMSinusoidalPositionalEmbedding(2048, width, 7).weights[2:].numpy()
     sizes = {"d_model": width, "attention_heads": 1, "max_position_embeddings": 2048, "pad_token_id": 7}
     ours = open_checkpoint(write_family(tmp_path, "xglm", **sizes)).tensor("wpe.weight")
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-4)  # an angle of 2048 has 1.2e-4 between two float32s

@@ -52,7 +52,7 @@ NOT_IMPLEMENTED = {
     **dict.fromkeys(("gptj", "gpt_neox", "codegen"), "whose positions are rotary"),
     "gpt_neox_japanese": "whose positions are rotary",
     "imagegpt": "which is of images",
-    "ctrl": "whose positions are sinusoids",
+    "ctrl": "whose head has a bias",
     "jais": "which is custom code",
     "btlm": "which is custom code",
 }
