@@ -36,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     gguf.BLOOM,
     gguf.FAMILY,
     openai_tf.FAMILY,
+    fastertransformer.BLOOM,
     fastertransformer.FAMILY,
     megatron_moe.FAMILY,
     megatron.FAMILY,
