@@ -161,7 +161,9 @@ def test_files_that_are_cut_lost_or_too_many(tmp_path):
         open_checkpoint(tmp_path)
 
 
-# Where its converters (examples/pytorch/gpt/utils) go wrong, in silence or by an error.
+# Where its converters (examples/pytorch/gpt/utils) go wrong, in silence or by an error. What else they do is told apart
+# or refused elsewhere: OPT with its norms on either side and BLOOM's residual from behind its layer norm above, numbers
+# of experts that differ and stages of a pipeline in test_experts.py, the ids that end a BLOOM in test_model_types.py.
 
 
 def open_megatron(folder, **fields):
