@@ -63,7 +63,7 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_nemo, read_unpacked_nemo),
     (find_ft_folder, read_ft_folder),
 )
-PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
+PATTERNS = ("*.ckpt", "*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message
 
 
