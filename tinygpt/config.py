@@ -28,6 +28,7 @@ STRUCTURE = (
     "embed_norm",
     "final_norm",
     "embed_dim",
+    "embed_scale",
     "expert_layers",
     "num_experts",
     "experts_per_token",
@@ -48,6 +49,7 @@ class ModelConfig:
     embed_norm: whether a layer norm follows the embeddings.
     final_norm: whether one stands before the head.
     embed_dim: how wide token embeddings are where two matrices lead from them to n_embd and back; None: n_embd.
+    embed_scale: what token embeddings, but not the head, are multiplied by.
     expert_layers: layers, from 0, whose MLP is num_experts experts, of which each token has experts_per_token, weighted
         by their probabilities; norm_topk_prob: scaled so that these sum to 1.
     """
@@ -72,6 +74,7 @@ class ModelConfig:
     embed_norm: bool = False
     final_norm: bool = True
     embed_dim: int | None = None
+    embed_scale: float = 1.0
     expert_layers: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 1

@@ -15,7 +15,7 @@ from tinygpt.weights.families import family_of
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
 from tinygpt.weights.messages import listed, of_any_layer
 from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
-from tinygpt.weights.tensor import Constant, Tensor
+from tinygpt.weights.tensor import MadeUp, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 ROWS = 256  # of a tensor, that are compared together
@@ -80,7 +80,7 @@ class _Found:
 
     def parameter(self, rule: Rule, shape: tuple[int, ...]) -> Tensor:
         if self._is_left_out(rule):
-            return Constant(shape, rule.default)
+            return MadeUp(shape, rule.default)
         parts = self._parts_of(rule)
         return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
 

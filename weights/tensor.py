@@ -33,14 +33,22 @@ class Derived:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """One value throughout: what stands for a parameter that a model was trained without."""
+class MadeUp:
+    """What stands for a parameter that files leave out: `make` gives an array of that shape."""
 
     shape: tuple[int, ...]
-    value: float
+    make: Callable[[tuple[int, ...]], np.ndarray]
 
     def float32(self) -> np.ndarray:
-        return np.full(self.shape, self.value, np.float32)
+        return self.make(self.shape)
 
     def release(self) -> None:
         """Nothing is held."""
+
+
+def zeros(shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+def ones(shape: tuple[int, ...]) -> np.ndarray:
+    return np.ones(shape, np.float32)

@@ -32,7 +32,7 @@ class Params(NamedTuple):
     """
 
     wte: Any  # (V, E)  a weight of formats.py, one layer
-    wte_factors: np.ndarray  # (E,)    what undoes the head's smoothing where it shares wte
+    wte_factors: np.ndarray  # (E,)    embed_scale, and what undoes the head's smoothing where it shares wte
     project_in: Any  # (C, E), a Projection
     wpe: Any  # (n_positions, C), an array
     embed_norm: Any  # (1, C), a Norm
@@ -112,7 +112,8 @@ def _outside_of_layers(checkpoint, dtype: str, pool: ThreadPoolExecutor, part: P
     else:
         arrays["lm_head"], factors = no_head(config, head_dtype), np.ones((1, config.embedding_size), np.float32)
     arrays["head_factors"] = factors[0]
-    arrays["wte_factors"] = (1 / factors[0]) if checkpoint.tied else np.ones(config.embedding_size, np.float32)
+    smoothed = factors[0] if checkpoint.tied else np.ones(config.embedding_size, np.float32)
+    arrays["wte_factors"] = np.float32(config.embed_scale) / smoothed
     if part.is_first and not checkpoint.tied:
         arrays["wte"], _ = pack_layers(checkpoint, ["wte.weight"], head_dtype, pool, keep=part.keep("wte"))
     if not config.has_alibi:

@@ -35,6 +35,7 @@ NOT_IMPLEMENTED = {
     "embed_norm": "a layer norm behind its embeddings",
     "final_norm": "no layer norm before its head",
     "embed_dim": "embeddings of another width than its own",
+    "embed_scale": "embeddings that are multiplied by a number",
     "expert_layers": "experts",
 }
 

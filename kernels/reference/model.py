@@ -38,10 +38,11 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndar
 def embed(params: Params, batch) -> np.ndarray:
     """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative.
 
-    Others than GPT-2 may lead wte through a matrix, have no wpe, or a layer norm here.
+    Others than GPT-2 may multiply wte or lead it through a matrix, have no wpe, or a layer norm here.
     """
     is_given = batch.token_ids < 0  # (N,)
     x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(np.float64)  # (N, C) or (N, embed_dim)
+    x *= params.config.embed_scale
     if is_given.any():
         x[is_given] = batch.embeds[-1 - batch.token_ids[is_given]]
     if params.config.embed_dim is not None:

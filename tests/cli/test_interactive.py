@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import select
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from support.golden_models import write_small_demo
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import loading
@@ -53,6 +55,16 @@ def test_each_line_goes_on_with_one_text(talk, llm):
     assert begin == "tinygpt: type a text, and :help for more; load 0.25 s; seed 7"
     assert len(turns) == 3
     assert all(re.fullmatch(r"tinygpt: prompt \d+ tokens?, .*/s; generation 7 tokens, .*/s", turn) for turn in turns)
+
+
+def test_a_model_without_bos(talk, tmp_path):
+    """It can begin with any line but an empty one, which is told and asked for again."""
+    config = write_small_demo(tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token_id": None}))
+    with LLM(str(tmp_path)) as model:
+        code, out, err = talk("", "Once upon a time", "And then", model=model)
+        assert (code, out) == (0, "".join(f"{text}\n" for text in written(model, "Once upon a time", "And then")))
+    assert "tinygpt: the prompt is empty and this model has no BOS token to start from: give it some text." in err
 
 
 def test_a_prompt_is_the_first_line(talk):

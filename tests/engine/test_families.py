@@ -9,9 +9,12 @@ from support.family_models import T, V, write_family
 from support.golden_models import golden_ids
 from support.moe_models import moe_arrays, write_moe
 from tinygpt import LLM, SamplingParams
+from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
+from tinygpt.execution.kernels_name import kernels_name
+from tinygpt.weights.open import open_checkpoint
 
-NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "experts")
+NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "experts")
 DEVICES = ["reference", pytest.param("cpu", marks=pytest.mark.slow)]  # kernels of each kind compile for half a minute
 PROMPTS = [golden_ids(length, f"prompt {length}", V) for length in (1, 3, 17, 8, 2, 11)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
@@ -155,6 +158,13 @@ def test_alibi_has_no_last_position(folder, device):
         np.testing.assert_allclose(llm.logits(ids[:T]), logits[:T], atol=1e-4)
 
 
+def test_which_families_have_kernels_of_their_own(tmp_path):
+    """Kernels are compiled for types: a number is none."""
+    configs = [open_checkpoint(write(tmp_path / name, name)).config for name in ("xglm", "opt", "mpt-6")]
+    gpt2, *others = (kernels_name(config, "int8", "auto") for config in (ModelConfig(), *configs))
+    assert [name == gpt2 for name in others] == [True, True, False]
+
+
 def test_others_do(tmp_path):
     with pytest.raises(RequestError, match=f"max_model_len is {T + 1} and this model has {T} positions"):
         LLM(write(tmp_path, "opt"), device="reference", max_model_len=T + 1)
@@ -193,13 +203,13 @@ def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
     [
         ("opt-350m", "layer norms behind its blocks, no layer norm before its head, embeddings of another width"),
         ("bloom-6", "ALiBi in place of position embeddings, a layer norm behind its embeddings"),
+        ("xglm", "embeddings that are multiplied by a number"),
         ("experts", "experts"),
     ],
 )
 def test_a_gpu_refuses_them_by_name(name, message, tmp_path):
     from tinygpt.kernels.cuda import check_model
     from tinygpt.kernels.errors import DeviceError
-    from tinygpt.weights.open import open_checkpoint
 
     with pytest.raises(DeviceError, match=message):
         check_model(open_checkpoint(write(tmp_path, name)).config)

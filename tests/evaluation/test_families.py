@@ -1,4 +1,4 @@
-"""OPT, BLOOM, MPT and GPT-1 beside transformers' own classes, live or as recorded."""
+"""OPT, BLOOM, MPT, GPT-1, XGLM and BioGPT beside transformers' own classes, live or as recorded."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_perplexity_is_that_of_their_logits(name, device, tmp_path):
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", ["opt", "opt-350m", "bloom-6", "mpt-6", "gpt-1"])
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt"])
 def test_the_command(name, tmp_path, capsys):
     flags = [str(write_family(tmp_path, name)), "--device", "reference", "--max-tokens", "4"]
     layers = [] if name == "opt-350m" else ["--layers"]

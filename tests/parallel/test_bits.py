@@ -14,7 +14,7 @@ import pytest
 
 import tinygpt.llm
 from scripts.cluster.prediction import FLOAT, sent_bytes
-from support.family_models import bloom, mpt, openai_gpt
+from support.family_models import bloom, mpt, openai_gpt, xglm
 from support.family_models import write_model as write_fields
 from support.golden_adapters import SOFT_PROMPTS, write_lora, write_soft_prompt
 from support.golden_models import golden_array, write_model
@@ -35,11 +35,13 @@ XL_HEADS = {"n_embd": 1600, "n_head": 25, "n_layer": 4, "vocab_size": 211, "n_po
 UNTIED = {**FIVE_HEADS, "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}
 SMALL_XL = {"n_embd": 200, "n_head": 25, "n_layer": 4, "vocab_size": 131, "n_positions": 90}
 MODELS = {"five": FIVE_HEADS, "odd": ODD_HEADS, "small-xl": SMALL_XL, "xl": XL_HEADS, "untied": UNTIED}
-# ALiBi and a norm behind the embeddings; ALiBi alone; norms behind the blocks, and none before the head.
+# ALiBi and a norm behind the embeddings; ALiBi alone; norms behind the blocks, and none before the head; embeddings
+# that are multiplied.
 FAMILIES = {
     "bloom": bloom(5, 64, seq_length=90),
     "mpt": mpt(6, max_seq_len=90),
     "gpt-1": openai_gpt(n_embd=35, n_head=5, n_positions=90),
+    "xglm": xglm(d_model=320, attention_heads=5, max_position_embeddings=90),
 }
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 ALL = [(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2, 4) if (tp, pp) != (1, 1)]
@@ -51,6 +53,7 @@ FEW = [
     ("untied", "int8", (1, 2)),
     ("odd", "float32", (3, 4)),
     ("small-xl", "float32", (4, 1)),
+    ("xglm", "float32", (2, 2)),
 ]
 # Every layout in every dtype, and of the other models a few.
 REST = [("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five", dtype, layout) not in FEW] + [

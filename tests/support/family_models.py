@@ -38,6 +38,16 @@ def openai_gpt(**fields: Any) -> dict[str, Any]:
     return {"model_type": "openai-gpt", "vocab_size": V, "afn": "gelu", **sizes, **ENDS, **fields}
 
 
+def xglm(**fields: Any) -> dict[str, Any]:
+    sizes = {"d_model": 24, "attention_heads": 3, "num_layers": L, "ffn_dim": 52, "max_position_embeddings": T}
+    return {"model_type": "xglm", "vocab_size": V, **sizes, **ENDS, **fields}
+
+
+def biogpt(**fields: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": L, "intermediate_size": 52}
+    return {"model_type": "biogpt", "vocab_size": V, "max_position_embeddings": T, **sizes, **ENDS, **fields}
+
+
 # Fields of config.json: all variants, odd widths and numbers of heads.
 FAMILY_MODELS = {
     "opt": opt(),
@@ -57,6 +67,12 @@ FAMILY_MODELS = {
     "mpt-6": mpt(6, 7),
     "gpt-1": openai_gpt(),
     "gpt-1-silu": openai_gpt(afn="silu", n_embd=33, layer_norm_epsilon=1e-3),
+    "xglm": xglm(),
+    "xglm-odd": xglm(d_model=35, attention_heads=5, activation_function="relu", pad_token_id=7),
+    "xglm-unscaled": xglm(scale_embedding=False, tie_word_embeddings=False),
+    "biogpt": biogpt(),
+    "biogpt-odd": biogpt(hidden_size=35, num_attention_heads=7, hidden_act="silu", tie_word_embeddings=False),
+    "biogpt-unscaled": biogpt(scale_embedding=False, layer_norm_eps=1e-3),
 }
 
 
@@ -66,14 +82,12 @@ def write_family(folder: Path, name: str, prefix: str | None = None, **others: A
 
 
 def write_model(folder: Path, fields: dict[str, Any], prefix: str | None = None) -> Path:
-    usual = "model.decoder." if fields["model_type"] == "opt" else "transformer."
-    tensors = {}
-    for key, shape in SHAPES[fields["model_type"]](fields).items():
-        stem = usual if prefix is None else prefix
-        tensors[key if key == "lm_head.weight" else stem + key] = _tensor(key, shape)
+    kind = fields["model_type"]
+    stem = PREFIXES.get(kind, "transformer.") if prefix is None else prefix
+    tensors = {stem + key: _tensor(key, shape) for key, shape in SHAPES[kind](fields).items()}
     if not fields.get("tie_word_embeddings", True):
         embedding = next(array for key, array in tensors.items() if key.endswith(EMBEDDINGS))
-        tensors["lm_head.weight"] = _tensor("head", embedding.shape)
+        tensors[HEADS.get(kind, "lm_head.weight")] = _tensor("head", embedding.shape)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
     save_file(tensors, folder / "model.safetensors")
@@ -92,6 +106,8 @@ def write_characters(folder: Path) -> Path:
     return folder
 
 
+PREFIXES = {"opt": "model.decoder.", "xglm": "model.", "biogpt": "biogpt."}
+HEADS = {"biogpt": "output_projection.weight"}
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tokens_embed.weight")
 
 
@@ -102,12 +118,29 @@ def _opt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     is_pre = fields.get("do_layer_norm_before", True)
     shapes = {"embed_tokens.weight": (V, E), "embed_positions.weight": (T + 2, C)}
     shapes |= {"project_in.weight": (C, E), "project_out.weight": (E, C)} if E != C else {}
+    shapes |= _opt_layers(C, F, bias, affine)
+    has_final = is_pre and not fields.get("_remove_final_layer_norm")
+    return shapes | (_norms("", ("final_layer_norm",), C, affine) if has_final else {})
+
+
+def _opt_layers(C: int, F: int, bias: bool = True, affine: bool = True) -> dict[str, tuple[int, ...]]:
+    shapes = {}
     for i in range(L):
         linears = {f"self_attn.{part}_proj": (C, C) for part in ("q", "k", "v", "out")} | {"fc1": (F, C), "fc2": (C, F)}
         shapes |= _linears(f"layers.{i}.", linears, bias)
         shapes |= _norms(f"layers.{i}.", ("self_attn_layer_norm", "final_layer_norm"), C, affine)
-    has_final = is_pre and not fields.get("_remove_final_layer_norm")
-    return shapes | (_norms("", ("final_layer_norm",), C, affine) if has_final else {})
+    return shapes
+
+
+def _xglm(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    C = fields["d_model"]
+    return {"embed_tokens.weight": (V, C)} | _opt_layers(C, fields["ffn_dim"]) | _norms("", ("layer_norm",), C, True)
+
+
+def _biogpt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    C = fields["hidden_size"]
+    tables = {"embed_tokens.weight": (V, C), "embed_positions.weight": (T + 2, C)}
+    return tables | _opt_layers(C, fields["intermediate_size"]) | _norms("", ("layer_norm",), C, True)
 
 
 def _bloom(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -142,7 +175,7 @@ def _openai_gpt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-SHAPES = {"opt": _opt, "bloom": _bloom, "mpt": _mpt, "openai-gpt": _openai_gpt}
+SHAPES = {"opt": _opt, "bloom": _bloom, "mpt": _mpt, "openai-gpt": _openai_gpt, "xglm": _xglm, "biogpt": _biogpt}
 
 
 def _linears(prefix: str, shapes: dict[str, tuple[int, int]], has_bias: bool) -> dict[str, tuple[int, ...]]:

@@ -139,6 +139,7 @@ def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
     modules = {"ln_1": "input_layernorm", "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.dense"}
     modules |= {"ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h", "mlp.c_proj": "mlp.dense_4h_to_h"}
     top = {"wte.weight": "wte", "wpe.weight": "wpe", "ln_f.weight": "final_layernorm.weight"}
+    top |= {f"ln_e.{kind}": f"pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}
     top |= {"ln_f.bias": "final_layernorm.bias", "lm_head.weight": "lm_head.weight"}
     axes = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
     files = {}

@@ -14,7 +14,7 @@ from support.gguf_writer import gguf_bytes, plain
 from support.tiny_checkpoint import random_tensors
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
-from tinygpt.weights.containers.ggml_blocks import BLOCKS
+from tinygpt.weights.containers.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
 from tinygpt.weights.containers.gguf_file import AT_ONCE, read_gguf
 from tinygpt.weights.families import read_config
 from tinygpt.weights.open import open_checkpoint
@@ -193,8 +193,13 @@ def test_a_type_that_is_not_implemented_is_named(tmp_path):
     tensors = {gguf_name(name): plain(array) for name, array in linear(TENSORS).items()}
     tensors["blk.1.ffn_up.weight"] = ((20, 8), 19, b"\0" * 99)
     (tmp_path / "x.gguf").write_bytes(gguf_bytes(GGUF_KEYS, tensors))
-    with pytest.raises(CheckpointError, match=r"not implemented: blk\.1\.ffn_up\.weight is ggml type 19\n"):
+    with pytest.raises(CheckpointError, match=r"not implemented: blk\.1\.ffn_up\.weight is IQ1_S\n"):
         open_checkpoint(tmp_path / "x.gguf")
+
+
+def test_types_that_are_not_implemented_have_ggmls_names():
+    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
+    assert {number: gguf.GGMLQuantizationType(number).name for number in NOT_IMPLEMENTED} == NOT_IMPLEMENTED
 
 
 TOKENIZER = {

@@ -1,4 +1,4 @@
-"""LoRA adapters of OPT, BLOOM, MPT and GPT-1: what PEFT makes of the same files, and matrices merged by hand."""
+"""LoRA adapters of other families than GPT-2: what PEFT makes of the same files, and matrices merged by hand."""
 
 import json
 
@@ -124,6 +124,10 @@ VARIANTS = [
     ("mpt-6", {"target_modules": r".*blocks\.1\..*_proj", "modules_to_save": ["norm_f"]}),
     ("gpt-1", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "bias": "all"}),
     ("gpt-1", {"target_modules": ["tokens_embed", "positions_embed"]}),
+    ("xglm", {"target_modules": "all-linear", "bias": "all"}),
+    ("xglm", {"target_modules": ["embed_tokens", "fc2"]}),
+    ("biogpt", {"target_modules": ["embed_tokens", "k_proj"]}),
+    ("biogpt-odd", {"target_modules": ["output_projection", "fc1"], "modules_to_save": ["layer_norm"]}),
 ]
 
 
@@ -163,4 +167,6 @@ def test_logits_are_those_of_peft(name, fields, tmp_path):
 
 
 def test_every_family_is_tried():
-    assert {FAMILY_MODELS[name]["model_type"] for name, _ in VARIANTS} == {"opt", "bloom", "mpt", "openai-gpt"}
+    assert {FAMILY_MODELS[name]["model_type"] for name, _ in VARIANTS} == {
+        one["model_type"] for one in FAMILY_MODELS.values()
+    }

@@ -92,6 +92,27 @@ def test_a_file_alone_of_the_old_form_without_arguments(tmp_path):
     assert (checkpoint.config.activation, checkpoint.config.layer_norm_epsilon) == ("gelu_tanh", 1e-5)
 
 
+DISTRIBUTED = {
+    "beside a tracker": ("", "iter_0000010/__0_0.distcp"),
+    "an iteration": ("iter_0000010", "iter_0000010/__0_0.distcp"),
+    "zarr": ("", "iter_0000010/model.decoder.final_layernorm.bias/.zarray"),
+    "NeMo 2": ("", "weights/__0_1.distcp"),
+    "NeMo 2, its weights": ("weights", "weights/__0_1.distcp"),
+    "an unpacked NeMo": ("", "model_weights/__0_1.distcp"),
+}
+
+
+@pytest.mark.parametrize("case", DISTRIBUTED)
+def test_distributed_formats_are_refused_by_name(tmp_path, case):
+    given, file = DISTRIBUTED[case]
+    for name in (file, "common.pt", "model_config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10") if "iter_" in file else None
+    with pytest.raises(CheckpointError, match=r"is in a distributed format, .* --ckpt-format torch"):
+        open_checkpoint(tmp_path / given)
+
+
 def test_the_folder_of_an_iteration_or_of_a_rank(tmp_path):
     megatron(tmp_path, ARRAYS, form())
     assert_same_bits(open_checkpoint(tmp_path / "iter_0000007"))
@@ -271,6 +292,14 @@ def test_archives_that_are_refused(tmp_path, case):
     path = tmp_path / "x.nemo"
     path.write_bytes(tar_bytes({name: data for name, data in members.items() if data is not None}))
     with pytest.raises(CheckpointError, match=sentence):
+        open_checkpoint(path)
+
+
+def test_an_archive_that_is_pytorchs_own(tmp_path):
+    """Before 0.1.10, torch.save wrote one."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(tar_bytes(dict.fromkeys(("sys_info", "pickle", "tensors", "storages"), b"x")))
+    with pytest.raises(CheckpointError, match=r"the form that PyTorch wrote before 0\.1\.10"):
         open_checkpoint(path)
 
 

@@ -1,4 +1,4 @@
-"""OPT, BLOOM, MPT and GPT-1: names and layouts, what is refused, and the way back to Hugging Face's files."""
+"""Other families that transformers has: names and layouts, what is refused, and the way back to transformers."""
 
 import contextlib
 import json
@@ -9,11 +9,12 @@ from safetensors.numpy import load_file, save_file
 
 from support.commands import Result
 from support.family_models import FAMILY_MODELS, write_family
+from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.families import read_config
 from tinygpt.weights.open import open_checkpoint
 
-FAMILIES = {"opt": "OPT", "bloom": "BLOOM", "mpt": "MPT", "openai-gpt": "GPT-1"}
+FAMILIES = {"opt": "OPT", "bloom": "BLOOM", "mpt": "MPT", "openai-gpt": "GPT-1", "xglm": "XGLM", "biogpt": "BioGPT"}
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
@@ -60,6 +61,8 @@ def test_float8_keeps_names_and_layout(name, tmp_path, capsys):
         ("bloom-6", ("", "transformer.", "module.transformer.")),
         ("mpt-6", ("", "transformer.")),
         ("gpt-1", ("", "transformer.")),
+        ("xglm", ("", "model.", "module.model.")),
+        ("biogpt", ("", "biogpt.", "_orig_mod.biogpt.")),
     ],
 )
 def test_any_wrapper(name, prefixes, tmp_path):
@@ -72,7 +75,7 @@ def test_any_wrapper(name, prefixes, tmp_path):
             np.testing.assert_array_equal(first.tensor(key), other.tensor(key))
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom-6", "mpt-6", "gpt-1"])
+@pytest.mark.parametrize("name", ["opt", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt"])
 def test_what_is_missing_and_what_is_too_much_are_named_as_the_files_have_it(name, tmp_path):
     folder = write_family(tmp_path, name)
     tensors = load_file(folder / "model.safetensors")
@@ -108,6 +111,13 @@ REFUSED = [
     ("opt", {"do_layer_norm_before": "no"}, "do_layer_norm_before is 'no'"),
     ("opt", {"activation_function": "gelu_10"}, "activation_function is 'gelu_10'"),
     ("opt", {"hidden_size": [1]}, r"n_embd is \[1\]"),
+    ("xglm", {"add_cross_attention": True}, "add_cross_attention is True"),
+    ("xglm", {"scale_embedding": 2}, "scale_embedding is 2"),
+    ("xglm", {"d_model": 3}, "d_model is 3 and must be a whole number from 4 up"),
+    ("xglm", {"max_position_embeddings": 2**20}, "max_position_embeddings is 1048576 and must be"),
+    ("xglm", {"pad_token_id": "x"}, "pad_token_id is 'x'"),
+    ("biogpt", {"scale_embedding": None}, "scale_embedding is None"),
+    ("biogpt", {"hidden_act": "gelu_10"}, "activation_function is 'gelu_10'"),
 ]
 
 
@@ -172,11 +182,14 @@ GPT1 = {"model_type": "openai-gpt", "afn": "gelu", "n_ctx": 512, "n_embd": 768, 
         (GPT1, {"norm_placement": "post", "final_norm": False}, 512, (None, ())),
         ({"model_type": "opt"}, {}, 2048, (2, (2,))),
         ({"model_type": "mpt"}, {"positions": "alibi"}, 2048, (None, ())),
+        ({"model_type": "xglm"}, {"embed_scale": 32.0}, 2048, (0, (2,))),
+        ({"model_type": "biogpt", "layer_norm_eps": 1e-12}, {"embed_scale": 32.0}, 1024, (0, (2,))),
     ],
 )
 def test_published_configurations(fields, structure, n_positions, ends, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = read_config(tmp_path)
+    assert config.layer_norm_epsilon == 1e-5
     assert config.structure == structure
     assert (config.n_positions, (config.bos_token_id, config.eos_token_ids)) == (n_positions, ends)
 
@@ -195,7 +208,10 @@ def test_slopes_are_those_of_the_paper_and_of_its_rule_for_other_numbers_of_head
     ("name", "sentence"),
     [
         ("opt", "has the activation relu, and llama.cpp computes gelu_new for every GPT-2 and BLOOM"),
-        *((name, "and GGUF files are written of GPT-2 and BLOOM alone") for name in ("opt-350m", "mpt-4", "gpt-1")),
+        *(
+            (name, "and GGUF files are written of GPT-2 and BLOOM alone")
+            for name in ("opt-350m", "mpt-4", "gpt-1", "xglm")
+        ),
     ],
 )
 def test_gguf_is_of_gpt2_and_bloom_alone(name, sentence, tmp_path, capsys):
@@ -216,10 +232,35 @@ def test_info_names_the_family_and_what_was_evened_out(tmp_path, capsys):
 VALUES = (None, [], {}, "x", -1, 0, 2**40, 1.5, True, [1, 2], "gelu")
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom-4", "mpt-4", "gpt-1"])
+@pytest.mark.parametrize("width", [24, 35])
+def test_sinusoids_are_those_of_transformers(width, tmp_path):
+    """In all of the 2048 rows of the published models, whose angles are as large as float32 tells them apart."""
+    pytest.importorskip("transformers", reason=MISSING)
+    from transformers.models.xglm import modeling_xglm
+
+    theirs = modeling_xglm.XGLMSinusoidalPositionalEmbedding(2048, width, 7).weights[2:].numpy()
+    sizes = {"d_model": width, "attention_heads": 1, "max_position_embeddings": 2048, "pad_token_id": 7}
+    ours = open_checkpoint(write_family(tmp_path, "xglm", **sizes)).tensor("wpe.weight")
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-4)  # an angle of 2048 has 1.2e-4 between two float32s
+    assert np.abs(ours - theirs).mean() < 1e-6
+
+
+def test_the_table_that_older_files_of_xglm_hold_is_ignored(tmp_path):
+    """It may have been rounded to float16."""
+    folder = write_family(tmp_path, "xglm")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.embed_positions.weights": np.ones((42, 24), "f4")}, folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.ignored == ("model.embed_positions.weights",)
+    assert "made up: wpe.weight, which the files leave out" in checkpoint.quirks
+    assert np.ptp(checkpoint.tensor("wpe.weight")) > 1
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom-4", "mpt-4", "gpt-1", "xglm", "biogpt"])
 def test_any_value_of_any_field_is_used_or_refused_in_a_sentence(name, tmp_path):
     folder = write_family(tmp_path, name)
     others = ("attn_config", "seq_length", "n_embed", "afn", "word_embed_proj_dim", "do_layer_norm_before", "no_bias")
+    others += ("scale_embedding", "add_cross_attention", "hidden_act")
     for field in {*FAMILY_MODELS[name], *others} - {"model_type"}:
         for value in VALUES:
             (folder / "config.json").write_text(json.dumps({**FAMILY_MODELS[name], field: value}))

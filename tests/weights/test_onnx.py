@@ -349,6 +349,25 @@ def test_quantised_models_are_refused_by_name(tmp_path, quantised):
         open_checkpoint(write_model(tmp_path, tensors, nodes))
 
 
+def test_functions_of_a_files_own_are_given_no_matrix(tmp_path):
+    """What one makes of it is not known, and not seen in a matrix that is square."""
+    tensors = onnx_tensors(TENSORS)
+    written = [w.tensor(name, array) for name, array in tensors.items()]
+    for called, given in (("Turned", "transformer.h.0.attn.c_proj.weight"), ("Rank", "transformer.ln_f.weight")):
+        graph = w.graph([*onnx_nodes(tensors), w.node(called, [given], ["y"]) + field(7, b"own")], written, PAST)
+        function = field(25, field(1, called.encode()) + field(10, b"own"))
+        (tmp_path / f"{called}.onnx").write_bytes(w.model(graph) + function)
+    with pytest.raises(CheckpointError, match=r"gives weights to functions or operations of its own \(Turned\)"):
+        open_checkpoint(tmp_path / "Turned.onnx")
+    assert_same_bits(open_checkpoint(tmp_path / "Rank.onnx"))
+
+
+def test_weights_whose_names_are_lost(tmp_path):
+    tensors = {f"onnx::MatMul_{i}": array for i, array in enumerate(TENSORS.values())}
+    with pytest.raises(CheckpointError, match=r"no weights by the names of GPT-2's layers \(onnx::MatMul_0, .* more\)"):
+        open_checkpoint(write_model(tmp_path, tensors))
+
+
 def test_what_the_onnx_package_writes(tmp_path):
     theirs = pytest.importorskip("onnx", reason=NEED_ONNX)
     helper = theirs.helper

@@ -246,6 +246,13 @@ def test_an_index_that_is_damaged_or_not_implemented(tmp_path, case):
     assert str(tmp_path / "x") in str(error.value)
 
 
+def test_a_folder_of_tensorflows_first_format_is_refused_by_name(tmp_path):
+    (tmp_path / "model.ckpt").write_bytes(table([(b"", field(1, b"x"))]))
+    write_json(tmp_path / "hparams.json", {"n_head": 2})
+    with pytest.raises(CheckpointError, match="TensorFlow's first format, from before 2017"):
+        open_checkpoint(tmp_path)
+
+
 def test_keys_that_share_more_than_a_file_holds(tmp_path):
     records = [(b"", HEADER[1]), *((b"a" * 900 + f"{i:03}".encode(), b"") for i in range(500))]
     (tmp_path / "x.index").write_bytes(table(records, restart=1000))

@@ -44,7 +44,9 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str
 
     def check(llm: "LLM") -> None:
         _ = llm.tokenizer  # raise the error that says why there is none
-        llm.session().stream(params).close()  # raise what is impossible
+        session = llm.session()
+        session.extend([0])  # of nothing, a model without BOS goes on with nothing
+        session.stream(params).close()  # raise what is impossible
 
     llm, load_seconds = loading.load_llm(args, check)
     turns = Turns(llm, params)

@@ -14,7 +14,7 @@ KNOWN = {
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "tie_word_embeddings"),
     *("activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_ids"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
-    *("embed_norm", "final_norm"),
+    *("embed_norm", "final_norm", "embed_scale"),
 }
 # Those of which ranks know these values, each of which tests have run on several.
 KNOWN_VALUES = {"norm_placement": ("pre", "post"), "positions": ("learned", "alibi")}

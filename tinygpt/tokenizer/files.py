@@ -16,6 +16,7 @@ from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
 
 VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+THEIR_ENDS = {"<s>", "</s>"}  # in the vocabularies of others than GPT-1 that mark ends of words
 GPT1_UNKNOWN, END_OF_WORD, SPACE = "<unk>", "</w>", "\u0120"
 BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
@@ -106,6 +107,7 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
     }
     _check_model(spec["model"], vocab)
     if _marks_ends_of_words(spec["model"]["vocab"]):
+        _check_is_gpt1s(spec["model"]["vocab"], vocab)
         return _gpt1(spec["model"], given)
     spec["added_tokens"] = read_added_tokens(spec, options)
     before = options["bos_token"] if options.get("add_bos_token") else None
@@ -116,6 +118,15 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
 def _marks_ends_of_words(vocab: dict[str, int]) -> bool:
     """Whether this is GPT-1's kind: GPT-2's marks spaces."""
     return any(token.endswith(END_OF_WORD) for token in vocab) and not any(SPACE in token for token in vocab)
+
+
+def _check_is_gpt1s(vocab: dict[str, int], path: Path) -> None:
+    """CheckpointError for a tokenizer of another model, which cuts words by rules of its own."""
+    if vocab.keys() >= THEIR_ENDS:
+        raise CheckpointError(
+            f"{path} is of a tokenizer with words that end in {END_OF_WORD}, as BioGPT's, whose rules for words are "
+            "not implemented: tokenize with transformers; token ids work."
+        )
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tinygpt.weights.messages import listed
 from tinygpt.weights.parameters import EMBEDDING, HEAD
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.stored.plain import can_be_written
-from tinygpt.weights.tensor import Constant, Derived, Tensor
+from tinygpt.weights.tensor import Derived, MadeUp, Tensor, zeros
 
 PREFIX = "base_model.model."  # what PEFT wraps the model in
 TIED = (EMBEDDING, HEAD)
@@ -120,7 +120,7 @@ def _changed(
         own = [Derived(partial(_part, rule.transform, i, count), (tensor,)) for i in range(count)]
         tensor = rule.transform.of(tuple(replaced.get(name, part) for name, part in zip(names, own, strict=True)))
     if not updates.keys().isdisjoint(names):
-        parts = (updates.get(name, Constant(shapes[name], 0.0)) for name in names)
+        parts = (updates.get(name, MadeUp(shapes[name], zeros)) for name in names)
         tensor = AdaptedTensor(tensor, rule.transform.of(tuple(parts)))
     return tensor
 

@@ -8,7 +8,7 @@ from tinygpt.weights.families.family import Layout, Rule
 from tinygpt.weights.families.transforms import AS_IS
 from tinygpt.weights.parameters import EMBEDDING, POSITIONS, is_transposed, parameter_shapes
 from tinygpt.weights.stored.plain import layout_of
-from tinygpt.weights.tensor import Constant
+from tinygpt.weights.tensor import MadeUp
 
 EMBEDDINGS = (EMBEDDING, POSITIONS)
 
@@ -29,7 +29,7 @@ class ModelInFiles:
         rules = {
             name: rule
             for name, rule in layout.rules(checkpoint.config).items()
-            if not (layout.has_defaults and isinstance(checkpoint.stored.get(name), Constant))
+            if not (layout.has_defaults and isinstance(checkpoint.stored.get(name), MadeUp))
         }
         parameters = {source: name for name, rule in rules.items() for source in rule.sources}
         stored_shapes = {

@@ -16,11 +16,13 @@ from tinygpt.weights.containers.onnx_file import is_onnx, read_onnx
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.ranks import (
     find_deepspeed,
+    find_distributed,
     find_megatron,
     find_nemo,
     is_gzip,
     is_tar,
     read_deepspeed,
+    read_distributed,
     read_gzip,
     read_megatron,
     read_nemo,
@@ -57,10 +59,11 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
     (find_deepspeed, read_deepspeed),
     (find_megatron, read_megatron),
+    (find_distributed, read_distributed),
     (find_nemo, read_unpacked_nemo),
     (find_ft_folder, read_ft_folder),
 )
-PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
+PATTERNS = ("*.ckpt", "*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message
 
 

@@ -131,3 +131,22 @@ BLOCKS = {
     "Q5_K": BlockFormat(13, 256, 176, _decode_q5_k),
     "Q6_K": BlockFormat(14, 256, 210, _decode_q6_k),
 }
+# By ggml's numbers.
+NOT_IMPLEMENTED = {
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}

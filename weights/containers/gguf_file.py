@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
-from tinygpt.weights.containers.ggml_blocks import BLOCKS
+from tinygpt.weights.containers.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
 from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides, do_overlap
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.messages import shown
@@ -177,7 +177,7 @@ class _Reader:
             tensor = MappedTensor(self.file, PLAIN[kind], shape, contiguous_strides(shape), begin)
             return tensor, range(begin, begin + size)
         if kind not in BLOCK_NAMES:
-            return UnreadableTensor(self.file.path, f"ggml type {kind}", shape), range(0)
+            return UnreadableTensor(self.file.path, NOT_IMPLEMENTED.get(kind, f"ggml type {kind}"), shape), range(0)
         block = BLOCKS[BLOCK_NAMES[kind]]
         if not shape or shape[-1] % block.values:
             raise ValueError(f"{shown(name)}, whose rows of {shape[-1:]} are no whole blocks of {block.values}")

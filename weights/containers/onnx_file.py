@@ -36,17 +36,22 @@ PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "Transpose"}
 QUANTISED = {"MatMulNBits", "QAttention", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"}
 NORMS = {"LayerNormalization", "SkipLayerNormalization", "Add", "Sqrt"}
 ACTIVATIONS = {"Tanh", "FastGelu", "Erf", "BiasGelu", "Gelu", "Relu"}
+DOMAINS = {"", "ai.onnx", "com.microsoft"}  # of what is known here; all nodes of others are kept
 KEPT = {"Identity", "Attention"} | PRODUCTS | QUANTISED | NORMS | ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class Node:
-    """An operation: what it is, the names that go in and come out, and its attributes that are numbers or texts."""
+    """An operation: what it is, the names that go in and come out, and its attributes that are numbers or texts.
+
+    is_foreign: whether it is none of ONNX's or ONNX Runtime's, such as a function that the file itself defines.
+    """
 
     kind: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: dict[str, Any]
+    is_foreign: bool = False
 
 
 @dataclass
@@ -165,20 +170,23 @@ class _Reader:
 
     def _read_node(self, node: Message, depth: int) -> None:
         names: dict[int, list[str]] = {1: [], 2: []}
-        kind, attributes = "", {}
+        kind, domain, attributes = "", "", {}
         for field_number, value in node.fields():
             if field_number in names:
                 names[field_number].append(message(value).text())
             elif field_number == 4:
                 kind = message(value).text()
+            elif field_number == 7:
+                domain = message(value).text()
             elif field_number == 5:
                 name, content = self._attribute(message(value), depth)
                 if isinstance(content, Message):
                     self._constant(names[2], content)
                 elif content is not None:
                     attributes[name] = content
-        if kind in KEPT:
-            self.graph.nodes.append(Node(kind, tuple(names[1]), tuple(names[2]), attributes))
+        is_foreign = domain not in DOMAINS
+        if kind in KEPT or is_foreign:
+            self.graph.nodes.append(Node(kind, tuple(names[1]), tuple(names[2]), attributes, is_foreign))
 
     def _constant(self, outputs: list[str], content: Message) -> None:
         """A tensor in a Constant node is an initialiser by another name."""

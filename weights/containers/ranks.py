@@ -20,6 +20,7 @@ from tinygpt.weights.containers.torch_file import read_training_checkpoint
 
 # What folders of ranks are called: tensor parallel, then pipeline parallel where there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
+DISTRIBUTED = ("*.distcp", "*/.zarray")  # what lies in folders of Megatron core's own formats
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
 # DeepSpeed's: what all experts share, in a folder for each rank or beside one another, and the experts' own.
 DEEPSPEED_FOLDER_FILE = "model_states.pt"
@@ -27,6 +28,7 @@ DEEPSPEED_FILE = re.compile(r"(mp_rank_\d{2,3})_model_states\.pt")
 EXPERT_FILE = re.compile(r"layer_(\d{1,4})_expert_(\d{1,5})_(mp_rank_\d{2,3})_model_states\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 TRACKER = "latest_checkpointed_iteration.txt"
+OLD_TORCH = {"sys_info", "pickle", "tensors", "storages"}  # members of such an archive
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 MAX_RANKS, MAX_MEMBERS, MAX_TEXT = 1024, 10_000, 2**25  # files, members of an archive, bytes of a text in it
 MAX_EXPERT_FILES = 16_384
@@ -105,6 +107,20 @@ def read_megatron(folder: Path) -> Container:
         for rank in _rank_folders(folder)
     }
     return _joined("Megatron-LM", {rank: Member(file) for rank, file in files.items()}, {})
+
+
+def find_distributed(folder: Path) -> Path | None:
+    """The folder, or the one of its parts that is in Megatron core's distributed format."""
+    tracked = sorted(folder.glob("iter_*")) if (folder / TRACKER).is_file() else []
+    places = (folder, *tracked, folder / "weights", folder / "model_weights")  # those of NeMo 2, and of late NeMo 1
+    return next((place for place in places for pattern in DISTRIBUTED if any(place.glob(pattern))), None)
+
+
+def read_distributed(folder: Path) -> Container:
+    raise CheckpointError(
+        f"{folder} is in a distributed format, as Megatron core and NeMo 2 write it, which is not implemented: save it "
+        "with Megatron's --ckpt-format torch, or export it to Hugging Face's layout."
+    )
 
 
 def _rank_folders(folder: Path) -> list[Path]:
@@ -207,6 +223,11 @@ def _unpacked(folder: Path) -> dict[str, Member]:
 
 
 def _nemo(path: Path, members: dict[str, Member]) -> Container:
+    if members.keys() >= OLD_TORCH:
+        raise CheckpointError(
+            f"{path} is in the form that PyTorch wrote before 0.1.10, which is not implemented: load it with torch, "
+            "and save it again."
+        )
     if NEMO_CONFIG not in members:
         raise CheckpointError(f"{path} is an archive without {NEMO_CONFIG}: it is not NeMo's. Give another file.")
     if any(name.startswith("model_weights/") for name in members):

@@ -20,20 +20,23 @@ from tinygpt.weights.families import (
     onnx,
     openai_tf,
 )
+from tinygpt.weights.families.biogpt import BIOGPT
 from tinygpt.weights.families.bloom import BLOOM
 from tinygpt.weights.families.family import Family, Source
 from tinygpt.weights.families.mpt import MPT
 from tinygpt.weights.families.openai_gpt import OPENAI_GPT
 from tinygpt.weights.families.opt import OPT
+from tinygpt.weights.families.xglm import XGLM
 from tinygpt.weights.json_file import read_json_object
 
 # By the model_type in a config.json; GPT-2's own first files have none.
-MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT)}
+MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOGPT)}
 # The first that recognises a source has it. Hugging Face's are last: they go by config.json, which may lie anywhere.
 FAMILIES: tuple[Family, ...] = (
     gguf.BLOOM,
     gguf.FAMILY,
     openai_tf.FAMILY,
+    fastertransformer.BLOOM,
     fastertransformer.FAMILY,
     megatron_moe.FAMILY,
     megatron.FAMILY,
@@ -50,9 +53,7 @@ NOT_IMPLEMENTED = {
     **dict.fromkeys(("gptj", "gpt_neox", "codegen"), "whose positions are rotary"),
     "gpt_neox_japanese": "whose positions are rotary",
     "imagegpt": "which is of images",
-    "ctrl": "whose positions are sinusoids",
-    "xglm": "whose embeddings are scaled",
-    "biogpt": "whose embeddings are scaled",
+    "ctrl": "whose head has a bias",
     "jais": "which is custom code",
     "btlm": "which is custom code",
 }

@@ -6,10 +6,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tinygpt.config import ModelConfig
 from tinygpt.weights.containers.container import Container, StoredTensor
-from tinygpt.weights.families.transforms import AS_IS, Transform
+from tinygpt.weights.families.transforms import AS_IS, Shape, Transform
 from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.tensor import zeros
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,16 @@ def as_named(source: Source) -> Iterable[Placed]:
 class Rule:
     """The tensors, by their names in a family's files, that a parameter is made of, and how.
 
-    default: what a parameter consists of that files leave out, such as 0 for a bias; None: they may not.
+    default: what makes a parameter that files leave out, such as zeros for a bias; None: they may not.
     """
 
     sources: tuple[str, ...]
     transform: Transform = AS_IS
-    default: float | None = None
+    default: Callable[[Shape], np.ndarray] | None = None
 
 
 # Of a model that was trained without biases: one that is there after all is unexpected.
-NO_BIAS = Rule((), default=0.0)
+NO_BIAS = Rule((), default=zeros)
 
 
 @dataclass(frozen=True)

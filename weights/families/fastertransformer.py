@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.ft_folder import FORMAT
+from tinygpt.weights.families import bloom
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import MEGATRON_MODULES, Shapes, ends_of, from_config_json, name_in_tables
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
@@ -15,6 +17,7 @@ from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 
 _TOP = {EMBEDDING: "model.wte", POSITIONS: "model.wpe", HEAD: "model.lm_head.weight"}
+_TOP |= {f"ln_e.{kind}": f"model.pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}
 _TOP |= {"ln_f.weight": "model.final_layernorm.weight", "ln_f.bias": "model.final_layernorm.bias"}
 # Along which axis of the parameter GPUs share it; of queries, keys and values, each has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
@@ -28,14 +31,31 @@ _PLAIN = {
     "has_post_decoder_layernorm": "true",
     "use_attention_linear_bias": "false",
     "has_adapters": "false",
-    "gpt_with_moe": "0",
+    "gpt_with_moe": "false",
 }
+# What else they may be, as the converters for OPT-350M and for BLOOM write them, and what that means here.
+_STRUCTURE = {
+    ("layernorm_type", "post_layernorm"): {"norm_placement": "post"},
+    ("has_positional_encoding", "false"): {"positions": "alibi"},
+    ("use_attention_linear_bias", "true"): {},  # with the one before
+    ("has_pre_decoder_layernorm", "true"): {"embed_norm": True},
+    ("has_post_decoder_layernorm", "false"): {"final_norm": False},
+}
+_SPELLINGS = {"1": "true", "0": "false"}  # of switches
+_BLOOMS_LENGTH = 2048  # which its converter does not write
 
 
 def _detect(source: Source) -> bool:
     return source.container.format == FORMAT and any(
         "head_num" in section for section in source.container.metadata.values()
     )
+
+
+def _detect_bloom(source: Source) -> bool:
+    return _detect(source) and _structure(source, _settings(source)) == _BLOOM
+
+
+_BLOOM = {"positions": "alibi", "embed_norm": True}
 
 
 def _settings(source: Source) -> dict[str, str]:
@@ -62,7 +82,7 @@ def _is_ignored(name: str) -> bool:
 
 def _config(source: Source) -> ModelConfig:
     settings = _settings(source)
-    _check(source, settings)
+    structure = _structure(source, settings)
     heads, head_size = _number(settings.get("head_num")), _number(settings.get("size_per_head"))
     if not all(isinstance(size, int) and 0 < size < 2**31 for size in (heads, head_size)):
         raise CheckpointError(
@@ -80,33 +100,45 @@ def _config(source: Source) -> ModelConfig:
         **from_config_json(source),
         **{ours: _number(settings[theirs]) for theirs, ours in _SETTINGS.items() if theirs in settings},
         "vocab_size": V,
-        "n_positions": shapes.size(_TOP[POSITIONS], 0) // C,
+        "n_positions": _n_positions(settings, shapes, structure, C),
         "n_embd": C,
         "n_head": heads,
         "n_inner": shapes.size("model.layers.0.mlp.dense_h_to_4h.bias", 0) * _parts(source),
-        "tie_word_embeddings": not any(one.name == _TOP[HEAD] for one in placed),
     }
     if "activation_type" in settings:
         values["activation_function"] = _ACTIVATIONS.get(
             settings["activation_type"].lower(), settings["activation_type"]
         )
-    return checked_config(values, described_by="config.ini")
+    return checked_config(values, described_by="config.ini", structure=structure)
+
+
+def _n_positions(settings: Mapping[str, str], shapes: Shapes, structure: Mapping[str, Any], C: int) -> Any:
+    """Those of the table, or where there is none the length that it was trained on."""
+    if structure.get("positions") != "alibi":
+        return shapes.size(_TOP[POSITIONS], 0) // C
+    return _number(settings.get("max_pos_seq_len", str(_BLOOMS_LENGTH)))
 
 
 _SETTINGS = {"num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon", "start_id": "bos_token_id"}
 _SETTINGS |= {"end_id": "eos_token_id"}
 
 
-def _check(source: Source, settings: Mapping[str, str]) -> None:
-    wrong = [
-        f"{name} is {shown(settings[name])}"
-        for name, plain in _PLAIN.items()
-        if settings.get(name, plain).lower() not in (plain, {"true": "1", "false": "0"}.get(plain))
-    ]
+def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
+    """What sets the model apart from GPT-2. CheckpointError for what is not implemented, by its settings."""
+    found = {name: settings.get(name, plain).lower() for name, plain in _PLAIN.items()}
+    found = {name: _SPELLINGS.get(value, value) for name, value in found.items()}
+    unlike = {name: value for name, value in found.items() if value != _PLAIN[name]}
+    structure = {key: value for setting in unlike.items() for key, value in _STRUCTURE.get(setting, {}).items()}
+    wrong = [setting[0] for setting in unlike.items() if setting not in _STRUCTURE]
+    has_bias = found["use_attention_linear_bias"] == "true"
+    if has_bias != (found["has_positional_encoding"] == "false"):
+        wrong += ["has_positional_encoding", "use_attention_linear_bias"]
+    if has_bias and "norm_placement" in structure:  # of BLOOM's residual from behind its layer norm, which is no such
+        wrong += ["layernorm_type", "use_attention_linear_bias"]
     if wrong:
-        raise CheckpointError(
-            f"{source.path} is no plain GPT-2, and what it is is not implemented: {'; '.join(wrong)}."
-        )
+        named = "; ".join(f"{name} is {shown(settings.get(name, _PLAIN[name]))}" for name in dict.fromkeys(wrong))
+        raise CheckpointError(f"{source.path} is no plain GPT-2, and what it is is not implemented: {named}.")
+    return structure
 
 
 def _number(text: str | None) -> Any:
@@ -121,9 +153,7 @@ def _number(text: str | None) -> Any:
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     n = _parts(source)
     return {
-        name: Rule((_file_name(name),), _transform(name, shape, n))
-        for name, shape in parameter_shapes(config).items()
-        if name != HEAD or not config.tie_word_embeddings
+        name: Rule((_file_name(name),), _transform(name, shape, n)) for name, shape in parameter_shapes(config).items()
     }
 
 
@@ -152,3 +182,4 @@ FAMILY = Family(
     parts=_parts,
     quirks=_quirks,
 )
+BLOOM = replace(FAMILY, name="BLOOM of FasterTransformer", detect=_detect_bloom, layout=bloom.BLOOM.layout)

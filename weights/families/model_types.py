@@ -20,8 +20,9 @@ class ModelType:
     family_name: for messages. model_config: from the fields of config.json, and of generation_config.json where there
     is one. rules: for every parameter, what it is made of, by the same fields; none: as the usual ones have it.
     wrappers: what may stand before the names in the rules, and `prefix` what transformers writes there. beside:
-    names that have no prefix. is_in_out: whether matrices of layers are (in, out). quirks: what loading evens out.
-    config_json: as Layout's, where other containers hold such models, too.
+    names that have no prefix. ignored: those of tensors that are of no use here. is_in_out: whether matrices of layers
+    are (in, out). quirks: what loading evens out. config_json: as Layout's, where other containers hold such models,
+    too.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelType:
     prefix: str
     wrappers: str = "transformer|model|module|_orig_mod"
     beside: tuple[str, ...] = (HEAD,)
+    ignored: tuple[str, ...] = ()
     is_in_out: bool = False
     quirks: tuple[str, ...] = ()
     config_json: Callable[[ModelConfig], dict[str, Any]] | None = None
@@ -54,7 +56,7 @@ class ModelType:
             config=lambda source: self.model_config(source.config_json or {}, source.json("generation_config.json")),
             rules=lambda source, config: self.rules(config, source.config_json or {}),
             place=self._place,
-            is_ignored=is_ignored,
+            is_ignored=lambda name: name in self.ignored or is_ignored(name),
             quirks=lambda source, config: self.quirks,
             layout=self.layout,
         )

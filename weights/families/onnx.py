@@ -67,6 +67,8 @@ def _head(source: Source) -> str | None:
 
 def _config(source: Source) -> ModelConfig:
     _refuse_quantised(source)
+    _refuse_foreign(source)
+    _refuse_nameless(source)
     if (source.config_json or {}).get("model_type") == "gpt2":  # exporters copy it from the model
         return model_config(source.config_json, source.json("generation_config.json"))
     placed = {one.name: one.tensor for one in _place(source)}
@@ -99,6 +101,31 @@ def _refuse_quantised(source: Source) -> None:
         raise CheckpointError(
             f"{source.path} is quantised ({listed([*sorted(kinds), *names], 3)}), which is not implemented in ONNX: "
             "export the model without, and give --dtype int8."
+        )
+
+
+def _refuse_foreign(source: Source) -> None:
+    """A function may transpose what it is given."""
+    graph = _graph(source)
+    foreign = sorted({node.kind for node in graph.nodes if node.is_foreign and _takes_matrix(node, graph)})
+    if foreign:
+        raise CheckpointError(
+            f"{source.path} gives weights to functions or operations of its own ({listed(foreign, 3)}), which is not "
+            "implemented: inline functions, as onnx.inliner does, or export again."
+        )
+
+
+def _takes_matrix(node: Node, graph: Graph) -> bool:
+    return any(name in graph.tensors and len(graph.tensors[name].shape) > 1 for name in node.inputs)
+
+
+def _refuse_nameless(source: Source) -> None:
+    names = source.container.tensors.keys()
+    if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
+        raise CheckpointError(
+            f"{source.path} has no weights by the names of GPT-2's layers ({listed([*names], 3)}): it is another "
+            "model, or its exporter has lost them, as it may where it folds constants. Export again without, or open "
+            "what it was exported from."
         )
 
 

@@ -16,8 +16,11 @@ from tinygpt.weights.families.model_types import Fields, ModelType
 from tinygpt.weights.families.transforms import AS_IS, as_is, transposed, without_rows
 from tinygpt.weights.field_checks import is_bool, is_whole
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, PROJECT_IN, PROJECT_OUT, parameter_shapes
+from tinygpt.weights.tensor import ones, zeros
 
 FIRST_POSITION = 2
+FIRST_ROW = f"positions begin at row {FIRST_POSITION} of their table"
+ONE_C_ATTN = "one c_attn of queries, keys and values"
 _DEFAULTS = {
     "vocab_size": 50272,
     "hidden_size": 768,
@@ -46,10 +49,11 @@ _CHECKS = {
     **dict.fromkeys(_SWITCHES, (is_bool, "true or false")),
     "word_embed_proj_dim": (lambda value: value is None or (is_whole(value) and 1 <= value < 2**31), "a whole number"),
 }
+POSITIONS_RULE = Rule(("embed_positions.weight",), without_rows(FIRST_POSITION))
 _TOP = {
     EMBEDDING: Rule(("embed_tokens.weight",)),
     PROJECT_IN: Rule(("project_in.weight",)),
-    POSITIONS: Rule(("embed_positions.weight",), without_rows(FIRST_POSITION)),
+    POSITIONS: POSITIONS_RULE,
     PROJECT_OUT: Rule(("project_out.weight",)),
     HEAD: Rule((HEAD,)),
 }
@@ -59,8 +63,8 @@ _MODULES = {
     "ln_2": "final_layer_norm",
     "mlp.c_fc": "fc1",
     "mlp.c_proj": "fc2",
-    "ln_f": "final_layer_norm",
 }
+_LAST_NORM = "final_layer_norm"
 
 
 def model_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
@@ -83,25 +87,30 @@ def _structure(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _rules(config: ModelConfig, fields: Fields) -> dict[str, Rule]:
     fields = {**_SWITCHES, **fields}
     return {
-        name: _rule(name, fields["enable_bias"], fields["layer_norm_elementwise_affine"])
+        name: _TOP.get(name) or _rule(name, fields["enable_bias"], fields["layer_norm_elementwise_affine"])
         for name in parameter_shapes(config)
     }
 
 
 def _rule(parameter: str, has_bias: bool, has_affine: bool) -> Rule:
-    if parameter in _TOP:
-        return _TOP[parameter]
-    layer, module, kind = split_name(parameter)
-    is_norm, is_weight = module.startswith("ln_"), kind == "weight"
+    is_norm, is_weight = "ln_" in parameter, parameter.endswith("weight")
     if is_norm and not has_affine:
-        return Rule((), default=float(is_weight))
+        return Rule((), default=ones if is_weight else zeros)
     if not is_norm and not is_weight and not has_bias:
         return NO_BIAS
-    prefix = "" if layer is None else f"layers.{layer}."
+    return rule_of_decoder(parameter, _LAST_NORM)
+
+
+def rule_of_decoder(parameter: str, last_norm: str) -> Rule:
+    """Of what stands in layers or behind the last: OPT's names for it, which other models have in common with it."""
+    layer, module, kind = split_name(parameter)
+    if layer is None:
+        return Rule((f"{last_norm}.{kind}",))
     if module == "attn.c_attn":
-        names = tuple(f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv")
-        return Rule(names, transposed(1) if is_weight else as_is(0))
-    return Rule((f"{prefix}{_MODULES[module]}.{kind}",), transposed() if is_weight and not is_norm else AS_IS)
+        names = tuple(f"layers.{layer}.self_attn.{part}_proj.{kind}" for part in "qkv")
+        return Rule(names, transposed(1) if kind == "weight" else as_is(0))
+    is_matrix = kind == "weight" and not module.startswith("ln_")
+    return Rule((f"layers.{layer}.{_MODULES[module]}.{kind}",), transposed() if is_matrix else AS_IS)
 
 
 OPT = ModelType(
@@ -111,5 +120,5 @@ OPT = ModelType(
     _rules,
     prefix="model.decoder.",
     wrappers="model|decoder|module|_orig_mod",
-    quirks=(f"positions begin at row {FIRST_POSITION} of their table", "one c_attn of queries, keys and values"),
+    quirks=(FIRST_ROW, ONE_C_ATTN),
 )

@@ -16,7 +16,7 @@ from tinygpt.weights.families.hugging_face import LAYOUT as GPT2_LAYOUT
 from tinygpt.weights.families.transforms import Transform
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors
-from tinygpt.weights.tensor import Constant, Tensor
+from tinygpt.weights.tensor import MadeUp, Tensor
 
 SAFETENSORS, NPZ = "model.safetensors", "model.npz"
 DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
@@ -64,7 +64,7 @@ def parts_of(checkpoint: Checkpoint) -> Iterator[Part]:
     for name, rule in layout.rules(checkpoint.config).items():
         if name == HEAD and checkpoint.tied:
             continue
-        if layout.has_defaults and isinstance(checkpoint.stored[name], Constant):
+        if layout.has_defaults and isinstance(checkpoint.stored[name], MadeUp):
             continue
         count = len(rule.sources)
         shape = rule.transform.stored_shape(shapes[name], count)
