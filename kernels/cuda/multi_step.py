@@ -8,6 +8,7 @@ from tinygpt.kernels.cuda.model import queue_step
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.persistent.door import run_faster
 from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.runtime.ptx import wait_for_kernel_before
 from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
 from tinygpt.kernels.cuda.sampling.sampling import is_greedy, queue_choice
 from tinygpt.kernels.cuda.sizes import NUM_STEPS_DONE, NUM_TOKENS, Shape
@@ -59,6 +60,7 @@ def advance(token_ids, positions, draw_positions, chosen, history, sizes, capaci
 
     Where none could be chosen, the sequence goes on with token 0, and nobody looks at it.
     """
+    wait_for_kernel_before()
     thread, count, step = int32(cuda.threadIdx.x), sizes[NUM_TOKENS], sizes[NUM_STEPS_DONE]
     for n in range(thread, count, int32(ADVANCE_THREADS)):
         history[step * capacity + n] = chosen[n]

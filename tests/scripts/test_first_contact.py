@@ -112,7 +112,7 @@ def test_the_probes_compile():
     for loads in (1, 8):
         compiled = compile_kernel(read_kernel(loads), WORDS, WORDS, 1)
         assert compiled.spilled == compiled.stack == 0
-        assert compiled.ptx.count("ld.global.nc.L1::no_allocate.v4") == loads
+        assert compiled.ptx.count("ld.global.L1::no_allocate.v4") == loads
     assert compile_kernel(probes.reverse, FLOATS, FLOATS, 1).shared_bytes == 0
     assert compile_kernel(probes.count_up, INTS).registers < 32
     assert is_cooperative(probes.meet, INTS, INTS, INTS, 1, 1)

@@ -63,7 +63,7 @@ from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
 from tinygpt.kernels.cuda.sizes import NUM_TOKENS, Shape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
 
-from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
+from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 MAX_SPINS = 1 << 22  # some seconds
 MAX_SHARED_BYTES = 227 << 10  # that a block may have
@@ -183,19 +183,18 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
         epsilon, num_layers, max_chunks, max_panels,
     ):  # fmt: skip
         run_all_blocks_at_once()
-        memory = cuda.shared.array(0, uint16, alignment=16)
-        numbers = cuda.shared.array(0, float32, alignment=16)  # the same bytes
-        weight = cuda.shared.array(columns, float32, alignment=16)
-        bias = cuda.shared.array(columns, float32, alignment=16)
+        numbers = cuda.shared.array(0, float32, alignment=16)
+        weight = shared_address(cuda.shared.array(columns, float32, alignment=16))
+        bias = shared_address(cuda.shared.array(columns, float32, alignment=16))
+        memory = shared_address(numbers)
         sums, strips = cuda.shared.array(SUMS_SIZE, float32), cuda.shared.array(MAX_WARPS, int64)
         ids, places = cuda.shared.array(FUSED_TOKENS, int32), cuda.shared.array(FUSED_TOKENS, int32)
         tokens = Tokens(ids, places, cuda.shared.array(FUSED_TOKENS, int32))
         h = all_heads
         shapes = h.num_slots, h.padded_len, h.num_heads, h.head_size, h.padded_head
         heads = Heads(h.q, h.k_cache, h.v_cache, tokens.positions, tokens.slots, *shapes)
-        first_row = int32(RING_BYTES // 2) + max_panels * int32(2 * ENDING)
-        ring, endings = ring_address(shared_address(memory)), uint32(shared_address(memory) + uint32(RING_BYTES))
-        rows = uint32(shared_address(memory) + uint32(first_row * 2))
+        ring, endings = ring_address(memory), uint32(memory + uint32(RING_BYTES))
+        rows = uint32(endings + uint32(max_panels * int32(4 * ENDING)))
         width, inner_width = attn_proj.num_steps * int32(STEP), mlp_proj.num_steps * int32(STEP)
         count, steps, goal = sizes[NUM_TOKENS], state[NUM_STEPS], int32(0)
 
@@ -214,7 +213,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 goal += int32(cuda.gridDim.x)
                 if not all_arrive(barrier, goal):
                     return
-                normalise(memory, first_row, x, weight, bias, epsilon, count)
+                normalise(rows, x, weight, bias, epsilon, count)
                 project_heads(
                     heads, 0, 0, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, c_attn, layer
                 )  # (N, 3C)
@@ -250,7 +249,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 goal += int32(cuda.gridDim.x)
                 if not all_arrive(barrier, goal):
                     return
-                normalise(memory, first_row, x, weight, bias, epsilon, count)
+                normalise(rows, x, weight, bias, epsilon, count)
                 activate(
                     inner, inner_width, 0, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, c_fc, layer
                 )  # (N, F)
@@ -275,7 +274,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
             goal += int32(cuda.gridDim.x)
             if not all_arrive(barrier, goal):
                 return
-            normalise(memory, first_row, x, weight, bias, epsilon, count)
+            normalise(rows, x, weight, bias, epsilon, count)
             store_keys(keys, greatest(rows, count, ring, cursor, sums, numbers, FIRST_ENDING, lm_head), count)
 
             signal(barrier)

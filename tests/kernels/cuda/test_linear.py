@@ -117,27 +117,28 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype):
     assert all((result == results[0]).all() for result in results)
 
 
+@pytest.mark.parametrize("columns", [70, 96, 192])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm(dtype):
-    x, weight, bias = 3 * normal(9, 70) + 1, normal(2, 70), normal(2, 70)
-    rows, layer = np.array([8, 0, 5, 5, 2], np.int32), 1
-    normed = stored(np.zeros((6, 70), np.float32), dtype)
-    arguments = x.ravel(), rows, weight.ravel(), bias.ravel(), layer, 128, np.float32(1e-5)
+def test_layer_norm(dtype, columns):
+    x, weight, bias = 3 * normal(9, columns) + 1, normal(2, columns), normal(2, columns)
+    rows, layer, padded = np.array([8, 0, 5, 5, 2], np.int32), 1, step_count(columns) * STEP
+    normed = stored(np.zeros((6, columns), np.float32), dtype)
+    arguments = x.ravel(), rows, weight.ravel(), bias.ravel(), layer, padded, np.float32(1e-5)
     sizes = np.array([9, 5], np.int32)
-    simulate(layer_norm_kernel(dtype, 70), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1)
+    simulate(layer_norm_kernel(dtype, columns), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1)
     names = {"ln.weight": weight[layer], "ln.bias": bias[layer]}
     params = reference.Params(SimpleNamespace(layer_norm_epsilon=1e-5), names)
     expected = reference.layer_norm(params, "ln", x[rows].astype(np.float64))
-    result = (normed if dtype == "float32" else from_bfloat16(normed)).reshape(6, 128)
-    np.testing.assert_allclose(result[:5, :70], expected, rtol=2**-8 if dtype != "float32" else 2e-6, atol=2e-6)
+    result = (normed if dtype == "float32" else from_bfloat16(normed)).reshape(6, padded)
+    np.testing.assert_allclose(result[:5, :columns], expected, rtol=2**-8 if dtype != "float32" else 2e-6, atol=2e-6)
     assert not result[5].any()
-    assert not result[:, 70:].any()
+    assert not result[:, columns:].any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("count", [1, 7])
-def test_the_fused_layer_norm_gives_the_same_bits(dtype, count):
-    columns, layer = 136, 1
+@pytest.mark.parametrize(("count", "columns"), [(1, 320), (7, 192)])
+def test_the_fused_layer_norm_gives_the_same_bits(dtype, count, columns):
+    layer = 1
     x, norm_weight, norm_bias = 2 * normal(9, columns), normal(2, columns), normal(2, columns)
     weights = packed(normal(2, 19, columns), normal(2, 19), dtype)
     rows, sizes = np.array([3, 8, 0, 1, 7, 2, 4][:count], np.int32), np.array([count], np.int32)
@@ -217,6 +218,13 @@ def test_a_norm_is_scaled_several_numbers_at_a_time():
     assert shared_loads_at_once(compiled.ptx.split("mma.sync", 1)[0]) >= 8  # as many of weights as of biases
 
 
+def most_registers(dtype: str, tiles: int, purpose: str) -> int:
+    """With 80 registers three blocks have room on a multiprocessor, with 128 two."""
+    if dtype == "float32":
+        return {1: 96, 2: 176}[tiles]
+    return {1: 128 if purpose == ADD else 80, 2: 128, 4: 200}[tiles]
+
+
 @pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.toolchain
@@ -225,8 +233,8 @@ def test_everything_stays_in_registers(dtype, purpose):
     for tiles in (1, 2) if dtype == "float32" else (1, 2, 4):
         compiled = compile_kernel(linear_kernel(dtype, tiles, purpose), target, inputs, weights, 1, 1, INTS, 1)
         assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= {1: 96, 2: 176, 4: 144}[tiles]
-        assert "ld.global.nc.L1::no_allocate.v4" in compiled.ptx
+        assert compiled.registers <= most_registers(dtype, tiles, purpose)
+        assert "ld.global.L1::no_allocate.v4" in compiled.ptx
         assert compiled.ptx.count("mma.sync") == (0 if dtype == "float32" else 8 * tiles)  # those of a group, once
     if dtype != "float32":
         norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
