@@ -77,9 +77,9 @@ class SimulatedDevice:
         """In order; no kernel may rely on that before it has waited for the one before it."""
         written: set[int] = set()
         for number, launch in enumerate(launches):
-            touched, name = Touched(), launch[0].py_func.__name__
+            touched, name = Touched(is_first=not number), launch[0].py_func.__name__
             _run(*launch, touched)
-            assert touched.has_waited or not number, f"{name} ends before the kernels before it do"
+            assert touched.has_waited, f"{name} ends before the kernels before it do"
             assert not touched.read_early & written, f"{name} reads, before it waits, what a kernel before it writes"
             written |= touched.written
             self.now += 1

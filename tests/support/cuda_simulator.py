@@ -40,10 +40,11 @@ class Dimensions:
 class Touched:
     """What a launch reads before it has waited for the kernel before it, and what it writes: addresses of numbers."""
 
-    def __init__(self):
+    def __init__(self, is_first: bool = False):
+        """is_first: of a graph, and so with nothing to wait for."""
         self.read_early: set[int] = set()
         self.written: set[int] = set()
-        self.has_waited = False  # a thread at least
+        self.is_first = self.has_waited = is_first  # has_waited: a thread at least
 
     def note_read(self, array: "GlobalArray", first: int, count: int = 1) -> None:
         if not cuda.current.has_waited:
@@ -127,7 +128,8 @@ class Thread:
         self.lane, self.warp = number % WARP, (block.number, number // WARP)
         self.operation: tuple = ()
         self.answer: Any = None
-        self.has_waited = False  # for the kernel before
+        touched = block.launch.touched
+        self.has_waited = touched is not None and touched.is_first  # for the kernel before
         self.copies: list[list[Callable[[], None]]] = [[]]
         self.generator = None
 

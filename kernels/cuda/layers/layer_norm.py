@@ -93,9 +93,9 @@ def row_functions(columns: int):
 def shared_norm_functions(columns: int, threads: int):
     """(load_norm, store_scaled) of blocks that hold a norm's weight and bias in shared memory; columns: 64 n.
 
-    load_norm(weight, bias, weights, layer, thread): ask for a layer's NormWeights, into the shared addresses `weight`
-        and `bias` of C float32 each, by all threads.
-    store_scaled(row, values, weight, bias, lane): the bfloat16 of a row that is normalised, to the shared address `row`.
+    Rows, weights and biases are shared addresses, of bfloat16 and of C float32.
+    load_norm(weight, bias, weights, layer, thread): ask for a layer's NormWeights, by all threads.
+    store_scaled(row, values, weight, bias, lane): a row that is normalised, scaled and rounded.
     """
     pairs, pair_bytes, kept_size = held_numbers(columns) // 2, 4 * PAIRS, 4 * AT_ONCE
     turns = -(-columns // (threads * 4))

@@ -224,9 +224,8 @@ class Ending(NamedTuple):
 def ending_of(dtype: str, purpose: str) -> Ending:
     is_float32 = dtype == "float32"
     if purpose == QKV:
-        return Ending(
-            _locate_in_heads(is_float32), _find_in_heads(is_float32), _biased, _nothing, _put_in_heads(is_float32)
-        )
+        locate, find, put = (function(is_float32) for function in (_locate_in_heads, _find_in_heads, _put_in_heads))
+        return Ending(locate, find, _biased, _nothing, put)
     if purpose == LOGITS:
         return Ending(_locate_logit, _find, _biased, _nothing, _put_float32)
     if purpose == ADD:

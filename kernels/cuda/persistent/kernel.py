@@ -57,6 +57,7 @@ from tinygpt.kernels.cuda.persistent.phases import (
     store_keys,
 )
 from tinygpt.kernels.cuda.runtime.block import MAX_WARPS
+from tinygpt.kernels.cuda.runtime.graphs import Graphs
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import run_all_blocks_at_once, shared_address
 from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
@@ -74,7 +75,7 @@ FIRST_ENDING = RING_BYTES // 4  # index of the first scale in shared memory, as 
 
 @dataclass(frozen=True)
 class Persistent:
-    """What the kernel needs on the device beside the workspace, for one model."""
+    """What the kernel needs on the device beside a model's one workspace and KV cache."""
 
     blocks: int
     barrier: Barrier
@@ -82,6 +83,7 @@ class Persistent:
     history: Any  # (MAX_STEPS, FUSED_TOKENS), the last part of `state`
     keys: Any  # (FUSED_TOKENS, blocks) int64
     scales: Any  # (L,) float32, of attention's scores
+    graphs: Graphs  # of a launch by its number of chunks: its 44 arrays are described to the driver once
 
 
 def new_persistent(params: Params) -> Persistent:
@@ -95,6 +97,7 @@ def new_persistent(params: Params) -> Persistent:
         history=state[HISTORY:],
         keys=device.zeros((FUSED_TOKENS * device.multiprocessors,), np.int64),
         scales=device.array(np.array(scales, np.float32)),
+        graphs=Graphs(device),
     )
 
 
@@ -135,7 +138,7 @@ def run_persistent(
     state[NUM_STEPS] = num_steps
     fill(w, batch)
     w.device.write(p.state, state)
-    queue_persistent(p, params, kv_cache, w, chunks)
+    p.graphs.run(chunks, lambda: queue_persistent(p, params, kv_cache, w, chunks))
     state = w.device.read(p.state)
     if state[FAILED]:
         raise RuntimeError("The blocks of the persistent kernel have waited for each other in vain: a bug in tinygpt.")

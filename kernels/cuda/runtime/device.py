@@ -114,7 +114,7 @@ class Device:
                 run()
             finally:
                 graph = _checked(driver.cuStreamEndCapture(stream))
-            _let_kernels_begin_early(graph)
+            let_kernels_begin_early(graph)
             executable = _checked(driver.cuGraphInstantiate(graph, 0))
             _checked(driver.cuGraphDestroy(graph))
         return CapturedWork(executable, stream, self._lock)
@@ -147,14 +147,14 @@ class Device:
         self._granted[kernel] = shared_bytes
 
 
-def _let_kernels_begin_early(graph: Any) -> None:
+def let_kernels_begin_early(graph: Any) -> None:
     """Make each kernel's dependence on the one before programmatic: what CUDA calls programmatic dependent launch."""
     from cuda.bindings import driver
 
     *_, count = _checked(driver.cuGraphGetEdges(graph))
-    before, after, plain, _ = _checked(driver.cuGraphGetEdges(graph, count))
     if not count:
         return
+    before, after, plain, _ = _checked(driver.cuGraphGetEdges(graph, count))
     early = driver.CUgraphEdgeData()
     early.type = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
     early.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC

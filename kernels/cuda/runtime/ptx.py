@@ -259,7 +259,7 @@ def wait_for_copies(typing_context, pending):
 
 @intrinsic
 def let_next_kernel_begin(typing_context):
-    """Let blocks of the next kernel of a graph have what room there is; it waits where it says so (runtime/device.py)."""
+    """Let the next kernel of a graph have what room there is. It goes on as far as `wait_for_kernel_before`."""
     return _statement("griddepcontrol.launch_dependents;")
 
 

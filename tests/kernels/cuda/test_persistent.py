@@ -107,6 +107,17 @@ def test_steps_in_a_row_have_the_bits_of_the_graph(dtype, starts, steps):
     assert len(set(expected.ravel().tolist())) > 1
 
 
+def test_a_launch_is_captured_once(device):
+    decoding, launched = Decoding.of("bfloat16", [5]), []
+    m, state = decoding.model, new_persistent(decoding.model.params)
+    device_launch = device.launch
+    device.launch = lambda *what, **how: launched.append(how) or device_launch(*what, **how)
+    found = [run_persistent(state, m.params, decoding.batch, m.cache, m.workspace, n).tolist() for n in (2, 2, 1)]
+    assert found[0] == found[1]
+    assert found[2] == found[0][:1]
+    assert (len(launched), device.num_captured) == (2, 1)
+
+
 @pytest.mark.parametrize("in_one_kernel", [False, True])
 def test_a_small_greedy_batch_goes_the_way_that_is_set(monkeypatch, device, in_one_kernel):
     launch, launched = device.launch, []
