@@ -37,6 +37,7 @@ from tinygpt.sampling.metadata import Warpers
 pytestmark = pytest.mark.slow
 
 DTYPES = ("bfloat16", "int8")
+EIGHT = [0, 17, 63, 64, 100, 1, 120, 3]  # positions of as many sequences
 
 
 @pytest.fixture(autouse=True)
@@ -146,9 +147,19 @@ def test_an_error_of_the_kernel_is_the_answer(monkeypatch):
 
 @on_a_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("starts", [[60], [0, 17, 63, 64, 100, 1, 120, 3]], ids=["one", "eight"])
-@pytest.mark.parametrize("n_embd", [768, 1600])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "n_embd", "starts"),
+    [
+        pytest.param("bfloat16", 768, [60], marks=pytest.mark.smoke),
+        ("bfloat16", 768, EIGHT),
+        ("bfloat16", 1600, [60]),
+        ("bfloat16", 1600, EIGHT),
+        ("int8", 768, [60]),
+        ("int8", 768, EIGHT),
+        ("int8", 1600, [60]),
+        ("int8", 1600, EIGHT),
+    ],
+)
 def test_steps_in_a_row_have_the_bits_of_the_graph_on_a_gpu(dtype, n_embd, starts):
     graph, ours = (Decoding.of(dtype, starts, 3, n_embd, 4 * n_embd) for _ in range(2))
     expected = run_steps(graph.steps(16))
