@@ -215,7 +215,7 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
     decoding = DecodeSteps(params, batch, kv_cache, workspace, greedy, nothing, nothing, steps)
 
     def by_graphs() -> np.ndarray:
-        return run_steps(decoding)
+        return np.stack(list(run_steps(decoding)))
 
     found = {"relative error of logits": error, "steps at once": steps, "context": prompt}
     tokens, x = by_graphs(), device.read(workspace.x[: config.n_embd])
