@@ -31,7 +31,7 @@ from tinygpt.kernels.cuda.layers.linear import (
 )
 from tinygpt.kernels.cuda.layers.product import TILE_TOKENS
 from tinygpt.kernels.cuda.packing.dtypes import family_of
-from tinygpt.kernels.cuda.packing.layout import padded_columns
+from tinygpt.kernels.cuda.packing.layout import STEP, padded_columns
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.runtime.warp import WARP
 from tinygpt.kernels.cuda.sizes import NUM_LOGITS, NUM_TOKENS, Shape, rounded_up
@@ -52,9 +52,10 @@ def embed_tokens(params: Params, x, shape: Shape, workspace: Workspace) -> None:
 def normed_linear(
     params: Params, norm: str, name: str, layer: int, target, x, shape: Shape, workspace: Workspace, purpose: str
 ) -> None:
-    """A linear layer of a layer norm of rows of x, in one kernel where the rows are few."""
+    """A linear layer of a layer norm of rows of x, in one kernel where the rows are few and made of whole steps."""
     # The head has so many blocks that a norm in each would take longer than a kernel of its own.
-    if params.dtype == "float32" or shape.tokens > FUSED_TOKENS or purpose == LOGITS:
+    is_fused = params.dtype != "float32" and shape.tokens <= FUSED_TOKENS and purpose != LOGITS
+    if not is_fused or params.config.n_embd % STEP:
         layer_norm(params, norm, layer, x, shape, workspace, purpose)
         linear(params, name, layer, target, workspace.normed, shape, workspace, purpose)
         return

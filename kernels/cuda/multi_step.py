@@ -1,5 +1,8 @@
 """Several decode steps at once: each goes on with what the one before has chosen, and nobody waits between them."""
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import numpy as np
 
 from tinygpt.kernels.cuda.decode_steps import DecodeSteps
@@ -8,6 +11,7 @@ from tinygpt.kernels.cuda.model import queue_step
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.persistent.door import run_faster
 from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.runtime.ptx import wait_for_kernel_before
 from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
 from tinygpt.kernels.cuda.sampling.sampling import is_greedy, queue_choice
 from tinygpt.kernels.cuda.sizes import NUM_STEPS_DONE, NUM_TOKENS, Shape
@@ -16,14 +20,16 @@ from tinygpt.kernels.cuda.workspace import Workspace, fill
 from numba import cuda, int32  # isort: skip
 
 ADVANCE_THREADS = 256
+READ_STEPS = 4  # whose tokens the host reads together, and looks at while the GPU takes the later ones
 
 
 def multi_step(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
-) -> np.ndarray:
-    """Tokens (num_steps, S), each of which is the next one's input. The batch has one new token for each sequence.
+) -> Iterable[np.ndarray]:
+    """Tokens (S,) of each step, which are the next one's input. The batch has one new token for each sequence.
 
-    The KV cache then holds the keys and values of all tokens but the last, whether or not the host accepts them.
+    All steps are queued at once; the tokens of the first are there before the last has been taken. The KV cache then
+    holds the keys and values of all tokens but the last, whether or not the host accepts them.
     """
     if num_steps > MAX_STEPS:
         raise ValueError(f"{num_steps} steps at once and the GPU keeps the tokens of {MAX_STEPS}.")
@@ -31,8 +37,11 @@ def multi_step(
     return run_faster(run_steps, steps)
 
 
-def run_steps(steps: DecodeSteps) -> np.ndarray:
-    """`multi_step`, as a graph for each step."""
+def run_steps(steps: DecodeSteps) -> Iterator[np.ndarray]:
+    """`multi_step`, as a graph for each step.
+
+    More cannot be queued before these tokens have been looked at: which sequences go on depends on them.
+    """
     params, w, batch = steps.params, steps.workspace, steps.batch
     count, vocab_size = batch.token_ids.size, params.config.vocab_size
     shape, greedy = Shape.of(batch, w.sizes, steps.num_steps), is_greedy(steps.warpers)
@@ -47,10 +56,21 @@ def run_steps(steps: DecodeSteps) -> np.ndarray:
         places = inputs.token_ids, inputs.positions, s.positions, s.token_ids, s.history, inputs.sizes
         w.device.launch(advance, 1, ADVANCE_THREADS, *places, w.sizes.decode_tokens)
 
-    for _ in range(steps.num_steps):
-        w.graphs.run((shape, greedy), step)
-    history = w.device.read(w.sampling.history[: steps.num_steps * w.sizes.decode_tokens])
-    return history.reshape(steps.num_steps, -1)[:, :count]
+    marks = []
+    for first in range(0, steps.num_steps, READ_STEPS):
+        for _ in range(min(READ_STEPS, steps.num_steps - first)):
+            w.graphs.run((shape, greedy), step)
+        marks.append(w.device.mark())
+    return read_tokens(w, marks, steps.num_steps, count)
+
+
+def read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
+    """Tokens (count,) of each step. marks: moments after READ_STEPS steps each, and after the last."""
+    w, size = workspace, workspace.sizes.decode_tokens
+    for number, mark in enumerate(marks):
+        first = number * READ_STEPS
+        stop = min(first + READ_STEPS, num_steps)
+        yield from w.device.read_at(mark, w.sampling.history[first * size : stop * size]).reshape(-1, size)[:, :count]
 
 
 @kernel
@@ -59,6 +79,7 @@ def advance(token_ids, positions, draw_positions, chosen, history, sizes, capaci
 
     Where none could be chosen, the sequence goes on with token 0, and nobody looks at it.
     """
+    wait_for_kernel_before()
     thread, count, step = int32(cuda.threadIdx.x), sizes[NUM_TOKENS], sizes[NUM_STEPS_DONE]
     for n in range(thread, count, int32(ADVANCE_THREADS)):
         history[step * capacity + n] = chosen[n]

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -82,17 +83,32 @@ def grant(device: Any, kib: int = 100) -> dict[str, Any]:
     return {"KiB": kib}
 
 
-def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> dict[str, Any]:
-    """Kernels that do next to nothing, one after another in a graph: what a kernel costs."""
+def capture(device: Any, nodes: int = 3) -> dict[str, Any]:
+    """A graph of a few kernels, each of which goes on with what the one before has left."""
     from scripts.gpu import probes
 
+    seconds_of_nodes(device, probes.count_up_early, nodes, blocks=2, threads=32)
+    return {"nodes": nodes}
+
+
+def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> dict[str, Any]:
+    """Kernels that do next to nothing, one after another in a graph: what a kernel costs, and one that begins early."""
+    from scripts.gpu import probes
+
+    kinds = {"us a node": probes.count_up, "us a node that begins early": probes.count_up_early}
+    seconds = {kind: seconds_of_nodes(device, kernel, nodes, blocks, threads) for kind, kernel in kinds.items()}
+    return {"nodes": nodes, "blocks": blocks, **{kind: round(1e6 * each / nodes, 3) for kind, each in seconds.items()}}
+
+
+def seconds_of_nodes(device: Any, kernel: Any, nodes: int, blocks: int, threads: int) -> float:
+    """Of a graph of a kernel of probes.py that counts up, again and again."""
     counts = device.zeros((blocks,), np.int32)
-    device.launch(probes.count_up, blocks, threads, counts)  # compiled before the capture
-    replay = device.capture(lambda: [device.launch(probes.count_up, blocks, threads, counts) for _ in range(nodes)])
+    device.launch(kernel, blocks, threads, counts)  # compiled before the capture
+    replay = device.capture(lambda: [device.launch(kernel, blocks, threads, counts) for _ in range(nodes)])
     need_equal(device.read(counts), np.ones(blocks, np.int32))  # a capture runs nothing
     seconds, runs = median_seconds(device, replay)
     need_equal(device.read(counts), np.full(blocks, 1 + runs * nodes, np.int32))
-    return {"nodes": nodes, "blocks": blocks, "us a node": round(1e6 * seconds / nodes, 3)}
+    return seconds
 
 
 def barrier(device: Any, times: int = 10_000) -> dict[str, Any]:
@@ -134,6 +150,30 @@ def read(device: Any, kib: int = 512 << 10, loads: tuple[int, ...] = (1, 2, 4, 8
     return {"MiB": kib >> 10, "GB/s by loads a thread x blocks": found}
 
 
+def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768, 1600, 3072)) -> dict[str, Any]:
+    """One token's linear layer in bfloat16, more of it than the L2 cache holds: GB/s by its width."""
+    from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, LOGITS, Weights, linear_kernel
+    from tinygpt.kernels.cuda.packing.dtypes import from_bfloat16, to_bfloat16
+    from tinygpt.kernels.cuda.packing.layout import pack, panel_count, step_count
+    from tinygpt.kernels.cuda.sizes import NUM_LOGITS, NUM_SIZES
+
+    generator, found = np.random.default_rng(0), {}
+    function, sizes = linear_kernel("bfloat16", 1, LOGITS), device.array(np.ones(NUM_SIZES, np.int32))
+    for width in widths:
+        features = weights // width
+        matrix = generator.standard_normal((features, width), np.float32) / np.float32(np.sqrt(width))
+        x, (panels, scales) = to_bfloat16(generator.standard_normal(width, np.float32)), pack(matrix, "bfloat16")
+        arrays = map(device.array, (panels, scales, np.zeros(1, np.float32)))
+        packed = Weights(*arrays, panel_count(features), step_count(width), features)
+        out = device.array(np.full(features, np.nan, np.float32))
+        arguments = out, device.array(x), packed, 0, features, sizes, NUM_LOGITS
+        launch = partial(device.launch, function, packed.num_panels, LINEAR_THREADS, *arguments)
+        seconds, _ = median_seconds(device, launch, repeats=10)
+        need_near(device.read(out), from_bfloat16(to_bfloat16(matrix)) @ from_bfloat16(x), 1e-5)
+        found[width] = round(panels.nbytes / seconds / 1e9)
+    return {"GB/s by width": found}
+
+
 def three_layers(device: Any, dtype: str) -> dict[str, Any]:
     """A small model: logits of a prompt, and greedy steps both ways."""
     from tinygpt.config import ModelConfig
@@ -167,9 +207,7 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
     kv_cache = cuda.new_kv_cache(config, 1, config.n_positions, "float32" if dtype == "float32" else "bfloat16")
     workspace = cuda.new_workspace(config, prompt, prompt, 1, dtype)
     logits = cuda.forward(params, whole, kv_cache, workspace).copy()
-    error = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
-    if not error < LIMITS[dtype]:  # NaN is not
-        raise WrongResult(f"logits are off by {error:.2g} of the reference's, and {LIMITS[dtype]:.2g} is the most.")
+    error = need_near(logits, expected, LIMITS[dtype])
 
     batch, nothing = Batch.of([[int(logits[-1].argmax())]], [prompt], [0]), np.zeros(1, np.uint64)
     greedy = Warpers(*np.zeros((len(Warpers._fields), 1)))
@@ -177,7 +215,7 @@ def decode(device: Any, checkpoint: Any, dtype: str, prompt: int = 70, steps: in
     decoding = DecodeSteps(params, batch, kv_cache, workspace, greedy, nothing, nothing, steps)
 
     def by_graphs() -> np.ndarray:
-        return run_steps(decoding)
+        return np.stack(list(run_steps(decoding)))
 
     found = {"relative error of logits": error, "steps at once": steps, "context": prompt}
     tokens, x = by_graphs(), device.read(workspace.x[: config.n_embd])
@@ -216,9 +254,11 @@ def items() -> dict[str, Callable[[], dict[str, Any]]]:
         "versions": versions,
         "mma": lambda: mma(the_device()),
         "grant": lambda: grant(the_device()),
-        "graph": lambda: graph(the_device()),
+        "capture": lambda: capture(the_device()),
         "barrier": lambda: barrier(the_device()),
+        "graph": lambda: graph(the_device()),
         "read": lambda: read(the_device()),
+        "gemv": lambda: gemv(the_device()),
         **small,
         **{f"decode {shape}": lambda shape=shape: decode_shape(the_device(), shape) for shape in shapes},
     }
@@ -240,6 +280,14 @@ def median_seconds(device: Any, run: Callable[[], Any], repeats: int = REPEATS) 
         device.synchronize()
         found.append(time.perf_counter() - begin)
     return statistics.median(found[2:]), len(found)
+
+
+def need_near(found: np.ndarray, expected: np.ndarray, limit: float) -> float:
+    """The relative error in all; WrongResult if it is not below `limit`."""
+    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    if not error < limit:  # NaN is not
+        raise WrongResult(f"numbers are off by {error:.2g} of what they should be, and {limit:.2g} is the most.")
+    return error
 
 
 def need_equal(found: np.ndarray, expected: np.ndarray) -> None:

@@ -5,6 +5,7 @@ from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
     copy_async,
+    let_next_kernel_begin,
     load_shared,
     mma_bfloat16,
     prefetch,
@@ -12,6 +13,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     run_all_blocks_at_once,
     shared_address,
     wait_for_copies,
+    wait_for_kernel_before,
 )
 
 from numba import cuda, float32, int32, uint32  # isort: skip
@@ -53,6 +55,16 @@ def reverse(out, values, count):
 @kernel
 def count_up(counts):
     """Add 1 to the number of each block."""
+    wait_for_kernel_before()
+    if cuda.threadIdx.x == 0:
+        counts[cuda.blockIdx.x] += int32(1)
+
+
+@kernel
+def count_up_early(counts):
+    """The same, of a kernel whose blocks may be there before the kernel in front of it has ended."""
+    let_next_kernel_begin()
+    wait_for_kernel_before()
     if cuda.threadIdx.x == 0:
         counts[cuda.blockIdx.x] += int32(1)
 

@@ -124,5 +124,5 @@ def test_nothing_of_the_limits_is_left_out_by_the_compiler():
     assert compiled.spilled == compiled.stack == 0
     assert compile_kernel(peak.multiply_kernel("float32"), floats, 1).ptx.count("fma.rn.f32") >= peak.CHAINS
     reading = compile_kernel(peak.read_kernel(peak.LOADS), words, words, 1)
-    assert reading.ptx.count("ld.global.nc") >= peak.LOADS
+    assert reading.ptx.count("ld.global.L1::no_allocate") >= peak.LOADS
     assert reading.spilled == reading.stack == 0

@@ -20,9 +20,11 @@ from tinygpt.weights.random_checkpoint import random_checkpoint
 SMALL = {
     "mma": first_contact.mma,
     "grant": lambda device: first_contact.grant(device, kib=1),
+    "capture": first_contact.capture,
     "graph": lambda device: first_contact.graph(device, nodes=3, blocks=2, threads=32),
     "barrier": lambda device: first_contact.barrier(device, times=3),
     "read": lambda device: first_contact.read(device, kib=64, loads=(2,)),
+    "gemv": lambda device: first_contact.gemv(device, weights=9 * 128, widths=(64, 128)),
 }
 CONFIG = ModelConfig(n_layer=1, n_embd=64, n_head=1, vocab_size=20, n_positions=64)
 ONE_LAYER = random_checkpoint("one layer", CONFIG)
@@ -46,6 +48,20 @@ def test_a_simulated_gpu_passes(device, item):
     json.dumps(SMALL[item](device))
 
 
+@pytest.mark.usefixtures("_run_once")
+def test_a_product_that_is_wrong_is_no_result(device, monkeypatch):
+    read = device.read
+    monkeypatch.setattr(device, "read", lambda array: np.float32(1.001) * read(array))
+    with pytest.raises(first_contact.WrongResult, match=r"numbers are off by 0\.001 of what they should be"):
+        SMALL["gemv"](device)
+
+
+def test_items_come_in_the_order_in_which_one_needs_to_know_them():
+    before_models = ["versions", "mma", "grant", "capture", "barrier", "graph", "read", "gemv"]
+    models = [f"three layers {dtype}" for dtype in ("float32", "bfloat16", "int8")]
+    assert list(first_contact.items())[:12] == [*before_models, *models, "decode 124M"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_run_once")
 def test_a_small_model_passes_both_ways(device):
@@ -64,7 +80,7 @@ def test_other_tokens_are_no_result(device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [pytest.param(1.1, r"logits are off by 0\.\d+ of", marks=pytest.mark.slow), (np.nan, "off by nan")],
+    [pytest.param(1.1, r"numbers are off by 0\.\d+ of", marks=pytest.mark.slow), (np.nan, "off by nan")],
 )
 def test_other_logits_are_no_result(device, monkeypatch, factor, message):
     forward = cuda.forward
@@ -112,7 +128,8 @@ def test_the_probes_compile():
     for loads in (1, 8):
         compiled = compile_kernel(read_kernel(loads), WORDS, WORDS, 1)
         assert compiled.spilled == compiled.stack == 0
-        assert compiled.ptx.count("ld.global.nc.L1::no_allocate.v4") == loads
+        assert compiled.ptx.count("ld.global.L1::no_allocate.v4") == loads
     assert compile_kernel(probes.reverse, FLOATS, FLOATS, 1).shared_bytes == 0
     assert compile_kernel(probes.count_up, INTS).registers < 32
+    assert "griddepcontrol.launch_dependents" in compile_kernel(probes.count_up_early, INTS).ptx
     assert is_cooperative(probes.meet, INTS, INTS, INTS, 1, 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from support.cuda_simulator import simulate
+from support.cuda_simulator import Touched, simulate
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
 
 
@@ -53,6 +53,10 @@ class SimulatedDevice:
         assert self._captured is None, "nothing can be copied during a capture"
         return source.copy()
 
+    def read_at(self, mark: int, source: np.ndarray) -> np.ndarray:
+        assert mark <= self.now
+        return self.read(source)
+
     def launch(self, kernel, grid, threads: int, *arguments, shared_bytes: int = 0, cooperative: bool = False) -> None:
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         assert min(grid) > 0
@@ -71,11 +75,18 @@ class SimulatedDevice:
         self._captured = []
         run()
         launches, self._captured = self._captured, None
-        return lambda: [self._replay(launch) for launch in launches]
+        return lambda: self._replay(launches)
 
-    def _replay(self, launch: tuple) -> None:
-        _run(*launch)
-        self.now += 1
+    def _replay(self, launches: list[tuple]) -> None:
+        """In order; no kernel may rely on that before it has waited for the one before it."""
+        written: set[int] = set()
+        for number, launch in enumerate(launches):
+            touched, name = Touched(is_first=not number), launch[0].py_func.__name__
+            _run(*launch, touched)
+            assert touched.has_waited, f"{name} ends before the kernels before it do"
+            assert not touched.read_early & written, f"{name} reads, before it waits, what a kernel before it writes"
+            written |= touched.written
+            self.now += 1
 
     def synchronize(self) -> None:
         assert self._captured is None
@@ -88,8 +99,9 @@ class SimulatedDevice:
         return float(last - first)
 
 
-def _run(kernel, grid, threads, arguments, shared_bytes, cooperative) -> None:
-    simulate(kernel, grid, threads, *arguments, shared_bytes=shared_bytes, cooperative=cooperative)
+def _run(kernel, grid, threads, arguments, shared_bytes, cooperative, touched=None) -> None:
+    how = {"shared_bytes": shared_bytes, "cooperative": cooperative, "touched": touched}
+    simulate(kernel, grid, threads, *arguments, **how)
 
 
 def _check_not_empty(argument) -> None:

@@ -4,6 +4,9 @@ A kernel is rewritten so that whatever waits for other threads (a barrier, a shu
 `yield`; a scheduler runs the threads and lets a group go on when all of it has arrived. Stricter than a GPU: shared
 memory and buffers begin as NaN, an index out of bounds is an error, so is a barrier that not all threads reach, and an
 asynchronous copy has not happened before it is waited for. Sums within a warp's product are in float32, in order.
+
+Kernels of a graph run one after another here. On a GPU each may begin before those in front of it have ended, so that
+`Touched` notes what a kernel reads before it waits for them.
 """
 
 import ast
@@ -34,34 +37,63 @@ class Dimensions:
         self.x, self.y, self.z = x, y, z
 
 
+class Touched:
+    """What a launch reads before it has waited for the kernel before it, and what it writes: addresses of numbers."""
+
+    def __init__(self, is_first: bool = False):
+        """is_first: of a graph, and so with nothing to wait for."""
+        self.read_early: set[int] = set()
+        self.written: set[int] = set()
+        self.is_first = self.has_waited = is_first  # has_waited: a thread at least
+
+    def note_read(self, array: "GlobalArray", first: int, count: int = 1) -> None:
+        if not cuda.current.has_waited:
+            self.read_early.update(array.addresses(first, count))
+
+    def note_write(self, array: "GlobalArray", index: int) -> None:
+        assert cuda.current.has_waited, "something is written before the kernel has waited for the one before it"
+        self.written.update(array.addresses(index, 1))
+
+
 class GlobalArray:
     """Memory of the device, (size,): an index must be within it, and never counts from the end."""
 
-    def __init__(self, values: np.ndarray):
+    def __init__(self, values: np.ndarray, touched: Touched | None = None):
         assert values.ndim == 1, "device arrays are flat"
         assert values.flags.c_contiguous, "device arrays are contiguous"
         self.values, self.size, self.shape = values, values.size, values.shape
-        self.is_whole = values.dtype.kind == "i"
+        self.is_whole, self.touched = values.dtype.kind == "i", touched
 
     def __getitem__(self, index):
-        if not 0 <= index < self.size:
-            raise IndexError(f"index {index} of {self.size}")
+        self.need(index)
+        if self.touched:
+            self.touched.note_read(self, index)
         value = self.values[index]
         return int(value) if self.is_whole else value
 
     def __setitem__(self, index, value):
-        if not 0 <= index < self.size:
-            raise IndexError(f"index {index} of {self.size}")
+        self.need(index)
+        if self.touched:
+            self.touched.note_write(self, index)
         self.values[index] = value
 
     def words(self, index) -> np.ndarray:
         """16 bytes from an index on, as four uint32."""
         step = 16 // self.values.itemsize
-        if index < 0 or index + step > self.size:
-            raise IndexError(f"16 bytes at index {index} of {self.size}")
+        self.need(index, step)
         if index % step:
             raise IndexError(f"16 bytes at index {index} are not on their boundary")
+        if self.touched:
+            self.touched.note_read(self, index, step)
         return self.values[index : index + step].view(np.uint32)
+
+    def need(self, index, count: int = 1) -> None:
+        if not 0 <= index <= self.size - count:
+            raise IndexError(f"{count} at index {index} of {self.size}")
+
+    def addresses(self, first, count: int) -> range:
+        start, size = self.values.__array_interface__["data"][0], self.values.itemsize
+        return range(start + int(first) * size, start + (int(first) + count) * size, size)
 
 
 class Block:
@@ -96,13 +128,15 @@ class Thread:
         self.lane, self.warp = number % WARP, (block.number, number // WARP)
         self.operation: tuple = ()
         self.answer: Any = None
+        touched = block.launch.touched
+        self.has_waited = touched is not None and touched.is_first  # for the kernel before
         self.copies: list[list[Callable[[], None]]] = [[]]
         self.generator = None
 
 
 class Launch:
-    def __init__(self, grid: Sequence[int], threads: int, shared_bytes: int, arena_bytes: int):
-        self.grid, self.threads = Dimensions(*grid), Dimensions(threads)
+    def __init__(self, grid: Sequence[int], threads: int, shared_bytes: int, arena_bytes: int, touched: Touched | None):
+        self.grid, self.threads, self.touched = Dimensions(*grid), Dimensions(threads), touched
         self.shared_bytes, self.arena_bytes = shared_bytes, arena_bytes
 
 
@@ -213,15 +247,24 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Yield(ast.Tuple([ast.Constant(name), *node.args], ast.Load())), node)
 
 
-def simulate(kernel, grid, threads: int, *arguments, shared_bytes: int = 0, cooperative: bool = False) -> None:
+def simulate(
+    kernel,
+    grid,
+    threads: int,
+    *arguments,
+    shared_bytes: int = 0,
+    cooperative: bool = False,
+    touched: Touched | None = None,
+) -> None:
     """Run a kernel. Arrays are changed in place.
 
     cooperative: all blocks run at once, as a kernel with a barrier among blocks needs; otherwise one after another.
+    touched: what it touches is noted there.
     """
     grid = (grid,) if isinstance(grid, int) else tuple(grid)
     simulated = _simulated(kernel.py_func)
-    launch = Launch(grid, threads, shared_bytes, arena_bytes=shared_bytes + (64 << 10))
-    arguments = [_device_argument(argument) for argument in arguments]
+    launch = Launch(grid, threads, shared_bytes, shared_bytes + (64 << 10), touched)
+    arguments = [_device_argument(argument, touched) for argument in arguments]
     blocks = []
     sizes = grid + (1,) * (3 - len(grid))
     for number, (z, y, x) in enumerate(np.ndindex(*sizes[::-1])):
@@ -232,10 +275,10 @@ def simulate(kernel, grid, threads: int, *arguments, shared_bytes: int = 0, coop
             _run(together, simulated, arguments)
 
 
-def _device_argument(argument):
+def _device_argument(argument, touched: Touched | None):
     if isinstance(argument, tuple):
-        return type(argument)(*map(_device_argument, argument))
-    return GlobalArray(argument) if isinstance(argument, np.ndarray) else argument
+        return type(argument)(*(_device_argument(part, touched) for part in argument))
+    return GlobalArray(argument, touched) if isinstance(argument, np.ndarray) else argument
 
 
 def _run(threads: list[Thread], simulated: Simulated, arguments: list) -> None:
@@ -363,11 +406,26 @@ def load_weights(array: GlobalArray, index):
     return tuple(array.words(index))
 
 
-load_global = load_read_only = load_weights
+load_global = load_cached = load_weights
 
 
 def load_fresh(array: GlobalArray, index):
     return array[index]
+
+
+def load_fresh_pair(array: GlobalArray, index):
+    assert index % 2 == 0, f"8 bytes at index {index} are not on their boundary"
+    return array[index], array[index + 1]
+
+
+def let_next_kernel_begin():
+    pass
+
+
+def wait_for_kernel_before():
+    cuda.current.has_waited = True
+    if cuda.current.block.launch.touched:
+        cuda.current.block.launch.touched.has_waited = True
 
 
 def run_all_blocks_at_once():
@@ -382,8 +440,10 @@ def store_bfloat16(array: GlobalArray, index, value):
     array[index] = pack_bfloat16(value, np.float32(0)) & 0xFFFF
 
 
-def to_bfloat16(value):
-    return pack_bfloat16(value, np.float32(0)) & 0xFFFF
+def store_bfloat16_pair(array: GlobalArray, index, low, high):
+    assert index % 2 == 0, f"4 bytes at index {index} are not on their boundary"
+    store_bfloat16(array, index, low)
+    store_bfloat16(array, index + 1, high)
 
 
 def pack_bfloat16(low, high):
@@ -416,6 +476,16 @@ def load_shared(address):
     return tuple(cuda.current.block.arena[address : address + 16].view(np.uint32))
 
 
+def load_shared_pair(address):
+    assert address % 8 == 0, f"8 bytes at address {address} are not on their boundary"
+    return tuple(cuda.current.block.arena[address : address + 8].view(np.float32))
+
+
+def store_shared(address, word):
+    assert address % 4 == 0, f"4 bytes at address {address} are not on their boundary"
+    cuda.current.block.arena[address : address + 4].view(np.uint32)[0] = word
+
+
 def copy_async(address, array: GlobalArray, index):
     assert address % 16 == 0, f"16 bytes at address {address} are not on their boundary"
     arena, words = cuda.current.block.arena, array.words(index)
@@ -436,13 +506,13 @@ def wait_for_copies(pending):
 
 
 def prefetch(array: GlobalArray, index):
-    array[index]
+    array.need(index)
 
 
 def prefetch_run(array: GlobalArray, index, size):
     assert size % 16 == 0, f"{size} bytes are not 16 n"
-    array.words(index)
-    array[index + size // array.values.itemsize - 1]
+    assert index * array.values.itemsize % 16 == 0, f"a run at index {index} is not on a boundary of 16 bytes"
+    array.need(index, int(size) // array.values.itemsize)
 
 
 def arrive(array: GlobalArray, index):
@@ -460,10 +530,13 @@ INTRINSICS = {
     for function in (
         load_weights,
         load_fresh,
+        load_fresh_pair,
+        let_next_kernel_begin,
+        wait_for_kernel_before,
         run_all_blocks_at_once,
         opaque,
         store_bfloat16,
-        to_bfloat16,
+        store_bfloat16_pair,
         pack_bfloat16,
         bits_to_float32,
         float32_to_bits,
@@ -471,6 +544,8 @@ INTRINSICS = {
         int8_to_bfloat16,
         shared_address,
         load_shared,
+        load_shared_pair,
+        store_shared,
         copy_async,
         commit_copies,
         wait_for_copies,
@@ -479,7 +554,7 @@ INTRINSICS = {
         arrive,
         signal_arrival,
     )
-} | {"load_global": load_global, "load_read_only": load_read_only}
+} | {"load_global": load_global, "load_cached": load_cached}
 
 
 class _Math:

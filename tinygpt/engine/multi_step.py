@@ -1,7 +1,8 @@
 """Multi-step: several decode steps in one call, where the backend samples by itself and nobody has to look in between.
 
-A GPU takes a decode step in less time than Python needs to prepare one and to wait for it. The tokens are those of
-single steps: a sequence that turns out to have ended before the last of the steps takes none of the later ones.
+A GPU takes a decode step in less time than Python needs to prepare one and to wait for it, and takes the later ones
+while tokens of the earlier ones are looked at. The tokens are those of single steps: a sequence that turns out to have
+ended before the last of the steps takes none of the later ones.
 """
 
 from tinygpt.engine.scheduler import Chunk
@@ -33,8 +34,8 @@ def run_steps(runner: ModelRunner, chunks: list[Chunk], steps: int) -> None:
     starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
     batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
     warpers = gather_warpers([s.sampling_state for s in sequences])
-    for token_ids in runner.multi_step(batch, warpers, *draws_of(sequences), steps).tolist():  # (steps, S)
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
+    for token_ids in runner.multi_step(batch, warpers, *draws_of(sequences), steps):  # (S,)
+        for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
             if sequence.is_finished:
                 continue
             sequence.take(sampled(token_id, sequence))

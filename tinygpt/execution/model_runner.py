@@ -5,6 +5,7 @@ The engine runs one, a draft model is a second one, a benchmark wraps one, and w
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -77,10 +78,12 @@ class ModelRunner:
         """
         return 1 if self._backend.multi_step is None else MAX_STEPS
 
-    def multi_step(self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int) -> np.ndarray:
-        """Take so many decode steps, and return their tokens (steps, S); -1 where logits are not finite."""
+    def multi_step(
+        self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int
+    ) -> Iterable[np.ndarray]:
+        """Take so many decode steps: the tokens (S,) of each, as they come; -1 where logits are not finite."""
         on = self._params, batch, self._kv_cache, self._workspace
-        return self._backend.multi_step(*on, warpers, seeds, indices, steps)  # (steps, S)
+        return self._backend.multi_step(*on, warpers, seeds, indices, steps)
 
     # Sampling: rows of logits (R, V) that `forward` has returned, or copies of them.
 

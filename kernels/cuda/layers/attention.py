@@ -30,7 +30,13 @@ import math
 from tinygpt.kernels.cuda.layers.attention_products import BLOCK, CHUNK, Products, attention_products
 from tinygpt.kernels.cuda.layers.attention_softmax import blend, chunk_weights, merge
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import arrive, load_fresh, prefetch_run
+from tinygpt.kernels.cuda.runtime.ptx import (
+    arrive,
+    let_next_kernel_begin,
+    load_fresh,
+    prefetch_run,
+    wait_for_kernel_before,
+)
 from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
@@ -59,6 +65,7 @@ def attend_chunks_kernel(size: int, dtype: str):
         attended, merges, partials, q, k_cache, v_cache, layer, num_slots, padded_len,
         positions, token_slots, sizes, num_heads, head_size, width, scale, max_chunks,
     ):  # fmt: skip
+        let_next_kernel_begin()
         n, head, lane = int32(cuda.blockIdx.z), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x & 31)
         chunk = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
         if n >= sizes[0]:
@@ -69,6 +76,7 @@ def attend_chunks_kernel(size: int, dtype: str):
         start = cache_start(layer, num_slots, token_slots[n], num_heads, head, padded_len * size) + chunk * CHUNK * size
         if lane == 0:
             prefetch_chunk(k_cache, v_cache, start, last)
+        wait_for_kernel_before()
         where = start, last, n, num_heads, head, chunk, max_chunks
         attend_chunk(attended, merges, partials, q, k_cache, v_cache, *where, scale, head_size, width)
 
@@ -200,6 +208,8 @@ def attend_tiles_kernel(size: int, dtype: str):
         attended, q, k_cache, v_cache, layer, num_slots, padded_len,
         positions, token_slots, tiles, num_heads, head_size, width, scale,
     ):  # fmt: skip
+        let_next_kernel_begin()
+        wait_for_kernel_before()
         tile, head = int32(cuda.gridDim.x - 1 - cuda.blockIdx.x), int32(cuda.blockIdx.y)
         warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
         words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)

@@ -16,7 +16,7 @@ from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
     bits_to_float32,
     float32_to_bits,
-    load_read_only,
+    load_cached,
     mma_bfloat16,
     pack_bfloat16,
     store_bfloat16,
@@ -67,8 +67,8 @@ def attention_products(size: int, dtype: str) -> Products:
     return float32_products(size) if dtype == "float32" else bfloat16_products(size)
 
 
-def bfloat16_products(size: int, load_128=load_read_only) -> Products:
-    """By mma_bfloat16. load_128: `load_read_only`, or another of its kind.
+def bfloat16_products(size: int, load_128=load_cached) -> Products:
+    """By mma_bfloat16. load_128: `load_cached`, or another of its kind.
 
     A product may take its dims in any order. So a lane reads 16 bytes of a query or key, 8 (lane % 4) on in each
     block, and they serve two products, the first two words and the last two.
@@ -155,7 +155,7 @@ def float32_products(size: int) -> Products:
         for block in range(BLOCKS):
             for word in range(BLOCK // 4):
                 offset = block * BLOCK + word * 4
-                even, odd = load_read_only(k_cache, at + offset), load_read_only(k_cache, at + (offset + size))
+                even, odd = load_cached(k_cache, at + offset), load_cached(k_cache, at + (offset + size))
                 for k in range(4):
                     query = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(words[block]), word * 4 + k)
                     scores[0] = cuda.fma(query, bits_to_float32(even[k]), scores[0])

@@ -4,7 +4,12 @@ import functools
 
 from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import bits_to_float32, rounded_product
+from tinygpt.kernels.cuda.runtime.ptx import (
+    bits_to_float32,
+    let_next_kernel_begin,
+    rounded_product,
+    wait_for_kernel_before,
+)
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
@@ -21,9 +26,11 @@ def embed_kernel(dtype: str):
     embed_row = embed_row_function(dtype)
 
     def embed(x, token_ids, positions, embeds, wte, scales, wpe, columns, num_steps, sizes):
+        let_next_kernel_begin()
         n = int32(cuda.blockIdx.x)
         if n >= sizes[0]:
             return
+        wait_for_kernel_before()
         embed_row(x, n, token_ids[n], positions[n], embeds, wte, scales, wpe, columns, num_steps)
 
     return kernel(embed)

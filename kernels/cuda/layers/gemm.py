@@ -25,14 +25,16 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
     copy_async,
     int8_to_bfloat16,
+    let_next_kernel_begin,
     load_shared,
     mma_bfloat16,
     shared_address,
     wait_for_copies,
+    wait_for_kernel_before,
 )
 from tinygpt.kernels.cuda.runtime.warp import WARP
 
-from numba import cuda, float32, int32, uint32  # isort: skip
+from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 COPY_BYTES = 16  # bytes of one asynchronous copy
 ROW_BYTES = STEP * 2  # of a token's step in shared memory
@@ -48,7 +50,8 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
     dtype: of the weights, "bfloat16" or "int8". Grid tile.grid(n, features), tile.threads threads,
     tile.shared_bytes(dtype).
     """
-    start_copies, multiply = _start_copies_function(dtype, tile), _multiply_function(dtype, tile)
+    copy_inputs, copy_weights = _copy_inputs_function(tile), _copy_weights_function(dtype, tile)
+    multiply = _multiply_function(dtype, tile)
     write_sums, store = _write_sums_function(tile), _store_function(dtype, tile, purpose)
     tile_tokens, tile_features, stage_bytes = tile.tokens, tile.features, tile.stage_bytes(dtype)
     sums_size = tile.token_tiles * tile.panels * 4
@@ -58,6 +61,7 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
         return uint32(stages + uint32(uint32(step) % uint32(STAGES)) * uint32(stage_bytes))
 
     def gemm(target, inputs, weights, layer, width, sizes, which):
+        let_next_kernel_begin()
         shared = cuda.shared.array(0, float32, alignment=16)
         sums, totals = cuda.local.array(sums_size, float32), cuda.local.array(sums_size, float32)
         first, count = int32(cuda.blockIdx.y) * int32(tile_tokens), sizes[which]
@@ -66,8 +70,10 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
             return
         stages = shared_address(shared)
         for ahead in range(int32(0), int32(STAGES - 1)):
-            stage = stage_of(stages, ahead)
-            start_copies(stage, inputs, weights, layer, first, count, first_feature, ahead)
+            copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead)
+        wait_for_kernel_before()
+        for ahead in range(int32(0), int32(STAGES - 1)):
+            copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
             commit_copies()
         for i in range(sums_size):
             totals[i] = float32(-0.0)  # unlike 0, it leaves whatever is added to it as it is
@@ -79,7 +85,8 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
                 wait_for_copies(PENDING)
                 cuda.syncthreads()  # all copies of this step are there, and nobody reads the step before
                 ahead = int32(step + int32(STAGES - 1))
-                start_copies(stage_of(stages, ahead), inputs, weights, layer, first, count, first_feature, ahead)
+                copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
+                copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead)
                 commit_copies()
                 multiply(sums, stage_of(stages, step))
                 step = int32(step + int32(1))
@@ -94,39 +101,56 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
 
 
 @functools.cache
-def _start_copies_function(dtype: str, tile: Tile):
-    """start_copies(stage, inputs, weights, layer, first, count, first_feature, step): a step's, if there is one.
+def _copy_inputs_function(tile: Tile):
+    """copy_inputs(stage, inputs, num_steps, first, count, step): begin to copy a step's, if there is one.
 
-    Of a token past the last, or a panel, there is no copy: what lies in its place makes sums that nobody stores.
-    Chunks 0 to 3 and 4 to 7 of a token's 8 are exchanged in each odd token: see _multiply_function.
+    Of a token past the last there is no copy: what lies in its place makes sums that nobody stores. Chunks 0 to 3 and
+    4 to 7 of a token's 8 are exchanged in each odd token: see _multiply_function.
     """
-    input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // PANEL
-    panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY_BYTES, COPY_BYTES // WEIGHT_BYTES[dtype]
-    tokens_at_once, panels_at_once = threads // ROW_COPIES, threads // panel_copies
-    input_rounds, weight_rounds = tile.tokens // tokens_at_once, math.ceil(tile_panels / panels_at_once)
+    tokens_at_once = tile.threads // ROW_COPIES
+    rounds = tile.tokens // tokens_at_once
 
-    def start_copies(stage, inputs, weights, layer, first, count, first_feature, step):
-        thread, num_steps = int32(cuda.threadIdx.x), weights.num_steps
+    def copy_inputs(stage, inputs, num_steps, first, count, step):
+        thread = int32(cuda.threadIdx.x)
         if step >= num_steps:
             return
         token, chunk = thread // int32(ROW_COPIES), thread % int32(ROW_COPIES)
         to = stage + uint32(token * int32(ROW_BYTES) + (chunk ^ (token % int32(2) * int32(4))) * int32(COPY_BYTES))
         start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(8))
-        for i in range(input_rounds):
+        for i in range(rounds):
             if first + token + int32(i * tokens_at_once) < count:
                 further = int32(i * tokens_at_once * STEP) * num_steps
                 copy_async(to + uint32(i * (tokens_at_once * ROW_BYTES)), inputs, int32(start + further))
+
+    return device_function(copy_inputs)
+
+
+@functools.cache
+def _copy_weights_function(dtype: str, tile: Tile):
+    """copy_weights(stage, weights, layer, first_feature, step): begin to copy a step's, if there is one.
+
+    Of a panel past the last there is no copy.
+    """
+    input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // PANEL
+    panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY_BYTES, COPY_BYTES // WEIGHT_BYTES[dtype]
+    panels_at_once = threads // panel_copies
+    rounds = math.ceil(tile_panels / panels_at_once)
+
+    def copy_weights(stage, weights, layer, first_feature, step):
+        thread, num_steps = int32(cuda.threadIdx.x), weights.num_steps
+        if step >= num_steps:
+            return
         panel, part = thread // int32(panel_copies), thread % int32(panel_copies)
         to = stage + uint32(input_bytes + thread * int32(COPY_BYTES))
         first_panel = first_feature // int32(PANEL)
         start = first_weight(weights, layer, first_panel + panel) + step * int32(STEP_SIZE) + part * int32(copy_size)
-        for i in range(weight_rounds):
+        for i in range(rounds):
             further = int32(i * panels_at_once)
             if panel + further < tile_panels and first_panel + panel + further < weights.num_panels:
                 further *= num_steps * int32(STEP_SIZE)
                 copy_async(to + uint32(i * (threads * COPY_BYTES)), weights.panels, start + further)
 
-    return device_function(start_copies)
+    return device_function(copy_weights)
 
 
 @functools.cache
@@ -234,12 +258,13 @@ def _store_function(dtype: str, tile: Tile, purpose: str):
     A warp takes every so many tokens, and its lanes neighbouring features, which are neighbours in memory too.
     """
     ending, tile_tokens, tile_features = ending_of(dtype, purpose), tile.tokens, tile.features
-    locate, finish, read, put = ending.locate, ending.finish, ending.read, ending.put
+    locate, find, finish, read, put = ending.locate, ending.find, ending.finish, ending.read, ending.put
     warps, row_size = tile.warps, tile.features + SUM_PAD
 
     def store(target, sums, weights, layer, width, first, count, first_feature):
         lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
         values, before = cuda.local.array(ROWS_AT_ONCE, float32), cuda.local.array(ROWS_AT_ONCE, float32)
+        places = cuda.local.array(ROWS_AT_ONCE, int64)
         stop = min(int32(count), int32(first + int32(tile_tokens)))
         for column in range(lane, int32(tile_features), int32(WARP)):
             feature = int32(first_feature + column)
@@ -248,14 +273,17 @@ def _store_function(dtype: str, tile: Tile, purpose: str):
                 token, at = int32(first + warp), uint32(warp * int32(row_size) + column)
                 while token < stop:
                     for i in range(ROWS_AT_ONCE):  # of tokens past the last, the last's, in place of a branch
-                        before[i] = read(target, width, min(int32(token + int32(i * warps)), int32(stop - 1)), place)
+                        own = min(int32(token + int32(i * warps)), int32(stop - 1))
+                        places[i] = find(target, layer, width, own, place)
+                    for i in range(ROWS_AT_ONCE):
+                        before[i] = read(target, places[i])
                     for i in range(ROWS_AT_ONCE):
                         values[i] = sums[uint32(at + uint32(i * warps * row_size))]
                     for i in range(ROWS_AT_ONCE):
                         values[i] = before[i] + finish(values[i], place)
                     for i in range(ROWS_AT_ONCE):
                         if int32(token + int32(i * warps)) < stop:
-                            put(target, values[i], layer, width, int32(token + int32(i * warps)), place)
+                            put(target, places[i], values[i], place)
                     token = int32(token + int32(ROWS_AT_ONCE * warps))
                     at = uint32(at + uint32(ROWS_AT_ONCE * warps * row_size))
 

@@ -1,7 +1,8 @@
 """Layer norm, a warp for each row: the same bits wherever a row is normalised.
 
 A row is held in registers, C / 32 numbers a lane, so that all of it is asked for at once: of a kernel this small, a
-round trip to the L2 cache is most of the time.
+round trip to the L2 cache is most of the time. Where C is a multiple of 64, as in GPT-2, a lane has pairs of
+neighbours, which are loaded, rounded and stored together.
 """
 
 import functools
@@ -9,13 +10,26 @@ import math
 from typing import Any, NamedTuple
 
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import load_fresh, store_bfloat16, to_bfloat16
+from tinygpt.kernels.cuda.runtime.ptx import (
+    commit_copies,
+    copy_async,
+    let_next_kernel_begin,
+    load_fresh,
+    load_fresh_pair,
+    load_shared_pair,
+    pack_bfloat16,
+    store_bfloat16,
+    store_bfloat16_pair,
+    store_shared,
+    wait_for_kernel_before,
+)
 from tinygpt.kernels.cuda.runtime.warp import WARP, warp_sum
 
-from numba import cuda, float32, int32, int64  # isort: skip
+from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 NORM_WARPS = 4
-AT_ONCE = 4  # numbers of a row that a lane scales together; 8 would take a third block's registers
+PAIRS = 2 * WARP  # numbers of a row that a warp holds as a pair in each lane
+AT_ONCE = 4  # pairs that a lane scales together: a load from shared memory waits for the store before it
 
 
 class NormWeights(NamedTuple):
@@ -26,7 +40,11 @@ class NormWeights(NamedTuple):
 
 
 def held_numbers(columns: int) -> int:
-    """How many numbers of a row a lane holds: columns lane, lane + 32, ..."""
+    """How many numbers of a row a lane holds.
+
+    Columns 2 lane, 2 lane + 1, then the same from 64 on, and so forth; or lane, lane + 32, ... where C is no multiple
+    of 64.
+    """
     return -(-columns // WARP)
 
 
@@ -37,11 +55,17 @@ def row_functions(columns: int):
     load_row(values, array, start, lane): array[start : start + columns] to the lanes' registers, zeros behind it.
     normalise_row(values, epsilon, lane): to mean 0 and variance 1.
     """
-    held = held_numbers(columns)
+    held, is_paired, is_whole = held_numbers(columns), columns % PAIRS == 0, columns % WARP == 0
 
     @device_function
-    def load_row(values, array, start, lane):
-        first = int64(start + lane)  # one address for all of them
+    def load_pairs(values, array, start, lane):
+        first = int64(start + lane * 2)  # one address for all of them
+        for i in range(0, held, 2):
+            values[i], values[i + 1] = load_fresh_pair(array, first + i * WARP)
+
+    @device_function
+    def load_numbers(values, array, start, lane):
+        first = int64(start + lane)
         for i in range(held - 1):
             values[i] = load_fresh(array, first + i * WARP)
         is_within = lane + (held - 1) * WARP < columns
@@ -55,39 +79,54 @@ def row_functions(columns: int):
             total += values[i]
         mean = warp_sum(total) / float32(columns)
         for i in range(held):
-            if i < held - 1 or lane + i * WARP < columns:
+            if is_whole or i < held - 1 or lane + i * WARP < columns:
                 values[i] -= mean
                 squares = cuda.fma(values[i], values[i], squares)
         scale = float32(1) / math.sqrt(warp_sum(squares) / float32(columns) + epsilon)
         for i in range(held):
             values[i] *= scale
 
-    return load_row, normalise_row
+    return load_pairs if is_paired else load_numbers, normalise_row
 
 
 @functools.cache
-def scaled_row_function(columns: int):
-    """store_scaled(rows, at, values, weight, bias, lane): rows[at:], shared bfloat16, of a row that is normalised.
+def shared_norm_functions(columns: int, threads: int):
+    """(load_norm, store_scaled) of blocks that hold a norm's weight and bias in shared memory; columns: 64 n.
 
-    weight and bias (C,) are shared, too. AT_ONCE numbers at a time: the compiler cannot know that what is stored is
-    not what it would load next, so that each load would wait for the store before it.
+    Rows, weights and biases are shared addresses, of bfloat16 and of C float32.
+    load_norm(weight, bias, weights, layer, thread): ask for a layer's NormWeights, by all threads.
+    store_scaled(row, values, weight, bias, lane): a row that is normalised, scaled and rounded.
     """
-    held = held_numbers(columns)
+    pairs, pair_bytes, kept_size = held_numbers(columns) // 2, 4 * PAIRS, 4 * AT_ONCE
+    turns = -(-columns // (threads * 4))
 
     @device_function
-    def store_scaled(rows, at, values, weight, bias, lane):
-        weights, biases = cuda.local.array(AT_ONCE, float32), cuda.local.array(AT_ONCE, float32)
-        for first in range(0, held, AT_ONCE):
-            for i in range(AT_ONCE):
-                c = int32(lane + (first + i) * WARP)
-                if first + i < held and c < columns:
-                    weights[i], biases[i] = weight[c], bias[c]
-            for i in range(AT_ONCE):
-                c = int32(lane + (first + i) * WARP)
-                if first + i < held and c < columns:
-                    rows[at + c] = to_bfloat16(cuda.fma(values[first + i], weights[i], biases[i]))
+    def load_norm(weight, bias, weights, layer, thread):
+        for turn in range(turns):
+            c = int32(thread * int32(4) + int32(turn * threads * 4))
+            if c < columns:
+                copy_async(uint32(weight + uint32(c * int32(4))), weights.weight, layer * columns + c)
+                copy_async(uint32(bias + uint32(c * int32(4))), weights.bias, layer * columns + c)
+        commit_copies()
 
-    return store_scaled
+    @device_function
+    def store_scaled(row, values, weight, bias, lane):
+        kept = cuda.local.array(kept_size, float32)
+        weight, bias = uint32(weight + uint32(lane * 8)), uint32(bias + uint32(lane * 8))
+        row = uint32(row + uint32(lane * 4))
+        for first in range(0, pairs, AT_ONCE):
+            for i in range(AT_ONCE):
+                if first + i < pairs:
+                    at = uint32((first + i) * pair_bytes)
+                    kept[4 * i], kept[4 * i + 1] = load_shared_pair(uint32(weight + at))
+                    kept[4 * i + 2], kept[4 * i + 3] = load_shared_pair(uint32(bias + at))
+            for i in range(AT_ONCE):
+                if first + i < pairs:
+                    even = cuda.fma(values[2 * (first + i)], kept[4 * i], kept[4 * i + 2])
+                    odd = cuda.fma(values[2 * (first + i) + 1], kept[4 * i + 1], kept[4 * i + 3])
+                    store_shared(uint32(row + uint32((first + i) * (2 * PAIRS))), pack_bfloat16(even, odd))
+
+    return load_norm, store_scaled
 
 
 @functools.cache
@@ -97,27 +136,51 @@ def layer_norm_kernel(dtype: str, columns: int):
     normed (n, padded columns) = layer norm of x[rows[i]] (columns,) by weight and bias (layers, columns), for the first
     sizes[which] rows; padding is left as it is. NORM_WARPS rows in a block of NORM_WARPS * WARP threads.
     """
-    is_float32, held = dtype == "float32", held_numbers(columns)
+    held, store_row = held_numbers(columns), _store_row_function(dtype, columns)
     load_row, normalise_row = row_functions(columns)
 
     def layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, which):
+        let_next_kernel_begin()
         lane = int32(cuda.threadIdx.x) % int32(WARP)
         row = int32(cuda.blockIdx.x) * int32(NORM_WARPS) + int32(cuda.threadIdx.x) // int32(WARP)
         if row >= sizes[which]:
             return
         values = cuda.local.array(held, float32)
         weights, biases = cuda.local.array(held, float32), cuda.local.array(held, float32)
-        load_row(values, x, rows[row] * columns, lane)
         load_row(weights, weight, layer * columns, lane)
         load_row(biases, bias, layer * columns, lane)
+        wait_for_kernel_before()
+        load_row(values, x, rows[row] * columns, lane)
         normalise_row(values, epsilon, lane)
+        for i in range(held):
+            values[i] = cuda.fma(values[i], weights[i], biases[i])
+        store_row(normed, row * padded_columns, values, lane)
+
+    return kernel(layer_norm)
+
+
+def _store_row_function(dtype: str, columns: int):
+    """store_row(normed, start, values, lane): normed[start:] in the family's type, of a row that lanes hold."""
+    held, is_paired = held_numbers(columns), columns % PAIRS == 0
+    is_float32 = dtype == "float32"
+
+    @device_function
+    def store_pairs(normed, start, values, lane):
+        at = int64(start + lane * 2)
+        for i in range(0, held, 2):
+            if is_float32:
+                normed[at + i * WARP], normed[at + i * WARP + 1] = values[i], values[i + 1]
+            else:
+                store_bfloat16_pair(normed, at + i * WARP, values[i], values[i + 1])
+
+    @device_function
+    def store_numbers(normed, start, values, lane):
         for i in range(held):
             c = int32(lane + i * WARP)
             if c < columns:
-                value = cuda.fma(values[i], weights[i], biases[i])
                 if is_float32:
-                    normed[row * padded_columns + c] = value
+                    normed[start + c] = values[i]
                 else:
-                    store_bfloat16(normed, row * padded_columns + c, value)
+                    store_bfloat16(normed, start + c, values[i])
 
-    return kernel(layer_norm)
+    return store_pairs if is_paired else store_numbers

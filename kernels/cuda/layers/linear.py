@@ -9,7 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
-from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions, scaled_row_function
+from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions, shared_norm_functions
 from tinygpt.kernels.cuda.layers.product import (
     GROUP_STEPS,
     SHARED_PAD,
@@ -22,13 +22,21 @@ from tinygpt.kernels.cuda.layers.product import (
 )
 from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import load_fresh, shared_address, store_bfloat16
+from tinygpt.kernels.cuda.runtime.ptx import (
+    let_next_kernel_begin,
+    load_fresh,
+    shared_address,
+    store_bfloat16,
+    wait_for_copies,
+    wait_for_kernel_before,
+)
 from tinygpt.kernels.cuda.runtime.warp import WARP
 
 from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
 
 LINEAR_THREADS = SEGMENTS * WARP
 FUSED_TOKENS = SEGMENTS  # each of a block's warps normalises one row
+NOT_FOUND = int64(0), float32(-0.0)  # where a sum goes and what it is added to, until somebody looks
 # What becomes of a sum, beside the names of activations.
 ADD, LOGITS, QKV = "add", "logits", "qkv"
 
@@ -83,12 +91,15 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
     a bias; QKV: target is Heads; an activation's name: write what it makes of the sum to target (n, width), of the
     family's type. Grid (num_panels, ceil(n / (tiles * TILE_TOKENS))), LINEAR_THREADS threads.
     """
-    load_group, product = load_group_function(dtype), product_function(dtype, tiles)
-    locate, store = _store_functions(dtype, tiles, purpose)
+    # What adds to the residual stream has the fewest features, and with c_proj of the MLP the most of K.
+    has_few_blocks = purpose == ADD and tiles == 1
+    load_group, product = load_group_function(dtype), product_function(dtype, tiles, has_few_blocks=has_few_blocks)
+    locate, find, store = _store_functions(dtype, tiles, purpose)
     words_size, partials_size = max(GROUP_STEPS * WORDS[dtype], 1), tiles * SEGMENTS * TILE_SIZE
     LOCATES_EARLY = dtype != "float32"  # whose sums fill the registers: one block more on each SM hides as much
 
     def linear(target, inputs, weights, layer, width, sizes, which):
+        let_next_kernel_begin()
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
         panel, first, count = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y) * int32(tiles * TILE_TOKENS), sizes[which]
         if first >= count:
@@ -97,11 +108,13 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
         load_group(words, weights.panels, base, weights.num_steps)
         if LOCATES_EARLY:
             place = locate(target, weights, layer, panel)
+        wait_for_kernel_before()
+        own = find(target, layer, width, first, count, place) if LOCATES_EARLY else NOT_FOUND
         product(partials, words, inputs, first, count, weights.panels, base, weights.num_steps)
         if not LOCATES_EARLY:
             place = locate(target, weights, layer, panel)
         cuda.syncthreads()
-        store(target, partials, place, weights, layer, panel, width, first, count)
+        store(target, partials, place, own, weights, layer, panel, width, first, count)
 
     return kernel(linear)
 
@@ -110,27 +123,43 @@ def linear_kernel(dtype: str, tiles: int, purpose: str):
 def normed_linear_kernel(dtype: str, columns: int, purpose: str):
     """linear(target, norm, weights, layer, width, sizes, which): as above, of a layer norm of up to FUSED_TOKENS rows.
 
-    Not for float32. Grid num_panels, LINEAR_THREADS threads, fused_shared_bytes. It pays where blocks are few, as each
-    makes the norm for itself.
+    Not for float32; columns: whole steps. Grid num_panels, LINEAR_THREADS threads, fused_shared_bytes. It pays where
+    blocks are few, as each makes the norm for itself.
     """
     load_group, product = load_group_function(dtype), product_function(dtype, 1, in_shared=True)
-    (locate, store), normalise_rows = _store_functions(dtype, 1, purpose), _normalise_rows_function(columns)
+    locate, find, store = _store_functions(dtype, 1, purpose)
+    load_norm, store_scaled = shared_norm_functions(columns, LINEAR_THREADS)
+    load_row, normalise_row = row_functions(columns)
+    held, row_bytes = held_numbers(columns), 2 * (columns + SHARED_PAD)
     words_size, partials_size = GROUP_STEPS * WORDS[dtype], SEGMENTS * TILE_SIZE
 
     def normed_linear(target, norm, weights, layer, width, sizes, which):
+        let_next_kernel_begin()
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
-        norm_weight, norm_bias = cuda.shared.array(columns, float32), cuda.shared.array(columns, float32)
-        rows = cuda.shared.array(0, uint16, alignment=16)
-        panel, count = int32(cuda.blockIdx.x), sizes[which]
+        norm_weight = shared_address(cuda.shared.array(columns, float32, alignment=16))
+        norm_bias = shared_address(cuda.shared.array(columns, float32, alignment=16))
+        rows = shared_address(cuda.shared.array(0, uint16, alignment=16))
+        values = cuda.local.array(held, float32)
+        panel, count, thread = int32(cuda.blockIdx.x), sizes[which], int32(cuda.threadIdx.x)
+        lane, row = thread % int32(WARP), thread // int32(WARP)
         base = first_weight(weights, layer, panel)
         load_group(words, weights.panels, base, weights.num_steps)
         place = locate(target, weights, layer, panel)
-        normalise_rows(
-            rows, norm_weight, norm_bias, norm, layer, count, weights.num_steps * int32(STEP) + int32(SHARED_PAD)
-        )
-        product(partials, words, shared_address(rows), int32(0), count, weights.panels, base, weights.num_steps)
+        load_norm(norm_weight, norm_bias, norm, layer, thread)
+        wait_for_kernel_before()
+        if row < count:
+            load_row(values, norm.x, norm.rows[row] * columns, lane)
+        own = find(target, layer, width, int32(0), count, place)
+        if row < count:
+            normalise_row(values, norm.epsilon, lane)
+        wait_for_copies(0)
         cuda.syncthreads()
-        store(target, partials, place, weights, layer, panel, width, int32(0), count)
+        if row < count:
+            store_scaled(uint32(rows + uint32(row * row_bytes)), values, norm_weight, norm_bias, lane)
+        cuda.syncthreads()
+        product(partials, words, rows, int32(0), count, weights.panels, base, weights.num_steps)
+        cuda.syncthreads()
+        store(target, partials, place, own, weights, layer, panel, width, int32(0), count)
 
     return kernel(normed_linear)
 
@@ -141,87 +170,73 @@ def first_weight(weights, layer, panel):
     return (int64(layer) * weights.num_panels + panel) * weights.num_steps * int32(STEP_SIZE)
 
 
-def _normalise_rows_function(columns: int):
-    """normalise_rows(rows, norm_weight, norm_bias, norm, layer, count, row_size): rows (count, row_size).
-
-    They are bfloat16 in shared memory: layer norm of each, by a warp, and zeros behind it. The block's threads may read
-    them afterwards.
-    """
-    held = held_numbers(columns)
-    load_row, normalise_row = row_functions(columns)
-    store_scaled = scaled_row_function(columns)
-
-    def normalise_rows(rows, norm_weight, norm_bias, norm, layer, count, row_size):
-        thread, offset = int32(cuda.threadIdx.x), layer * columns
-        lane, row = thread % int32(WARP), thread // int32(WARP)
-        values = cuda.local.array(held, float32)
-        if row < count:
-            load_row(values, norm.x, norm.rows[row] * columns, lane)
-        for c in range(thread, columns, int32(LINEAR_THREADS)):
-            norm_weight[c], norm_bias[c] = norm.weight[offset + c], norm.bias[offset + c]
-        if row < count:
-            normalise_row(values, norm.epsilon, lane)
-        cuda.syncthreads()
-        if row < count:
-            store_scaled(rows, row * row_size, values, norm_weight, norm_bias, lane)
-            for c in range(columns + lane, row_size, int32(WARP)):
-                rows[row * row_size + c] = uint16(0)
-        cuda.syncthreads()
-
-    return device_function(normalise_rows)
-
-
 @functools.cache
 def _store_functions(dtype: str, tiles: int, purpose: str):
-    """(locate_own, store)
+    """(locate_own, find_own, store)
 
     locate_own(target, weights, layer, panel): `place` of the one feature whose sums a thread finishes. Where registers
         allow, it is asked for before the sums are made: scales and biases come from far away.
-    store(target, partials, place, weights, layer, panel, width, first, count): finish each sum of a block's tiles.
+    find_own(target, layer, width, first, count, place): where the thread's one sum goes and what it is added to, if
+        there is one tile: asked for before the sums are made, too.
+    store(target, partials, place, own, weights, layer, panel, width, first, count): finish each sum of a block's tiles.
     """
-    ending = ending_of(dtype, purpose)
-    locate, finish, read, put = ending.locate, ending.finish, ending.read, ending.put
+    ending, IS_ONE = ending_of(dtype, purpose), tiles == 1 and dtype != "float32"
+    locate, find, finish, read, put = ending.locate, ending.find, ending.finish, ending.read, ending.put
 
     @device_function
     def locate_own(target, weights, layer, panel):
         feature = panel * int32(PANEL) + int32(cuda.threadIdx.x) % int32(PANEL)
         return locate(target, weights, layer, min(int32(feature), int32(weights.features - int32(1))))
 
-    def store(target, partials, place, weights, layer, panel, width, first, count):
+    @device_function
+    def find_own(target, layer, width, first, count, place):
+        if not IS_ONE:
+            return NOT_FOUND
+        token = min(int32(first + int32(cuda.threadIdx.x) // int32(PANEL)), int32(count - int32(1)))
+        at = find(target, layer, width, token, place)
+        return at, read(target, at)
+
+    def store(target, partials, place, own, weights, layer, panel, width, first, count):
         for index in range(int32(cuda.threadIdx.x), int32(tiles * TILE_SIZE), int32(LINEAR_THREADS)):
             token, feature = first + index // int32(PANEL), panel * int32(PANEL) + index % int32(PANEL)
             if token < count and feature < weights.features:
                 value = finish(total(partials, index // int32(TILE_SIZE), index % int32(TILE_SIZE)), place)
-                put(target, read(target, width, token, place) + value, layer, width, token, place)
+                at, before = own
+                if not IS_ONE:
+                    at = find(target, layer, width, token, place)
+                    before = read(target, at)
+                put(target, at, before + value, place)
 
-    return locate_own, device_function(store)
+    return locate_own, find_own, device_function(store)
 
 
 class Ending(NamedTuple):
     """What becomes of a sum, in steps; put(..., read(...) + finish(...), ...) is all of them."""
 
     locate: Any  # locate(target, weights, layer, feature): place, whatever depends on the feature alone
+    find: Any  # find(target, layer, width, token, place): the element of the target that the sum goes to
     finish: Any  # finish(value, place): the sum, scaled, biased and activated
-    read: Any  # read(target, width, token, place): what it is added to
-    put: Any  # put(target, value, layer, width, token, place)
+    read: Any  # read(target, at): what it is added to
+    put: Any  # put(target, at, value, place)
 
 
 @functools.cache
 def ending_of(dtype: str, purpose: str) -> Ending:
     is_float32 = dtype == "float32"
     if purpose == QKV:
-        return Ending(_locate_in_heads(is_float32), _biased, _nothing, _put_in_heads(is_float32))
+        locate, find, put = (function(is_float32) for function in (_locate_in_heads, _find_in_heads, _put_in_heads))
+        return Ending(locate, find, _biased, _nothing, put)
     if purpose == LOGITS:
-        return Ending(_locate_logit, _biased, _nothing, _put_float32)
+        return Ending(_locate_logit, _find, _biased, _nothing, _put_float32)
     if purpose == ADD:
-        return Ending(_locate, _biased, _read, _put_float32)
+        return Ending(_locate, _find, _biased, _read, _put_float32)
     activation = ACTIVATIONS[purpose]
 
     @device_function
     def activated(value, place):
         return activation(_biased(value, place))
 
-    return Ending(_locate, activated, _nothing, _put_float32 if is_float32 else _put_bfloat16)
+    return Ending(_locate, _find, activated, _nothing, _put_float32 if is_float32 else _put_bfloat16)
 
 
 @device_function
@@ -246,23 +261,28 @@ def _biased(value, place):
 
 
 @device_function
-def _nothing(target, width, token, place):
+def _find(target, layer, width, token, place):
+    return int64(token) * width + place[3]
+
+
+@device_function
+def _nothing(target, at):
     return float32(-0.0)  # unlike 0, it leaves whatever is added to it as it is
 
 
 @device_function
-def _read(target, width, token, place):
-    return load_fresh(target, int64(token) * width + place[3])
+def _read(target, at):
+    return load_fresh(target, at)
 
 
 @device_function
-def _put_float32(target, value, layer, width, token, place):
-    target[int64(token) * width + place[3]] = value
+def _put_float32(target, at, value, place):
+    target[at] = value
 
 
 @device_function
-def _put_bfloat16(target, value, layer, width, token, place):
-    store_bfloat16(target, int64(token) * width + place[3], value)
+def _put_bfloat16(target, at, value, place):
+    store_bfloat16(target, at, value)
 
 
 def _locate_in_heads(is_float32: bool):
@@ -283,32 +303,30 @@ def _locate_in_heads(is_float32: bool):
     return device_function(locate)
 
 
-def _put_in_heads(is_float32: bool):
-    def put(heads, value, layer, width, token, place):
+def _find_in_heads(is_float32: bool):
+    def find(heads, layer, width, token, place):
         part, offset = place[2], place[3]
         if part == 0:
-            store_head(heads.q, int64(token) * (heads.num_heads * heads.padded_head) + offset, value)
-            return
+            return int64(token) * (heads.num_heads * heads.padded_head) + offset
         position = heads.positions[token]
         slot = int64(layer * heads.num_slots + heads.token_slots[token])
         at = slot * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
-        if part == 1:
-            store_head(heads.k_cache, at, value)
+        if part == 2 and not is_float32:
+            at += position % 2 * (1 - heads.padded_head)
+        return at
+
+    return device_function(find)
+
+
+def _put_in_heads(is_float32: bool):
+    put_number = _put_float32 if is_float32 else _put_bfloat16
+
+    def put(heads, at, value, place):
+        if place[2] == 0:
+            put_number(heads.q, at, value, place)
+        elif place[2] == 1:
+            put_number(heads.k_cache, at, value, place)
         else:
-            if not is_float32:
-                at += position % 2 * (1 - heads.padded_head)
-            store_head(heads.v_cache, at, value)
-
-    if is_float32:
-
-        @device_function
-        def store_head(target, index, value):
-            target[index] = value
-
-    else:
-
-        @device_function
-        def store_head(target, index, value):
-            store_bfloat16(target, index, value)
+            put_number(heads.v_cache, at, value, place)
 
     return device_function(put)

@@ -33,16 +33,19 @@ WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; 
 
 
 @functools.cache
-def product_function(dtype: str, tiles: int, in_shared: bool = False):
+def product_function(dtype: str, tiles: int, in_shared: bool = False, has_few_blocks: bool = False):
     """product(partials, words, inputs, first, count, weights, base, num_steps): some tiles of tokens times a panel.
 
     partials: shared float32 (tiles, SEGMENTS, TILE_TOKENS, PANEL), of which each warp of a block writes one segment.
     words: registers, local uint32 (GROUP_STEPS * WORDS[dtype],), in which the warp's first weights are already.
     inputs (n, num_steps * STEP) of the family's type, of which rows `first` to `count` - 1 are multiplied, and the
-    rest of the tiles are zeros; in_shared: an address of shared memory, with SHARED_PAD numbers after each row.
-    weights[base]: the first number of the panel.
+    rest of the tiles may become anything; in_shared: an address of shared memory, with SHARED_PAD numbers after each
+    row. weights[base]: the first number of the panel. has_few_blocks: a warp asks for more of its inputs at once, and
+    has registers for that, as no third block wants them.
     """
-    return _product_float32(tiles) if dtype == "float32" else _product_bfloat16(dtype, tiles, in_shared)
+    if dtype == "float32":
+        return _product_float32(tiles)
+    return _product_bfloat16(dtype, tiles, in_shared, GROUP_STEPS * 2 if has_few_blocks else 1)
 
 
 @device_function
@@ -90,19 +93,16 @@ def _load_ahead_function(dtype: str):
     return device_function(load_ahead)
 
 
-def _product_bfloat16(dtype: str, tiles: int, in_shared: bool):
+def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
+    """at_once: halves of steps of one tile whose inputs a warp asks for together."""
     load_ahead, group_words = _load_ahead_function(dtype), GROUP_STEPS * WORDS[dtype]
-    is_int8, sums_size = dtype == "int8", tiles * 4
+    is_int8, sums_size, eights = dtype == "int8", tiles * 4, tiles * 2  # of 8 tokens each
+    halves = max(at_once // tiles, 1)
+    held_words, turns, row_pad = halves * eights * 4, 2 * GROUP_STEPS // halves, SHARED_PAD if in_shared else 0
 
     @device_function
-    def load_input(inputs, token, count, k, num_steps):
-        """8 numbers of a token from k on, or zeros."""
-        if token >= count:
-            return uint32(0), uint32(0), uint32(0), uint32(0)
-        if in_shared:
-            row_size = num_steps * int32(STEP) + int32(SHARED_PAD)
-            return load_shared(inputs + uint32((token * row_size + k) * int32(2)))
-        return load_global(inputs, token * num_steps * int32(STEP) + k)
+    def load_input(inputs, at):
+        return load_shared(uint32(inputs + uint32(at * int32(2)))) if in_shared else load_global(inputs, at)
 
     @device_function
     def weights_of(words, ahead, half):
@@ -114,30 +114,49 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool):
         start = (ahead * 2 + half) * 4
         return words[start], words[start + 1], words[start + 2], words[start + 3]
 
+    @device_function
+    def load_inputs(held, inputs, rows, first, count, step, stop, turn):
+        """Of `halves` halves of steps; rows: of each eight, where the lane's token begins."""
+        for eight in range(eights):
+            # Of absent tokens there may be anything, as nobody stores their sums, but an eight of them costs nothing.
+            if eight == 0 or (not in_shared and first + eight * int32(8) < count):
+                for i in range(halves):
+                    half = turn * halves + i
+                    k = min(int32(step + half // 2), int32(stop - int32(1))) * int32(STEP) + half % 2 * int32(32)
+                    loaded = load_input(inputs, rows[eight] + k)
+                    for j in range(4):
+                        held[(i * eights + eight) * 4 + j] = loaded[j]
+
     def product(partials, words, inputs, first, count, weights, base, num_steps):
         lane, segment = int32(cuda.threadIdx.x) % int32(32), int32(cuda.threadIdx.x) // int32(32)
         g, q = lane // int32(4), lane % int32(4)
         step, stop = segment_start(segment, num_steps), segment_start(segment + int32(1), num_steps)
-        following = cuda.local.array(group_words, uint32)
-        sums = cuda.local.array(sums_size, float32)
+        following, held = cuda.local.array(group_words, uint32), cuda.local.array(held_words, uint32)
+        sums, rows = cuda.local.array(sums_size, float32), cuda.local.array(eights, int32)
         for i in range(sums_size):
             sums[i] = float32(0)
+        for i in range(held_words):
+            held[i] = uint32(0)
+        for eight in range(eights):
+            token = min(int32(first + eight * int32(8) + g), int32(count - int32(1)))
+            rows[eight] = token * (num_steps * int32(STEP) + int32(row_pad)) + q * int32(8)
         while step < stop:
             load_ahead(following, weights, base, step + int32(GROUP_STEPS), stop, lane)
-            for ahead in range(GROUP_STEPS):
-                if step + ahead < stop:
-                    for half in range(2):
-                        w = weights_of(words, ahead, half)
-                        k = (step + ahead) * int32(STEP) + half * int32(32) + q * int32(8)
+            for turn in range(turns):
+                load_inputs(held, inputs, rows, first, count, step, stop, turn)
+                if turn == 0 and not in_shared:
+                    cuda.syncwarp()  # else the compiler asks for the next weights after the first products
+                for i in range(halves):
+                    half = turn * halves + i
+                    if step + half // 2 < stop:
+                        w = weights_of(words, half // 2, half % 2)
                         for tile in range(tiles):
-                            token = first + tile * int32(TILE_TOKENS) + g
-                            a = load_input(inputs, token, count, k, num_steps)
-                            b = load_input(inputs, token + int32(8), count, k, num_steps)
+                            a, b = (i * eights + 2 * tile) * 4, (i * eights + 2 * tile + 1) * 4
                             c = (sums[tile * 4], sums[tile * 4 + 1], sums[tile * 4 + 2], sums[tile * 4 + 3])
-                            c = mma_bfloat16((a[0], b[0], a[1], b[1]), (w[0], w[1]), c)
-                            c = mma_bfloat16((a[2], b[2], a[3], b[3]), (w[2], w[3]), c)
-                            for i in range(4):
-                                sums[tile * 4 + i] = c[i]
+                            c = mma_bfloat16((held[a], held[b], held[a + 1], held[b + 1]), (w[0], w[1]), c)
+                            c = mma_bfloat16((held[a + 2], held[b + 2], held[a + 3], held[b + 3]), (w[2], w[3]), c)
+                            for j in range(4):
+                                sums[tile * 4 + j] = c[j]
             for i in range(group_words):
                 words[i] = following[i]
             step += int32(GROUP_STEPS)

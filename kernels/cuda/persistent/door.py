@@ -1,6 +1,6 @@
 """The room's one door: several decode steps, as graphs or in one kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,8 +16,8 @@ IN_ONE_KERNEL = False  # until scripts/gpu/first_contact.py has timed both ways 
 STATES: WeakKeyDictionary[Workspace, Persistent] = WeakKeyDictionary()  # of each workspace that lives
 
 
-def run_faster(usual: Callable[[DecodeSteps], np.ndarray], steps: DecodeSteps) -> np.ndarray:
-    """Tokens (num_steps, S), the usual way; IN_ONE_KERNEL: a small greedy batch's by the persistent kernel."""
+def run_faster(usual: Callable[[DecodeSteps], Iterable[np.ndarray]], steps: DecodeSteps) -> Iterable[np.ndarray]:
+    """Tokens (S,) of each step, the usual way; IN_ONE_KERNEL: a small greedy batch's by the persistent kernel."""
     is_small = steps.batch.token_ids.size <= FUSED_TOKENS and is_greedy(steps.warpers)
     if not (IN_ONE_KERNEL and is_small and can_persist(steps.params)):
         return usual(steps)

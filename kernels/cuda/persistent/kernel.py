@@ -16,8 +16,8 @@ in us a token at a short context:
     774M       182     364                     330        30      450
     1.5B       242     484                     685        38      850
 
-It is to beat the graph, of 6 kernels a layer with 2.5 us between each and the next, by a third at 124M and by little
-from 774M on.
+Beside the graph, whose 5 kernels a layer begin early too, it saves the beginnings and ends of blocks: most at 124M, and
+little from 774M on.
 Phases: Spector et al., "Look Ma, No Bubbles!" (2025).
 """
 
@@ -57,13 +57,14 @@ from tinygpt.kernels.cuda.persistent.phases import (
     store_keys,
 )
 from tinygpt.kernels.cuda.runtime.block import MAX_WARPS
+from tinygpt.kernels.cuda.runtime.graphs import Graphs
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import run_all_blocks_at_once, shared_address
 from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
 from tinygpt.kernels.cuda.sizes import NUM_TOKENS, Shape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
 
-from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
+from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 MAX_SPINS = 1 << 22  # some seconds
 MAX_SHARED_BYTES = 227 << 10  # that a block may have
@@ -74,7 +75,7 @@ FIRST_ENDING = RING_BYTES // 4  # index of the first scale in shared memory, as 
 
 @dataclass(frozen=True)
 class Persistent:
-    """What the kernel needs on the device beside the workspace, for one model."""
+    """What the kernel needs on the device beside a model's one workspace and KV cache."""
 
     blocks: int
     barrier: Barrier
@@ -82,6 +83,7 @@ class Persistent:
     history: Any  # (MAX_STEPS, FUSED_TOKENS), the last part of `state`
     keys: Any  # (FUSED_TOKENS, blocks) int64
     scales: Any  # (L,) float32, of attention's scores
+    graphs: Graphs  # of a launch by its number of chunks: its 44 arrays are described to the driver once
 
 
 def new_persistent(params: Params) -> Persistent:
@@ -95,6 +97,7 @@ def new_persistent(params: Params) -> Persistent:
         history=state[HISTORY:],
         keys=device.zeros((FUSED_TOKENS * device.multiprocessors,), np.int64),
         scales=device.array(np.array(scales, np.float32)),
+        graphs=Graphs(device),
     )
 
 
@@ -135,7 +138,7 @@ def run_persistent(
     state[NUM_STEPS] = num_steps
     fill(w, batch)
     w.device.write(p.state, state)
-    queue_persistent(p, params, kv_cache, w, chunks)
+    p.graphs.run(chunks, lambda: queue_persistent(p, params, kv_cache, w, chunks))
     state = w.device.read(p.state)
     if state[FAILED]:
         raise RuntimeError("The blocks of the persistent kernel have waited for each other in vain: a bug in tinygpt.")
@@ -183,19 +186,18 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
         epsilon, num_layers, max_chunks, max_panels,
     ):  # fmt: skip
         run_all_blocks_at_once()
-        memory = cuda.shared.array(0, uint16, alignment=16)
-        numbers = cuda.shared.array(0, float32, alignment=16)  # the same bytes
-        weight = cuda.shared.array(columns, float32, alignment=16)
-        bias = cuda.shared.array(columns, float32, alignment=16)
+        numbers = cuda.shared.array(0, float32, alignment=16)
+        weight = shared_address(cuda.shared.array(columns, float32, alignment=16))
+        bias = shared_address(cuda.shared.array(columns, float32, alignment=16))
+        memory = shared_address(numbers)
         sums, strips = cuda.shared.array(SUMS_SIZE, float32), cuda.shared.array(MAX_WARPS, int64)
         ids, places = cuda.shared.array(FUSED_TOKENS, int32), cuda.shared.array(FUSED_TOKENS, int32)
         tokens = Tokens(ids, places, cuda.shared.array(FUSED_TOKENS, int32))
         h = all_heads
         shapes = h.num_slots, h.padded_len, h.num_heads, h.head_size, h.padded_head
         heads = Heads(h.q, h.k_cache, h.v_cache, tokens.positions, tokens.slots, *shapes)
-        first_row = int32(RING_BYTES // 2) + max_panels * int32(2 * ENDING)
-        ring, endings = ring_address(shared_address(memory)), uint32(shared_address(memory) + uint32(RING_BYTES))
-        rows = uint32(shared_address(memory) + uint32(first_row * 2))
+        ring, endings = ring_address(memory), uint32(memory + uint32(RING_BYTES))
+        rows = uint32(endings + uint32(max_panels * int32(4 * ENDING)))
         width, inner_width = attn_proj.num_steps * int32(STEP), mlp_proj.num_steps * int32(STEP)
         count, steps, goal = sizes[NUM_TOKENS], state[NUM_STEPS], int32(0)
 
@@ -214,7 +216,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 goal += int32(cuda.gridDim.x)
                 if not all_arrive(barrier, goal):
                     return
-                normalise(memory, first_row, x, weight, bias, epsilon, count)
+                normalise(rows, x, weight, bias, epsilon, count)
                 project_heads(
                     heads, 0, 0, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, c_attn, layer
                 )  # (N, 3C)
@@ -250,7 +252,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
                 goal += int32(cuda.gridDim.x)
                 if not all_arrive(barrier, goal):
                     return
-                normalise(memory, first_row, x, weight, bias, epsilon, count)
+                normalise(rows, x, weight, bias, epsilon, count)
                 activate(
                     inner, inner_width, 0, rows, count, ring, cursor, sums, numbers, FIRST_ENDING, c_fc, layer
                 )  # (N, F)
@@ -275,7 +277,7 @@ def persistent_kernel(dtype: str, size: int, columns: int, activation: str):
             goal += int32(cuda.gridDim.x)
             if not all_arrive(barrier, goal):
                 return
-            normalise(memory, first_row, x, weight, bias, epsilon, count)
+            normalise(rows, x, weight, bias, epsilon, count)
             store_keys(keys, greatest(rows, count, ring, cursor, sums, numbers, FIRST_ENDING, lm_head), count)
 
             signal(barrier)

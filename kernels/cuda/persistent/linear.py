@@ -207,7 +207,7 @@ def linear_functions(dtype: str, purpose: str):
     """
     ring_, ending = ring_of(dtype), ending_of(dtype, purpose)
     multiply, prefetch_next = ring_.multiply, ring_.prefetch_next
-    locate, finish, read, put = ending.locate, ending.finish, ending.read, ending.put
+    locate, find, finish, read, put = ending.locate, ending.find, ending.finish, ending.read, ending.put
 
     @device_function
     def is_result(thread, panel, count, weights):
@@ -219,7 +219,7 @@ def linear_functions(dtype: str, purpose: str):
         if not is_result(thread, panel, count, weights):
             return float32(0)
         place = locate(target, weights, layer, panel * int32(PANEL) + thread % int32(PANEL))
-        return read(target, width, thread // int32(PANEL), place)
+        return read(target, find(target, layer, width, thread // int32(PANEL), place))
 
     @device_function
     def read_first(target, width, count, weights, layer):
@@ -238,7 +238,7 @@ def linear_functions(dtype: str, purpose: str):
             if is_result(thread, panel, count, weights):
                 place = locate(target, weights, layer, panel * int32(PANEL) + thread % int32(PANEL))
                 value = finish(total(sums, buffer, thread), (endings[at], endings[at + PANEL]))
-                put(target, before + value, layer, width, token, place)
+                put(target, find(target, layer, width, token, place), before + value, place)
             before = read_from(target, width, count, weights, layer, thread, panel + blocks)
             buffer, at = int32(1) - buffer, at + int32(ENDING)  # so one barrier a panel is enough
 

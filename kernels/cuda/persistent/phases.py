@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tinygpt.kernels.cuda.layers.attention import cache_start, chunk_function, prefetch_function
 from tinygpt.kernels.cuda.layers.attention_products import CHUNK, bfloat16_products
 from tinygpt.kernels.cuda.layers.embedding import embed_row_function
-from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions, scaled_row_function
+from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions, shared_norm_functions
 from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS
 from tinygpt.kernels.cuda.layers.product import SHARED_PAD
 from tinygpt.kernels.cuda.packing.layout import PANEL
@@ -18,12 +18,9 @@ from tinygpt.kernels.cuda.persistent.linear import thread_and_block
 from tinygpt.kernels.cuda.runtime.block import block_greatest
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
-    commit_copies,
-    copy_async,
     load_acquire,
     load_fresh,
     load_global,
-    shared_address,
     signal_arrival,
     wait_for_copies,
 )
@@ -95,32 +92,28 @@ def find_tokens(tokens, token_ids, positions, token_slots, count):
 def norm_functions(columns: int):
     """(load_norm, normalise) of rows of C = columns numbers, a multiple of 64.
 
-    load_norm(weight, bias, weights, layer): ask for a layer's NormWeights, into shared arrays (C,).
-    normalise(rows, first, x, weight, bias, epsilon, count): rows[first:], shared uint16 (count, C + SHARED_PAD), =
-        layer norm of x (count, C), a warp for each row.
+    load_norm(weight, bias, weights, layer): ask for a layer's NormWeights, into the shared addresses weight and bias.
+    normalise(rows, x, weight, bias, epsilon, count): the shared address rows, uint16 (count, C + SHARED_PAD), = layer
+        norm of x (count, C), a warp for each row.
     """
-    held = held_numbers(columns)
+    held, row_bytes = held_numbers(columns), 2 * (columns + SHARED_PAD)
     load_row, normalise_row = row_functions(columns)
-    store_scaled = scaled_row_function(columns)
+    load_all, store_scaled = shared_norm_functions(columns, LINEAR_THREADS)
 
     @device_function
     def load_norm(weight, bias, weights, layer):
-        to_weight, to_bias = shared_address(weight), shared_address(bias)
         thread, _, _ = thread_and_block()
-        for c in range(thread * 4, columns, LINEAR_THREADS * 4):
-            copy_async(uint32(to_weight + uint32(c * 4)), weights.weight, layer * columns + c)
-            copy_async(uint32(to_bias + uint32(c * 4)), weights.bias, layer * columns + c)
-        commit_copies()
+        load_all(weight, bias, weights, layer, thread)
 
     @device_function
-    def normalise(rows, first, x, weight, bias, epsilon, count):
+    def normalise(rows, x, weight, bias, epsilon, count):
         thread, _, _ = thread_and_block()
         lane, row = thread % int32(WARP), thread // int32(WARP)
         if row < count:
-            values, at = cuda.local.array(held, float32), first + row * (columns + SHARED_PAD)
+            values = cuda.local.array(held, float32)
             load_row(values, x, row * columns, lane)
             normalise_row(values, epsilon, lane)
-            store_scaled(rows, at, values, weight, bias, lane)
+            store_scaled(uint32(rows + uint32(row * int32(row_bytes))), values, weight, bias, lane)
         cuda.syncthreads()
 
     return load_norm, normalise

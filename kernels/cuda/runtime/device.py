@@ -38,7 +38,7 @@ class Device:
 
         self._cuda = cuda
         self._lock = threading.RLock()  # what one thread captures, another must not add to
-        self._stream = cuda.stream()
+        self._stream, self._reading = cuda.stream(), cuda.stream()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         gpu = cuda.get_current_device()
         self.multiprocessors, self.name = gpu.MULTIPROCESSOR_COUNT, gpu.name.decode()
@@ -77,6 +77,14 @@ class Device:
             self._stream.synchronize()
         return values
 
+    def read_at(self, mark: Any, source: Any) -> np.ndarray:
+        """As `read`, without a wait for what was queued after a mark, which leaves `source` as it is."""
+        with self._lock:
+            mark.wait(self._reading)
+            values = source.copy_to_host(stream=self._reading)
+            self._reading.synchronize()
+        return values
+
     def launch(
         self,
         kernel: Any,
@@ -100,7 +108,8 @@ class Device:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """What `run` would queue, as a CUDA graph: a function that queues all of it at once.
 
-        `run` launches kernels that have run before, and does nothing else.
+        `run` launches kernels that have run before, and does nothing else. In the graph a kernel begins as soon as the
+        one before lets it (`let_next_kernel_begin`), and has to wait for that one itself (`wait_for_kernel_before`).
         """
         from cuda.bindings import driver
 
@@ -113,6 +122,7 @@ class Device:
                 run()
             finally:
                 graph = _checked(driver.cuStreamEndCapture(stream))
+            let_kernels_begin_early(graph)
             executable = _checked(driver.cuGraphInstantiate(graph, 0))
             _checked(driver.cuGraphDestroy(graph))
         return CapturedWork(executable, stream, self._lock)
@@ -145,6 +155,21 @@ class Device:
         self._granted[kernel] = shared_bytes
 
 
+def let_kernels_begin_early(graph: Any) -> None:
+    """Make each kernel's dependence on the one before programmatic: what CUDA calls programmatic dependent launch."""
+    from cuda.bindings import driver
+
+    *_, count = _checked(driver.cuGraphGetEdges(graph))
+    if not count:
+        return
+    before, after, plain, _ = _checked(driver.cuGraphGetEdges(graph, count))
+    early = driver.CUgraphEdgeData()
+    early.type = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
+    early.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+    _checked(driver.cuGraphRemoveDependencies(graph, before, after, plain, count))
+    _checked(driver.cuGraphAddDependencies(graph, before, after, [early] * count, count))
+
+
 class CapturedWork:
     """A CUDA graph; called, it is queued. It is given back with the last reference."""
 
@@ -170,8 +195,8 @@ def _narrowed(argument: Any) -> Any:
 
 
 def _checked(answer: tuple) -> Any:
-    """The driver's answer; its first part says whether it worked."""
+    """The driver's answer, a tuple if it has several parts; what comes before it says whether it worked."""
     error, *values = answer
     if error.value:
         raise RuntimeError(f"CUDA's driver says {error.name}.")
-    return values[0] if values else None
+    return tuple(values) if len(values) > 1 else values[0] if values else None

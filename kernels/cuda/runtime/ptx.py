@@ -10,27 +10,33 @@ from numba import types
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
-INT16, INT32, INT64, FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+INT32, INT64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 VOID = ir.VoidType()
-FOUR_WORDS = ir.LiteralStructType([INT32] * 4)
+FOUR_WORDS, TWO_FLOATS = ir.LiteralStructType([INT32] * 4), ir.LiteralStructType([FLOAT] * 2)
 
 
 @intrinsic
 def load_weights(typing_context, array, index):
-    """16 bytes as four uint32, of memory that nothing writes to and nobody reads twice."""
-    return _load_128("ld.global.nc.L1::no_allocate.v4.u32", array, index, side_effect=False)
+    """16 bytes as four uint32, of memory that nothing writes to and nobody reads twice.
+
+    Not `.nc`, though it might be: the assembler moves such a load behind a wait for what it does not depend on.
+    """
+    return _load_128("ld.global.L1::no_allocate.v4.u32", array, index)
 
 
 @intrinsic
-def load_read_only(typing_context, array, index):
-    """16 bytes as four uint32, of memory that nothing writes to meanwhile and other warps of the block may read too."""
-    return _load_128("ld.global.nc.v4.u32", array, index, side_effect=False)
+def load_cached(typing_context, array, index):
+    """16 bytes as four uint32, of memory that nothing writes to meanwhile and other warps of the block may read too.
+
+    Not `.nc`: a kernel that begins while the one before still writes must not.
+    """
+    return _load_128("ld.global.v4.u32", array, index)
 
 
 @intrinsic
 def load_global(typing_context, array, index):
     """16 bytes as four uint32, past the L1 cache: other blocks of the same kernel may have written them."""
-    return _load_128("ld.global.cg.v4.u32", array, index, side_effect=True)
+    return _load_128("ld.global.cg.v4.u32", array, index)
 
 
 @intrinsic
@@ -50,22 +56,35 @@ def load_fresh(typing_context, array, index):
 
 
 @intrinsic
+def load_fresh_pair(typing_context, array, index):
+    """array[index] and array[index + 1], float32 on a boundary of 8 bytes, as `load_global`."""
+    signature = types.UniTuple(types.float32, 2)(array, index)
+
+    def generate(context, builder, signature, arguments):
+        address = _address(context, builder, signature, arguments)
+        asm, constraints = "ld.global.cg.v2.f32 {$0,$1}, [$2];", "=f,=f,l,~{memory}"
+        return _unpacked(builder, _call(builder, TWO_FLOATS, [INT64], asm, constraints, [address], side_effect=True), 2)
+
+    return signature, generate
+
+
+@intrinsic
+def store_bfloat16_pair(typing_context, array, index, low, high):
+    """array[index] and array[index + 1], uint16 on a boundary of 4 bytes, = two float32, rounded as by the others."""
+    return _on_element(
+        "{ .reg .b32 h; cvt.rn.bf16x2.f32 h, $2, $1; st.global.b32 [$0], h; }",
+        types.void(array, index, types.float32, types.float32),
+        FLOAT,
+        FLOAT,
+    )
+
+
+@intrinsic
 def store_bfloat16(typing_context, array, index, value):
     """array[index], uint16, = the float32 `value`, rounded to the nearest, ties to even."""
     return _on_element(
         "{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", types.void(array, index, types.float32), FLOAT
     )
-
-
-@intrinsic
-def to_bfloat16(typing_context, value):
-    """A float32 as bfloat16, uint16, rounded to the nearest, ties to even."""
-    signature = types.uint16(types.float32)
-
-    def generate(context, builder, signature, arguments):
-        return _call(builder, INT16, [FLOAT], "cvt.rn.bf16.f32 $0, $1;", "=h,f", list(arguments))
-
-    return signature, generate
 
 
 @intrinsic
@@ -186,6 +205,30 @@ def load_shared(typing_context, address):
 
 
 @intrinsic
+def load_shared_pair(typing_context, address):
+    """8 bytes of shared memory as two float32."""
+    signature = types.UniTuple(types.float32, 2)(types.uint32)
+
+    def generate(context, builder, signature, arguments):
+        asm, constraints = "ld.shared.v2.f32 {$0,$1}, [$2];", "=f,=f,r,~{memory}"
+        return _unpacked(builder, _call(builder, TWO_FLOATS, [INT32], asm, constraints, [*arguments], True), 2)
+
+    return signature, generate
+
+
+@intrinsic
+def store_shared(typing_context, address, word):
+    """4 bytes of shared memory = a uint32."""
+    signature = types.void(types.uint32, types.uint32)
+
+    def generate(context, builder, signature, arguments):
+        _call(builder, VOID, [INT32, INT32], "st.shared.b32 [$0], $1;", "r,r,~{memory}", list(arguments), True)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
 def copy_async(typing_context, address, array, index):
     """Begin to copy 16 bytes of array[index:] to an address of shared memory."""
     signature = types.void(types.uint32, array, index)
@@ -212,6 +255,18 @@ def wait_for_copies(typing_context, pending):
     if count is None:
         return None
     return _statement(f"cp.async.wait_group {count};", types.IntegerLiteral(count))
+
+
+@intrinsic
+def let_next_kernel_begin(typing_context):
+    """Let the next kernel of a graph have what room there is. It goes on as far as `wait_for_kernel_before`."""
+    return _statement("griddepcontrol.launch_dependents;")
+
+
+@intrinsic
+def wait_for_kernel_before(typing_context):
+    """Wait for all that the kernel before has written, and so for all before it. Nothing may be written earlier."""
+    return _statement("griddepcontrol.wait;")
 
 
 @intrinsic
@@ -267,14 +322,13 @@ def run_all_blocks_at_once(typing_context):
     return signature, generate
 
 
-def _load_128(instruction: str, array, index, side_effect: bool):
+def _load_128(instruction: str, array, index):
     signature = types.UniTuple(types.uint32, 4)(array, index)
 
     def generate(context, builder, signature, arguments):
         address = _address(context, builder, signature, arguments)
-        asm = f"{instruction} {{$0,$1,$2,$3}}, [$4];"
-        constraints = "=r,=r,=r,=r,l" + (",~{memory}" if side_effect else "")
-        return _unpacked(builder, _call(builder, FOUR_WORDS, [INT64], asm, constraints, [address], side_effect))
+        asm, constraints = f"{instruction} {{$0,$1,$2,$3}}, [$4];", "=r,=r,=r,=r,l,~{memory}"
+        return _unpacked(builder, _call(builder, FOUR_WORDS, [INT64], asm, constraints, [address], side_effect=True))
 
     return signature, generate
 
@@ -319,5 +373,5 @@ def _call(builder, result, given, asm: str, constraints: str, values, side_effec
     return builder.call(function, values, attrs=("convergent",) if is_convergent else ())
 
 
-def _unpacked(builder, words):
-    return cgutils.pack_array(builder, [builder.extract_value(words, k) for k in range(4)])
+def _unpacked(builder, words, count=4):
+    return cgutils.pack_array(builder, [builder.extract_value(words, k) for k in range(count)])

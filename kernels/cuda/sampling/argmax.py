@@ -2,7 +2,7 @@
 
 from tinygpt.kernels.cuda.runtime.block import MAX_WARPS, block_greatest, warp_greatest
 from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.runtime.ptx import arrive
+from tinygpt.kernels.cuda.runtime.ptx import arrive, let_next_kernel_begin, wait_for_kernel_before
 from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
 from tinygpt.kernels.cuda.sampling.keys import greatest_key, token_of
 
@@ -23,10 +23,12 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
         arrivals: (R,) uint32, 0 before and after
         token_ids: (R,) int32
     """
+    let_next_kernel_begin()
     piece, pieces, r = int32(cuda.blockIdx.x), int32(cuda.gridDim.x), int32(cuda.blockIdx.y)
     thread = int32(cuda.threadIdx.x)
     if rows[r] < 0:
         return
+    wait_for_kernel_before()
     base = int64(rows[r]) * int64(vocab_size)
     length = int32((vocab_size + pieces - 1) // pieces)
     key = int64(-1)

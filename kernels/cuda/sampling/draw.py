@@ -4,6 +4,7 @@ import math
 
 from tinygpt.kernels.cuda.runtime.block import MAX_WARPS
 from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.runtime.ptx import let_next_kernel_begin, wait_for_kernel_before
 from tinygpt.kernels.cuda.sampling.philox import random_fraction
 from tinygpt.kernels.cuda.sampling.search import BUCKETS, Row, Shared, find_drawn
 from tinygpt.kernels.cuda.sampling.warpers import NUM_SETTINGS, TEMPERATURE, filter_row
@@ -32,6 +33,8 @@ def draw_tokens(logits, vocab_size, rows, warpers, seeds, sample_indices, positi
         token_ids: (R,) int32, -1 where `take_greatest` refused the row; -1 too where the division by the temperature
             leaves no finite score
     """
+    let_next_kernel_begin()
+    wait_for_kernel_before()
     r, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
     temperature = float32(warpers[NUM_SETTINGS * r + TEMPERATURE])
     greatest_id = token_ids[r]

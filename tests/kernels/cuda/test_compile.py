@@ -40,7 +40,7 @@ def partly_wanted(out, words, few):
 @pytest.mark.toolchain
 def test_a_small_kernel_needs_little():
     compiled = compile_kernel(copy_words, np.zeros(4, np.uint32), np.zeros(4, np.uint32))
-    assert "ld.global.nc.L1::no_allocate.v4" in compiled.ptx
+    assert "ld.global.L1::no_allocate.v4" in compiled.ptx
     assert compiled.registers <= 32
     assert compiled.spilled == compiled.stack == 0
 

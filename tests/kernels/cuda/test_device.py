@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tinygpt.kernels.cuda.runtime import jit
-from tinygpt.kernels.cuda.runtime.device import Device
+from tinygpt.kernels.cuda.runtime.device import Device, let_kernels_begin_early
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_compilers
 
 
@@ -73,3 +73,52 @@ def test_what_a_launch_asks_for_is_granted_beside_what_the_kernel_has_of_its_own
         device.launch(kernel, 3, 64, 7, shared_bytes=shared_bytes)
     assert kernel.launches == [((3,), 64, "stream", 0, np.int32(7)), ((3,), 64, "stream", 33 << 10, np.int32(7))]
     assert [(granted, size) for granted, _, size in device.grants] == [(kernel, 33 << 10)]
+
+
+def test_what_was_there_at_a_mark_is_read_while_later_work_goes_on(device):
+    calls = []
+
+    class Stream:
+        def synchronize(self):
+            calls.append("synchronize")
+
+    class Mark:
+        def wait(self, stream):
+            calls.append(("wait", stream))
+
+    class Array:
+        def copy_to_host(self, stream):
+            calls.append(("copy", stream))
+            return "values"
+
+    device._reading = Stream()
+    assert device.read_at(Mark(), Array()) == "values"
+    assert calls == [("wait", device._reading), ("copy", device._reading), "synchronize"]
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_graphs_kernels_depend_on_one_another_so_that_each_may_begin_early(monkeypatch, count):
+    from cuda.bindings import driver
+
+    ok, calls = driver.CUresult.CUDA_SUCCESS, []
+    nodes = [driver.CUgraphNode(number) for number in range(1, 4)]
+    plain = [driver.CUgraphEdgeData() for _ in range(count)]
+    edges = nodes[:count], nodes[1 : count + 1], plain
+
+    def get(graph, size=0):
+        return (ok, *edges, count) if size else (ok, [], [], [], count)
+
+    monkeypatch.setattr(driver, "cuGraphGetEdges", get)
+    monkeypatch.setattr(driver, "cuGraphRemoveDependencies", lambda *given: calls.append(("remove", *given)) or (ok,))
+    monkeypatch.setattr(driver, "cuGraphAddDependencies", lambda *given: calls.append(("add", *given)) or (ok,))
+    let_kernels_begin_early("graph")
+    if not count:
+        assert calls == []
+        return
+    (*removed, old, _), (*added, new, size) = calls
+    assert removed == ["remove", "graph", *edges[:2]]
+    assert added == ["add", "graph", *edges[:2]]
+    assert old is plain
+    assert size == len(new) == count
+    assert {(edge.type, edge.from_port, edge.to_port) for edge in new} == {(1, 1, 0)}  # cuda.h: both PROGRAMMATIC

@@ -66,9 +66,16 @@ def test_tokens_are_the_references(model, fields):
     check_tokens(model, fields)
 
 
+# Of each kind of choice one: the greatest logit, and a draw behind most of the warpers.
+SMOKE = ("greedy", "warped")
+
+
 @on_a_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(fields, marks=pytest.mark.smoke if name in SMOKE else (), id=name) for name, fields in CASES.items()],
+)
 def test_tokens_are_the_references_on_a_gpu(model, fields):
     check_tokens(model, fields)
 
@@ -114,11 +121,22 @@ def test_steps_ahead_are_bounded_by_tokens_and_positions(model, device):
     device.read = lambda source: reads.append(source.size) or read(source)
     with load(model) as llm:
         llm.generate([[3]], SamplingParams(max_tokens=16 + 7, ignore_eos=True))
-        assert reads == [16 * 8, 7 * 8]  # the history of steps of up to max_num_batched_tokens
+        # The history of steps of up to max_num_batched_tokens, READ_STEPS of them at a time.
+        assert reads == [4 * 8] * 4 + [4 * 8, 3 * 8]
         reads.clear()
         (full,) = llm.generate([[4] * 30], SamplingParams(max_tokens=10, ignore_eos=True))
-        assert reads == [1, 9 * 8]
+        assert reads == [1, 4 * 8, 4 * 8, 8]
         assert len(full.outputs[0].token_ids) == 10
+
+
+def test_tokens_of_the_first_steps_are_taken_before_those_of_the_last_are_waited_for(model, device):
+    """While Python looks at them, a GPU takes the others."""
+    events, read = [], device.read
+    device.read = lambda source: events.append("read") or read(source)
+    with load(model) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        llm.submit([3], params, on_chunk=lambda chunk: events.append("token")).result()
+    assert events == ["read", *["token"] * 4, "read", *["token"] * 2]
 
 
 def test_what_a_sequence_does_not_take_leaves_no_trace(model):

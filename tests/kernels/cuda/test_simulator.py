@@ -1,10 +1,13 @@
 """The simulator of CUDA kernels: what it computes, and that it refuses what a GPU would get wrong in silence."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint32
 
 from support import cuda_simulator
+from support.cuda_device import SimulatedDevice
 from support.cuda_simulator import simulate
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
@@ -16,8 +19,10 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     load_weights,
     mma_bfloat16,
     pack_bfloat16,
+    prefetch,
     shared_address,
     wait_for_copies,
+    wait_for_kernel_before,
 )
 
 FULL = 0xFFFFFFFF
@@ -210,3 +215,47 @@ def test_shared_memory_begins_as_nan():
     out = np.zeros(1, np.float32)
     simulate(uninitialised, 1, 1, out)
     assert np.isnan(out[0])
+
+
+@kernel
+def write_first(out, values):
+    wait_for_kernel_before()
+    out[0] = values[0]
+
+
+@kernel
+def read_early(out, values):
+    before = values[0]
+    wait_for_kernel_before()
+    out[0] = before
+
+
+@kernel
+def write_early(out, values):
+    out[0] = values[0]
+    wait_for_kernel_before()
+
+
+@kernel
+def never_wait(out, values):
+    prefetch(values, 0)  # brings it nearer and takes nothing from it
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (write_first, None),
+        (read_early, "read_early reads, before it waits, what a kernel before it writes"),
+        (write_early, "something is written before the kernel has waited"),
+        (never_wait, "never_wait ends before the kernels before it do"),
+    ],
+)
+def test_a_kernel_of_a_graph_waits_for_the_one_before(kernel, message):
+    device, a, b = SimulatedDevice(), np.ones(1, np.float32), np.zeros(1, np.float32)
+
+    def queue() -> None:
+        device.launch(write_first, 1, 1, a, b)
+        device.launch(kernel, 1, 1, b, a)
+
+    with pytest.raises(AssertionError, match=message) if message else nullcontext():
+        device.capture(queue)()
