@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from tinygpt.cli import loading, model_flags
-from tinygpt.cli.messages import say
+from tinygpt.cli.messages import counted, say
 
 SUMMARY = "compile the kernels for a model and dtype ahead of time"
 DESCRIPTION = """\
@@ -34,9 +34,11 @@ def run(args: argparse.Namespace) -> None:
     from tinygpt.kernels.kernel_archive import export_kernels, import_kernels
 
     if args.import_from is not None:
-        say(f"{import_kernels(args.import_from, kernel_files(), whole_build())} kernels imported")
+        number = import_kernels(args.import_from, kernel_files(), whole_build())
+        say(f"{counted(number, 'kernel')} imported")
     elif not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
         say("nothing was left to compile")
     say(f"the kernels are kept in {' and '.join(map(str, kernel_files().folders))}")
     if args.export is not None:
-        say(f"{export_kernels(args.export, kernel_files(), whole_build())} kernels exported to {args.export}")
+        number = export_kernels(args.export, kernel_files(), whole_build())
+        say(f"{counted(number, 'kernel')} exported to {args.export}")
