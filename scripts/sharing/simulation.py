@@ -73,7 +73,7 @@ class SharedPhase:
             clock.after(clock.cost(False), partial(self._claim, thread, thread, 0))  # it sees that the phase is open
 
     def _first(self, share: int) -> int:
-        return share * self._items // self._threads
+        return -(-share * self._items // self._threads)
 
     def _size(self, share: int) -> int:
         return self._first(share + 1) - self._first(share)

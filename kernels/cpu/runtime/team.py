@@ -115,7 +115,8 @@ def _take(team, share, may_begin):
 
 @kernel
 def _first_item(own, share):
-    return share * own[ITEMS] // own[MEMBERS]
+    """Where a share begins: the first ones are longer, and a phase of one item is the leader's, who is there."""
+    return (share * own[ITEMS] + own[MEMBERS] - ONE) // own[MEMBERS]
 
 
 @kernel

@@ -20,6 +20,7 @@ from tinygpt.kernels.cpu.runtime.team import (
     PUBLISHED,
     SHARES,
     SHIFT,
+    TAKEN_FROM,
     Team,
     atomic_add,
     begin_step,
@@ -271,16 +272,25 @@ def test_each_has_a_share_of_neighbours_and_takes_what_is_left_in_others():
     lead, second, absent = members_apart(3)
     begin_step(lead)
     assert join_step(second)
-    assert claims(second, 10, 1) == [3]
-    assert claims(lead, 10, 3) == [0, 1, 2]
-    assert claims(lead, 10, 2) == [4, 5]  # of the second's
-    assert claims(second, 10, 4) == [6, 7, 8, 9]  # of the absent one's
+    assert claims(second, 10, 1) == [4]
+    assert claims(lead, 10, 4) == [0, 1, 2, 3]
+    assert claims(lead, 10, 2) == [5, 6]  # of the second's
+    assert claims(second, 10, 3) == [7, 8, 9]  # of the absent one's
     assert claim(lead, 10) == claim(second, 10) == -1
     assert join_step(absent)
     assert claim(absent, 10) == -1
     for team in (lead, second, absent):
         finish_phase(team)
-    assert claims(absent, 10, 1) == [6]
+    assert claims(absent, 10, 1) == [7]
+
+
+def test_a_single_item_is_the_leaders():
+    """Nobody is sure to be there but the leader, who would wait for the others' patience to end."""
+    lead, second = members_apart(2)
+    begin_step(lead)
+    assert join_step(second)
+    assert claim(lead, 1) == 0
+    assert lead.own[TAKEN_FROM] == -1
 
 
 @pytest.mark.parametrize("items", [1, 5, 16, 17, 100])
