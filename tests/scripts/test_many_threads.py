@@ -11,7 +11,7 @@ from tinygpt.kernels import cpu
 from tinygpt.kernels.cpu.runtime.team import CLAIMED, GROUP, OPEN
 from tinygpt.weights.random_checkpoint import random_checkpoint
 
-CONFIG = ModelConfig(vocab_size=333, n_positions=160, n_embd=192, n_layer=3, n_head=3)
+CONFIG = ModelConfig(vocab_size=333, n_positions=160, n_embd=192, n_layer=3, n_head=12)
 THREADS = 5  # more than many a machine has cores
 LOADS = [Load(1, 1), Load(13, 1), Load(2, 71)]  # decoding alone and together, and prompts of more than a row block
 

@@ -269,19 +269,19 @@ def claims(team: Team, items: int, count: int) -> list[int]:
 
 def test_each_has_a_share_of_neighbours_and_takes_what_is_left_in_others():
     """Of those that are begun at once; of one that nobody begins when it has waited for a while."""
-    lead, second, absent = members_apart(3)
+    lead, absent, third = members_apart(3)
     begin_step(lead)
-    assert join_step(second)
-    assert claims(second, 10, 1) == [4]
+    assert join_step(third)
+    assert claims(third, 10, 1) == [7]
     assert claims(lead, 10, 4) == [0, 1, 2, 3]
-    assert claims(lead, 10, 2) == [5, 6]  # of the second's
-    assert claims(second, 10, 3) == [7, 8, 9]  # of the absent one's
-    assert claim(lead, 10) == claim(second, 10) == -1
+    assert claims(lead, 10, 2) == [8, 9]  # of the third's
+    assert claims(third, 10, 3) == [4, 5, 6]  # of the absent one's
+    assert claim(lead, 10) == claim(third, 10) == -1
     assert join_step(absent)
     assert claim(absent, 10) == -1
-    for team in (lead, second, absent):
+    for team in (lead, absent, third):
         finish_phase(team)
-    assert claims(absent, 10, 1) == [7]
+    assert claims(absent, 10, 1) == [4]
 
 
 def test_a_single_item_is_the_leaders():
@@ -298,9 +298,10 @@ def test_any_number_of_items_and_members(items):
     """Whoever is alone does all of them, of every member of every group."""
     lead, *_ = members_apart(2 * GROUP + 3)
     begin_step(lead)
-    for _ in range(2):
+    for phase in (1, 2):
         assert sorted(claims(lead, items, items)) == list(range(items))
         assert claim(lead, items) == -1
+        assert lead.board[OPEN] == phase + 1
         finish_phase(lead)
 
 
