@@ -38,7 +38,7 @@ INTO_KERNELS = {
     "tinygpt.engine.engine": {"tinygpt.kernels.compiling"},
     "tinygpt.engine.throughput": {"tinygpt.kernels.compiling"},
     "tinygpt.bench.measure": {"tinygpt.kernels.compiling"},
-    "tinygpt.cli.commands.warmup": {"tinygpt.kernels.cpu.jit"},
+    "tinygpt.cli.commands.warmup": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.kernel_archive"},
 }
 # What each package imports from outside the standard library.
 LIBRARIES = {

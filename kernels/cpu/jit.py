@@ -166,22 +166,31 @@ def mark_warm(name: str) -> None:
 
 def fingerprint(sources: Path) -> str:
     """16 hex digits over all that decides the machine code of the kernels under the folder `sources`."""
-    build = (
-        MAGIC,
-        numba.__version__,
-        llvmlite.__version__,
-        np.__version__,  # Numba's types follow NumPy's rules
-        sys.version,
-        __debug__,  # python -O compiles no assertion
-        platform.machine(),
-        binding.get_process_triple(),
-        binding.get_host_cpu_name(),
-        binding.get_host_cpu_features().flatten(),
-        config.USING_SVML,
-        sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _HARMLESS),
-        _SETTINGS.read_bytes() if _SETTINGS.is_file() else b"",
-    )
-    return fingerprint_of(sources, build)
+    return fingerprint_of(sources, build())
+
+
+def build() -> dict[str, str]:
+    """All that decides the kernels' machine code beside their sources: what it is, and what it is here."""
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _HARMLESS)
+    return {
+        "kernel format": MAGIC.decode().strip(),
+        "machine": platform.machine(),
+        "operating system": binding.get_process_triple(),
+        "CPU": binding.get_host_cpu_name(),
+        "list of CPU features": binding.get_host_cpu_features().flatten(),
+        "Python": f"{sys.version}{'' if __debug__ else ' -O'}",  # which compiles no assertion
+        "Numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "NumPy": np.__version__,  # Numba's types follow NumPy's rules
+        "use of SVML": str(config.USING_SVML),
+        "environment of Numba": repr(settings),
+        ".numba_config.yaml": repr(_SETTINGS.read_bytes()) if _SETTINGS.is_file() else "not there",
+    }
+
+
+def whole_build() -> dict[str, str]:
+    """What a file of exported kernels was made for: `build`, and a digest of the sources with it."""
+    return build() | {"version of the kernels": fingerprint(SOURCES)}
 
 
 def has_feature(name: str) -> bool:

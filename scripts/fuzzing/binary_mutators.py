@@ -1,5 +1,6 @@
 """How safetensors files, pickles and zip archives are damaged where it hurts: inside a frame that stays whole."""
 
+import hashlib
 import io
 import json
 import pickletools
@@ -7,6 +8,8 @@ import struct
 import zipfile
 import zlib
 from random import Random
+
+from tinygpt.kernels.kernel_archive import DIGEST_BYTES, MAGIC, SIZE_BYTES
 
 from .mutators import BYTES, INTEGERS, JSON, Mutator
 
@@ -98,6 +101,13 @@ def seal_session(data: bytes, rng: Random) -> bytes:
         checksum = zlib.crc32(body[slice(*entries[name]["data_offsets"])], checksum)
     metadata["crc32"] = f"{checksum:08x}"
     return _join(json.dumps(entries).encode(), body)
+
+
+def seal_archive(data: bytes, rng: Random) -> bytes:
+    """The digest of exported kernels' header, right again."""
+    length, start = len(MAGIC), len(MAGIC) + SIZE_BYTES + DIGEST_BYTES
+    header = data[start : start + int.from_bytes(data[length:][:SIZE_BYTES], "little")]
+    return data[: length + SIZE_BYTES] + hashlib.sha256(header).digest() + data[start:]
 
 
 # --- pickles

@@ -129,7 +129,11 @@ def _stored() -> list[Format]:
     session = Format("session", seeds.session, file, loaders.session, oracles.check_session, seal, weight=3)
     files = {"add.kernel": mutators.BYTES, "key": mutators.BYTES}
     kernel = Format("kernel", seeds.kernel, files, loaders.kernel, oracles.check_kernel, is_writing=True)
-    return [*packed, session, kernel]
+    load, check, seal = loaders.kernel_archive, oracles.check_kernel_archive, binary.seal_archive
+    archive = Format(
+        "kernel-archive", seeds.kernel_archive, {"kernels.bin": mutators.BYTES}, load, check, seal, is_writing=True
+    )
+    return [*packed, session, kernel, archive]
 
 
 def _tokenizers() -> list[Format]:

@@ -15,6 +15,7 @@ from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.golden import Golden, load_goldens
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import packed as packing
+from tinygpt.kernels.kernel_archive import import_kernels
 from tinygpt.kernels.kernel_files import KernelFiles
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
@@ -106,6 +107,17 @@ def _records(folder: Path) -> list[PromptRecord]:
 
 def golden(folder: Path) -> list[Golden]:
     return load_goldens(folder / "golden.npz")
+
+
+def kernel_archive(folder: Path) -> dict[str, bytes]:
+    """Each file that an import leaves behind, by its name: of kernels, what would be unpickled and run."""
+    for path in folder.iterdir():  # of an earlier import
+        if path.name != "kernels.bin":
+            path.unlink()
+    files = KernelFiles(folder)
+    import_kernels(folder / "kernels.bin", files, seeds.BUILD)
+    left = {path.relative_to(folder).as_posix() for path in folder.rglob("*")} - {"kernels.bin"}
+    return {name: bytes(files.load(name) or b"") if name in files.names() else b"" for name in left}
 
 
 def kernel(folder: Path) -> bytes | None:

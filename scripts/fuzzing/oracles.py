@@ -5,6 +5,7 @@ Each check returns what is wrong in a few words, or None.
 
 import json
 import math
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -249,6 +250,15 @@ def check_golden(folder: Path, loaded: Any, undamaged: Any) -> str | None:
         if not isinstance(golden.logits, np.ndarray) or not all(type(i) is int for i in golden.token_ids):
             return f"{golden} is no golden"
     return None
+
+
+def check_kernel_archive(folder: Path, loaded: dict[str, bytes], undamaged: dict[str, bytes]) -> str | None:
+    """A header that is another one and sealed may name kernels otherwise, but makes no other machine code of them."""
+    outside = [place for place in loaded if not re.fullmatch(r"key|\w+-\w{32}\.kernel|[\w.+-]+\.warm", place)]
+    if outside:
+        return f"a file that is no kernel: {outside}"
+    other = [place for place, body in loaded.items() if body not in undamaged.values()]
+    return f"other machine code than was exported: {other}" if other else None
 
 
 def check_kernel(folder: Path, loaded: bytes | None, undamaged: bytes) -> str | None:

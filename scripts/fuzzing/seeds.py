@@ -19,6 +19,7 @@ from tinygpt.config import ModelConfig
 from tinygpt.evaluation.golden import Golden, save_goldens
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import packed as packing
+from tinygpt.kernels.kernel_archive import export_kernels
 from tinygpt.kernels.kernel_files import KernelFiles
 from tinygpt.outputs import RequestMetrics
 from tinygpt.weights.containers.torch_file import MAGIC_NUMBER, PROTOCOL_VERSION
@@ -50,6 +51,8 @@ PROMPTS = b"""{"id": "fox", "prompt": "The fox said", "max_tokens": 12, "tempera
 
 {"id": 7, "prompt_token_ids": [4], "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "logprobs": 1}
 """
+# What kernels that are exported were compiled for.
+BUILD = {"CPU": "znver4", "Python": "3.11.2"}
 
 
 def written(folder: Path, files: Files) -> Path:
@@ -206,6 +209,17 @@ def kernel() -> Files:
         (Path(name) / "key").write_bytes(b"key 4567" * 4)
         KernelFiles(Path(name)).save("add.kernel", b"machine code" * 20)
         return {path.name: path.read_bytes() for path in Path(name).iterdir()}
+
+
+def kernel_archive() -> Files:
+    """Two kernels, and a mark that they are all that int8 takes."""
+    with tempfile.TemporaryDirectory() as name:
+        files, path = KernelFiles(Path(name) / "kept"), Path(name) / "kernels.bin"
+        for kernel, body in {"add": b"machine code" * 20, "multiply": b"more of it"}.items():
+            files.save(f"{kernel}-{kernel.encode().hex():0>32}.kernel", body)
+        files.mark("int8")
+        export_kernels(path, files, BUILD)
+        return {path.name: path.read_bytes()}
 
 
 def write_world(folder: Path) -> None:

@@ -51,12 +51,24 @@ def test_kernels_follow_the_features(monkeypatch):
     monkeypatch.setattr(targets, "TARGET", targets.choose({"avx2", "fma"}.__contains__, "znver3"))
     assert instructions() == {
         "target": "AVX2",
-        "float32": "multiply-adds",
-        "bfloat16": "two multiply-adds",
-        "int8": "vpmaddwd",
-        "int4": "vpmaddubsw",
-        "int8 KV cache": "vpmaddwd",
+        "float32": "multiply-adds, 8 products an instruction",
+        "bfloat16": "two multiply-adds, 8 products an instruction",
+        "int8": "vpmaddwd, 16 products an instruction",
+        "int4": "vpmaddubsw, 32 products an instruction",
+        "int8 KV cache": "vpmaddwd, 16 products an instruction",
     }
+
+
+@pytest.mark.parametrize("target", targets.TARGETS, ids=lambda target: target.name)
+def test_every_target_says_what_it_expects_of_each_dtype(monkeypatch, target):
+    """As many products an instruction as its vector holds numbers of the width that it multiplies, or twice those."""
+    monkeypatch.setattr(targets, "TARGET", target)
+    told = instructions()
+    assert told["target"] == target.name
+    assert told["float32"] == f"multiply-adds, {target.vector_bytes // 4} products an instruction"
+    bits = {"vdpbf16ps": 16, "vpdpbusd": 8, "vpmaddwd": 16, "vpmaddubsw": 8, "sdot": 8, "usmmla": 4}
+    for dtype, step in {"bfloat16": target.bfloat16, "int8": target.int8, "int4": target.int4}.items():
+        assert told[dtype] == f"{step}, {target.vector_bytes * 8 // bits.get(step, 32)} products an instruction"
 
 
 def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp_path):

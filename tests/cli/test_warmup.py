@@ -84,6 +84,45 @@ def test_after_warmup_nothing_compiles(tmp_path, dtype):
     assert kernels(tmp_path) == made
 
 
+@pytest.mark.slow  # a process that has no kernel yet
+def test_what_one_machine_exports_another_need_not_compile(tmp_path):
+    archive = tmp_path / "kernels.bin"
+    first = python("-m", "tinygpt", "warmup", "--dtype", "int8", "--export", str(archive), cache=tmp_path / "first")
+    made = kernels(tmp_path / "first").keys()
+    assert f"{len(made)} kernels exported to {archive}\n" in first.stderr
+    second = python("-m", "tinygpt", "warmup", "--import", str(archive), cache=tmp_path / "second")
+    assert f"{len(made)} kernels imported" in second.stderr
+    there = kernels(tmp_path / "second")
+    assert there.keys() == made
+    later = python("-c", REQUESTS.format(model="demo", dtype="int8"), cache=tmp_path / "second")
+    assert (later.stdout, later.stderr) == ("[]\n", "")
+    assert kernels(tmp_path / "second") == there
+
+
+def test_kernels_go_from_one_cache_to_another_and_no_further(monkeypatch, tmp_path, capsys):
+    """The command, with a few kernels; what it finds of this machine is what it holds others to."""
+    mine, other, archive = KernelFiles(tmp_path / "mine"), KernelFiles(tmp_path / "other"), tmp_path / "kernels.bin"
+    mine.save(f"one-{'0' * 32}.kernel", b"code")
+    monkeypatch.setattr(compile_ahead, "REQUESTS", ())
+    monkeypatch.setattr(jit, "kernel_files", lambda: mine)
+    assert cli.main(["warmup", "--export", str(archive)]) == 0
+    assert capsys.readouterr().err.endswith(f"1 kernel exported to {archive}\n")
+    monkeypatch.setattr(jit, "kernel_files", lambda: other)
+    here = jit.whole_build()
+    for name in here:
+        with monkeypatch.context() as patch:
+            patch.setattr(jit, "whole_build", lambda name=name: here | {name: "another"})
+            assert cli.main(["warmup", "--import", str(archive)]) == 2
+        error = capsys.readouterr().err
+        assert f"where the {name} is" in error
+        assert other.names() == set()
+    assert cli.main(["warmup", "--import", str(archive)]) == 0
+    assert bytes(other.load(f"one-{'0' * 32}.kernel")) == b"code"
+    with pytest.raises(SystemExit):
+        cli.main(["warmup", "--import", str(archive), "--export", str(archive)])
+    assert "--export: not allowed with argument --import" in capsys.readouterr().err
+
+
 def test_the_library_compiles_ahead_as_well(monkeypatch, caplog):
     compile_the_rest = LLM.generate
 

@@ -63,6 +63,15 @@ def test_a_tile_keeps_its_sums_in_registers(cpu, dtype):
     assert tile.products == 6 * STRIP * k
 
 
+@CPUS
+@pytest.mark.parametrize("dtype", arm_tiles.DTYPES)
+def test_several_rows_ask_ahead_into_the_l2_cache(cpu, dtype):
+    """And a lone one into the L1 cache, which has no place for a second chunk beside the one that several multiply."""
+    for rows, level in zip(arm_tiles.HEIGHTS, ("pldl2keep", "pldl1keep"), strict=True):
+        asked = {line.split()[1] for line in tiles(cpu)[f"{dtype}-{rows}"].instructions if line.startswith("prfm")}
+        assert asked == {level + ","}
+
+
 LOOPS = """
 tile:
 .LBB0_1:

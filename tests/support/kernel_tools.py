@@ -13,7 +13,7 @@ from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
 from tinygpt.kernels.cpu.packing.pack import panel_count
 from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight
-from tinygpt.kernels.cpu.runtime.team import Team, begin_step, new_board
+from tinygpt.kernels.cpu.runtime.team import Team, begin_step, new_teams
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
@@ -83,8 +83,7 @@ def random_values(*shape: int, seed: int = 0) -> np.ndarray:
 
 def solo_team(head_size: int = 1) -> Team:
     """A team of one, in its first step."""
-    scratch = unwritten(max(SCRATCH, scratch_size(head_size)))
-    team = Team(new_board(), np.zeros(8, np.int64), scratch)
+    (team,) = new_teams(unwritten(1, max(SCRATCH, scratch_size(head_size))))
     begin_step(team)
     return team
 

@@ -83,7 +83,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> Parser:
         subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,
-            description=command.SUMMARY,
+            description=getattr(command, "DESCRIPTION", command.SUMMARY),
             epilog=EPILOG,
             usage=getattr(command, "USAGE", f"tinygpt {name} [flags]"),
             every_day=getattr(command, "EVERY_DAY", None),

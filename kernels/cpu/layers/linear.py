@@ -173,7 +173,7 @@ def products(weight, x, tile, layer, segments, scratch):
             units = min(chunk, stop - first)
             b, following = panel + first * unit.bytes, panel + (first + units) * unit.bytes
             if s == segments.size - 2 and first + units == stop:
-                following = panel + 2 * weight.panels.strides[1]  # the next panel is usually another thread's
+                following = panel + weight.panels.strides[1]
             add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch)
 
 

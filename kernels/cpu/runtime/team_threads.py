@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tinygpt.kernels.cpu.runtime.team import JOINED, PUBLISHED, Team, new_board
+from tinygpt.kernels.cpu.runtime.team import JOINED, PUBLISHED, Team, new_teams
 
 
 class TeamThreads:
@@ -18,12 +18,11 @@ class TeamThreads:
 
     def __init__(self, threads: int, scratch: np.ndarray):
         """scratch (threads, ...) float32: each member's own."""
-        self._threads, self._scratch = threads, scratch
+        self._scratch = scratch
         self._start()
 
     def _start(self) -> None:
-        board = new_board()
-        teams = [Team(board, np.zeros(8, np.int64), self._scratch[i]) for i in range(self._threads)]
+        teams = new_teams(self._scratch)
         self.leader = teams[0]
         self._shared = _Shared([_Follower(team) for team in teams[1:]])
         for follower in self._shared.followers:
@@ -90,7 +89,7 @@ class _Shared:
             # One that is awake would take the next step with the old arguments.
             self.changed.wait_for(lambda: all(follower.is_asleep for follower in self.followers))
             for follower in self.followers:
-                follower.team.phase[JOINED] = follower.team.board[PUBLISHED]
+                follower.team.own[JOINED] = follower.team.board[PUBLISHED]
             self.task = task
 
     def close(self) -> None:

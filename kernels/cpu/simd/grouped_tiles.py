@@ -82,7 +82,6 @@ def _make_code(dtype: str):
         strip, per_load = strip_of(rows), EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
         loads, strips = part_k // integer.k // per_load, PANEL_VECTORS // strip
         lines = ROW_BYTES // LINE_BYTES // (EXPANSION[dtype] // per_load)
-        level = 1 if rows == 1 else 2  # several rows work on a chunk, and a second one has no place in the L1 cache
 
         def size(n: int):
             return ir.Constant(a.type, n)
@@ -105,7 +104,7 @@ def _make_code(dtype: str):
                 def step(i, sums):
                     row = builder.add(first_load, i)
                     asked = builder.add(builder.mul(row, size(strips)), strip_number)
-                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips, level)
+                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips, rows)
                     b_row = builder.add(builder.add(b, columns), builder.mul(row, size(ROW_BYTES)))
                     b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 64) for v in range(strip)]
                     taken = [unpacked(builder, vector, dtype) if per_load > 1 else [vector] for vector in b_k]

@@ -101,7 +101,6 @@ def make_lane_grouped_code(dtype: str):
         lone_int4, strips = dtype == "int4" and rows == 1, PANEL_VECTORS // strip
         part_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
         lines = PANEL_VECTORS // (2 if dtype == "int4" and rows > 1 else 1)  # that a row asks for
-        level = 1 if rows == 1 else 2  # several rows work on a chunk, and a second one has no place in the L1 cache
 
         def size(n: int):
             return ir.Constant(a.type, n)
@@ -126,7 +125,7 @@ def make_lane_grouped_code(dtype: str):
                 def row_at(row):
                     """Where a row of the part begins; asks for what comes in its place later."""
                     before = builder.add(builder.mul(builder.add(first_row, row), size(strips)), strip_number)
-                    ask_part_ahead(builder, ahead, spacing, before, lines, strips, level)
+                    ask_part_ahead(builder, ahead, spacing, before, lines, strips, rows)
                     return builder.add(b_strip, builder.mul(row, size(ROW_BYTES)))
 
                 sums = multiply(builder, dtype, strip * QUADS, a_rows, s_rows, row_at)

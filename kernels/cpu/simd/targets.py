@@ -18,6 +18,9 @@ SHORTS = "vpmaddwd"  # two int16 into an int32, so bytes are widened
 BYTES = "vpmaddubsw"  # two bytes into an int16, which eight steps of nibbles cannot overflow
 DOTS = "sdot"  # four bytes into an int32, both sides signed
 MATRICES = "usmmla"  # eight bytes of two columns and two rows into four int32; a lone row takes usdot, four into one
+SINGLES = "multiply-adds"  # of float32
+# Products that each makes for 32 bits of a register.
+PRODUCTS = {SINGLES: 1, PAIRS: 2, LONGS: 1, WIDENED: 1, FOURS: 4, SHORTS: 2, BYTES: 4, DOTS: 4, MATRICES: 8}
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,10 @@ def test_convert_puts_every_row(shape, dtype):
 def test_convert_is_no_phase_for_float32():
     """Its operand is made of the rows themselves."""
     x, team = random_values(11, 70), solo_team()
-    operand, phase = operand_of(x), team.phase.copy()
+    operand, own = operand_of(x), team.own.copy()
     run_convert(team, operand, 2 * x, NO_FACTORS, ONLY)
     same_bits(operand.values, x)
-    np.testing.assert_array_equal(team.phase, phase)
+    np.testing.assert_array_equal(team.own, own)
 
 
 def test_convert_multiplies_by_the_factors_of_its_layer():

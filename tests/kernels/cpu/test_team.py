@@ -13,10 +13,14 @@ import pytest
 from support.apart import printed
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.runtime.team import (
-    CLAIMS,
     DONE,
+    GROUP,
+    OPEN,
+    PHASE,
     PUBLISHED,
+    SHARES,
     SHIFT,
+    TAKEN_FROM,
     Team,
     atomic_add,
     begin_step,
@@ -24,7 +28,7 @@ from tinygpt.kernels.cpu.runtime.team import (
     complete,
     finish_phase,
     join_step,
-    new_board,
+    new_teams,
     pause,
 )
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
@@ -111,9 +115,9 @@ def new_team(members: int) -> TeamThreads:
     return TeamThreads(members, scratch)
 
 
-def new_teams(members: int) -> list[Team]:
-    board, scratch = new_board(), np.arange(members, dtype=np.float32)
-    return [Team(board, np.zeros(8, np.int64), scratch[i : i + 1]) for i in range(members)]
+def members_apart(members: int) -> list[Team]:
+    """What members know of each other, without threads of their own."""
+    return new_teams(np.arange(members, dtype=np.float32)[:, np.newaxis])
 
 
 def wait_until(condition) -> None:
@@ -195,7 +199,7 @@ def test_followers_that_never_wake(team):
 @pytest.mark.parametrize("late_by", [0, 1, 100])
 def test_followers_that_come_late(late_by):
     """They find a board that is far on, and join without having seen what was before."""
-    lead, *others = new_teams(3)
+    lead, *others = members_apart(3)
     task, stop = random_task(3), threading.Event()
 
     def follow(team: Team) -> None:
@@ -221,37 +225,109 @@ def test_followers_that_come_late(late_by):
 
 def test_one_that_fell_asleep_in_a_phase_falls_through_to_the_others():
     """Its phase is long over: it gets no item of another phase, and catches up one phase at a time."""
-    lead, late = new_teams(2)
+    lead, late = members_apart(2)
     task = Task([3] * 6, 2)
     begin_step(lead)
     assert join_step(late)
     take_phases(lead, *task.arrays)
-    assert late.phase[0] < lead.phase[0]
+    assert late.own[PHASE] < lead.own[PHASE]
     for _ in range(6):
         assert claim(late, 3) == -1
         finish_phase(late)
-    assert late.phase[0] == lead.phase[0]
+    assert late.own[PHASE] == lead.own[PHASE]
     assert not join_step(late)
     begin_step(lead)
     assert join_step(late)
 
 
 def test_board():
-    """Claims and completions are counted in the open phase; the last completion opens the next, with none of either."""
-    (team,) = new_teams(1)
+    """Items are counted in the open phase; the last one opens the next, where all is as in the first."""
+    (team,) = members_apart(1)
     board = team.board
-    assert board.ctypes.data % 64 == 0
-    assert (board[PUBLISHED], board[CLAIMS], board[DONE]) == (0, 1 << SHIFT, 1 << SHIFT)
+    assert (board[PUBLISHED], board[OPEN], board[DONE]) == (0, 1, 0)
     begin_step(team)
     assert board[PUBLISHED] == 1
-    assert [claim(team, 2), claim(team, 2), claim(team, 2)] == [0, 1, -1]
-    complete(team, 2)
-    assert board[[CLAIMS, DONE]].tolist() == [(1 << SHIFT) + 2, (1 << SHIFT) + 1]
-    complete(team, 2)
-    assert board[[CLAIMS, DONE]].tolist() == [2 << SHIFT, 2 << SHIFT]
-    assert claim(team, 2) == -1  # this thread is still in phase 1
-    finish_phase(team)
-    assert claim(team, 2) == 0
+    for phase in (1, 2):
+        assert [claim(team, 2), claim(team, 2)] == [0, 1]
+        assert (board[OPEN], board[SHARES] >> SHIFT, board[SHARES] & 3) == (phase, phase, 2)
+        complete(team, 2)
+        complete(team, 2)
+        assert board[OPEN] == phase  # counted when nothing is left to claim
+        assert claim(team, 2) == -1
+        assert (board[OPEN], board[DONE]) == (phase + 1, 0)
+        assert claim(team, 2) == -1  # this thread is still in the old phase
+        finish_phase(team)
+
+
+def claims(team: Team, items: int, count: int) -> list[int]:
+    found = []
+    for _ in range(count):
+        found.append(claim(team, items))
+        complete(team, items)
+    return found
+
+
+def test_each_has_a_share_of_neighbours_and_takes_what_is_left_in_others():
+    """Of those that are begun at once; of one that nobody begins when it has waited for a while."""
+    lead, absent, third = members_apart(3)
+    begin_step(lead)
+    assert join_step(third)
+    assert claims(third, 10, 1) == [7]
+    assert claims(lead, 10, 4) == [0, 1, 2, 3]
+    assert claims(lead, 10, 2) == [8, 9]  # of the third's
+    assert claims(third, 10, 3) == [4, 5, 6]  # of the absent one's
+    assert claim(lead, 10) == claim(third, 10) == -1
+    assert join_step(absent)
+    assert claim(absent, 10) == -1
+    for team in (lead, absent, third):
+        finish_phase(team)
+    assert claims(absent, 10, 1) == [4]
+
+
+def test_a_single_item_is_the_leaders():
+    """Nobody is sure to be there but the leader, who would wait for the others' patience to end."""
+    lead, second = members_apart(2)
+    begin_step(lead)
+    assert join_step(second)
+    assert claim(lead, 1) == 0
+    assert lead.own[TAKEN_FROM] == -1
+
+
+@pytest.mark.parametrize("items", [1, 5, 16, 17, 100])
+def test_any_number_of_items_and_members(items):
+    """Whoever is alone does all of them, of every member of every group."""
+    lead, *_ = members_apart(2 * GROUP + 3)
+    begin_step(lead)
+    for phase in (1, 2):
+        assert sorted(claims(lead, items, items)) == list(range(items))
+        assert claim(lead, items) == -1
+        assert lead.board[OPEN] == phase + 1
+        finish_phase(lead)
+
+
+def test_one_that_comes_too_late_takes_nothing_whatever_it_believes_of_the_phase():
+    lead, late = members_apart(2)
+    begin_step(lead)
+    assert join_step(late)
+    assert claims(lead, 2, 2) == [0, 1]
+    assert claim(lead, 2) == -1
+    assert claim(late, 1000) == -1  # of which its share would have most
+
+
+def test_no_two_words_that_threads_write_are_within_128_bytes():
+    """Two of 64, which Intel's cores fetch together and Apple's are one line of."""
+    teams = members_apart(2 * GROUP)
+    begin_step(teams[0])
+    assert all(join_step(team) for team in teams[1:])
+    board, before = teams[0].board, teams[0].board.copy()
+    for share, team in enumerate(teams):
+        assert claims(team, 2 * GROUP, 1) == [share]
+    for team in teams[::GROUP]:  # a count of each group begins
+        assert claim(team, 2 * GROUP) == -1
+    written = [PUBLISHED, OPEN, DONE, *np.flatnonzero(board != before)]
+    assert len(set(written)) == 3 + 2 * GROUP + 2
+    words = [board.ctypes.data + 8 * int(i) for i in set(written)] + [team.own.ctypes.data for team in teams]
+    assert len({word // 128 for word in words}) == len(words)
 
 
 @teams_of(2, 4)

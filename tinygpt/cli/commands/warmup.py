@@ -1,23 +1,45 @@
-"""`tinygpt warmup`: compile every kernel for a model and dtype ahead of time."""
+"""`tinygpt warmup`: compile every kernel for a model and dtype ahead of time, or take them from another machine."""
 
 import argparse
+from pathlib import Path
 
 from tinygpt.cli import loading
 from tinygpt.cli.flags import model as model_flags
-from tinygpt.cli.output.messages import say
+from tinygpt.cli.output.messages import counted, say
 
 SUMMARY = "compile the kernels for a model and dtype ahead of time"
+DESCRIPTION = """\
+Compile the kernels for a model and dtype ahead of time. --export writes all kernels that are there by then to a file,
+and --import takes them from it, on a machine with the same CPU, Python and packages. Kernels are machine code: import a
+file only if you trust whoever made it, as you would a program.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_flags.add_group(parser, model_flags.CPU_FLAGS)
+    one = parser.add_argument_group("other machines of the same kind").add_mutually_exclusive_group()
+    one.add_argument("--export", type=Path, metavar="FILE", help="write the compiled kernels to a file, too")
+    one.add_argument(
+        "--import",
+        type=Path,
+        metavar="FILE",
+        dest="import_from",
+        help="keep the kernels of such a file, and compile none; only from somebody whom you trust",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     loading.set_thread_pools(args.threads)
     from tinygpt.compile_ahead import warmup
-    from tinygpt.kernels.cpu.jit import kernel_files
+    from tinygpt.kernels.cpu.jit import kernel_files, whole_build
+    from tinygpt.kernels.kernel_archive import export_kernels, import_kernels
 
-    if not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
+    if args.import_from is not None:
+        number = import_kernels(args.import_from, kernel_files(), whole_build())
+        say(f"{counted(number, 'kernel')} imported")
+    elif not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
         say("nothing was left to compile")
     say(f"the kernels are kept in {' and '.join(map(str, kernel_files().folders))}")
+    if args.export is not None:
+        number = export_kernels(args.export, kernel_files(), whole_build())
+        say(f"{counted(number, 'kernel')} exported to {args.export}")

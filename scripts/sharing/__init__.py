@@ -1,0 +1,1 @@
+"""What `scripts/many_threads.py` is made of."""
