@@ -115,7 +115,7 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
 
 def _marks_ends_of_words(vocab: dict[str, int]) -> bool:
     """Whether this is GPT-1's kind: GPT-2's marks spaces."""
-    return any(token.endswith(END_OF_WORD) for token in vocab) and not any(SPACE in token for token in vocab)
+    return not any(SPACE in token for token in vocab) and any(token.endswith(END_OF_WORD) for token in vocab)
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
