@@ -6,7 +6,7 @@ not do is a question for `byte_level_bpe`.
 """
 
 import json
-from itertools import chain
+from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +209,10 @@ def _check_model(model: dict[str, Any], path: Path) -> None:
     if len(set(vocab.values())) != len(vocab):
         raise CheckpointError(f"The vocabulary in {path} gives one id to several tokens; download it again.")
     merges = model.get("merges") or []
-    lacking = {*chain.from_iterable(merges), *map("".join, merges)}.difference(vocab)
-    if lacking:
+    used = chain(chain.from_iterable(merges), map("".join, merges))
+    if (lacking := next(filterfalse(vocab.__contains__, used), None)) is not None:
         raise CheckpointError(
-            f"The vocabulary in {path} lacks {min(lacking)!r}, which a merge uses or makes: vocabulary and merges "
+            f"The vocabulary in {path} lacks {lacking!r}, which a merge uses or makes: vocabulary and merges "
             "must come from one tokenizer."
         )
 
