@@ -34,7 +34,7 @@ from tqdm import tqdm
 # tinygpt lies beside scripts/, whether or not it is installed.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from serving.compare import Plan, compare, markdown, picture_of
+from serving.compare import Plan, compare, markdown, of_clients, picture_of
 from serving.figures import ServiceLevel
 from serving.servers import Server, llama_cpp, llama_server, ours, transformers
 
@@ -224,6 +224,8 @@ def measure_server(args: argparse.Namespace) -> None:
         rows = compare(servers_of(args, llm, slots), plan, llm)
     print(f"{cpu_name()}, {thread_count(args.threads)} threads, {args.model} {args.dtype}\n")
     print(markdown(rows))
+    if args.clients:
+        print(f"\n{of_clients(rows)}")
     if args.json:
         args.json.write_text(json.dumps({"cpu": cpu_name(), "rows": rows}, indent=1))
     if args.plot:

@@ -308,8 +308,9 @@ def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]
         given = getattr(instance, name)
         try:
             object.__setattr__(instance, name, normalise(given))
-        except (TypeError, ValueError):
-            problems.append(f"{name}={reprlib.repr(given)} is not possible: it must be {allowed}")
+        except (TypeError, ValueError) as error:
+            where = read.where_no_json(error)
+            problems.append(f"{name}={reprlib.repr(given)} is not possible: {where}it must be {allowed}")
     if problems:
         raise RequestError("; ".join(problems) + ".")
 

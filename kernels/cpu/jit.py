@@ -87,8 +87,14 @@ def kernel(function):
 
 
 def _kernel_or_part(function, **options):
-    compiled, part = _kernel(function, **options), numba.njit(**PART_OPTIONS, **options)(function)
-    compiled.get_call_template, compiled.get_overload = part.get_call_template, part.get_overload
+    compiled = _kernel(function, **options)
+
+    @functools.cache
+    def part():  # made where a kernel that calls it compiles: most processes read their kernels from the disk
+        return numba.njit(**PART_OPTIONS, **options)(function)
+
+    compiled.get_call_template = lambda *types: part().get_call_template(*types)
+    compiled.get_overload = lambda *types: part().get_overload(*types)
     return compiled
 
 

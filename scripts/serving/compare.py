@@ -131,18 +131,37 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def of_clients(rows: list[dict[str, Any]]) -> str:
+    """Tokens a second alone, medians: a row for each number of clients, a column for each server."""
+    rates = _rates(rows)
+    cells = [
+        [
+            str(clients),
+            *(f"{statistics.median(rates[name][clients]):.0f}" if clients in rates[name] else "-" for name in rates),
+        ]
+        for clients in sorted({clients for of_server in rates.values() for clients in of_server})
+    ]
+    header = ["clients at once", *(f"`{name}`" for name in rates)]
+    return table(header, cells, header[1:])
+
+
 def picture_of(rows: list[dict[str, Any]], note: str) -> Picture:
     """Tokens a second against clients, a line for each server."""
+    lines = [
+        Line(name, tuple(Point.of(clients, rates) for clients, rates in by_clients.items()))
+        for name, by_clients in _rates(rows).items()
+    ]
+    return Picture("Streams over HTTP", (Panel("", "clients at once", "tokens/s", tuple(lines)),), note)
+
+
+def _rates(rows: list[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
+    """Tokens a second of the closed loops, by server and number of clients."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         if row["load"].endswith("clients") and "error" not in row:
             clients = int(row["load"].split()[0])
             found.setdefault(row["server"], {}).setdefault(clients, []).append(row["tokens_per_second"])
-    lines = [
-        Line(name, tuple(Point.of(clients, rates) for clients, rates in by_clients.items()))
-        for name, by_clients in found.items()
-    ]
-    return Picture("Streams over HTTP", (Panel("", "clients at once", "tokens/s", tuple(lines)),), note)
+    return found
 
 
 def _cells(group: list[dict[str, Any]]) -> list[str]:

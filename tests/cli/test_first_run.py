@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 
 from support.commands import Result
+from support.processes import until
 from support.recorded import needs_transformers
 from tinygpt.cli import loading
 from tinygpt.cli import main as cli
@@ -95,8 +96,7 @@ def test_what_takes_long_is_said_now_and_then(monkeypatch):
             now[0] += 100
             ANNOUNCER.begin("one")
             now[0] += seconds
-            while expected not in said[-1]:
-                time.sleep(0.001)
+            until(lambda expected=expected: expected in said[-1])
             ANNOUNCER.end()
     assert said[:-1] == [
         f"{compile_notice.MESSAGE}{more}"
@@ -285,8 +285,7 @@ def test_a_terminal_shows_the_seconds_until_the_last_kernel_is_done(monkeypatch)
 
     def wait_for_seconds() -> None:
         shown = len(terminal.getvalue())
-        while not re.search(r"compiling kernels for this machine: [\d.]+ s", terminal.getvalue()[shown:]):
-            time.sleep(0.001)
+        until(lambda: re.search(r"compiling kernels for this machine: [\d.]+ s", terminal.getvalue()[shown:]))
 
     with compiling_shown():
         for name in ("one", "two"):

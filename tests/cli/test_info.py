@@ -103,10 +103,13 @@ def test_tensors_that_are_not_the_configs(capsys, tmp_path):
     assert "transformer.wpe.weight" in report["tensors"]
 
 
-def test_what_is_no_checkpoint_is_told_so_alone(capsys, tmp_path):
-    (path := tmp_path / "story.txt").write_text("Once upon a time there was a king.")
-    (refused,) = info(capsys, path)["refused"]
-    assert "is in no format of weights" in refused
+@pytest.mark.parametrize("text", ["Once upon a time there was a king.", ""])
+def test_a_file_that_is_no_checkpoint(capsys, tmp_path, text):
+    (path := tmp_path / "story.txt").write_text(text)
+    assert cli.main(["info", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{path} is in no format of weights" in err
 
 
 def test_hashes(capsys, folder):

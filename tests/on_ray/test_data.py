@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ pytest.importorskip("ray", reason="ray, of the extra of that name, is not instal
 
 from support.commands import run_process
 from support.paths import ROOT
+from support.processes import until
 from support.ray_processes import ray_processes
 
 OF_THE_RUN = ("metrics", "num_cached_tokens")
@@ -70,9 +70,8 @@ def test_an_actor_that_is_killed_loses_and_doubles_no_row(small_demo, given, exp
     process = subprocess.Popen(
         [sys.executable, "-c", program, *words, "--ray", "--workers", "2"], env=environment, stderr=subprocess.PIPE
     )
-    while not (out.exists() and out.read_bytes().count(b"\n")):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
+    until(lambda: process.poll() is not None or (out.exists() and b"\n" in out.read_bytes()))
+    assert process.poll() is None, process.stderr.read()
     actors = ray_processes(process.pid, "MapWorker(")
     assert len(actors) == 2
     os.kill(actors[0], signal.SIGKILL)

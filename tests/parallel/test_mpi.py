@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from support.golden_models import write_model
 from support.http_client import ask
 from support.paths import ROOT
-from support.processes import until
+from support.processes import below, read_to, until
 from tinygpt.kernels.compiling import ANNOUNCEMENT
 from tinygpt.parallel.launched import find_mpiexec
 
@@ -113,7 +112,7 @@ def run(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
 def refused(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
     """As `run`, of ranks that all end as soon as one has said why."""
     process = start(*words, ranks=ranks)
-    said = process.stderr.readline()
+    said = read_to(process, process.stderr, "\n")
     out, err = process.communicate(timeout=TO_END)
     return process.returncode, out, said + err
 
@@ -222,10 +221,8 @@ while True:
 )
 def test_when_a_rank_ends_all_do(rank, how, call):
     process = start("-c", ENDLESS, rank, how, call, ranks=2)
-    pids = [int(process.stdout.readline()) for _ in range(2)]
-    assert process.stdout.readline() == "round\n"
-    while process.stdout.readline() != "now\n":
-        pass
+    pids = pids_of_endless(process)
+    read_to(process, process.stdout, "now")
     _, err = process.communicate(timeout=TO_END)
     assert process.returncode != 0
     for pid in pids:
@@ -301,8 +298,7 @@ def test_a_program_that_ends_without_close_ends_all(how, status):
 
 def test_ctrl_c_ends_all(five):
     process = start("-c", ENDLESS, "2", "never", ranks=2)
-    pids = [int(process.stdout.readline()) for _ in range(2)]
-    assert process.stdout.readline() == "round\n"
+    pids = pids_of_endless(process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=TO_END)
     for pid in pids:
@@ -413,7 +409,7 @@ def test_sigterm_ends_all(tmp_path, five, command, whom):
     process = start("-m", "tinygpt", *words, "-m", five, "-t", "1", "--tensor-parallel", "2", start_new_session=True)
     pids = ranks_of(process.pid, 2)
     if command == "serve":
-        assert "serving" in next(line for line in process.stderr if "serving" in line)
+        read_to(process, process.stderr, "serving")
     else:
         until(lambda: (tmp_path / "out").exists() and records_so_far(tmp_path / "out"))
     os.kill(process.pid if whom == "mpiexec" else pids[0], signal.SIGTERM)
@@ -432,13 +428,19 @@ def records_so_far(path: Path) -> int:
 def ranks_of(pid: int, count: int) -> list[int]:
     """Processes that an mpiexec has started, by rank, once they are there."""
     found = {}
-    while len(found) < count:
-        time.sleep(0.05)
-        below = [pid]
-        for parent in below:
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                below += map(int, (task / "children").read_text().split())
-        for child in below:
+
+    def all_are_there() -> bool:
+        for child in below(pid):
             names = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
             found.update({int(name[9:]): child for name in names if name.startswith(b"PMI_RANK=")})
+        return len(found) == count
+
+    until(all_are_there)
     return [found[rank] for rank in range(count)]
+
+
+def pids_of_endless(process: subprocess.Popen) -> list[int]:
+    """Of its two ranks, once they generate."""
+    *pids, last = read_to(process, process.stdout, "round").split()
+    assert (len(pids), last) == (2, "round")
+    return [int(pid) for pid in pids]

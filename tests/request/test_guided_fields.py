@@ -48,7 +48,6 @@ def test_fields_are_kept_so_that_params_can_be_compared():
         ("guided_regex", ""),
         ("guided_regex", ["a"]),
         ("guided_regex", "\udfff"),
-        ("guided_json", '{"type":'),
         ("guided_json", "[]"),
         ("guided_json", True),
         ("guided_json", {"const": float("nan")}),
@@ -61,6 +60,22 @@ def test_fields_are_kept_so_that_params_can_be_compared():
 def test_impossible_values_are_refused_by_name(name, given):
     with pytest.raises(RequestError, match=f"^{name}=.* is not possible: it must be .*, or None\\.$"):
         SamplingParams(**{name: given})
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ("", "at line 1, column 1 it is no JSON (expecting value)"),
+        ('{"type":', "at line 1, column 9 it is no JSON (expecting value)"),
+        ("{'type': 'object'}", "at line 1, column 2 it is no JSON (expecting property name enclosed in double quotes)"),
+        ('{"type":\n "object"}}', "at line 2, column 11 it is no JSON (extra data)"),
+    ],
+)
+def test_a_schema_that_is_no_json_is_told_where(given, where):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(guided_json=given)
+    allowed = "a JSON schema: a dict, or the same as JSON text, or None"
+    assert str(error.value) == f"guided_json={given!r} is not possible: {where}, and it must be {allowed}."
 
 
 def test_a_text_is_guided_by_one_field():

@@ -11,7 +11,7 @@ pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not ins
 
 from scripts.serving import newcomers
 from scripts.serving.client import Exchange, exchange
-from scripts.serving.compare import Plan, compare, markdown, picture_of
+from scripts.serving.compare import Plan, compare, markdown, of_clients, picture_of
 from scripts.serving.figures import ServiceLevel, figures, percentiles
 from scripts.serving.servers import Server, ours
 from scripts.serving.workload import Run, Workload
@@ -118,6 +118,21 @@ def test_every_load_goes_to_the_server_and_to_the_library():
     assert len(table.splitlines()) == 2 + len(rows)
     assert told.startswith("A newcomer's first token comes ")
     assert [line.label for line in picture_of(rows, "").panels[0].lines] == ["tinygpt serve", "LLM.generate"]
+
+
+def test_tokens_a_second_by_clients_are_medians():
+    rates = {"ours": {1: [9.0, 30.4, 20.6], 8: [50.0]}, "theirs": {1: [7.2]}}
+    rows = [
+        {"server": name, "load": f"{clients} clients", "tokens_per_second": rate}
+        for name, by_clients in rates.items()
+        for clients, found in by_clients.items()
+        for rate in found
+    ]
+    rows += [{"server": "theirs", "load": "8 clients", "error": "it has ended"}]
+    rows += [{"server": "ours", "load": "2 requests/s", "tokens_per_second": 1.0}]
+    told = of_clients(rows).splitlines()
+    assert told[0] == "| clients at once | `ours` | `theirs` |"
+    assert told[2:] == ["| 1 | 21 | 7 |", "| 8 | 50 | - |"]
 
 
 def test_a_server_that_does_not_start_is_named_and_the_others_are_measured():

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
 import gc
+import json
 import logging
 import os
 import socket
@@ -17,13 +18,14 @@ from support.commands import Result
 from support.paths import ROOT
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt.cli import loading
+from tinygpt.kernels import compiling
 from tinygpt.server.transport.listen import listen
 
 
 @pytest.fixture
 def run(capsys):
     """The command writes its log to this test's stderr, which is gone when others log."""
-    logs = [logging.getLogger(name) for name in ("tinygpt.server", "uvicorn")]
+    logs = [logging.getLogger(name) for name in ("tinygpt.server", "uvicorn", "asyncio")]
     before = [(log.handlers, log.level, log.propagate) for log in logs]
     yield lambda arguments: Result(capsys, "serve", arguments)
     for log, kept in zip(logs, before, strict=True):
@@ -131,6 +133,28 @@ def test_one_line_says_where(run, started):
     assert state.config.served_model_names == ("demo",)
     assert state.config.allowed_hosts == {"localhost", "127.0.0.1", "::1"}
     assert state.config.api_keys == ()
+
+
+def test_each_line_of_a_json_log_is_json(run, started, monkeypatch):
+    """What the command says, what the library logs, and why a server does not start, as well as its own log."""
+    load_llm = loading.load_llm
+
+    def load_and_compile(*args, **more):
+        compiling.ANNOUNCER.begin("a kernel")
+        compiling.ANNOUNCER.end()
+        logging.getLogger("tinygpt.kernels").warning("kernels cannot be kept")
+        return load_llm(*args, **more)
+
+    monkeypatch.setattr(loading, "load_llm", load_and_compile)
+    lines = [json.loads(line) for line in run("--port 0 --log-format json --threads 999").err.splitlines()]
+    told = [(line["level"], line["message"].split()[0]) for line in lines]
+    expected = ["--threads", "compiling", "kernels", "serving", "1"]
+    assert told == [("warning" if word == "kernels" else "info", word) for word in expected]
+    monkeypatch.setattr(loading, "load_llm", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        [error] = run(f"--log-format json --port {taken.getsockname()[1]}").err.splitlines()
+    assert json.loads(error)["level"] == "error"
+    assert all(line["time"] > 0 for line in lines)
 
 
 def test_a_start_looks_for_no_garbage(run, started, monkeypatch):

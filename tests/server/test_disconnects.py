@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from support.gate import Gate
+from support.processes import read_to
 from support.serving import until
 from tinygpt import SamplingParams
 
@@ -75,9 +76,9 @@ def test_a_client_that_is_killed(server, llm, gate):
         "print(next(request.events()), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(server.port), *sys.path]
-    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     gate.allow(2)
-    assert client.stdout.readline()
+    read_to(client, client.stdout, "text_completion")
     client.send_signal(signal.SIGKILL)
     client.communicate()
     expect_free_after_a_step(server, llm, gate)

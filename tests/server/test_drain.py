@@ -18,6 +18,7 @@ from http.client import HTTPResponse
 from support.gate import Gate, Held
 from support.http_client import RawRequest, ask, head_of
 from support.paths import ROOT
+from support.processes import read_to
 from support.serving import served, until
 from tinygpt.server.app import create_app
 from tinygpt.server.config import ServerConfig
@@ -153,10 +154,8 @@ class Process:
     @cached_property
     def port(self) -> int:
         """Known once it serves."""
-        line = self._process.stderr.readline()
-        found = re.fullmatch(r"tinygpt: serving demo on http://127\.0\.0\.1:(\d+)\n", line)
-        assert found, line
-        return int(found[1])
+        said = read_to(self._process, self._process.stderr, "serving")
+        return int(re.search(r"serving demo on http://127\.0\.0\.1:(\d+)", said)[1])
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

@@ -91,8 +91,7 @@ def test_cancelling_frees_the_slot(server, llm):
                 break
             await stream.close()
             plain = asyncio.ensure_future(client.completions.create(**asked))
-            while len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting) < 1:
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(until, lambda: llm.engine.scheduler.running or llm.engine.scheduler.waiting)
             plain.cancel()
             await asyncio.wait([plain])
 

@@ -35,6 +35,7 @@ from tinygpt.tokenizer.byte_level_bpe import _CHARACTERS
 from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
+ABC = {"a": 97, "b": 98, "c": 99}
 # Parts that meet in odd places: contractions, white space of every kind, marks, joiners, either direction.
 PARTS = (
     "the quick brown",
@@ -222,22 +223,22 @@ class TestMerges:
 
     def test_a_token_that_its_own_characters_do_not_give(self):
         # "ab" merges first, so "a" + "bc" never meet: tiktoken alone would take "abc" whole.
-        ranks = token_ranks([("a", "b"), ("b", "c"), ("a", "bc")], "abc")
-        assert ranks == {"a": -1, "b": -1, "c": -1, "ab": 0, "bc": 1}
+        ranks = token_ranks([("a", "b"), ("b", "c"), ("a", "bc")], ABC)
+        assert ranks == {"a": 97, "b": 98, "c": 99, "ab": 256, "bc": 257}
 
     def test_two_merges_that_give_one_token(self):
         # Only the second can happen: its rank is the token's.
-        ranks = token_ranks([("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc")], "abc")
-        assert ranks["abc"] == 3
+        ranks = token_ranks([("b", "c"), ("a", "b"), ("ab", "c"), ("a", "bc")], ABC)
+        assert ranks["abc"] == 259
 
     def test_a_repeated_merge_counts_where_it_stands_last(self, tmp_path):
         pairs = [("a", "b"), ("b", "c"), ("a", "b")]
-        assert token_ranks(pairs, "abc")["ab"] == 2
+        assert token_ranks(pairs, ABC)["ab"] == 258
         self.check(tmp_path, pairs, ["abc", "ab", "abab"])
 
     def test_a_merge_before_the_merges_it_needs(self):
         with pytest.raises(UnorderedMerges, match="'ab' is used by a merge before"):
-            token_ranks([("ab", "c"), ("a", "b")], "abc")
+            token_ranks([("ab", "c"), ("a", "b")], ABC)
 
     def test_a_token_of_the_vocabulary_that_no_merge_makes(self, tmp_path):
         library = bpe([("a", "b")], ["hello", "<|x|>", "Ġ日"])

@@ -1,5 +1,6 @@
 """`tinygpt`: find the subcommand, run it, turn what went wrong into a sentence and an exit code."""
 
+import argparse
 import io
 import os
 import re
@@ -13,7 +14,7 @@ from types import ModuleType
 import tinygpt
 from tinygpt.cli.loading import note_threads
 from tinygpt.cli.output.compile_notice import compiling_shown
-from tinygpt.cli.output.messages import log_shown
+from tinygpt.cli.output.messages import SCREEN, line, lines_in, log_shown
 from tinygpt.cli.output.wording import Worded, for_shell
 from tinygpt.cli.parser import Help, Parser, hyphenated
 from tinygpt.cli.ranks import start_ranks
@@ -59,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparser = parser.subparsers.choices[args.command]
     if unknown:
         subparser.refuse_unknown(unknown)
+    with lines_in(getattr(args, "log_format", "text")):
+        return _run(args, words, subparser.fields())
+
+
+def _run(args: argparse.Namespace, words: list[str], flags: Mapping[str, str]) -> int:
     try:
         start_ranks(args, words)
         note_threads(getattr(args, "threads", None))
@@ -68,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if args.debug:
             raise
-        return _report(error, subparser.fields())
+        return _report(error, flags)
     finally:
         _give_up_streams()
 
@@ -141,9 +147,10 @@ def _report(error: BaseException, flags: Mapping[str, str]) -> int:
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):
         name, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
-        _complain(f"\ntinygpt: {name}{': ' * bool(error.args)}{error}")
+        below_what_was_typed = "\n" * (SCREEN.log_format == "text")
+        _complain(below_what_was_typed + line(f"{name}{': ' * bool(error.args)}{error}"))
         return code
-    _complain(f"tinygpt: error: {_printable(_sentence(error, flags))}")
+    _complain(line(_printable(_sentence(error, flags)), "error"))
     is_refused = isinstance(error, (RequestError, CheckpointError)) and not error.is_late
     return USAGE if is_refused else FAILED
 

@@ -13,7 +13,7 @@ import tiktoken
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
 from tinygpt.tokenizer.detokenizer import ByteDetokenizer
-from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
+from tinygpt.tokenizer.tiktoken_ranks import NUM_BYTES, UnorderedMerges, token_ranks
 
 # GPT-2's pattern, written so that a run of white space of any length needs little of the regex engine's
 # stack: all of it at the end of a text, else all but its last character, by the thousand and then one by one.
@@ -108,13 +108,12 @@ def _encoding(model: dict[str, Any], bytes_of: dict[int, bytes]) -> tuple[tiktok
         merged = token_ranks(model["merges"], alphabet)
     except UnorderedMerges as error:
         raise UnlikeGPT2(str(error)) from None
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    id_of_rank: list[int | None] = [None] * (256 + len(model["merges"]))
-    for token, rank in merged.items():
-        tiktoken_rank = 256 + rank if rank >= 0 else alphabet[token]
-        token_id = vocab[token]
-        ranks[bytes_of[token_id]] = tiktoken_rank
-        id_of_rank[tiktoken_rank] = token_id
+    ids = [vocab[token] for token in merged]
+    ranks = {bytes([byte]): byte for byte in range(NUM_BYTES)}
+    ranks |= zip(map(bytes_of.__getitem__, ids), merged.values(), strict=True)
+    id_of_rank: list[int | None] = [None] * (NUM_BYTES + len(model["merges"]))
+    for rank, token_id in zip(merged.values(), ids, strict=True):
+        id_of_rank[rank] = token_id
     encoding = tiktoken.Encoding("checkpoint", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
     return encoding, id_of_rank
 

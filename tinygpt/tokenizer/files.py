@@ -6,7 +6,7 @@ not do is a question for `byte_level_bpe`.
 """
 
 import json
-from itertools import chain
+from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
 
 def _marks_ends_of_words(vocab: dict[str, int]) -> bool:
     """Whether this is GPT-1's kind: GPT-2's marks spaces."""
-    return any(token.endswith(END_OF_WORD) for token in vocab) and not any(SPACE in token for token in vocab)
+    return not any(SPACE in token for token in vocab) and any(token.endswith(END_OF_WORD) for token in vocab)
 
 
 def _check_is_gpt1s(vocab: dict[str, int], path: Path) -> None:
@@ -220,10 +220,10 @@ def _check_model(model: dict[str, Any], path: Path) -> None:
     if len(set(vocab.values())) != len(vocab):
         raise CheckpointError(f"The vocabulary in {path} gives one id to several tokens; download it again.")
     merges = model.get("merges") or []
-    lacking = {*chain.from_iterable(merges), *map("".join, merges)}.difference(vocab)
-    if lacking:
+    used = chain(chain.from_iterable(merges), map("".join, merges))
+    if (lacking := next(filterfalse(vocab.__contains__, used), None)) is not None:
         raise CheckpointError(
-            f"The vocabulary in {path} lacks {min(lacking)!r}, which a merge uses or makes: vocabulary and merges "
+            f"The vocabulary in {path} lacks {lacking!r}, which a merge uses or makes: vocabulary and merges "
             "must come from one tokenizer."
         )
 

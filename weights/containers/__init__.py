@@ -73,7 +73,7 @@ def read_weights(path: Path) -> Container:
     Raises CheckpointError when there are none, a file is damaged, or an index is not true of its shards.
     """
     if path.is_file():
-        return _reader_of(path)(path)
+        return reader_of(path)(path)
     found = find_weights(path)
     if found is None:
         wanted = ", ".join(f"{name}, {name}{INDEX}" for name in CONTAINERS)
@@ -99,7 +99,7 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)
         raise CheckpointError(f"{folder} holds several files that may be weights: {names}. Name the one to load.")
-    return (files[0], _reader_of(files[0])) if files else None
+    return (files[0], reader_of(files[0])) if files else None
 
 
 def describe(folder: Path) -> str:
@@ -116,7 +116,7 @@ def _reader_of_named(file: Path, read: Reader) -> Reader:
     return next((other for is_format, other in FORMATS if is_format(peek)), read)
 
 
-def _reader_of(file: Path) -> Reader:
+def reader_of(file: Path) -> Reader:
     """The reader of a file's format. CheckpointError where that is none that is known."""
     peek = Peek.into(file)
     for is_format, read in FORMATS:

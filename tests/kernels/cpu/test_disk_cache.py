@@ -25,7 +25,7 @@ from tinygpt.kernels import compiling
 from tinygpt.kernels.compiling import CompileClock
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.disk_cache import DiskCache
-from tinygpt.kernels.cpu.parts import KernelCompiler
+from tinygpt.kernels.cpu.parts import KernelCompiler, PartCompiler
 from tinygpt.kernels.kernel_files import KernelFiles
 
 MODULE = """
@@ -134,6 +134,22 @@ def test_what_is_damaged_or_planted_is_compiled_again(folder, compiled):
         assert (triple_of_four(folder), len(compiled)) == (15, i + 2), name
     assert (triple_of_four(folder), len(compiled)) == (15, 6)
     assert not (folder / "exploded").exists()
+
+
+def test_what_is_read_makes_no_part_and_lists_no_function_but_its_own(folder, compiled, monkeypatch):
+    """Either took a tenth of a start that finds all its kernels."""
+    made = []
+    counted = SimpleNamespace(njit=lambda **options: made.append(options["pipeline_class"]) or numba.njit(**options))
+    monkeypatch.setattr(jit, "numba", counted)
+    assert triple_of_four(folder) == 15
+    assert PartCompiler in made  # of the inner function, which was compiled within
+    made.clear()
+    triple = runpy.run_path(str(folder / "tiny.py"))["triple"]
+    assert (triple(4), len(compiled)) == (15, 1)
+    assert set(made) == {jit.ClaimedCompiler}
+    [result] = triple.overloads.values()
+    listed = {function.name for function in result.library._shared_module.functions}
+    assert listed == {result.fndesc.llvm_func_name, result.fndesc.llvm_cpython_wrapper_name}
 
 
 def triple_of_four(folder: Path) -> int:

@@ -28,9 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the report. A checkpoint that would be refused is no failure; CheckpointError where none is found."""
+    from tinygpt.weights.containers import reader_of
     from tinygpt.weights.open import resolve
 
-    report = describe(resolve(checkpoint_of(args)))
+    path = resolve(checkpoint_of(args))
+    if path.is_file():
+        reader_of(path)  # what is in no format is no checkpoint
+    report = describe(path)
     print_json(report) if args.json else _print_text(report)
 
 

@@ -1,5 +1,6 @@
 """What a command says on stderr, beside its text on stdout."""
 
+import json
 import shutil
 import sys
 import threading
@@ -52,11 +53,12 @@ class Screen:
         self._width = 0  # of the status that is there
         self._is_kept = False  # for one that comes before others
         self._is_mid_line = False  # there is a text that has not come to the end of its line
+        self.log_format = "text"  # of messages; "json" has no status
 
     def show(self, status: str, comes_first: bool = False) -> None:
         """Write a status over the one that is there."""
         with self._lock, suppress(OSError):
-            if comes_first or not self._is_kept:
+            if (comes_first or not self._is_kept) and self.log_format == "text":
                 begin = "\n" * self._is_mid_line + "\r"
                 self._width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
                 self._is_mid_line = False
@@ -117,7 +119,24 @@ def put(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
 def say(message: str) -> None:
     SCREEN.begin_line()
     with suppress(OSError):  # a full disk, or a reader that left: no reason to end the work
-        print(f"tinygpt: {message}", file=sys.stderr, flush=True)
+        print(line(message), file=sys.stderr, flush=True)
+
+
+def line(message: str, level: str = "info") -> str:
+    """A message as stderr has it: for people, or within `lines_in("json")` as one JSON object."""
+    if SCREEN.log_format == "json":
+        return json.dumps({"time": time.time(), "level": level, "message": message})
+    return f"tinygpt: {'error: ' * (level == 'error')}{message}"
+
+
+@contextmanager
+def lines_in(log_format: str) -> Iterator[None]:
+    """In the block, whatever is said, logged or reported is a line of "text", or of "json" for programs."""
+    before, SCREEN.log_format = SCREEN.log_format, log_format
+    try:
+        yield
+    finally:
+        SCREEN.log_format = before
 
 
 @contextmanager
@@ -130,10 +149,12 @@ def log_shown(is_whole: bool) -> Iterator[None]:
 
         stream = property(lambda self: sys.stderr, lambda self, value: None)
 
+        def format(self, record: logging.LogRecord) -> str:
+            return line(super().format(record), record.levelname.lower())
+
     log, handler = logging.getLogger("tinygpt"), ToStderr()
     level = log.level
     handler.addFilter(lambda record: SCREEN.begin_line() or True)  # it takes the place of a status, which goes on below
-    handler.setFormatter(logging.Formatter("tinygpt: %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if is_whole else level)
     try:

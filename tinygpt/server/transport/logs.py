@@ -7,10 +7,10 @@ import time
 
 
 def configure_logging(form: str) -> None:
-    """Write what tinygpt.server and uvicorn log to stderr."""
+    """Write what tinygpt.server, uvicorn and asyncio log to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    for name, level in (("tinygpt.server", logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in (("tinygpt.server", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
         log = logging.getLogger(name)
         log.handlers, log.level, log.propagate = [handler], level, False
 
