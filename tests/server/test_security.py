@@ -12,6 +12,7 @@ import secrets
 
 from support.serving import served
 from tinygpt.server.routes.page import content_security_policy
+from tinygpt.server.transport.logs import TextLines
 from tinygpt.server.transport.security import host_name
 
 KEYS = ("first-key", "schlüssel-🔑")
@@ -125,3 +126,17 @@ def test_no_log_line_and_no_metric_holds_a_key_or_a_text(locked, caplog):
     told = locked.ask("/metrics").body
     assert b"first-key" not in told
     assert b"secret" not in told
+
+
+def test_bodies_are_logged_where_that_is_asked_for(llm, caplog):
+    """Each in one line, whatever it holds, under the id that its request has."""
+    with served(llm, api_keys=KEYS, enable_log_requests=True) as server, caplog.at_level("INFO"):
+        reply = server.ask(
+            "/v1/completions", {"prompt": "my\nsecret", "max_tokens": 1}, authorization="Bearer first-key"
+        )
+    (record,) = [record for record in caplog.records if record.getMessage() == "body"]
+    assert record.fields["id"] == reply.headers["x-request-id"]
+    assert json.loads(record.fields["body"]) == form
+    record.fields["body"] = "a\nb"
+    assert TextLines().format(record).endswith(f'INFO body id={record.fields["id"]} body="a\\nb"')
+    assert "first-key" not in caplog.text + str([getattr(record, "fields", None) for record in caplog.records])

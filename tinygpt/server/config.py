@@ -12,6 +12,7 @@ class ServerConfig:
     allowed_hosts: names that a request's Host header may have; None is any.
     allowed_origins: web pages from elsewhere that may read replies.
     max_body_bytes, max_logprobs: the largest of each that a request may have.
+    enable_log_requests: log each body that is read, and so its prompts.
     chat_template: how messages become a prompt; None: this model has no way for it.
     """
 
@@ -21,4 +22,5 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
     max_logprobs: int = 20
+    enable_log_requests: bool = False
     chat_template: ChatTemplate | None = None

@@ -94,6 +94,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="how long what runs may go on after SIGTERM or Ctrl-C (default: %(default)g)",
     )
     group.add_argument(
+        "--enable-log-requests",
+        action="store_true",
+        help="log the body of each request, and so its prompts (default: no text is logged)",
+    )
+    group.add_argument(
         "--log-format", choices=LOG_FORMATS, default="text", help="of the log on stderr (default: %(default)s)"
     )
 
@@ -186,6 +191,7 @@ def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "Serve
         allowed_hosts=None if "*" in hosts else frozenset(hosts),
         allowed_origins=tuple(args.allowed_origins),
         max_logprobs=args.max_logprobs,
+        enable_log_requests=args.enable_log_requests,
         chat_template=ChatTemplate.from_folder(llm.checkpoint_path),
     )
 

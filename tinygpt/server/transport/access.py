@@ -1,4 +1,4 @@
-"""AccessLog: every request gets an id, a line in the log and its place in the metrics. No line holds a text."""
+"""AccessLog: every request gets an id, a line in the log and its place in the metrics. Its own lines hold no text."""
 
 import logging
 import re

@@ -1,6 +1,7 @@
 """Endpoint: one route: its body is read and checked, and all work for it ends when its client leaves."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -18,6 +19,7 @@ from tinygpt.server.state import ServerState
 from tinygpt.server.transport.forms import read_form
 from tinygpt.server.work.threads import beside
 
+log = logging.getLogger("tinygpt.server.access")
 BODY_SECONDS = 30.0  # that a body may take to arrive
 
 Form = TypeVar("Form", bound=Strict)
@@ -34,6 +36,8 @@ class Endpoint(Generic[Form]):
         with suppress(ClientDisconnect):
             body = await self._state.unless_stopped(read_body(request, self._state.config.max_body_bytes))
             record_of(request).num_bytes = len(body)
+            if self._state.config.enable_log_requests:
+                log.info("body", extra={"fields": {"id": record_of(request).id, "body": body.decode(errors="replace")}})
             deque(self._state.unbuilt_models, maxlen=0)
             form = await beside(len(body), read_form, self._form, self._state.limits, body)
             await while_connected(receive, self._answer(request, form, scope, receive, send))

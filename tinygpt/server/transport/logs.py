@@ -30,9 +30,9 @@ class TextLines(logging.Formatter):
 
 
 def _unbroken(value: object) -> str:
-    """A value that cannot look like another field."""
+    """A value that cannot look like another field, or like another line."""
     text = str(value)
-    return json.dumps(text) if " " in text or '"' in text else text
+    return text if text.isprintable() and " " not in text and '"' not in text else json.dumps(text)
 
 
 class JsonLines(logging.Formatter):
