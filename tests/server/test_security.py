@@ -131,9 +131,8 @@ def test_no_log_line_and_no_metric_holds_a_key_or_a_text(locked, caplog):
 def test_bodies_are_logged_where_that_is_asked_for(llm, caplog):
     """Each in one line, whatever it holds, under the id that its request has."""
     with served(llm, api_keys=KEYS, enable_log_requests=True) as server, caplog.at_level("INFO"):
-        reply = server.ask(
-            "/v1/completions", {"prompt": "my\nsecret", "max_tokens": 1}, authorization="Bearer first-key"
-        )
+        form = {"prompt": "my\nsecret", "max_tokens": 1}
+        reply = server.ask("/v1/completions", form, authorization="Bearer first-key")
     (record,) = [record for record in caplog.records if record.getMessage() == "body"]
     assert record.fields["id"] == reply.headers["x-request-id"]
     assert json.loads(record.fields["body"]) == form
