@@ -310,7 +310,7 @@ def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]
             object.__setattr__(instance, name, normalise(given))
         except (TypeError, ValueError) as error:
             where = read.where_no_json(error)
-            problems.append(f"{name}={reprlib.repr(given)} is not possible: {where}it must be {allowed}")
+            problems.append(f"{name}={reprlib.repr(given)} is not possible: it must be {allowed}{where}")
     if problems:
         raise RequestError("; ".join(problems) + ".")
 

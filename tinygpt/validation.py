@@ -180,10 +180,10 @@ def json_schema(value) -> str | None:
 
 
 def where_no_json(error: Exception) -> str:
-    """The beginning of a sentence: where a text that had to be JSON is none; nothing if it is, or did not have to."""
+    """The end of a sentence: where a text that had to be JSON is none; nothing if it is, or did not have to."""
     if not isinstance(error, json.JSONDecodeError):
         return ""
-    return f"at line {error.lineno}, column {error.colno} it is no JSON ({error.msg[0].lower()}{error.msg[1:]}), and "
+    return f"; at line {error.lineno}, column {error.colno} it is no JSON ({error.msg[0].lower()}{error.msg[1:]})"
 
 
 def _checked_unicode(read):

@@ -75,7 +75,7 @@ def test_a_schema_that_is_no_json_is_told_where(given, where):
     with pytest.raises(RequestError) as error:
         SamplingParams(guided_json=given)
     allowed = "a JSON schema: a dict, or the same as JSON text, or None"
-    assert str(error.value) == f"guided_json={given!r} is not possible: {where}, and it must be {allowed}."
+    assert str(error.value) == f"guided_json={given!r} is not possible: it must be {allowed}; {where}."
 
 
 def test_a_text_is_guided_by_one_field():

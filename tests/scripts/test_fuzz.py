@@ -141,18 +141,27 @@ def test_every_mutator_of_a_format_changes_its_files(name):
 def test_seals_make_checksums_right(bench):
     for format in FORMATS.values():
         if format.seal:
-            is_table = format.name == "openai_tf"  # whose checksums are in the midst of its index
-            (file,) = [
-                name
-                for name, mutators in format.targets.items()
-                if (name.endswith(".index") if is_table else edit_metadata in mutators)
-            ]
-            undamaged, place = format.files()[file], 20 if is_table else -1
+            file, place, said = _sealed(format)
+            undamaged = format.files()[file]
             other = bytearray(undamaged)
-            other[place] ^= 1
+            other[place(undamaged)] ^= 1
             other = bytes(other)
-            assert bench.run(Input(format.name, file, other)).kind == "refused"
-            assert "checksum" not in bench.run(Input(format.name, file, format.seal(other, Random(0)))).detail
+            damaged = bench.run(Input(format.name, file, other))
+            assert (damaged.kind, said in damaged.detail) == ("refused", True)
+            assert said not in bench.run(Input(format.name, file, format.seal(other, Random(0)))).detail
+
+
+def _sealed(format):
+    """The file of a format that has a checksum, a byte that it is of, and what is said where it is wrong."""
+    if format.name == "openai_tf":
+        return next(name for name in format.targets if name.endswith(".index")), lambda data: 20, "checksum"
+    if format.name == "kernel-archive":  # the end of the header: the last kernel's digest
+        return "kernels.bin", lambda data: data.index(b'"]]}') - 1, "its header cannot be read"
+    return (
+        next(name for name, mutators in format.targets.items() if edit_metadata in mutators),
+        lambda data: -1,
+        "checksum",
+    )
 
 
 def test_findings_are_shrunk_and_can_be_tried_again(tmp_path):
