@@ -21,26 +21,40 @@ from tinygpt.regular_file import open_regular
 MAGIC = b"tinygpt kernel archive 1\n"
 SIZE_BYTES, DIGEST_BYTES = 8, 32
 MAX_HEADER, MAX_KERNELS, MAX_BYTES = 1 << 20, 2000, 256 << 20  # all dtypes together have some 30 MB
+MAX_MARKS = 100  # each is a file that names every kernel
+FEATURES = "list of CPU features"
 NAME = re.compile(r"\w{1,100}-[0-9a-f]{32}\.kernel", re.ASCII)
 MARK = re.compile(r"\w[\w.+-]{0,99}", re.ASCII)
 
 
 def export_kernels(path: Path, files: KernelFiles, build: dict[str, str]) -> int:
     """Write all kernels of a build to a file that is not there yet; how many. RequestError, or OSError."""
-    names = sorted(name for name in files.names() if NAME.fullmatch(name))
-    bodies = {name: bytes(body) for name in names if (body := files.load(name)) is not None}
+    bodies = {name: bytes(body) for name in sorted(files.names()) if (body := files.load(name)) is not None}
     if not bodies:
         raise RequestError("there are no kernels to export: they could not be kept.")
+    if strange := [name for name in bodies if not NAME.fullmatch(name)]:
+        raise RequestError(f"{strange[0]} lies among the kernels and is none of tinygpt's: remove it.")
     kernels = [[name, len(body), hashlib.sha256(body).hexdigest()] for name, body in bodies.items()]
+    if problem := _excess(kernels):
+        raise RequestError(f"the kernels' folder {problem}: remove it, and warm up again.")
     header = json.dumps({"build": build, "marks": files.marks(), "kernels": kernels}).encode()
+    length, digest = len(header).to_bytes(SIZE_BYTES, "little"), hashlib.sha256(header).digest()
+    _write_whole(path, [MAGIC, length, digest, header, *bodies.values()])
+    return len(bodies)
+
+
+def _write_whole(path: Path, parts: list[bytes]) -> None:
+    """A new file, or none."""
     try:
         file = open(path, "xb")  # noqa: SIM115, closed below
     except FileExistsError:
         raise RequestError(f"{path} is there already: give another name, or remove it.") from None
-    with file:
-        length, digest = len(header).to_bytes(SIZE_BYTES, "little"), hashlib.sha256(header).digest()
-        file.writelines([MAGIC, length, digest, header, *bodies.values()])
-    return len(bodies)
+    try:
+        with file:
+            file.writelines(parts)
+    except BaseException:  # a full disk, or Ctrl-C
+        path.unlink(missing_ok=True)
+        raise
 
 
 def import_kernels(path: Path, files: KernelFiles, build: dict[str, str]) -> int:
@@ -75,8 +89,8 @@ def _read(file: BinaryIO, build: dict[str, str]) -> tuple[list[str], dict[str, b
     if (found := _difference(header["build"], build)) is not None:
         raise _Unfit(found)
     kernels = header["kernels"]
-    if len(kernels) > MAX_KERNELS or sum(size for _, size, _ in kernels) > MAX_BYTES:
-        raise _Unfit(f"has more than {MAX_KERNELS} kernels, or more than {MAX_BYTES >> 20} MB of them")
+    if problem := _excess(kernels):
+        raise _Unfit(problem)
     bodies = {}
     for name, size, digest in kernels:
         body = file.read(size)
@@ -88,15 +102,25 @@ def _read(file: BinaryIO, build: dict[str, str]) -> tuple[list[str], dict[str, b
     return header["marks"], bodies
 
 
+def _excess(kernels: list[list[Any]]) -> str | None:
+    if len(kernels) > MAX_KERNELS or sum(size for _, size, _ in kernels) > MAX_BYTES:
+        return f"has more than {MAX_KERNELS} kernels, or more than {MAX_BYTES >> 20} MB of them"
+    return None
+
+
 def _parsed(text: bytes) -> dict[str, Any]:
     """The header, if it is of the one form that there is."""
     try:
         header = json.loads(text)
         is_right = (
             set(header) == {"build", "marks", "kernels"}
+            and isinstance(header["marks"], list)
+            and isinstance(header["kernels"], list)
+            and len(header["marks"]) <= MAX_MARKS
             and all(isinstance(word, str) for pair in header["build"].items() for word in pair)
             and all(isinstance(mark, str) and MARK.fullmatch(mark) for mark in header["marks"])
             and all(_is_kernel(*kernel) for kernel in header["kernels"])
+            and len({name for name, *_ in header["kernels"]}) == len(header["kernels"])
         )
     except (ValueError, TypeError, AttributeError, RecursionError):
         is_right = False
@@ -114,14 +138,13 @@ def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str | None:
     for what in {**ours, **theirs}:
         there, here = theirs.get(what, "unknown"), ours.get(what, "unknown")
         if there != here:
-            there, here = _where_they_differ(there, here)
+            if what == FEATURES:
+                there, here = _beyond(there, here), _beyond(here, there)
             return f"was made where the {what} is {there}, and here it is {here}: export one on a machine like this"
     return None
 
 
-def _where_they_differ(there: str, here: str) -> tuple[str, str]:
-    """Of long lists, what the other lacks."""
-    parts = set(there.split(",")), set(here.split(","))
-    if min(map(len, parts)) == 1:
-        return there, here
-    return ",".join(sorted(parts[0] - parts[1])) or "shorter", ",".join(sorted(parts[1] - parts[0])) or "shorter"
+def _beyond(features: str, others: str) -> str:
+    """Of a list with commas, what is not in the other."""
+    others = others.split(",")
+    return ",".join(feature for feature in features.split(",") if feature not in others) or "shorter"

@@ -123,6 +123,24 @@ def test_kernels_go_from_one_cache_to_another_and_no_further(monkeypatch, tmp_pa
     assert "--export: not allowed with argument --import" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--export", "{0}/there.bin"], "--export {0}/there.bin is there already: give another name"),
+        (["--export", "{0}/nowhere/kernels.bin"], "the folder of --export {0}/nowhere/kernels.bin does not exist"),
+        (["--export", "{0}"], "--export {0} is a folder: name a file in it"),
+        (["--import", "{0}/there.bin", "--dtype", "int8"], "whatever they are for: leave --dtype out"),
+        (["--import", "{0}/there.bin", "-t", "1"], "whatever they are for: leave --threads out"),
+    ],
+)
+def test_what_is_impossible_is_refused_before_anything_is_compiled(monkeypatch, tmp_path, capsys, words, said):
+    (tmp_path / "there.bin").write_bytes(b"x")
+    monkeypatch.setattr(compile_ahead, "warmup", None)
+    assert cli.main(["warmup", *(word.format(tmp_path) for word in words)]) == 2
+    assert said.format(tmp_path) in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there.bin"]
+
+
 def test_the_library_compiles_ahead_as_well(monkeypatch, caplog):
     compile_the_rest = LLM.generate
 

@@ -12,7 +12,8 @@ from tinygpt.kernels import kernel_archive
 from tinygpt.kernels.kernel_archive import DIGEST_BYTES, MAGIC, SIZE_BYTES, export_kernels, import_kernels
 from tinygpt.kernels.kernel_files import KernelFiles
 
-BUILD = {"CPU": "znver4", "list of CPU features": "+avx2,+avx512f,-amx", "Python": "3.11.2", "Numba": "0.68.1"}
+PYTHON = "3.11.2 (main, Mar 13 2023, 12:18:29) [GCC 12.2.0]"
+BUILD = {"CPU": "znver4", "list of CPU features": "+avx2,+avx512f,-amx", "Python": PYTHON, "Numba": "0.68.1"}
 ADD, MULTIPLY = f"add-{'0' * 32}.kernel", f"multiply-{'a1' * 16}.kernel"
 BODIES = {ADD: b"adds", MULTIPLY: b"multiplies" * 100}
 
@@ -71,7 +72,7 @@ def test_what_is_imported_is_this_users_own(archive, ours, tmp_path):
     ("change", "expected"),
     [
         ({"CPU": "skylake-avx512"}, "was made where the CPU is znver4, and here it is skylake-avx512: export"),
-        ({"Python": "3.12.1"}, "the Python is 3.11.2, and here it is 3.12.1"),
+        ({"Python": "3.12.1 (main, May 2)"}, f"the Python is {PYTHON}, and here it is 3.12.1 (main, May 2): export"),
         (
             {"list of CPU features": "+avx2,-avx512f,-amx"},
             "the list of CPU features is +avx512f, and here it is -avx512f",
@@ -139,6 +140,11 @@ def test_no_mark_leaves_the_folder(archive, ours, mark):
         b'{"build": {}, "marks": null, "kernels": []}',
         b'{"build": {}, "marks": [], "kernels": [7]}',
         b'{"build": {}, "marks": [], "kernels": [["a", 1]]}',
+        b'{"build": {}, "marks": "ab", "kernels": []}',
+        b'{"build": {}, "marks": {"a": 1}, "kernels": []}',
+        b'{"build": {}, "marks": [], "kernels": {}}',
+        json.dumps({"build": {}, "marks": ["a"] * 101, "kernels": []}).encode(),
+        json.dumps({"build": {}, "marks": [], "kernels": [[ADD, 4, "0"]] * 2}).encode(),
         b'{"build": {}, "marks": [], "kernels": [], "more": 1}',
     ],
 )
@@ -163,7 +169,7 @@ def test_more_than_there_can_be_is_not_read(archive, ours, monkeypatch):
     assert "has more than" in refused(archive, ours)
     archive.write_bytes(MAGIC + (1 << 62).to_bytes(SIZE_BYTES, "little"))
     assert "its header cannot be read" in refused(archive, ours)
-    header["kernels"] = [[ADD, 0, hashlib.sha256().hexdigest()]] * 3
+    header["kernels"] = [[ADD.replace("add", name), 0, hashlib.sha256().hexdigest()] for name in "abc"]
     put_together(archive, header, b"")
     monkeypatch.setattr(kernel_archive, "MAX_KERNELS", 2)
     assert "has more than 2 kernels" in refused(archive, ours)
@@ -189,6 +195,11 @@ def test_an_export_writes_over_nothing_and_leaves_damaged_kernels_out(archive, t
     assert archive.read_bytes() == before
     (files.folder / ADD).write_bytes(b"damaged")
     assert export_kernels(tmp_path / "second", files, BUILD) == 1
+    files.save("mine.kernel", b"code")
+    with pytest.raises(
+        RequestError, match=r"^mine\.kernel lies among the kernels and is none of tinygpt's"
+    ):
+        export_kernels(tmp_path / "third", files, BUILD)
     with pytest.raises(RequestError, match="no kernels to export"):
         export_kernels(tmp_path / "third", KernelFiles(None), BUILD)
     assert not (tmp_path / "third").exists()
@@ -197,3 +208,20 @@ def test_an_export_writes_over_nothing_and_leaves_damaged_kernels_out(archive, t
 def test_kernels_that_cannot_be_kept_are_a_failure(archive):
     with pytest.raises(TinyGPTError, match="could not be kept"):
         import_kernels(archive, KernelFiles(None), BUILD)
+
+
+def test_an_export_is_whole_or_nothing(tmp_path, monkeypatch):
+    """Nor is one written that every import would refuse."""
+    files = KernelFiles(tmp_path / "theirs")
+    for name, body in BODIES.items():
+        files.save(name, body)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_archive, "MAGIC", "no bytes")  # what fails once the file is there
+        with pytest.raises(TypeError):
+            export_kernels(tmp_path / "kernels.bin", files, BUILD)
+    assert not (tmp_path / "kernels.bin").exists()
+    monkeypatch.setattr(kernel_archive, "MAX_BYTES", 100)
+    with pytest.raises(
+        RequestError, match=r"the kernels' folder has more than 2000 kernels, or more than 0 MB"
+    ):
+        export_kernels(tmp_path / "kernels.bin", files, BUILD)

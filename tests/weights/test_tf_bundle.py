@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from support import tf_writer
+from support import tf_writer, tiny_checkpoint
 from support.foreign import openai_tf, tf_arrays
 from support.tf_writer import field, table, write_bundle
 from support.tiny_checkpoint import random_tensors, write_json
@@ -251,6 +251,13 @@ def test_a_folder_of_tensorflows_first_format_is_refused_by_name(tmp_path):
     write_json(tmp_path / "hparams.json", {"n_head": 2})
     with pytest.raises(CheckpointError, match="TensorFlow's first format, from before 2017"):
         open_checkpoint(tmp_path)
+
+
+def test_trainings_own_file_beside_weights_is_left_alone(tmp_path):
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny")
+    (folder / "model.safetensors").rename(folder / "mine.safetensors")
+    (folder / "last.ckpt").write_bytes(b"whatever")
+    assert open_checkpoint(folder).files == (folder / "mine.safetensors",)
 
 
 def test_keys_that_share_more_than_a_file_holds(tmp_path):

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -58,7 +58,9 @@ class ParallelRunner(ModelRunner):
     def steps_at_once(self, num_sequences: int) -> int:
         return GROUP_STEPS if self._stages > 1 and num_sequences >= self._stages * LEAST_GROUP else 1
 
-    def multi_step(self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int) -> np.ndarray:
+    def multi_step(
+        self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int
+    ) -> Iterable[np.ndarray]:
         def begin(model: RankModel, group: Batch, first_row: int) -> Callable[[], np.ndarray]:
             self._lead.tell(Order.FORWARD, batch=group)
             return model.begin(group, first_row)

@@ -63,7 +63,7 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_nemo, read_unpacked_nemo),
     (find_ft_folder, read_ft_folder),
 )
-PATTERNS = ("*.ckpt", "*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
+PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 NAMED = 12  # of what a folder holds, in a message
 
 
@@ -95,7 +95,8 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
         if found := find(folder):
             return found, read
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
-    files = files or sorted(folder.glob("*.npz"))  # which are refused by what they are
+    # What a folder may hold beside its weights: training's own files, and NumPy's, which are refused by what they are.
+    files = files or sorted(folder.glob("*.ckpt")) or sorted(folder.glob("*.npz"))
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)
         raise CheckpointError(f"{folder} holds several files that may be weights: {names}. Name the one to load.")

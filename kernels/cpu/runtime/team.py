@@ -3,9 +3,9 @@
 Every thread of the team runs the same function over the same arguments. Each kernel in it is one phase. It has a number
 of items, and each thread has a share of them, neighbours in memory and the same in every step. A thread takes its share
 item by item, then what others have not begun of theirs, and goes on to the next phase when all items are done. Nobody
-waits for a thread, only for what a thread has begun: one that was put to sleep by the system, woke late or never
-started, is simply not missed. When it comes back it falls through what the others have finished and joins them. So two
-engines on two cores slow each other down, and do not stop each other.
+waits for a thread, only for what a thread has begun, or has done and not yet counted: one that was put to sleep by the
+system, woke late or never started, is simply not missed. When it comes back it falls through what the others have
+finished and joins them. So two engines on two cores slow each other down, and do not stop each other.
 
 Shared is the `board`, words that lie on cache lines of their own:
     PUBLISHED   the number of the step's first phase
@@ -35,8 +35,8 @@ PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))  # indices into the
 GROUP = 8  # shares whose items are counted together first
 # Indices into a thread's own words: the phase it is in, the first one of the step it joined, which one of how many
 # members it is; of its phase: the items, those of its share that are done and not yet counted, the share that its item
-# was left in or -1; and how many items it has done in all.
-PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, CLAIMED = range(8)
+# was left in or -1, and its looks at the others' shares in vain; and how many items it has done in all.
+PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED = range(9)
 SHIFT = np.int64(24)  # up to 16 million items a phase; 2**39 phases last for years
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
 ZERO, ONE, EIGHT = np.int64(0), np.int64(1), np.int64(8)
@@ -44,7 +44,7 @@ NOTHING, NOT_BEGUN = np.int64(-1), np.int64(-2)  # in place of an item
 
 ROWS_PER_ITEM = 4  # of a phase over rows: a row takes less than a microsecond, about what claiming it costs
 
-PATIENCE = 30  # looks at a share, about a microsecond, before others begin it
+PATIENCE = 30  # looks at all shares, of 2 threads about a microsecond, before one begins those of others in a phase
 SPINS = 4000  # pauses, some 50 us, before a waiting thread lets others have its core
 IDLE_SPINS = 20000  # and before one without a step goes to sleep
 
@@ -52,7 +52,7 @@ IDLE_SPINS = 20000  # and before one without a step goes to sleep
 class Team(NamedTuple):
     """What one thread knows of its team."""
 
-    board: np.ndarray  # int64, shared
+    board: np.ndarray  # int64, shared: three LINEs, one a share and one a group of shares
     own: np.ndarray  # (LINE,) int64, its own words
     scratch: np.ndarray  # float32, its own, for whatever a kernel needs
 
@@ -123,19 +123,19 @@ def _first_item(own, share):
 def _take_from_others(team):
     """An item of another share: of one that is begun, or, as its thread may be asleep, of any after some patience."""
     own, is_open = team.own, address(team.board) + OPEN * EIGHT
-    looks, may_follow = 0, True
+    may_follow = True
     while may_follow:
         may_follow = False
         for i in range(1, own[MEMBERS]):
             if atomic_load(is_open) != own[PHASE]:
                 return NOTHING
             share = (own[NUMBER] + i) % own[MEMBERS]
-            item = _take(team, share, looks >= PATIENCE)
+            item = _take(team, share, own[LOOKS] >= PATIENCE)
             if item >= ZERO:
                 own[TAKEN_FROM] = share
                 return item
             may_follow = may_follow or item == NOT_BEGUN
-        looks += 1
+        own[LOOKS] += ONE
         pause()
     return NOTHING
 
@@ -189,6 +189,7 @@ def finish_phase(team):
         spins += 1
         _relax(spins)
     team.own[PHASE] += ONE
+    team.own[LOOKS] = ZERO
 
 
 @kernel

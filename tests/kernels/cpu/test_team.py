@@ -12,9 +12,11 @@ import pytest
 
 from support.apart import printed
 from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.runtime import team as team_module
 from tinygpt.kernels.cpu.runtime.team import (
     DONE,
     GROUP,
+    LOOKS,
     OPEN,
     PHASE,
     PUBLISHED,
@@ -282,6 +284,21 @@ def test_each_has_a_share_of_neighbours_and_takes_what_is_left_in_others():
     for team in (lead, absent, third):
         finish_phase(team)
     assert claims(absent, 10, 1) == [4]
+
+
+def test_patience_is_had_once_a_phase():
+    """However many are absent, and anew in the next phase."""
+    lead, *_ = members_apart(5)
+    begin_step(lead)
+    for _ in range(2):
+        assert claims(lead, 5, 1) == [0]
+        assert lead.own[LOOKS] == 0
+        assert claims(lead, 5, 1) == [1]
+        assert lead.own[LOOKS] == team_module.PATIENCE
+        lead.own[LOOKS] += 7  # to be seen again
+        assert claims(lead, 5, 3) == [2, 3, 4]
+        assert lead.own[LOOKS] == team_module.PATIENCE + 7
+        finish_phase(lead)
 
 
 def test_a_single_item_is_the_leaders():

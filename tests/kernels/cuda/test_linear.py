@@ -234,7 +234,7 @@ def test_a_norm_is_scaled_several_numbers_at_a_time():
 
 
 def most_registers(dtype: str, tiles: int, purpose: str) -> int:
-    """With 80 registers three blocks have room on a multiprocessor, with 128 two."""
+    """With 80 registers three blocks of 256 threads have room on a multiprocessor, with 128 two, with 255 one."""
     if dtype == "float32":
         return {1: 96, 2: 176}[tiles]
     return {1: {ADD: 128, QKV: 96}.get(purpose, 80), 2: 128, 4: 200}[tiles]

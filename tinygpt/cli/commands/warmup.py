@@ -6,6 +6,8 @@ from pathlib import Path
 from tinygpt.cli import loading
 from tinygpt.cli.flags import model as model_flags
 from tinygpt.cli.output.messages import counted, say
+from tinygpt.cli.output.results_file import check_writable
+from tinygpt.errors import RequestError
 
 SUMMARY = "compile the kernels for a model and dtype ahead of time"
 DESCRIPTION = """\
@@ -29,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    _check(args)
     loading.set_thread_pools(args.threads)
     from tinygpt.compile_ahead import warmup
     from tinygpt.kernels.cpu.jit import kernel_files, whole_build
@@ -43,3 +46,18 @@ def run(args: argparse.Namespace) -> None:
     if args.export is not None:
         number = export_kernels(args.export, kernel_files(), whole_build())
         say(f"{counted(number, 'kernel')} exported to {args.export}")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """RequestError, before any work, for a file that cannot be written, and for flags that an import has no use for."""
+    if args.export is not None:
+        check_writable("--export", args.export)
+        if args.export.exists():
+            raise RequestError(f"--export {args.export} is there already: give another name, or remove it.")
+    if args.import_from is not None:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        unused = [name for name in model_flags.CPU_FLAGS if getattr(args, name) != parser.get_default(name)]
+        if unused:
+            flag = f"--{unused[0].replace('_', '-')}"
+            raise RequestError(f"--import takes all kernels of a file, whatever they are for: leave {flag} out.")
