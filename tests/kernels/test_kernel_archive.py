@@ -196,9 +196,7 @@ def test_an_export_writes_over_nothing_and_leaves_damaged_kernels_out(archive, t
     (files.folder / ADD).write_bytes(b"damaged")
     assert export_kernels(tmp_path / "second", files, BUILD) == 1
     files.save("mine.kernel", b"code")
-    with pytest.raises(
-        RequestError, match=r"^mine\.kernel lies among the kernels and is none of tinygpt's"
-    ):
+    with pytest.raises(RequestError, match=r"^mine\.kernel lies among the kernels and is none of tinygpt's"):
         export_kernels(tmp_path / "third", files, BUILD)
     with pytest.raises(RequestError, match="no kernels to export"):
         export_kernels(tmp_path / "third", KernelFiles(None), BUILD)
@@ -221,7 +219,5 @@ def test_an_export_is_whole_or_nothing(tmp_path, monkeypatch):
             export_kernels(tmp_path / "kernels.bin", files, BUILD)
     assert not (tmp_path / "kernels.bin").exists()
     monkeypatch.setattr(kernel_archive, "MAX_BYTES", 100)
-    with pytest.raises(
-        RequestError, match=r"the kernels' folder has more than 2000 kernels, or more than 0 MB"
-    ):
+    with pytest.raises(RequestError, match=r"the kernels' folder has more than 2000 kernels, or more than 0 MB"):
         export_kernels(tmp_path / "kernels.bin", files, BUILD)
