@@ -83,7 +83,7 @@ def test_the_greedy_text_of_a_file_is_the_same(ours, theirs, writer):
             assert llama.tokenize(prompt.encode(), add_bos=True, special=True) == ids
             tokens, logits = greedy(llama, ids)
             (found,) = llm.generate([ids], max_tokens=LENGTH, ignore_eos=True)[0].outputs
-            assert llm.tokenizer.decode(tokens) == found.text
+            assert llm.tokenizer.decode(tokens, skip_special_tokens=True) == found.text
             assert tokens == found.token_ids
             np.testing.assert_allclose(llm.logits(ids)[-1], logits, rtol=0, atol=1e-2)
 
