@@ -54,9 +54,10 @@ class Waiting:
 def test_a_claim_waits_for_the_end_of_another(tmp_path):
     kernel, first = tmp_path / "add.kernel", CompileClaim()
     first.take(kernel)
-    second, other = Waiting(kernel), Waiting(tmp_path / "other.kernel")
+    other = Waiting(tmp_path / "other.kernel")
     assert other.is_done(60)
     assert not other.waits.is_set()
+    second = Waiting(kernel)  # behind it: who listens hears of all that wait
     assert second.waits.wait(60)
     assert not second.is_done(0.1)
     first.end()

@@ -243,7 +243,8 @@ def test_masks_are_computed_beside_the_step(llm, monkeypatch):
 
     monkeypatch.setattr(Guide, "_compute", noting)
     output = llm.generate(PROMPT, params_of("json"))[0].outputs[0]
-    assert len(threads) == len(output.token_ids)  # once for each
+    # Once for each, and once more where the thread beside comes to its last task when the text is over.
+    assert len(threads) - len(output.token_ids) in (0, 1)
     assert not all(threads)
 
 
