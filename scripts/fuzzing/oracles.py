@@ -233,8 +233,8 @@ def check_results(folder: Path, loaded: Any, undamaged: Any) -> str | None:
     data = (folder / "results.jsonl").read_bytes()
     kept = data[: loaded.size]
     records = [json.loads(line) for line in kept.split(b"\n") if line.strip()]
-    if kept and not kept.endswith(b"\n"):
-        return "half a record would be kept"
+    if (kept.endswith(b"\n") or not kept) == loaded.lacks_newline:
+        return "half a record would be kept, or a line would not end"
     if b"\n" in data[loaded.size :]:
         return "a whole record would be lost"
     prompts = {2: [1, 2, 3], 7: [4], 8: [5]}

@@ -19,6 +19,7 @@ from tinygpt.cli import main as cli
 from tinygpt.cli.batch import run as batch
 from tinygpt.cli.batch import tasks
 from tinygpt.cli.output import messages
+from tinygpt.cli.output.messages import counted
 from tinygpt.weights import hub
 
 LINES = [
@@ -192,10 +193,14 @@ def test_a_record_half_written_is_made_again(jobs):
     whole, data = jobs.records(), jobs.output.read_bytes()
     second = data.index(b"\n") + 1
     third = data.index(b"\n", second) + 1
-    for cut in (1, second - 1, second, second + 1, second + 9, second + 40, third - 1):
+    for cut in (1, second - 2, second - 1, second, second + 1, second + 9, second + 40, third - 2, third - 1):
         jobs.output.write_bytes(data[:cut])
         assert jobs.run() == 0
-        assert f"{4 - (cut >= second)} prompts: " in jobs.err
+        num_whole = (cut >= second - 1) + (cut >= third - 1)  # the end of its line is no part of a record
+        assert f"{4 - num_whole} prompts: " in jobs.err
+        num_lost = cut - (0, second, third)[num_whole]
+        lost = f"ends in half a record of {counted(num_lost, 'byte')}, as a run leaves it that is killed"
+        assert (lost in jobs.err, "half a record" in jobs.err) == (num_lost > 0, num_lost > 0)
         assert jobs.records() == whole
 
 

@@ -134,6 +134,22 @@ def test_what_was_half_written_is_cut_off(tmp_path):
     assert (tmp_path / "out").read_text() == "whole\nnext\n"
 
 
+def test_a_whole_record_whose_line_has_no_end_is_kept(tmp_path):
+    """As an editor leaves it, or a kill between the last two bytes."""
+    path = tmp_path / "out"
+    line = json.dumps({"id": 1, "model": "demo", "dtype": "float32", "prompt": "a", "prompt_token_ids": [5]})
+    path.write_text(line)
+    earlier = read_earlier(path, [PromptRecord(1, 1, "a", None, None, None)], "demo", "auto")
+    assert (earlier.ids, earlier.num_lost_bytes) == ({1}, 0)
+    with RecordFile(path, earlier) as file:
+        file.write("next")
+    assert path.read_text() == f"{line}\nnext\n"
+    for cut in range(1, len(line)):
+        path.write_text(line[:-cut])
+        found = read_earlier(path, [PromptRecord(1, 1, "a", None, None, None)], "demo", "auto")
+        assert (found.ids, found.num_lost_bytes, found.lacks_newline) == (frozenset(), len(line) - cut, False)
+
+
 def test_two_runs_do_not_write_to_one_file(tmp_path):
     path = tmp_path / "out"
     with RecordFile(path, Earlier()) as file:

@@ -24,7 +24,8 @@ class Earlier:
     """What an earlier run left in the file: the ids it answered, with which dtype, and the size of its whole records.
 
     num_failed: how many of the answers are errors. `dtype` is None where there are no records; `size` is in bytes.
-    `end` is the file's size, a last record included that was being written when the run was killed.
+    `end` is the file's size, a last record included that was being written when the run was killed. lacks_newline: the
+    last whole record is the file's end, and only its line is not.
     """
 
     ids: frozenset[str | int] = frozenset()
@@ -32,6 +33,12 @@ class Earlier:
     dtype: str | None = None
     size: int = 0
     end: int = 0
+    lacks_newline: bool = False
+
+    @property
+    def num_lost_bytes(self) -> int:
+        """Of half a record."""
+        return self.end - self.size
 
 
 def check_output(path: Path, input_path: Path) -> None:
@@ -48,7 +55,7 @@ def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype:
     """Find what the file already answers; `model` and `dtype` are as the command was given them.
 
     Raises RequestError if the file holds anything but records of these prompts, made by this model in this dtype.
-    A last line without its end was being written when the run was killed: it is not counted.
+    A last line that is the beginning of a record was being written when the run was killed: it is not counted.
     """
     if not path.is_file():  # not there yet, or a device such as /dev/null
         return Earlier()
@@ -94,8 +101,10 @@ class RecordFile:
             if os.fstat(self._descriptor).st_size != earlier.end:
                 raise RequestError(f"--output {path} has been written to by another run meanwhile. {AGAIN}")
             sync_folder(path.parent)  # the file's name, where it is new
-            if earlier.end > earlier.size:
+            if earlier.num_lost_bytes:
                 os.ftruncate(self._descriptor, earlier.size)
+            if earlier.lacks_newline:
+                os.write(self._descriptor, b"\n")
 
     def write(self, line: str) -> None:
         data = memoryview(f"{line}\n".encode())
@@ -150,11 +159,12 @@ def _lock(path: Path, descriptor: int) -> None:
 def _read_records(
     path: Path, file: Iterable[bytes], prompt_of: dict[str | int, str | list[int]], model: str, dtype: str
 ) -> Earlier:
-    ids, num_failed, size, end = set(), 0, 0, 0
+    ids, num_failed, size, end, lacks_newline = set(), 0, 0, 0, False
     for number, line in enumerate(file, 1):
         place = f"line {number} of --output {path}"
         end += len(line)
-        if not line.endswith(b"\n"):
+        lacks_newline = not line.endswith(b"\n")
+        if lacks_newline and _record_in(line) is None:
             _check_beginning(place, line)
             break
         record = _read_record(place, line)
@@ -166,10 +176,17 @@ def _read_records(
         ids.add(record["id"])
         num_failed += "error" in record
         size += len(line)
-    return Earlier(frozenset(ids), num_failed, dtype if ids else None, size, end)
+    return Earlier(frozenset(ids), num_failed, dtype if ids else None, size, end, lacks_newline and size == end)
 
 
 def _read_record(place: str, line: bytes) -> dict[str, Any]:
+    record = _record_in(line)
+    if record is None:
+        raise RequestError(_foreign(place))
+    return record
+
+
+def _record_in(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         is_id = isinstance(record["id"], (str, int)) and not isinstance(record["id"], bool)
@@ -178,7 +195,7 @@ def _read_record(place: str, line: bytes) -> dict[str, Any]:
             return record
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise RequestError(_foreign(place))
+    return None
 
 
 def _check_prompt(place: str, record: dict[str, Any], prompt_of: dict[str | int, str | list[int]]) -> None:

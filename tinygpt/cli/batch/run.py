@@ -55,6 +55,9 @@ def _run_batch(args: argparse.Namespace, params: SamplingParams) -> None:
     if len(pending) < len(prompts):
         skipped = f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped"
         say(f"{skipped}: {target} has their records; to make them with other flags, name another file")
+    if earlier.num_lost_bytes:
+        half = f"half a record of {counted(earlier.num_lost_bytes, 'byte')}"
+        say(f"{target} ends in {half}, as a run leaves it that is killed: its prompt is answered anew")
     num_failed, answer = earlier.num_failed, _answer_by_workers if has_workers(args) else _answer
     with _writer(target, earlier) as write:
         if pending:
