@@ -131,12 +131,15 @@ def test_steps_ahead_are_bounded_by_tokens_and_positions(model, device):
 
 def test_tokens_of_the_first_steps_are_taken_before_those_of_the_last_are_waited_for(model, device):
     """While Python looks at them, a GPU takes the others."""
-    events, read = [], device.read
+    events, marks, read, read_at = [], [], device.read, device.read_at
     device.read = lambda source: events.append("read") or read(source)
+    device.read_at = lambda mark, source: marks.append(mark) or read_at(mark, source)
     with load(model) as llm:
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         llm.submit([3], params, on_chunk=lambda chunk: events.append("token")).result()
     assert events == ["read", *["token"] * 4, "read", *["token"] * 2]
+    first, last = marks
+    assert first < last  # the first four wait for no more than their own steps
 
 
 def test_what_a_sequence_does_not_take_leaves_no_trace(model):
