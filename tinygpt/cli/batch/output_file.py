@@ -164,10 +164,10 @@ def _read_records(
         place = f"line {number} of --output {path}"
         end += len(line)
         lacks_newline = not line.endswith(b"\n")
-        if lacks_newline and _record_in(line) is None:
-            _check_beginning(place, line)
+        record = _record_in(line)
+        if record is None:
+            _check_half_record(place, line)
             break
-        record = _read_record(place, line)
         _check_prompt(place, record, prompt_of)
         _check_maker(place, record, model, dtype)
         dtype = record["dtype"]  # where "auto" was given, the first record says what the others must have
@@ -177,13 +177,6 @@ def _read_records(
         num_failed += "error" in record
         size += len(line)
     return Earlier(frozenset(ids), num_failed, dtype if ids else None, size, end, lacks_newline and size == end)
-
-
-def _read_record(place: str, line: bytes) -> dict[str, Any]:
-    record = _record_in(line)
-    if record is None:
-        raise RequestError(_foreign(place))
-    return record
 
 
 def _record_in(line: bytes) -> dict[str, Any] | None:
@@ -224,14 +217,10 @@ def _check_maker(place: str, record: dict[str, Any], model: str, dtype: str) -> 
         )
 
 
-def _check_beginning(place: str, line: bytes) -> None:
-    beginning = BEGINNING.encode()
-    if not line.startswith(beginning[: len(line)]):
-        raise RequestError(_foreign(place))
-
-
-def _foreign(place: str) -> str:
-    return f"{place} is no record of an earlier run: name another file."
+def _check_half_record(place: str, line: bytes) -> None:
+    """RequestError unless a line, the file's last, is what a run that was killed leaves."""
+    if line.endswith(b"\n") or not line.startswith(BEGINNING.encode()[: len(line)]):
+        raise RequestError(f"{place} is no record of an earlier run: name another file.")
 
 
 def _is_same_model(one: str, other: str) -> bool:
