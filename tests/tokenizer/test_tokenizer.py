@@ -31,7 +31,8 @@ from support.library_tokenizers import (
 from support.paths import DATA, DEMO, ROOT
 from support.recorded import MISSING, needs_transformers
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.tokenizer.byte_level_bpe import _CHARACTERS
+from tinygpt.tokenizer import tiktoken_ranks
+from tinygpt.tokenizer.byte_level_bpe import _CHARACTERS, token_to_bytes, tokens_to_bytes
 from tinygpt.tokenizer.tiktoken_ranks import UnorderedMerges, token_ranks
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
@@ -220,6 +221,30 @@ class TestMerges:
             tokens.append("".join(pairs[-1]))
         words = data.draw(st.lists(st.text(alphabet="ab", max_size=16), min_size=10, max_size=20))
         self.check(tmp_path_factory.mktemp("merges"), pairs, words)
+
+    @given(st.data())
+    def test_what_is_ranked_is_what_its_own_characters_merge_to(self, data):
+        """In lists as trainers write them, each merge of tokens that are there and for a new one; half are crossed."""
+        tokens, pairs = ["a", "b", "c"], []
+        for _ in range(data.draw(st.integers(1, 12))):
+            pair = data.draw(st.tuples(st.sampled_from(tokens), st.sampled_from(tokens)))
+            if "".join(pair) not in tokens:
+                pairs.append(pair)
+                tokens.append("".join(pair))
+        library = bpe(pairs)
+        whole = [token for token in tokens if len(library.encode(token).ids) == 1]
+        assert token_ranks(pairs, ABC) == {
+            token: ABC.get(token) or 256 + [*map("".join, pairs)].index(token) for token in whole
+        }
+
+    @pytest.mark.parametrize("name", ["demo", "gpt2-bpe"])
+    def test_a_trainers_list_needs_no_walk_of_its_own_for_each_merge(self, name, monkeypatch):
+        folder = DEMO if name == "demo" else DATA / name
+        if not folder.is_dir():
+            pytest.skip(f"GPT-2's own vocabulary is not there: {folder}")
+        expected = [*map(Tokenizer.from_folder(folder).encode, PARTS)]
+        monkeypatch.delattr(tiktoken_ranks, "_is_crossed")
+        assert [*map(Tokenizer.from_folder(folder).encode, PARTS)] == expected
 
     def test_a_token_that_its_own_characters_do_not_give(self):
         # "ab" merges first, so "a" + "bc" never meet: tiktoken alone would take "abc" whole.
@@ -566,7 +591,7 @@ class TestOtherKinds:
         code = (
             "import sys; from tinygpt.tokenizer.tokenizer import Tokenizer;"
             "Tokenizer.from_folder(sys.argv[1]).encode('a');"
-            "print(sorted({'numpy', 'numba', 'tokenizers', 'transformers', 'torch'} & sys.modules.keys()))"
+            "print(sorted({'numba', 'tokenizers', 'transformers', 'torch'} & sys.modules.keys()))"
         )
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path)],
@@ -644,6 +669,11 @@ class TestDamagedFiles:
         (tmp_path / "tokenizer.json").write_bytes(b'{"a": "\xff"}')
         with pytest.raises(CheckpointError, match="not UTF-8 at byte 7"):
             Tokenizer.from_folder(tmp_path)
+
+
+@given(st.lists(st.text(ALPHABET, min_size=1) | st.text(" \x7f\xadń日🦊\ud800Ġa", min_size=1)))
+def test_bytes_of_many_tokens_are_those_of_each(tokens):
+    assert tokens_to_bytes(tokens) == [*map(token_to_bytes, tokens)]
 
 
 def test_alphabet():

@@ -5,9 +5,11 @@ wte), and the place of its merge in the file. Merging uses the first, which come
 is looked up afterwards, because a fine-tuned vocabulary may number its tokens in any way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import tiktoken
 
 from tinygpt.errors import CheckpointError, RequestError
@@ -30,6 +32,10 @@ _CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for
 # Characters of other bytes than their own number go back to it; those bytes' own characters are not in use,
 # and U+FFFF makes them fail to encode as Latin-1.
 _TO_LATIN1 = {ord(_CHARACTERS[byte]): byte for byte in _OTHERS} | dict.fromkeys(_OTHERS, 0xFFFF)
+# The byte of each character's number; the last entry stands for all that is past it.
+_NO_BYTE = -1
+_BYTE_OF = np.full(max(map(ord, _CHARACTERS.values())) + 2, _NO_BYTE, np.int16)
+_BYTE_OF[[*map(ord, _CHARACTERS.values())]] = [*_CHARACTERS]
 
 
 class UnlikeGPT2(Exception):
@@ -44,6 +50,16 @@ def token_to_bytes(token: str) -> bytes:
         return token.encode("utf-8", errors="surrogatepass")
 
 
+def tokens_to_bytes(tokens: Collection[str]) -> list[bytes]:
+    """`token_to_bytes` of each."""
+    numbers = np.frombuffer("".join(tokens).encode("utf-16-le", "surrogatepass"), "<u2")
+    found = _BYTE_OF[np.minimum(numbers, len(_BYTE_OF) - 1)]
+    if _NO_BYTE in found:  # a token in other characters
+        return [*map(token_to_bytes, tokens)]
+    data = found.astype(np.uint8).tobytes()
+    return [data[start:stop] for start, stop in pairwise(accumulate(map(len, tokens), initial=0))]
+
+
 class ByteLevelBPE:
     """Runs a tokenizer that `read_tokenizer` read; raises UnlikeGPT2 for one of another kind."""
 
@@ -51,7 +67,7 @@ class ByteLevelBPE:
         _check_pipeline(spec)
         vocab = spec["model"]["vocab"]
         added = [AddedToken(**entry) for entry in spec["added_tokens"]]
-        self._bytes = {token_id: token_to_bytes(token) for token, token_id in vocab.items()}
+        self._bytes = dict(zip(vocab.values(), tokens_to_bytes(vocab), strict=True))
         self._encoding, self._id_of_rank = _encoding(spec["model"], self._bytes)
         self._bytes |= {token.id: token_to_bytes(token.content) for token in added}
         self.vocab_size = 1 + max(self._bytes)
@@ -74,9 +90,9 @@ class ByteLevelBPE:
     def _encode_plain(self, text: str) -> list[int]:
         if self._prefix_space and not text.startswith(" "):
             text = " " + text
-        ids = [self._id_of_rank[rank] for rank in self._encoding.encode_ordinary(text)]
+        ids = [*map(self._id_of_rank.get, self._encoding.encode_ordinary(text))]
         if None in ids:
-            lacking = sorted({c for c in text if any(self._id_of_rank[byte] is None for byte in c.encode())})
+            lacking = sorted({c for c in text if not self._id_of_rank.keys() >= {*c.encode()}})
             raise RequestError(
                 f"The tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; "
                 "leave such characters out of the text."
@@ -97,8 +113,8 @@ class ByteLevelBPE:
         return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
 
-def _encoding(model: dict[str, Any], bytes_of: dict[int, bytes]) -> tuple[tiktoken.Encoding, list[int | None]]:
-    """The merges as a tiktoken encoding, and the model's id of each of its ranks (None: no such token).
+def _encoding(model: dict[str, Any], bytes_of: dict[int, bytes]) -> tuple[tiktoken.Encoding, dict[int, int]]:
+    """The merges as a tiktoken encoding, and the model's id of each of its ranks that is a token.
 
     `bytes_of` gives the bytes behind each id of the vocabulary.
     """
@@ -108,14 +124,11 @@ def _encoding(model: dict[str, Any], bytes_of: dict[int, bytes]) -> tuple[tiktok
         merged = token_ranks(model["merges"], alphabet)
     except UnorderedMerges as error:
         raise UnlikeGPT2(str(error)) from None
-    ids = [vocab[token] for token in merged]
+    ids = [*map(vocab.__getitem__, merged)]
     ranks = {bytes([byte]): byte for byte in range(NUM_BYTES)}
     ranks |= zip(map(bytes_of.__getitem__, ids), merged.values(), strict=True)
-    id_of_rank: list[int | None] = [None] * (NUM_BYTES + len(model["merges"]))
-    for rank, token_id in zip(merged.values(), ids, strict=True):
-        id_of_rank[rank] = token_id
     encoding = tiktoken.Encoding("checkpoint", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
-    return encoding, id_of_rank
+    return encoding, dict(zip(merged.values(), ids, strict=True))
 
 
 def _check_pipeline(spec: dict[str, Any]) -> None:

@@ -201,9 +201,9 @@ def _pairs(merges: list[Any], path: Path) -> list[tuple[str, ...]]:
     """Merges as pairs of tokens, from "left right" or [left, right]."""
     split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
     pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
-    for merge, pair in zip(merges, pairs, strict=True):
-        if len(pair) != 2 or not (pair[0] and pair[1]):
-            raise CheckpointError(f"The merge {merge!r} in {path} must be two tokens; download it again.")
+    if set(map(len, pairs)) - {2} or not all(chain.from_iterable(pairs)):
+        wrong = next(merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2 or not all(pair))
+        raise CheckpointError(f"The merge {wrong!r} in {path} must be two tokens; download it again.")
     if set(map(type, chain.from_iterable(pairs))) - {str}:
         raise CheckpointError(f"The merges in {path} must be made of strings; download it again.")
     return pairs
@@ -215,7 +215,7 @@ def _check_model(model: dict[str, Any], path: Path) -> None:
         return  # pairs of a token and its score, which the library checks
     if not isinstance(vocab, dict) or not vocab:
         raise CheckpointError(f"The tokenizer in {path} has no vocabulary; download it again.")
-    if not all(type(token_id) is int and token_id >= 0 for token_id in vocab.values()):
+    if set(map(type, vocab.values())) != {int} or min(vocab.values()) < 0:
         raise CheckpointError(f"The vocabulary in {path} must give every token a whole number from 0 as its id.")
     if len(set(vocab.values())) != len(vocab):
         raise CheckpointError(f"The vocabulary in {path} gives one id to several tokens; download it again.")
