@@ -27,6 +27,7 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import calibrate
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
+from tinygpt.tokenizer.prepared import PREPARED_FILE
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.containers.safetensors_file import read_safetensors
 from tinygpt.weights.open import open_checkpoint
@@ -147,7 +148,7 @@ def test_logits_and_tokens_are_those_of_quantising_at_load(tmp_path, dtype):
 def test_folder_holds_the_small_files_as_they_were(demo_int8):
     source = open_checkpoint("demo").path
     copied = {"config.json", "vocab.json", "merges.txt"}
-    assert {path.name for path in demo_int8.iterdir()} == copied | {PACKED_FILE}
+    assert {path.name for path in demo_int8.iterdir()} == copied | {PACKED_FILE, PREPARED_FILE}
     for name in copied:
         assert (demo_int8 / name).read_bytes() == (source / name).read_bytes()
 

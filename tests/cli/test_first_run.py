@@ -1,6 +1,7 @@
 """What `generate` says where kernels compile, where they are kept, and which threads it sets."""
 
 import errno
+import gc
 import importlib
 import io
 import json
@@ -344,3 +345,24 @@ def test_threads_own_every_pool(monkeypatch):
     assert set(pools.values()) == {str(loading.thread_count())}
     loading.set_thread_pools(7)
     assert {os.environ[name] for name in loading.THREAD_POOLS} == {"7"}
+
+
+@pytest.mark.parametrize("given", [None, "26"])
+def test_threads_of_openblas_are_quiet_unless_told_otherwise(monkeypatch, given):
+    """They would look for work on cores that a start needs."""
+    monkeypatch.delitem(sys.modules, "numba")
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "")
+    monkeypatch.delenv("OPENBLAS_THREAD_TIMEOUT")
+    if given is not None:
+        monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", given)
+    loading.set_thread_pools(None)
+    assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == (given or "4")
+
+
+def test_a_start_looks_for_no_garbage():
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    kept = [[] for _ in range(1000)]
+    with loading.uncollected():
+        assert gc.get_threshold()[0] == loading.COLLECT_AFTER > before[0]
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() >= frozen + len(kept)

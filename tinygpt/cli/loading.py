@@ -30,7 +30,10 @@ THREAD_POOLS = (
     "MKL_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-COLLECT_AFTER = 200_000  # new objects
+COLLECT_AFTER = 1_000_000  # new objects: to compile kernels leaves garbage
+# OpenBLAS's threads look for work, for a twentieth of a second after NumPy is imported, on cores that others need: the
+# power of two of the cycles for which they do, the lowest there is. Steps use kernels of our own.
+QUIET_THREADS = ("OPENBLAS_THREAD_TIMEOUT", "4")
 # For a second process, which finds its modules where this one does.
 COMPILE_SHARE = "import sys; sys.path[:] = {!r}; from tinygpt.cli import loading; loading.compile_draw({!r})"
 PATIENCE = 60  # seconds for which it may keep this one waiting
@@ -48,12 +51,10 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None], **more: A
     """
     started, clock = time.perf_counter(), compiling.CompileClock()
     set_thread_pools(args.threads)
-    # Numba and a tokenizer make a million objects to keep; looking for garbage among them took 0.1 s of a start.
-    gc.set_threshold(COLLECT_AFTER)
-    from tinygpt.llm import LLM
-
     is_cpu = args.device == "cpu"
-    with clock.watching(), _share_compiled_meanwhile(args) if is_cpu else nullcontext():
+    with uncollected(), clock.watching(), _share_compiled_meanwhile(args) if is_cpu else nullcontext():
+        from tinygpt.llm import LLM
+
         llm = LLM(**llm_arguments(args), **more)
         check(llm)
         if is_cpu:
@@ -61,6 +62,21 @@ def load_llm(args: argparse.Namespace, check: Callable[["LLM"], None], **more: A
                 _log_kernels(llm, args.threads)
             _compile_kernels(llm, args.kv_cache_dtype)
     return llm, clock.since(started)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Look for next to no garbage in the block, and never among what is there at its end.
+
+    Modules and a tokenizer are half a million objects to keep; looking for garbage among them took 0.1 s of a start.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.set_threshold(*thresholds)
 
 
 def note_threads(threads: int | Sequence[int] | None) -> None:
@@ -82,6 +98,7 @@ def set_thread_pools(threads: int | None) -> None:
     for name in THREAD_POOLS:
         if threads is not None or name not in os.environ:
             os.environ[name] = str(count)
+    os.environ.setdefault(*QUIET_THREADS)
 
 
 def _log_kernels(llm: "LLM", threads: int | None) -> None:

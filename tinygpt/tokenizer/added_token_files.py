@@ -24,7 +24,7 @@ def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dic
     for entry in _entries(spec, options):
         content = content_of(entry)
         if content and content not in tokens:
-            tokens[content] = _added_token(entry, ids.of(content))
+            tokens[content] = added_token(entry, ids.of(content))
     return [asdict(token) for token in tokens.values()]
 
 
@@ -71,7 +71,8 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, (str, dict))  # add_bos_token and the like are true or false
 
 
-def _added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
+def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
+    """What an entry of a file says, for a token of this id. Raises CheckpointError."""
     if entry.get("id", token_id) != token_id:
         raise CheckpointError(
             f"The added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files, where "

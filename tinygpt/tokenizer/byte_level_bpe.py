@@ -5,9 +5,9 @@ wte), and the place of its merge in the file. Merging uses the first, which come
 is looked up afterwards, because a fine-tuned vocabulary may number its tokens in any way.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -60,15 +60,36 @@ def tokens_to_bytes(tokens: Collection[str]) -> list[bytes]:
     return [data[start:stop] for start, stop in pairwise(accumulate(map(len, tokens), initial=0))]
 
 
-class ByteLevelBPE:
-    """Runs a tokenizer that `read_tokenizer` read; raises UnlikeGPT2 for one of another kind."""
+class Vocabulary(NamedTuple):
+    """What vocabulary and merges come down to."""
 
-    def __init__(self, spec: dict[str, Any]):
+    bytes_of: dict[int, bytes]  # by token id
+    id_of_rank: dict[int, int]  # the token id of each of tiktoken's ranks that is a token
+
+
+def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
+    """The vocabulary of the `model` of a tokenizer.json. Raises UnlikeGPT2."""
+    vocab = model["vocab"]
+    alphabet = {character: byte for byte, character in _CHARACTERS.items() if character in vocab}
+    try:
+        ranks = token_ranks(model["merges"], alphabet)
+    except UnorderedMerges as error:
+        raise UnlikeGPT2(str(error)) from None
+    bytes_of = dict(zip(vocab.values(), tokens_to_bytes(vocab), strict=True))
+    return Vocabulary(bytes_of, dict(zip(ranks.values(), map(vocab.__getitem__, ranks), strict=True)))
+
+
+class ByteLevelBPE:
+    """Runs a tokenizer that `read_tokenizer` read; raises UnlikeGPT2 for one of another kind.
+
+    vocabulary: that of spec["model"], whose own is then not looked at.
+    """
+
+    def __init__(self, spec: dict[str, Any], vocabulary: Vocabulary | None = None):
         _check_pipeline(spec)
-        vocab = spec["model"]["vocab"]
         added = [AddedToken(**entry) for entry in spec["added_tokens"]]
-        self._bytes = dict(zip(vocab.values(), tokens_to_bytes(vocab), strict=True))
-        self._encoding, self._id_of_rank = _encoding(spec["model"], self._bytes)
+        self._bytes, self._id_of_rank = vocabulary or read_vocabulary(spec["model"])
+        self._encoding = _encoding(self._bytes, self._id_of_rank)
         self._bytes |= {token.id: token_to_bytes(token.content) for token in added}
         self.vocab_size = 1 + max(self._bytes)
         self.num_tokens = len(self._bytes)
@@ -113,22 +134,10 @@ class ByteLevelBPE:
         return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
 
-def _encoding(model: dict[str, Any], bytes_of: dict[int, bytes]) -> tuple[tiktoken.Encoding, dict[int, int]]:
-    """The merges as a tiktoken encoding, and the model's id of each of its ranks that is a token.
-
-    `bytes_of` gives the bytes behind each id of the vocabulary.
-    """
-    vocab = model["vocab"]
-    alphabet = {character: byte for byte, character in _CHARACTERS.items() if character in vocab}
-    try:
-        merged = token_ranks(model["merges"], alphabet)
-    except UnorderedMerges as error:
-        raise UnlikeGPT2(str(error)) from None
-    ids = [*map(vocab.__getitem__, merged)]
+def _encoding(bytes_of: Mapping[int, bytes], id_of_rank: Mapping[int, int]) -> tiktoken.Encoding:
     ranks = {bytes([byte]): byte for byte in range(NUM_BYTES)}
-    ranks |= zip(map(bytes_of.__getitem__, ids), merged.values(), strict=True)
-    encoding = tiktoken.Encoding("checkpoint", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
-    return encoding, dict(zip(merged.values(), ids, strict=True))
+    ranks |= zip(map(bytes_of.__getitem__, id_of_rank.values()), id_of_rank, strict=True)
+    return tiktoken.Encoding("checkpoint", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
 
 
 def _check_pipeline(spec: dict[str, Any]) -> None:

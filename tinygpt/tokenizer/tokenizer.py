@@ -8,7 +8,8 @@ from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
 from tinygpt.tokenizer.characters import CharacterTokenizer, is_characters
 from tinygpt.tokenizer.detokenizer import Detokenizer
-from tinygpt.tokenizer.files import checked_spec, read_tokenizer
+from tinygpt.tokenizer.files import MALFORMED, checked_spec, read_tokenizer
+from tinygpt.tokenizer.prepared import read_prepared
 from tinygpt.tokenizer.tokenizers_library import LibraryTokenizer
 
 
@@ -59,21 +60,21 @@ class Tokenizer:
         `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises CheckpointError where
         there is no tokenizer, or none that can be used.
         """
-        return cls._made_of(lambda: read_tokenizer(Path(path)), path, split_special_tokens)
+        return cls._made_of(lambda: _load_folder(Path(path)), path, split_special_tokens)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
         """A tokenizer that stood in the file `path`, in the form of a tokenizer.json; otherwise as `from_folder`."""
-        return cls._made_of(lambda: checked_spec(spec, Path(path), {}), path, split_special_tokens)
+        return cls._made_of(lambda: _load(checked_spec(spec, Path(path), {})), path, split_special_tokens)
 
     @classmethod
-    def _made_of(cls, read: Callable[[], dict[str, Any]], path: str | Path, split_special_tokens: bool) -> "Tokenizer":
+    def _made_of(cls, load: Callable[[], TokenizerModel], path: str | Path, split_special_tokens: bool) -> "Tokenizer":
         check_switch(split_special_tokens)
         try:
-            return cls(_load(read()), split_special_tokens)
+            return cls(load(), split_special_tokens)
         except TinyGPTError:
             raise
-        except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise CheckpointError(
                 f"The tokenizer's files in {path} do not have the form of a tokenizer ({error!r}); download them "
                 "again, or give token ids."
@@ -131,6 +132,10 @@ class Tokenizer:
     def detokenizer(self) -> Detokenizer:
         """A new stream from token ids to text: `push` them one at a time, then `finish`."""
         return self._model.detokenizer()
+
+
+def _load_folder(folder: Path) -> TokenizerModel:
+    return read_prepared(folder) or _load(read_tokenizer(folder))
 
 
 def _load(spec: dict[str, Any]) -> TokenizerModel:

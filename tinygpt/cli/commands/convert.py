@@ -193,6 +193,7 @@ def _written(target: str) -> Iterator[None]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder; the size of the weights' files before, in bytes, and the file of the weights now."""
+    from tinygpt.tokenizer.prepared import write_prepared
     from tinygpt.weights.random_checkpoint import is_random
     from tinygpt.weights.stored.companions import write_companions
 
@@ -202,6 +203,8 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     with elapsed(f"writing {args.target}"), _written(args.target):
         file = write()
         write_companions(folder, checkpoint)
+        if not args.to:
+            write_prepared(folder)
     return sum(file.stat().st_size for file in checkpoint.files), file
 
 

@@ -164,7 +164,8 @@ def _check_combination(args: argparse.Namespace) -> None:
 def _check_has_texts(args: argparse.Namespace) -> None:
     """RequestError for a model without a tokenizer by its nature, before it is drawn; a record may do without text."""
     loading.set_thread_pools(args.threads)  # before NumPy is imported
-    from tinygpt.weights.random_checkpoint import PREFIX, SHAPE_OF, is_random
+    with loading.uncollected():
+        from tinygpt.weights.random_checkpoint import PREFIX, SHAPE_OF, is_random
 
     shape = args.model.removeprefix(PREFIX)
     if is_random(args.model) and shape.lower() in SHAPE_OF and not args.json:

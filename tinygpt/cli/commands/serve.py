@@ -1,11 +1,10 @@
 """`tinygpt serve`: the engine over HTTP, for OpenAI's and vLLM's clients."""
 
 import argparse
-import gc
 import os
 import socket
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "answer OpenAI's and vLLM's clients over HTTP"
 KEY_VARIABLE = "TINYGPT_API_KEY"
-GC_THRESHOLDS = 700, 10, 10  # Python's own; loading has raised them
 LOG_FORMATS = ("text", "json")
 PACKAGES = ("starlette", "uvicorn", "h11", "pydantic", "prometheus_client")  # of the extra `serve`
 WEB_MODULES = (
@@ -107,16 +105,17 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     # As load_llm would, but before the server's modules, NumPy among them, are imported.
     loading.set_thread_pools(args.threads)
-    gc.set_threshold(loading.COLLECT_AFTER)
-    _check_installed()
-    from tinygpt.server.transport.listen import listen, url_of
+    with ExitStack() as starting:
+        starting.enter_context(loading.uncollected())
+        _check_installed()
+        from tinygpt.server.transport.listen import listen, url_of
 
-    with listen(args.host, args.port) as listener:
-        importing = threading.Thread(target=_import_web)
-        importing.start()
-        with _load(args) as llm:
-            importing.join()
-            _serve(args, llm, listener, url_of(listener))
+        with listen(args.host, args.port) as listener:
+            importing = threading.Thread(target=_import_web)
+            importing.start()
+            with _load(args) as llm:
+                importing.join()
+                _serve(args, llm, listener, url_of(listener), starting)
 
 
 def _check_installed() -> None:
@@ -136,7 +135,8 @@ def _import_web() -> None:
             import_module(name)
 
 
-def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: str) -> None:
+def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: str, starting: ExitStack) -> None:
+    """Serve until told to end. starting: to be closed when all is there."""
     try:
         from tinygpt.server.app import create_app
         from tinygpt.server.compile_log import CompileLog
@@ -148,10 +148,7 @@ def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: s
 
     configure_logging(args.log_format)
     app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
-    # What is there now stays, so it is not looked at, not even now: that takes a tenth of the start, and finds next to
-    # nothing. What requests leave behind is, at Python's own pace.
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    starting.close()  # what requests leave behind is looked for
     with ANNOUNCER.told(CompileLog()):
         serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
 

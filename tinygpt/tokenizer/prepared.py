@@ -1,0 +1,102 @@
+"""What is slow to make of a tokenizer's files, kept beside them: `convert` writes it, and every start reads it.
+
+The file holds a digest of itself and of the files that it was made from, and then JSON. Where the digest is another
+one, whatever the reason, the file is not used: the tokenizer is made of its own files, as ever.
+"""
+
+import hashlib
+import json
+import logging
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygpt.errors import CheckpointError
+from tinygpt.regular_file import open_regular
+from tinygpt.tokenizer.added_token_files import added_token
+from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2, Vocabulary, read_vocabulary
+from tinygpt.tokenizer.files import MALFORMED, TOKENIZER_FILES, read_tokenizer
+from tinygpt.tokenizer.tiktoken_ranks import NUM_BYTES
+
+PREPARED_FILE = "tokenizer.tinygpt"
+FORMAT = b"tinygpt tokenizer 1\n"  # another number whenever the same files are to give something else
+NUMBERS = "<u4"
+
+logger = logging.getLogger(__name__)
+
+
+def write_prepared(folder: Path) -> None:
+    """Write PREPARED_FILE beside the tokenizer's files in `folder`, where these are whole, and of GPT-2's kind."""
+    try:
+        spec = read_tokenizer(folder)
+        ByteLevelBPE(spec)
+        vocabulary = _as_json(read_vocabulary(spec["model"]))
+    except (CheckpointError, UnlikeGPT2, *MALFORMED):
+        return
+    payload = json.dumps({"spec": {**spec, "model": {"type": "BPE"}}, **vocabulary}).encode()
+    (folder / PREPARED_FILE).write_bytes(_digest(folder, payload) + b"\n" + payload)
+
+
+def read_prepared(folder: Path) -> ByteLevelBPE | None:
+    """The tokenizer; None where its own files have to be read."""
+    file = folder / PREPARED_FILE
+    try:
+        digest, _, payload = _read(file).partition(b"\n")
+        if digest == _digest(folder, payload):
+            content = json.loads(payload)
+            return ByteLevelBPE(_checked(content["spec"]), _vocabulary(content))
+        logger.debug("%s does not belong to the files beside it, which are read instead", file)
+    except (OSError, CheckpointError, UnlikeGPT2, *MALFORMED) as error:
+        logger.debug("%s is not used (%r)", file, error)
+    return None
+
+
+def _read(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def _digest(folder: Path, payload: bytes) -> bytes:
+    digest = hashlib.sha256(FORMAT)
+    for path in (folder / name for name in TOKENIZER_FILES):
+        if path.exists():
+            content = _read(path)
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    digest.update(payload)
+    return digest.hexdigest().encode()
+
+
+def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+    """What readers of files make sure of. Whoever can write this one can write its digest, too."""
+    for entry in spec["added_tokens"]:
+        if type(entry["id"]) is not int or entry["id"] < 0:
+            raise ValueError(f"{entry['id']!r} is no token id")
+        added_token(entry, entry["id"])
+    return spec
+
+
+def _as_json(vocabulary: Vocabulary) -> dict[str, str]:
+    bytes_of, id_of_rank = vocabulary
+    ids = [*id_of_rank.values(), *(bytes_of.keys() - {*id_of_rank.values()})]  # those with ranks first
+    tokens = [*map(bytes_of.__getitem__, ids)]
+    numbers = {"ranks": [*id_of_rank], "ids": ids, "lengths": [*map(len, tokens)]}
+    arrays = {name: np.array(values, NUMBERS).tobytes() for name, values in numbers.items()}
+    return {name: data.hex() for name, data in {**arrays, "tokens": b"".join(tokens)}.items()}
+
+
+def _vocabulary(content: dict[str, str]) -> Vocabulary:
+    """ValueError where it is none: tiktoken would end the process."""
+    ranks, ids, lengths = (
+        np.frombuffer(bytes.fromhex(content[name]), NUMBERS).tolist() for name in ("ranks", "ids", "lengths")
+    )
+    data = bytes.fromhex(content["tokens"])
+    tokens = [data[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
+    bytes_of, id_of_rank = dict(zip(ids, tokens, strict=True)), dict(zip(ranks, ids, strict=False))
+    is_right = (len(bytes_of), len(id_of_rank), len(data)) == (len(ids), len(ranks), sum(lengths)) and all(
+        bytes_of[token_id] == bytes([rank]) for rank, token_id in id_of_rank.items() if rank < NUM_BYTES
+    )
+    if not is_right:
+        raise ValueError("it holds no vocabulary")
+    return Vocabulary(bytes_of, id_of_rank)
