@@ -49,7 +49,9 @@ def numbers(*values: int) -> str:
 # To what the file holds.
 CHANGES = {
     "a rank twice": lambda content: content.update(ranks=numbers(300, 300)),
-    "the rank of another byte": lambda content: content.update(ranks=numbers(98) + content["ranks"][8:]),
+    "ranks of each other": lambda content: content.update(
+        ranks=content["ranks"][8:16] + content["ranks"][:8] + content["ranks"][16:]
+    ),
     "an id twice": lambda content: content.update(ids=content["ids"][:8] + content["ids"][:-8]),
     "an id too few": lambda content: content.update(ids=content["ids"][:-8]),
     "ranks of no token": lambda content: content.update(ranks=content["ranks"] + numbers(*range(9000, 9500))),
@@ -118,7 +120,7 @@ class TestOtherFiles:
     @pytest.mark.parametrize("name", sorted({*files.TOKENIZER_FILES} - {"tokenizer.json"}))
     def test_a_file_that_has_come(self, folder, name, monkeypatch):
         assert Tokenizer.from_folder(folder).encode("a")
-        write(folder, name, {})
+        write(folder, name, "")
         monkeypatch.delattr("tinygpt.tokenizer.tokenizer.read_tokenizer")
         with pytest.raises(NameError):
             Tokenizer.from_folder(folder)

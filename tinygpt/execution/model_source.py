@@ -14,7 +14,6 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.backend import check_model, load_backend, name_of
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.checksum import begin_checksum
 from tinygpt.weights.containers.mapped_file import MappedFile
@@ -57,6 +56,8 @@ class ModelSource:
         backends = [load_backend(device, dtype) for dtype in dtypes]
         checkpoint = open_checkpoint(model)
         if lora is not None:
+            from tinygpt.weights.adapters.lora import merge_lora
+
             checkpoint = merge_lora(checkpoint, lora)
         return [cls._of(checkpoint, *how, kv_cache_dtype) for how in zip(backends, dtypes, strict=True)]
 
