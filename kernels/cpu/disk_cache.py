@@ -22,16 +22,21 @@ SOURCES = Path(__file__).resolve().parent
 
 
 class DiskCache:
-    """What Numba asks before it compiles a function, and tells when it has."""
+    """What Numba asks before it compiles a function, and tells when it has.
 
-    def __init__(self, function: Callable, find_files: Callable[[], KernelFiles]):
+    counts_references: whether the function does, and so calls Numba's runtime.
+    """
+
+    def __init__(self, function: Callable, find_files: Callable[[], KernelFiles], counts_references: bool):
         self._function = function
         self._find_files = find_files
+        self._counts_references = counts_references
 
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
         """The compiled function for arguments of these types, or None."""
-        # What compiled code calls. Numba's cache fills the registries too, which a compiler alone asks, and fills them.
-        rtsys.initialize(target_context)
+        # Numba's cache fills the registries too, which a compiler alone asks, and fills them.
+        if self._counts_references:
+            rtsys.initialize(target_context)  # LLVM compiles it, which takes as long as all else to read a step
         name = self._name(signature, target_context.codegen())
         if name is None:
             return None

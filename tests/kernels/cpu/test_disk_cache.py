@@ -21,6 +21,7 @@ from numba.core.runtime import rtsys
 
 from support.compiled import compiled_kernels
 from support.paths import ROOT
+from tinygpt.cli import main as cli
 from tinygpt.kernels import compiling
 from tinygpt.kernels.compiling import CompileClock
 from tinygpt.kernels.cpu import jit
@@ -254,6 +255,28 @@ def test_a_kernel_of_an_earlier_run_waits_for_nothing_that_only_compiling_takes(
     assert run(folder, FILLED.format(both=False)) == "3 True None True"
     assert run(folder, FILLED.format(both=True)) == "3 False 30 True"
     assert run(folder, FILLED.format(both=True)) == "3 False 30 False"
+
+
+def test_a_step_and_a_draw_are_read_without_numbas_runtime(folder):
+    """LLVM compiles that for each process, which takes as long as all else to read a step. What makes arrays has it."""
+    assert cli.main(["convert", "demo", str(folder / "packed"), "--dtype", "int8"]) == 0
+    code = """
+import os
+from numba.core.runtime import nrt
+compile_runtime, compiled = nrt.nrtdynmod.compile_nrt_functions, []
+nrt.nrtdynmod.compile_nrt_functions = lambda context: compiled.append(1) or compile_runtime(context)
+from tinygpt import LLM
+llm = LLM(os.environ["PACKED"], max_num_seqs=1)
+for asked in ({}, {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1}, {"logprobs": 1}):
+    llm.generate("Once", max_tokens=2, **asked)
+print(bool(compiled))
+llm.generate("Once", max_tokens=2, repetition_penalty=1.1)
+print(bool(compiled))
+"""
+    kept = os.environ.get("NUMBA_CACHE_DIR", "")  # where other tests' kernels are
+    environment = {"NUMBA_CACHE_DIR": kept, "PACKED": str(folder / "packed")}
+    start(folder, code, **environment).communicate()  # which may compile, and say so
+    assert run(folder, code, **environment) == "False\nTrue"
 
 
 def test_a_changed_source_is_compiled_anew(folder):
