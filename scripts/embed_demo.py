@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from tinygpt.weights.containers import read_weights
+from tinygpt.weights.containers.formats import read_weights
 from tinygpt.weights.families.hugging_face import model_config
 from tinygpt.weights.json_file import read_json_object
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers import CONTAINERS
+from tinygpt.weights.containers.container import FILES
 from tinygpt.weights.containers.shards import INDEX, shard_of_each_tensor
 
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -28,7 +28,7 @@ def download(repo_id: str) -> Path:
     Safetensors are preferred to pytorch_model.bin, and never are both fetched. Raises CheckpointError when the id does
     not exist, access is denied, or the Hub cannot be reached and the cache does not hold the files.
     """
-    for name in CONTAINERS:
+    for name in FILES:
         folder = _fetch(repo_id, [*CONFIG_FILES, *ADAPTER_FILES, *TOKENIZER_FILES, name, name + INDEX])
         if (folder / name).exists():
             break

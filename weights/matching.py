@@ -9,10 +9,10 @@ import numpy as np
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers import read_weights
 from tinygpt.weights.containers.container import StoredTensor
-from tinygpt.weights.families import family_of
+from tinygpt.weights.containers.formats import read_weights
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.table import family_of
 from tinygpt.weights.messages import listed, of_any_layer
 from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
 from tinygpt.weights.tensor import MadeUp, Tensor

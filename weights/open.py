@@ -7,8 +7,8 @@ from pathlib import Path
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers import CONTAINERS, describe, find_weights
-from tinygpt.weights.matching import read_checkpoint
+from tinygpt.weights.containers.container import FILES
+from tinygpt.weights.messages import describe
 from tinygpt.weights.random_checkpoint import is_random, open_random
 from tinygpt.weights.stored.packed import PACKED_FILE, PackedCheckpoint
 
@@ -28,7 +28,11 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
     if is_random(model):
         return open_random(model)
     path = resolve(model)
-    return PackedCheckpoint.open(path) if (path / PACKED_FILE).exists() else read_checkpoint(path)
+    if (path / PACKED_FILE).exists():
+        return PackedCheckpoint.open(path)
+    from tinygpt.weights.matching import read_checkpoint  # every format: a tenth of a converted checkpoint's start
+
+    return read_checkpoint(path)
 
 
 def is_here(model: str | os.PathLike[str]) -> bool:
@@ -96,9 +100,13 @@ def _is_meant_as_path(model: str | os.PathLike[str]) -> bool:
 
 
 def _check_is_checkpoint(folder: Path) -> None:
-    if folder.is_file() or (folder / "config.json").is_file() or find_weights(folder):
+    if folder.is_file() or (folder / "config.json").is_file():
         return
-    weights = " or ".join(CONTAINERS)
+    from tinygpt.weights.containers.formats import find_weights
+
+    if find_weights(folder):
+        return
+    weights = " or ".join(FILES)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     if len(inside) > NAMED:
         inside[NAMED:] = [f"{len(inside) - NAMED} more"]

@@ -153,6 +153,20 @@ def test_folder_holds_the_small_files_as_they_were(demo_int8):
         assert (demo_int8 / name).read_bytes() == (source / name).read_bytes()
 
 
+def test_nothing_of_other_formats_is_imported(demo_int8):
+    """Which is a tenth of a start: nor what adapters need, nor what a tokenizer is made of that is ready."""
+    code = (
+        "import sys; from tinygpt.cli.main import main;"
+        "main(['generate', '-m', sys.argv[1], 'Once', '-n', '1']); print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(demo_int8)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    weights = {name.removeprefix("tinygpt.weights.") for name in result.stdout.split() if ".weights." in name}
+    assert {"open", "stored.packed", "containers.safetensors_file"} <= weights
+    others = {"matching", "containers.formats", "containers.torch_file", "families.table", "adapters.lora", "hub"}
+    assert not others & weights
+
+
 def test_generation_config_goes_along(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "source")
     tiny_checkpoint.write_json(folder / "generation_config.json", {"eos_token_id": [7, 8]})

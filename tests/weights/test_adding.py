@@ -8,8 +8,9 @@ import pytest
 
 from support.tiny_checkpoint import LAYERS, C, T, random_tensors, write_checkpoint, write_config
 from tinygpt.errors import CheckpointError
-from tinygpt.weights import containers, families
+from tinygpt.weights.containers import formats
 from tinygpt.weights.containers.container import Container
+from tinygpt.weights.families import table
 from tinygpt.weights.families.family import Family, Placed, Rule
 from tinygpt.weights.families.hugging_face import model_config
 from tinygpt.weights.families.transforms import Transform, transposed
@@ -49,7 +50,7 @@ SPLIT = Family(
 
 @pytest.fixture
 def split(monkeypatch):
-    monkeypatch.setattr(families, "FAMILIES", (SPLIT, *families.FAMILIES))
+    monkeypatch.setattr(table, "FAMILIES", (SPLIT, *table.FAMILIES))
 
 
 def split_tensors():
@@ -118,7 +119,7 @@ def read_scaled(path):
 def test_a_container_whose_tensors_are_no_arrays_of_floats(tmp_path, monkeypatch, file):
     """A file is found by its name in a folder, or is named, and is known by what it holds."""
     is_npz = (lambda peek: b".npy" in peek.head, read_scaled)
-    monkeypatch.setattr(containers, "FORMATS", (is_npz, *containers.FORMATS))
+    monkeypatch.setattr(formats, "FORMATS", (is_npz, *formats.FORMATS))
     write_config(tmp_path)
     values = {name: np.rint(array * 10).astype(np.int8) for name, array in TENSORS.items()}
     with open(tmp_path / file, "wb") as out:

@@ -8,8 +8,8 @@ from support.recorded import needs_transformers
 from support.tiny_checkpoint import CONFIG
 from tinygpt.config import ACTIVATIONS, ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families import MODEL_TYPES, NOT_IMPLEMENTED
-from tinygpt.weights.families import model_config as read_config
+from tinygpt.weights.families.config_file import model_config as read_config
+from tinygpt.weights.families.table import MODEL_TYPES, NOT_IMPLEMENTED
 
 ACCEPTED = [
     {},

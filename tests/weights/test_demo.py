@@ -13,7 +13,7 @@ from support.demo import EOS, VOCAB_SIZE
 from support.kernel_tools import bfloat16_bits
 from support.paths import DEMO, ROOT
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
-from tinygpt.weights.containers import read_weights
+from tinygpt.weights.containers.formats import read_weights
 from tinygpt.weights.open import open_checkpoint
 
 if HAS_TRANSFORMERS:

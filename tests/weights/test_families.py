@@ -12,7 +12,7 @@ from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.model_source import load_tokenizer
-from tinygpt.weights.containers import CONTAINERS
+from tinygpt.weights.containers.container import FILES
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed
 
@@ -51,7 +51,7 @@ def test_what_a_file_is_called_says_nothing(tmp_path):
             is_strict = name == "pytorch_model.bin" and form.startswith(
                 "nanogpt"
             )  # of which that holds the model alone
-            if name in CONTAINERS and not is_strict:
+            if name in FILES and not is_strict:
                 assert_same_bits(open_checkpoint(file.parent), TENSORS)
         assert there.exists() == there.is_dir()
 

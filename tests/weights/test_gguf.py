@@ -16,7 +16,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.containers.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
 from tinygpt.weights.containers.gguf_file import AT_ONCE, read_gguf
-from tinygpt.weights.families import read_config
+from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")

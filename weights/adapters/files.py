@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers import describe
-from tinygpt.weights.containers.container import StoredTensor
+from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.containers.safetensors_file import read_safetensors
-from tinygpt.weights.containers.torch_file import read_torch
 from tinygpt.weights.json_file import read_json_object
-from tinygpt.weights.messages import listed, shown
+from tinygpt.weights.messages import describe, listed, shown
 
 CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 # PEFT's name of a kind that is implemented -> where one is to be given, in the library or on the command line.
@@ -23,9 +21,17 @@ PLACES = {
     "LORA": "as lora, or --lora {}",
     **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), "among soft_prompts, or as --soft-prompt NAME={}"),
 }
-# In the order in which PEFT looks for them; early versions wrote the second.
-READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": read_torch}
 MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, and matched
+
+
+def _read_torch(path: Path) -> Container:
+    from tinygpt.weights.containers.torch_file import read_torch  # its modules are read where there is such a file
+
+    return read_torch(path)
+
+
+# In the order in which PEFT looks for them; early versions wrote the second.
+READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": _read_torch}
 
 
 @dataclass(frozen=True)

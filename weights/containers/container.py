@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 from tinygpt.weights.tensor import Tensor
 
+# Hugging Face's file of each format, in the order in which transformers looks for them.
+FILES = ("model.safetensors", "pytorch_model.bin")
+
 
 class StoredTensor(Tensor, Protocol):
     """A tensor in a file. How its elements lie there is the format's own affair; `float32` decodes them."""

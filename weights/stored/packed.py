@@ -19,10 +19,10 @@ import numpy as np
 
 from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers import CONTAINERS
+from tinygpt.weights.containers.container import FILES
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors_file import read_safetensors
-from tinygpt.weights.families import read_config
+from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors
 
@@ -56,7 +56,7 @@ class PackedCheckpoint:
     def open(cls, path: Path) -> "PackedCheckpoint":
         """Open a folder that holds PACKED_FILE. Raises CheckpointError when that is damaged, or not of this version."""
         file = path / PACKED_FILE
-        for name in CONTAINERS:
+        for name in FILES:
             if (path / name).exists():
                 raise CheckpointError(f"{path} holds both {PACKED_FILE} and {name}: move one to another folder.")
         config = read_config(path)

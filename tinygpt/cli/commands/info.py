@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the report. A checkpoint that would be refused is no failure; CheckpointError where none is found."""
-    from tinygpt.weights.containers import reader_of
+    from tinygpt.weights.containers.formats import reader_of
     from tinygpt.weights.open import resolve
 
     path = resolve(checkpoint_of(args))
@@ -45,8 +45,8 @@ def describe(path: Path) -> dict[str, Any]:
     from being known. Sizes are in bytes, as the tensors lie in the files; 0 for formats that are not known.
     """
     from tinygpt.weights.containers.container import Container
-    from tinygpt.weights.families import family_of
     from tinygpt.weights.families.family import Source
+    from tinygpt.weights.families.table import family_of
     from tinygpt.weights.matching import match
     from tinygpt.weights.stored.packed import PACKED_FILE
 
@@ -92,7 +92,7 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
 
 
 def _container(path: Path) -> "Container":
-    from tinygpt.weights.containers import read_weights
+    from tinygpt.weights.containers.formats import read_weights
 
     return read_weights(path)
 
@@ -129,7 +129,7 @@ def _tokenizer(source: "Source", checkpoint: "Checkpoint | None") -> dict[str, A
 
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
-    from tinygpt.weights.containers import CONTAINERS
+    from tinygpt.weights.containers.formats import CONTAINERS
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
 
     folder, container = source.folder, source.container
