@@ -17,6 +17,7 @@ from tinygpt.kernels.cpu.params import (
     no_positions,
     to_panels,
 )
+from tinygpt.kernels.cpu.runtime.nodes import homes_of_threads, place
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.names import KINDS, LINEARS, NORMS
@@ -65,8 +66,15 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
     return layout
 
 
-def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
-    """The Params whose `arrays_of` these are; they are used as they lie, so panels start on a vector's boundary."""
+def params_of(arrays: dict[str, np.ndarray], config, dtype: str, threads: int = 1) -> Params:
+    """The Params whose `arrays_of` these are; they are used as they lie, so panels start on a vector's boundary.
+
+    threads: of the team that will read them. Where these are on several memory nodes, panels that are mapped from a
+    file become copies: a file's pages lie wherever it was read or written first, and no system moves them.
+    """
+    for name, array in arrays.items() if (homes := homes_of_threads(threads)) else ():
+        if "." in name:
+            place(array, homes)
     given = {name: array for name, array in arrays.items() if "." not in name}
     for name in [*LINEARS, *PROJECTIONS, "lm_head", "wte"]:
         record, _ = FORMATS[head_dtype_of(dtype) if name in ("lm_head", "wte") else dtype]
