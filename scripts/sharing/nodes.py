@@ -10,6 +10,7 @@ from tinygpt.kernels.cpu.runtime.nodes import homes_among, share_of
 
 PIECE = 256  # bytes, of which every array has a whole number for each panel
 SMALL_PAGE, HUGE_PAGE = 4 << 10, 2 << 20
+ONE_PAGE = 1 << 60  # of a whole array: as if one thread had touched it all
 CPUS = 64  # of a node: any number of threads is shared evenly
 
 
@@ -19,11 +20,11 @@ def node_of_thread(threads: int, nodes: int) -> np.ndarray:
     return np.array([min(home) // CPUS for home in homes_among(cpus, threads)])
 
 
-def near_weights(config: ModelConfig, dtype: str, node: np.ndarray, page: int, leader_is_far: bool = False) -> float:
-    """The share of all weights' bytes that lie on the node of the thread whose item they are of, which touched them
-    first: node (threads,). A page lies where the thread is that has its first byte.
+def near_weights(config: ModelConfig, dtype: str, node: np.ndarray, page: int) -> float:
+    """The share of the weights' bytes that the thread whose item they are of reads from its own node, node (threads,).
 
-    leader_is_far: the thread that calls may be on any node: count all that it reads as another's.
+    A page lies where the thread is that has its first byte. The calling thread may be on any node: all that it reads
+    counts as another's.
     """
     near = total = 0
     for layers, n, k, kind in _matrices(config, dtype):
@@ -33,19 +34,22 @@ def near_weights(config: ModelConfig, dtype: str, node: np.ndarray, page: int, l
             pieces = int(np.prod(shape)) * array_dtype.itemsize // (layers * panels * PIECE)
             reader = np.tile(np.repeat(owner, pieces), layers)  # (layers * panels * pieces,)
             first_of_page = np.arange(reader.size) // (page // PIECE) * (page // PIECE)
-            is_near = node[reader] == node[reader[first_of_page]]
-            near += np.count_nonzero(is_near & (reader > 0) if leader_is_far else is_near)
+            near += np.count_nonzero((node[reader] == node[reader[first_of_page]]) & (reader > 0))
             total += reader.size
     return near / total
 
 
 def near_cache(config: ModelConfig, load: Load, node: np.ndarray) -> float:
-    """The same of the KV cache, which lies where the threads are that write a head's keys and values."""
-    writer, count, together = threads_of_items(config.n_head, len(node)), tiles_of_queries(load), heads_together(config, load)
+    """The same of the KV cache, whose pages lie where the threads are that write a head's keys and values."""
+    writer, count, together = (
+        threads_of_items(config.n_head, len(node)),
+        tiles_of_queries(load),
+        heads_together(config, load),
+    )
     reader = threads_of_items(-(-config.n_head // together) * count, len(node))
     heads = np.arange(config.n_head)[:, np.newaxis]  # (H, 1)
     items = heads // together * count + np.arange(count)  # (H, tiles)
-    return np.mean(node[writer[heads]] == node[reader[items]])
+    return np.mean((node[writer[heads]] == node[reader[items]]) & (reader[items] > 0))
 
 
 def threads_of_items(items: int, threads: int) -> np.ndarray:
