@@ -31,7 +31,7 @@ import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from scripts.sharing.nodes import HUGE_PAGE, ONE_PAGE, SMALL_PAGE, near_cache, near_weights, node_of_thread
+from scripts.sharing.nodes import HUGE_PAGE, ONE_PAGE, near_cache, near_weights, node_of_thread
 from scripts.sharing.phases import Load, Phase, phases_of
 from scripts.sharing.simulation import Outcome, run_phase
 from tinygpt.bench.machine_limits import measure_limits
@@ -133,12 +133,12 @@ def main() -> int:
 def print_nodes(config: ModelConfig, dtype: str, load: Load, args: argparse.Namespace) -> None:
     print(f"{args.model} in {dtype}, {load.sequences} sequences, {load.tokens} new tokens each:")
     print("bytes that a thread reads from its own node\n")
-    print("| nodes | threads | weights that one touched | weights as placed | in pages of 2 MB | KV cache |")
+    print("| nodes | threads | weights that one touched | weights as placed | all in pages of 2 MB | KV cache |")
     print("|---|---|---|---|---|---|")
     for nodes in args.nodes:
         for threads in args.threads:
             node = node_of_thread(threads, nodes)
-            shares = [near_weights(config, dtype, node, page) for page in (ONE_PAGE, SMALL_PAGE, HUGE_PAGE)]
+            shares = [near_weights(config, dtype, node, page) for page in (ONE_PAGE, None, HUGE_PAGE)]
             shares.append(near_cache(config, load, node))
             print(f"| {nodes} | {threads} | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
 

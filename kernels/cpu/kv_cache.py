@@ -10,7 +10,7 @@ import numpy as np
 
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, padded_head
 from tinygpt.kernels.cpu.layers.int8_cache import SCALE_STEPS
-from tinygpt.kernels.cpu.simd.memory import small_pages
+from tinygpt.kernels.cpu.simd.memory import untouched
 from tinygpt.kernels.int8_rows import SCALE_BYTES, to_rows
 
 # Of a cache: the type of its arrays, and how many values 4 bytes hold, which a tile multiplies in one step.
@@ -28,7 +28,7 @@ class KVCache(NamedTuple):
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     """Zeros: memory that no sequence has reached costs nothing yet. dtype: one of KINDS."""
     kind, _ = KINDS[dtype]
-    return KVCache(*(small_pages(shape, kind) for shape in _shapes(config, num_slots, max_model_len, dtype)))
+    return KVCache(*(untouched(shape, kind) for shape in _shapes(config, num_slots, max_model_len, dtype)))
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:

@@ -8,6 +8,7 @@ with one node, and where the system tells of none, nothing is done.
 import contextlib
 import mmap
 import os
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 ROOT = Path("/")  # of what Linux tells in files
 
 
-def homes_of_threads(threads: int) -> list[set[int]]:
+def homes_of_threads(threads: int) -> list[frozenset[int]]:
     """The CPUs that each thread of a team stays on, those of its node; empty where there is nothing to choose."""
     if threads == 1 or not hasattr(os, "sched_getaffinity"):
         return []
@@ -24,30 +25,30 @@ def homes_of_threads(threads: int) -> list[set[int]]:
     return homes_among(nodes, threads) if len(nodes) > 1 else []
 
 
-def homes_among(nodes: list[set[int]], threads: int) -> list[set[int]]:
+def homes_among(nodes: list[frozenset[int]], threads: int) -> list[frozenset[int]]:
     """Each thread's node. Neighbours share one, and a node has as many threads as befits its part of all CPUs: were
     the first filled up before the next, two small teams would meet there, and leave the others' memory idle."""
     node_of_cpu = [node for node in nodes for _ in node]
     return [node_of_cpu[i * len(node_of_cpu) // threads] for i in range(threads)]
 
 
-def memory_nodes(allowed: set[int], root: Path) -> list[set[int]]:
+def memory_nodes(allowed: Set[int], root: Path) -> list[frozenset[int]]:
     """The allowed CPUs of each node that has some, in order, on a system whose files are under `root`."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    nodes = [allowed & _listed(folder / "cpulist") for folder in folders]
+    nodes = [_listed(folder / "cpulist") & allowed for folder in folders]
     return sorted(filter(None, nodes), key=min)
 
 
-def _listed(path: Path) -> set[int]:
+def _listed(path: Path) -> frozenset[int]:
     """ "0-3,8" -> 0, 1, 2, 3, 8; nothing where it cannot be read."""
     try:
         ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
     except OSError:
-        return set()
-    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+        return frozenset()
+    return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
 
 
-def stay_on(cpus: set[int]) -> None:
+def stay_on(cpus: frozenset[int]) -> None:
     """Keep the calling thread on these CPUs; where the system does not allow it, all is as if there were one node."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cpus)
@@ -58,7 +59,7 @@ def share_of(thread: int, threads: int, items: int) -> range:
     return range(-(-thread * items // threads), -(-(thread + 1) * items // threads))
 
 
-def place(array: np.ndarray, homes: list[set[int]]) -> None:
+def place(array: np.ndarray, homes: list[frozenset[int]]) -> None:
     """Put array (layers, items, ...) where the threads are that have these items, each page by a write to it.
 
     The memory is untouched, in small pages, or a private mapping of a file, of which each page then becomes a copy. It
@@ -71,7 +72,7 @@ def place(array: np.ndarray, homes: list[set[int]]) -> None:
         list(pool.map(_touch, homes, [pages] * threads, shares, [pages.shape[1] // items] * threads))
 
 
-def _touch(home: set[int], pages: np.ndarray, share: range, size: int) -> None:
+def _touch(home: frozenset[int], pages: np.ndarray, share: range, size: int) -> None:
     stay_on(home)
     part = pages[:, share.start * size : share.stop * size : mmap.PAGESIZE]
     np.bitwise_or(part, 0, out=part)  # no assignment of what is there already, which NumPy leaves out

@@ -53,7 +53,7 @@ class TeamThreads:
 class _Follower:
     """One thread: asleep until woken, then following step after step until none comes for a while."""
 
-    def __init__(self, team: Team, home: set[int] | None):
+    def __init__(self, team: Team, home: frozenset[int] | None):
         """home: the CPUs to stay on; None is any."""
         self.team, self._home = team, home
         self.wake = threading.Event()

@@ -22,7 +22,7 @@ from tinygpt.kernels.cpu.runtime import nodes, team_threads
 from tinygpt.kernels.cpu.runtime.nodes import homes_among, homes_of_threads, memory_nodes, place, share_of
 from tinygpt.kernels.cpu.runtime.team import OPEN, PHASE, claim, complete, new_teams
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
-from tinygpt.kernels.cpu.simd.memory import small_pages
+from tinygpt.kernels.cpu.simd.memory import untouched
 from tinygpt.weights.random_checkpoint import random_checkpoint
 
 CONFIG = ModelConfig(vocab_size=333, n_positions=96, n_embd=256, n_layer=2, n_head=4)
@@ -169,7 +169,7 @@ def in_turns(monkeypatch):
 def test_a_page_is_touched_first_on_the_node_of_the_thread_that_has_its_items(in_turns, shape):
     """Panels of whole pages, for fewer threads than there are, as many, and more."""
     layers, items, _ = shape
-    array, threads = small_pages(shape, np.float32), 5
+    array, threads = untouched(shape, np.float32), 5
     homes = homes_among([{0, 1}, {2, 3}], threads)
     assert not state_of_pages(array).any()
     seen = in_turns(lambda: state_of_pages(array))
@@ -188,7 +188,7 @@ def test_a_page_is_touched_first_on_the_node_of_the_thread_that_has_its_items(in
 @needs_pages
 def test_panels_that_share_a_page(in_turns):
     """One of the threads that have a part of it touches it."""
-    array, threads = small_pages((2, 10, 1500), np.uint8), 4
+    array, threads = untouched((2, 10, 1500), np.uint8), 4
     seen = in_turns(lambda: state_of_pages(array))
     place(array, homes_among([{0}, {1}], threads))
     seen.append((None, state_of_pages(array)))
