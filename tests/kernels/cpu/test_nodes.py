@@ -2,9 +2,11 @@
 
 import mmap
 import os
+import string
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from tinygpt.kernels import cpu
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.packed import arrays_of, params_of
 from tinygpt.kernels.cpu.packing import packers
+from tinygpt.kernels.cpu.packing.packers import takes_huge_pages
+from tinygpt.kernels.cpu.packing.weights import weight_layout
 from tinygpt.kernels.cpu.params import part_of
 from tinygpt.kernels.cpu.rank import load_part
 from tinygpt.kernels.cpu.runtime import nodes, team_threads
@@ -201,6 +205,41 @@ def test_panels_that_share_a_page(in_turns):
         }
         assert {*touched} <= own
     assert np.count_nonzero(state_of_pages(array)) >= 30000 // mmap.PAGESIZE
+
+
+@needs_pages
+@pytest.mark.parametrize(("huge_pages", "asked"), [(False, "nh"), (True, "hg")])
+def test_the_size_of_pages_is_asked_for(huge_pages, asked):
+    array = untouched((8, 1 << 20), np.uint8, huge_pages)
+    flags = next(line for line in lines_about(array) if line.startswith("VmFlags"))
+    assert asked in flags.split()
+
+
+def lines_about(array: np.ndarray) -> list[str]:
+    """What Linux tells of the mapping that an array lies in."""
+    found, is_there = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[0] in string.hexdigits.lower() and "-" in line.split()[0]:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            is_there = first <= array.ctypes.data < last
+        found += [line] if is_there else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("matrix", "dtype", "count", "expected"),
+    [
+        ((768, 3072), "float32", 2, False),  # a layer of 124M has 4.7 MB on each of two nodes
+        ((50257, 768), "int8", 2, True),  # 19 MB
+        ((50257, 768), "int8", 4, True),
+        ((50257, 768), "int8", 8, False),
+        ((6400, 1600), "float32", 2, True),  # of gpt2-xl, 20 MB
+        ((6400, 1600), "int8", 2, False),
+    ],
+)
+def test_pages_of_2_mb_are_for_parts_of_many(matrix, dtype, count, expected):
+    shape, kind = weight_layout(dtype, 48, *matrix)[0]
+    assert takes_huge_pages(shape, kind, count) == expected
 
 
 @needs_pages
