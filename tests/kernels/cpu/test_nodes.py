@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.golden_models import write_model
 from support.kernel_tools import same_bits
+from tinygpt.cli import main as cli
 from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
+from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import cpu
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.packed import arrays_of, params_of
+from tinygpt.kernels.cpu.packed import arrays_of
 from tinygpt.kernels.cpu.packing import packers
 from tinygpt.kernels.cpu.packing.packers import takes_huge_pages
 from tinygpt.kernels.cpu.packing.weights import weight_layout
@@ -306,13 +309,15 @@ def test_what_a_rank_cuts_out_is_placed(machine, bound, placed):
             assert is_placed(array, placed), name
 
 
-def test_a_converted_model_is_placed(machine, bound, placed):
-    arrays = arrays_of(cpu.load_params(random_checkpoint("two layers", CONFIG), "int8", 1))
-    kept = {name: array.copy() for name, array in arrays.items()}
+def test_a_converted_model_is_placed(machine, bound, placed, tmp_path, capsys):
+    model = write_model(tmp_path, n_embd=64, n_head=1)
+    assert cli.main(["convert", str(model), str(tmp_path / "int8"), "--dtype", "int8"]) == 0
+    source = ModelSource.open(str(tmp_path / "int8"))
+    expected = {name: array.copy() for name, array in arrays_of(source.load_params(1)).items()}
+    assert not placed
     machine("0-3\n", "4-7\n")
-    params_of(arrays, CONFIG, "int8", THREADS)
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(array, kept[name])
+    for name, array in arrays_of(source.load_params(THREADS)).items():
+        np.testing.assert_array_equal(array, expected[name])
         assert is_placed(array, placed) == ("." in name), name
 
 
