@@ -70,7 +70,7 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str, threads: int = 
     """The Params whose `arrays_of` these are; they are used as they lie, so panels start on a vector's boundary.
 
     threads: of the team that will read them. Where these are on several memory nodes, panels that are mapped from a
-    file become copies: a file's pages lie wherever it was read or written first, and no system moves them.
+    file become copies: a file's pages lie where it was first read or written.
     """
     for name, array in arrays.items() if (homes := homes_of_threads(threads)) else ():
         if "." in name:
