@@ -172,11 +172,10 @@ def in_turns(monkeypatch):
 
 
 @needs_pages
-@pytest.mark.parametrize("shape", [(3, 12, 2048), (2, 7, 4096), (1, 3, 1024)])
-def test_a_page_is_touched_first_on_the_node_of_the_thread_that_has_its_items(in_turns, shape):
-    """Panels of whole pages, for fewer threads than there are, as many, and more."""
-    layers, items, _ = shape
-    array, threads = untouched(shape, np.float32), 5
+@pytest.mark.parametrize(("layers", "items", "pages"), [(3, 12, 2), (2, 7, 4), (1, 3, 1)])
+def test_a_page_is_touched_first_on_the_node_of_the_thread_that_has_its_items(in_turns, layers, items, pages):
+    """Panels of whole pages, fewer than there are threads, and more."""
+    array, threads = untouched((layers, items, pages * mmap.PAGESIZE), np.uint8), 5
     homes = homes_among([{0, 1}, {2, 3}], threads)
     assert not state_of_pages(array).any()
     seen = in_turns(lambda: state_of_pages(array))
@@ -185,7 +184,7 @@ def test_a_page_is_touched_first_on_the_node_of_the_thread_that_has_its_items(in
     assert [home for home, _ in seen[:-1]] == homes
     for thread in range(threads):
         (_, before), (_, after) = seen[thread : thread + 2]
-        touched = (after & ~before).reshape(layers, items, -1)  # (layers, items, pages of an item)
+        touched = (after & ~before).reshape(layers, items, pages)
         expected = np.zeros_like(touched)
         expected[:, share_of(thread, threads, items)] = True
         np.testing.assert_array_equal(touched, expected)
@@ -210,7 +209,7 @@ def test_panels_that_share_a_page(in_turns):
     assert np.count_nonzero(state_of_pages(array)) >= 30000 // mmap.PAGESIZE
 
 
-@needs_pages
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages here")
 @pytest.mark.parametrize(("huge_pages", "asked"), [(False, "nh"), (True, "hg")])
 def test_the_size_of_pages_is_asked_for(huge_pages, asked):
     array = untouched((8, 1 << 20), np.uint8, huge_pages)
