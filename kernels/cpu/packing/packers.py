@@ -11,8 +11,8 @@ from tinygpt.kernels.cpu.runtime.nodes import homes_of_threads, place
 from tinygpt.kernels.cpu.simd.memory import untouched, zeros
 
 PACK_SHARES = 16  # of a matrix, for any number of threads to take
-# What a layer has on one node, in bytes, to be in pages of 2 MB. Some of them lie across two nodes, and one core reads
-# from small pages 15 to 20 % more slowly.
+# What a layer has on one node, in bytes, to be in pages of 2 MB. With small ones more of it is near, but a core reads
+# them up to 20 % more slowly.
 HUGE_ENOUGH = 8 << 20
 
 
@@ -35,12 +35,17 @@ class Packers:
             share.result()
 
     def zeros(self, shape: tuple[int, ...], dtype) -> np.ndarray:
-        """(layers, panels, ...): on the memory nodes of the threads of a team that will read it."""
-        if not self._homes:
-            return zeros(shape, dtype)
-        array = untouched(shape, dtype, takes_huge_pages(shape, dtype, len({*self._homes})))
-        place(array, self._homes)
-        return array
+        """(layers, panels, ...): where a team of so many threads will read it."""
+        return placed_zeros(shape, dtype, self._homes)
+
+
+def placed_zeros(shape: tuple[int, ...], dtype, homes: list[frozenset[int]]) -> np.ndarray:
+    """(layers, panels, ...): on the memory nodes of a team's threads, if there are several."""
+    if not homes:
+        return zeros(shape, dtype)
+    array = untouched(shape, dtype, takes_huge_pages(shape, dtype, len({*homes})))
+    place(array, homes)
+    return array
 
 
 def takes_huge_pages(shape: tuple[int, ...], dtype, nodes: int) -> bool:
