@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
-from tinygpt.weights.containers.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
+from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
 from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides, do_overlap
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.messages import shown

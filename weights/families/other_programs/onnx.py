@@ -8,11 +8,11 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import StoredTensor
-from tinygpt.weights.containers.onnx_file import PRODUCTS, QUANTISED, Graph, Node
+from tinygpt.weights.containers.onnx.onnx_file import PRODUCTS, QUANTISED, Graph, Node
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
-from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.hugging_face.gpt2 import model_config
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.messages import listed
 from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed, parameter_shapes

@@ -11,12 +11,12 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.pickle_reader import fields_of, read_plain_pickle
-from tinygpt.weights.families.characters import character_tokenizer
+from tinygpt.weights.containers.pickles.pickle_reader import fields_of, read_plain_pickle
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source
-from tinygpt.weights.families.hugging_face import canonical_name, is_causal_mask
+from tinygpt.weights.families.hugging_face.gpt2 import canonical_name, is_causal_mask
+from tinygpt.weights.families.other_programs.characters import character_tokenizer
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 

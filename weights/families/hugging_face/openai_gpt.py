@@ -3,7 +3,7 @@
 from tinygpt.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.family import Rule
-from tinygpt.weights.families.model_types import Fields, ModelType
+from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
 from tinygpt.weights.parameters import EMBEDDING, POSITIONS, parameter_shapes
 
 _DEFAULTS = {

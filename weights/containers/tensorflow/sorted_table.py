@@ -5,8 +5,8 @@ Format: https://github.com/google/leveldb/blob/main/doc/table_format.md
 
 from collections.abc import Iterator
 
-from tinygpt.weights.containers.crc32c import crc32c
 from tinygpt.weights.containers.protobuf import Message, read_varint
+from tinygpt.weights.containers.tensorflow.crc32c import crc32c
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 FOOTER = 48  # bytes, MAGIC included

@@ -16,7 +16,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular, read_regular_text
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.peek import Peek
-from tinygpt.weights.containers.torch_file import read_training_checkpoint
+from tinygpt.weights.containers.pickles.torch_file import read_training_checkpoint
 
 # What folders of ranks are called: tensor parallel, then pipeline parallel where there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")

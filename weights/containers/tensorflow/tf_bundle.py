@@ -14,7 +14,6 @@ from pathlib import Path
 from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import read_regular_text
 from tinygpt.weights.containers.container import Container
-from tinygpt.weights.containers.crc32c import crc32c
 from tinygpt.weights.containers.mapped_file import (
     MAX_DIMENSIONS,
     MAX_SIZE,
@@ -26,7 +25,8 @@ from tinygpt.weights.containers.mapped_file import (
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.protobuf import Message, message, number
 from tinygpt.weights.containers.read_ahead import ReadAhead
-from tinygpt.weights.containers.sorted_table import MAGIC, masked, read_table
+from tinygpt.weights.containers.tensorflow.crc32c import crc32c
+from tinygpt.weights.containers.tensorflow.sorted_table import MAGIC, masked, read_table
 from tinygpt.weights.messages import shown
 
 INDEX = ".index"

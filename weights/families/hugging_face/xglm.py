@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.biogpt import embed_scale
 from tinygpt.weights.families.config_fields import checked_config, only
 from tinygpt.weights.families.family import Rule
-from tinygpt.weights.families.model_types import Fields, ModelType
-from tinygpt.weights.families.opt import FIRST_POSITION, ONE_C_ATTN, rule_of_decoder
+from tinygpt.weights.families.hugging_face.biogpt import embed_scale
+from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
+from tinygpt.weights.families.hugging_face.opt import FIRST_POSITION, ONE_C_ATTN, rule_of_decoder
 from tinygpt.weights.field_checks import is_bool, is_whole
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 

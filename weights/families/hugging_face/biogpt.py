@@ -6,8 +6,8 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.family import Rule
-from tinygpt.weights.families.model_types import Fields, ModelType
-from tinygpt.weights.families.opt import FIRST_ROW, ONE_C_ATTN, POSITIONS_RULE, rule_of_decoder
+from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
+from tinygpt.weights.families.hugging_face.opt import FIRST_ROW, ONE_C_ATTN, POSITIONS_RULE, rule_of_decoder
 from tinygpt.weights.field_checks import is_bool, is_whole
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source
-from tinygpt.weights.families.hugging_face import is_ignored
+from tinygpt.weights.families.hugging_face.gpt2 import is_ignored
 from tinygpt.weights.parameters import HEAD
 
 Fields = Mapping[str, Any]
