@@ -16,17 +16,18 @@ from tinygpt.weights.containers.npz_file import is_npz, read_npz
 from tinygpt.weights.containers.onnx.onnx_file import is_onnx, read_onnx
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.pickles.torch_file import is_torch, read_torch, read_training_checkpoint
-from tinygpt.weights.containers.ranks.rank_files import (
-    find_deepspeed,
+from tinygpt.weights.containers.ranks.deepspeed_folder import find_deepspeed, read_deepspeed
+from tinygpt.weights.containers.ranks.megatron_folder import (
     find_distributed,
     find_megatron,
+    read_distributed,
+    read_megatron,
+)
+from tinygpt.weights.containers.ranks.nemo_archive import (
     find_nemo,
     is_gzip,
     is_tar,
-    read_deepspeed,
-    read_distributed,
     read_gzip,
-    read_megatron,
     read_nemo,
     read_unpacked_nemo,
 )

@@ -13,7 +13,8 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.pickles.pickle_reader import fields_of
-from tinygpt.weights.containers.ranks.rank_files import NEMO_CONFIG, RANK, members_of, metadata_by_rank
+from tinygpt.weights.containers.ranks.nemo_archive import NEMO_CONFIG, members_of
+from tinygpt.weights.containers.ranks.rank_files import RANK, metadata_by_rank
 from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import (
