@@ -10,15 +10,6 @@ from tinygpt.weights.families.family import Source
 
 # What no tensor shows. Where a file does not say it either, it is taken from a config.json beside the file.
 UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
-# Megatron's names of a layer's modules, which FasterTransformer has taken over.
-MEGATRON_MODULES = {
-    "ln_1": "input_layernorm",
-    "attn.c_attn": "attention.query_key_value",
-    "attn.c_proj": "attention.dense",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h",
-}
 _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")  # of a layer
 GPT2_END = ModelConfig.bos_token_id  # the id of <|endoftext|>, which begins and ends texts
 

@@ -11,7 +11,9 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source
-from tinygpt.weights.families.megatron import megatron_lm
+from tinygpt.weights.families.megatron.megatron_lm import rules_of
+from tinygpt.weights.families.megatron.names import is_ignored, name_of, parts_of, rank_of
+from tinygpt.weights.families.megatron.settings import check_settings, config_of, settings_of
 from tinygpt.weights.families.transforms import as_is, transposed
 from tinygpt.weights.messages import listed, shown
 from tinygpt.weights.parameters import parameter_shapes
@@ -25,7 +27,7 @@ _EXPERT = re.compile(r"h\.(\d+)\.mlp\.experts\.(\d+)\.(c_fc|c_proj)\.(weight|bia
 _MODULES = {"c_fc": "dense_h_to_4h", "c_proj": "dense_4h_to_h"}
 # The part of an expert's output that DeepSpeed never adds, in training or after it.
 _UNUSED_BIAS = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.dense_4h_to_h\.bias")
-# Settings of experts, which megatron_lm.py would refuse.
+# Settings of experts, which check_settings would refuse.
 _SETTINGS = ("num_experts", "expert_num", "topk", "mlp_type")
 
 
@@ -35,17 +37,17 @@ def _detect(source: Source) -> bool:
 
 def _place(source: Source) -> Iterable[Placed]:
     for file_name, tensor in source.container.tensors.items():
-        part, _, name = megatron_lm.rank_of(file_name)
+        part, _, name = rank_of(file_name)
         if found := _IN_FILE.search(name):
             layer, expert, module, kind = found.groups()
             yield Placed(f"layers.{layer}.mlp.experts.{expert}.{module}.{kind}", file_name, tensor, part)
         else:
-            yield Placed(megatron_lm.name_of(name, 0), file_name, tensor, part)
+            yield Placed(name_of(name, 0), file_name, tensor, part)
 
 
 def _config(source: Source) -> ModelConfig:
-    settings = megatron_lm.settings_of(source)
-    megatron_lm.check_settings(source, {name: value for name, value in settings.items() if name not in _SETTINGS})
+    settings = settings_of(source)
+    check_settings(source, {name: value for name, value in settings.items() if name not in _SETTINGS})
     placed = list(_place(source))
     _refuse_pipeline(source)
     _refuse_residual(source, settings, placed)
@@ -67,7 +69,7 @@ def _config(source: Source) -> ModelConfig:
         "norm_topk_prob": per_token > 1,
     }
     inner = f"layers.{min(gates)}.mlp.experts.0.dense_h_to_4h.weight"
-    return megatron_lm.config_of(source, settings, placed, inner, structure)
+    return config_of(source, settings, placed, inner, structure)
 
 
 def _check_experts_are_there(source: Source, count: int, placed: list[Placed]) -> None:
@@ -81,7 +83,7 @@ def _check_experts_are_there(source: Source, count: int, placed: list[Placed]) -
 
 
 def _refuse_pipeline(source: Source) -> None:
-    stages = {megatron_lm.rank_of(name)[1] for name in source.container.tensors}
+    stages = {rank_of(name)[1] for name in source.container.tensors}
     if len(stages) > 1:
         raise CheckpointError(
             f"{source.path} is in {len(stages)} stages of a pipeline, which is not implemented for experts: save it "
@@ -99,7 +101,7 @@ def _refuse_residual(source: Source, settings: dict[str, Any], placed: list[Plac
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     names = parameter_shapes(config)
     own = {name: rule for name in names if (rule := _rule(name))}
-    rules = megatron_lm.rules_of(source, config, [name for name in names if name not in own]) | own
+    rules = rules_of(source, config, [name for name in names if name not in own]) | own
     return {name: rules[name] for name in names}
 
 
@@ -130,7 +132,7 @@ FAMILY = Family(
     config=_config,
     rules=_rules,
     place=_place,
-    is_ignored=lambda name: megatron_lm.is_ignored(name) or bool(_UNUSED_BIAS.fullmatch(name)),
-    parts=megatron_lm.parts_of,
+    is_ignored=lambda name: is_ignored(name) or bool(_UNUSED_BIAS.fullmatch(name)),
+    parts=parts_of,
     quirks=_quirks,
 )
