@@ -90,9 +90,9 @@ def read_gguf(path: Path) -> Container:
     file = MappedFile(path)
     try:
         return _Reader(file).container()
+    except CheckpointError:
+        raise
     except (struct.error, UnicodeDecodeError, ValueError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} is a damaged GGUF file ({error}): download it again.") from error
 
 

@@ -13,7 +13,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.containers.onnx.graph import DOMAINS, KEPT, Graph, Node
-from tinygpt.weights.containers.onnx.onnx_tensors import TensorReader
+from tinygpt.weights.containers.onnx.onnx_tensors import TensorReader, entry_of
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.protobuf import Message, message, number
 from tinygpt.weights.messages import shown
@@ -40,9 +40,9 @@ def read_onnx(path: Path) -> Container:
     reader = _Reader(file)
     try:
         metadata = reader.read_model(Message(memoryview(file.data), 0, len(file)))
+    except CheckpointError:
+        raise
     except (ValueError, OverflowError, UnicodeDecodeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} is a damaged ONNX file ({error}): export it again.") from error
     if not reader.graph.tensors:
         raise CheckpointError(f"{path} holds no weights: give another file.")
@@ -59,8 +59,7 @@ class _Reader:
             if field_number == 7:
                 self._read_graph(message(value), 0)
             elif field_number == 14:
-                entry = {n: message(part).text() for n, part in message(value).fields()}
-                metadata[entry.get(1, "")] = entry.get(2, "")
+                metadata |= entry_of(message(value))
         self.tensors.check_total()
         self._follow_identities()
         return metadata

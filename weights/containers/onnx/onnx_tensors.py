@@ -61,6 +61,12 @@ def _bits(elements: Sequence[Message | int]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.uint64), *(np.array(array, np.uint64) for array in arrays)])
 
 
+def entry_of(pair: Message) -> dict[str, str]:
+    """A StringStringEntryProto, as one item of a dictionary."""
+    entry = {field_number: message(part).text() for field_number, part in pair.fields()}
+    return {entry.get(1, ""): entry.get(2, "")}
+
+
 class TensorReader:
     """Finds where the tensors of `file` lie, and counts what they claim of each file."""
 
@@ -92,8 +98,7 @@ class TensorReader:
             elif field_number == 9:
                 raw = message(value)
             elif field_number == 13:
-                entry = {n: message(part).text() for n, part in message(value).fields()}
-                external[entry.get(1)] = entry.get(2, "")
+                external |= entry_of(message(value))
             elif field_number == 14:
                 is_external = number(value) == EXTERNAL
         if len(shape) > MAX_DIMENSIONS or any(size > MAX_SIZE for size in shape):

@@ -62,9 +62,9 @@ def read_nemo(path: Path) -> Container:
                     )
                 if info.isreg() and not info.issparse():
                     members[name] = Member(path, range(info.offset_data, info.offset_data + info.size))
+    except CheckpointError:
+        raise
     except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} is a damaged archive ({error}): download it again.") from error
     return _nemo(path, members)
 

@@ -90,9 +90,9 @@ def read_tf_bundle(path: Path) -> Container:
     """The variables of a bundle, given its index. CheckpointError when a file is damaged or not implemented."""
     try:
         num_shards, entries = _read_index(path)
+    except CheckpointError:
+        raise
     except (ValueError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} is a damaged index of TensorFlow's: {error}. Download it again.") from error
     prefix = path.name.removesuffix(INDEX)
     tensors = {}
