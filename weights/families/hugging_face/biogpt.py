@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
 from tinygpt.weights.families.hugging_face.opt import FIRST_ROW, ONE_C_ATTN, POSITIONS_RULE, rule_of_decoder
@@ -43,7 +43,7 @@ def model_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
     """
     fields = {**_DEFAULTS, **fields}
     values = {name: value for name, value in fields.items() if name != "layer_norm_epsilon"}
-    values |= {ours: fields[theirs] for theirs, ours in _NAMES.items()}
+    values |= renamed(fields, _NAMES)
     return checked_config(values, generation, _CHECKS, structure=embed_scale(fields, fields["hidden_size"]))
 
 

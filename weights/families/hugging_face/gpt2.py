@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tinygpt.config import STRUCTURE, ModelConfig
-from tinygpt.weights.families.config_fields import checked_config, written_eos
+from tinygpt.weights.families.config_fields import checked_config, renamed, written_eos
 from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 
 MODEL_TYPES = ("gpt2",)
 # transformers' attribute_map; an alias wins over the name that it stands for.
-_ALIASES = {
+ALIASES = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -30,8 +30,7 @@ def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None
 
     Raises one CheckpointError naming every field that is impossible or not implemented.
     """
-    values = {**fields, **{_ALIASES[name]: value for name, value in fields.items() if name in _ALIASES}}
-    return checked_config(values, generation, _CHECKS)
+    return checked_config({**fields, **renamed(fields, ALIASES)}, generation, _CHECKS)
 
 
 def canonical_name(name: str) -> str:

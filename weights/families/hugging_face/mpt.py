@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config, only
+from tinygpt.weights.families.config_fields import checked_config, only, renamed
 from tinygpt.weights.families.facts import split_name
 from tinygpt.weights.families.family import NO_BIAS, Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
@@ -52,14 +52,13 @@ _MODULES = {
 
 def model_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     """Raises one CheckpointError that names every field that is impossible or not implemented."""
-    aliases = {ours: fields[theirs] for theirs, ours in _ALIASES.items() if theirs in fields}
-    fields = {**_DEFAULTS, **fields, **aliases}
+    fields = {**_DEFAULTS, **fields, **renamed(fields, _ALIASES)}
     attention = fields.get("attn_config")
     inner = {f"attn_config.{k}": v for k, v in attention.items()} if isinstance(attention, Mapping) else {}
     values = {
         **fields,
         **inner,
-        **{ours: fields[theirs] for theirs, ours in _NAMES.items()},
+        **renamed(fields, _NAMES),
         "activation_function": "gelu",
         "n_inner": None,
     }

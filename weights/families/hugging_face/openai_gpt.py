@@ -1,8 +1,9 @@
 """GPT-1, as transformers writes it (Radford et al., 2018): GPT-2 with its layer norms behind the blocks."""
 
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.family import Rule
+from tinygpt.weights.families.hugging_face.gpt2 import ALIASES
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
 from tinygpt.weights.parameters import EMBEDDING, POSITIONS, parameter_shapes
 
@@ -16,12 +17,6 @@ _DEFAULTS = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_ALIASES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
 _ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "swish"}  # what its code means by them
 _CHECKS = {
     "afn": (lambda value: isinstance(value, str) and value in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}"),
@@ -31,7 +26,7 @@ _TOP = {EMBEDDING: "tokens_embed.weight", POSITIONS: "positions_embed.weight"}
 
 def model_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     """Raises one CheckpointError that names every field that is impossible or not implemented."""
-    fields = {**_DEFAULTS, **fields, **{_ALIASES[name]: value for name, value in fields.items() if name in _ALIASES}}
+    fields = {**_DEFAULTS, **fields, **renamed(fields, ALIASES)}
     activation = _ACTIVATIONS.get(fields["afn"], "gelu_new") if isinstance(fields["afn"], str) else "gelu_new"
     values = {**fields, "activation_function": activation, "n_inner": None}
     return checked_config(values, generation, _CHECKS, structure={"norm_placement": "post", "final_norm": False})

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.facts import split_name
 from tinygpt.weights.families.family import NO_BIAS, Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
@@ -71,7 +71,7 @@ def model_config(fields: Fields, generation: Fields | None = None) -> ModelConfi
     """Raises one CheckpointError that names every field that is impossible or not implemented."""
     fields = {**_DEFAULTS, **_SWITCHES, **fields}
     values = {name: value for name, value in fields.items() if name not in ("layer_norm_epsilon", "n_inner")}
-    values |= {ours: fields[theirs] for theirs, ours in _NAMES.items()}
+    values |= renamed(fields, _NAMES)
     return checked_config(values, generation, _CHECKS, structure=_structure(fields))
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config, only
+from tinygpt.weights.families.config_fields import checked_config, only, renamed
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.biogpt import embed_scale
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
@@ -52,10 +52,9 @@ _CHECKS = {
 
 def model_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     """Raises one CheckpointError that names every field that is impossible or not implemented."""
-    aliases = {ours: fields[theirs] for theirs, ours in _ALIASES.items() if theirs in fields}
-    fields = {**_DEFAULTS, **fields, **aliases}
+    fields = {**_DEFAULTS, **fields, **renamed(fields, _ALIASES)}
     values = {name: value for name, value in fields.items() if name != "layer_norm_epsilon"}
-    values |= {ours: fields[theirs] for theirs, ours in _NAMES.items()}
+    values |= renamed(fields, _NAMES)
     return checked_config(values, generation, _CHECKS, structure=embed_scale(fields, fields["d_model"]))
 
 

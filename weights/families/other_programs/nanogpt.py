@@ -12,7 +12,7 @@ from typing import Any
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.pickles.pickle_reader import fields_of, read_plain_pickle
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source
 from tinygpt.weights.families.hugging_face.gpt2 import canonical_name, is_causal_mask
@@ -60,7 +60,7 @@ def _is_beside(name: str) -> bool:
 def _nanogpt_config(source: Source) -> ModelConfig:
     """GELU by its definition, as in nanoGPT since May 2023; before, it was gelu_new, which config.json may say."""
     arguments = fields_of(source.container.metadata.get("model_args"))
-    values = {ours: arguments[theirs] for theirs, ours in _ARGUMENTS.items() if theirs in arguments}
+    values = renamed(arguments, _ARGUMENTS)
     inner = Shapes(source, {one.name: one.tensor.shape for one in _place_model(source)}).size("h.0.mlp.c_fc.weight", 0)
     said = {"n_inner": inner, "activation_function": "gelu", **from_config_json(source), **values}
     return checked_config({**ends_of(values.get("vocab_size")), **said}, described_by="model_args")

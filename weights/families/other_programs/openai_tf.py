@@ -4,7 +4,7 @@ import re
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import Family, Rule, Source
 from tinygpt.weights.families.transforms import AS_IS, WITHOUT_FIRST_AXIS
@@ -46,8 +46,6 @@ def _config(source: Source) -> ModelConfig:
         )
     shapes = Shapes(source, {name: tensor.shape for name, tensor in source.container.tensors.items()})
     V = shapes.size("model/wte", 0)
-    hparams = source.json("hparams.json") or {}
-    said = {ours: hparams[theirs] for theirs, ours in _HPARAMS.items() if theirs in hparams}
     values = {
         **ends_of(V),
         "vocab_size": V,
@@ -56,7 +54,7 @@ def _config(source: Source) -> ModelConfig:
         "n_inner": shapes.size("model/h0/mlp/c_fc/w", 2),
         "n_layer": shapes.layers(_LAYER),
         **from_config_json(source),
-        **said,
+        **renamed(source.json("hparams.json") or {}, _HPARAMS),
     }
     need_heads(source, values)
     return checked_config(values, described_by="hparams.json")
