@@ -1,12 +1,12 @@
 """What the tensors themselves say of a model, and what a config.json beside them may add to that."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families.family import Source
+from tinygpt.weights.families.family import Placed, Source
 
 # What no tensor shows. Where a file does not say it either, it is taken from a config.json beside the file.
 UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
@@ -43,10 +43,13 @@ def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules:
 
 
 class Shapes:
-    """The shapes of a family's tensors by name, for what is asked of them before they are matched."""
+    """The shapes of a family's tensors by name, of the first part of each, for what is asked before they are matched."""
 
-    def __init__(self, source: Source, shapes: Mapping[str, tuple[int, ...]]):
-        self._path, self._shapes = source.path, shapes
+    def __init__(self, source: Source, placed: Iterable[Placed]):
+        self._path, self._shapes = source.path, {one.name: one.tensor.shape for one in placed if one.part == 0}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
 
     def size(self, name: str, axis: int) -> int:
         """One size of a tensor. CheckpointError where it is not there or has no such axis."""

@@ -92,8 +92,7 @@ def _config(source: Source) -> ModelConfig:
         )
     if heads % _parts(source):
         raise CheckpointError(f"{source.path} has {heads} heads for {_parts(source)} GPUs: correct config.ini.")
-    C, placed = heads * head_size, list(_place(source))
-    shapes = Shapes(source, {one.name: one.tensor.shape for one in placed if one.part == 0})
+    C, shapes = heads * head_size, Shapes(source, _place(source))
     V = shapes.size(_TOP[EMBEDDING], 0) // C
     values = {
         **ends_of(V),

@@ -69,7 +69,7 @@ def config_of(
     structure: Mapping[str, Any] = MappingProxyType({}),
 ) -> ModelConfig:
     """The configuration by the shapes of tensors. inner: the one that shows how wide an MLP is."""
-    shapes = Shapes(source, {one.name: one.tensor.shape for one in tensors if one.part == 0})
+    shapes = Shapes(source, tensors)
     n, V = parts_of(source), shapes.size(TOP[EMBEDDING], 0)
     C = shapes.size(TOP[EMBEDDING], 1)
     values = {

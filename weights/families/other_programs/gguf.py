@@ -9,7 +9,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, name_in_tables
-from tinygpt.weights.families.family import Family, Rule, Source
+from tinygpt.weights.families.family import Family, Rule, Source, as_named
 from tinygpt.weights.families.hugging_face.bloom import BLOOM as HUGGING_FACES_BLOOM
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.messages import shown
@@ -59,7 +59,7 @@ def _config(source: Source) -> ModelConfig:
             f"{source.path} holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom', "
             "because no other one is implemented in GGUF. Take another checkpoint."
         )
-    shapes = Shapes(source, {name: tensor.shape for name, tensor in source.container.tensors.items()})
+    shapes = Shapes(source, as_named(source))
     V = shapes.size(TOP[EMBEDDING], 0)
     said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
     values = {**ends_of(V), **_UNSAID[name], "vocab_size": V, **from_config_json(source), **said}

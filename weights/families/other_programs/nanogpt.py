@@ -61,14 +61,13 @@ def _nanogpt_config(source: Source) -> ModelConfig:
     """GELU by its definition, as in nanoGPT since May 2023; before, it was gelu_new, which config.json may say."""
     arguments = fields_of(source.container.metadata.get("model_args"))
     values = renamed(arguments, _ARGUMENTS)
-    inner = Shapes(source, {one.name: one.tensor.shape for one in _place_model(source)}).size("h.0.mlp.c_fc.weight", 0)
+    inner = Shapes(source, _place_model(source)).size("h.0.mlp.c_fc.weight", 0)
     said = {"n_inner": inner, "activation_function": "gelu", **from_config_json(source), **values}
     return checked_config({**ends_of(values.get("vocab_size")), **said}, described_by="model_args")
 
 
 def _mingpt_config(source: Source) -> ModelConfig:
-    placed = {one.name: one.tensor.shape for one in _place(source)}
-    shapes = Shapes(source, placed)
+    shapes = Shapes(source, _place(source))
     V = shapes.size("wte.weight", 0)
     values = {
         **ends_of(V),
@@ -80,7 +79,7 @@ def _mingpt_config(source: Source) -> ModelConfig:
         "n_positions": shapes.size("wpe.weight", 0),
         "n_inner": shapes.size("h.0.mlp.c_fc.weight", 0),
         "n_layer": shapes.layers(_LAYER),
-        "tie_word_embeddings": HEAD not in placed,
+        "tie_word_embeddings": HEAD not in shapes,
     }
     need_heads(source, values)
     return checked_config(values, described_by="the checkpoint")

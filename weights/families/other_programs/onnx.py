@@ -71,9 +71,8 @@ def _config(source: Source) -> ModelConfig:
     _refuse_nameless(source)
     if (source.config_json or {}).get("model_type") == "gpt2":  # exporters copy it from the model
         return model_config(source.config_json, source.json("generation_config.json"))
-    placed = {one.name: one.tensor for one in _place(source)}
-    shapes = Shapes(source, {name: tensor.shape for name, tensor in placed.items()})
-    embedding = EMBEDDING if EMBEDDING in placed else HEAD
+    shapes = Shapes(source, _place(source))
+    embedding = EMBEDDING if EMBEDDING in shapes else HEAD
     V = shapes.size(embedding, 0)
     values = {
         **ends_of(V),

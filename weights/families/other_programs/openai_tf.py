@@ -6,7 +6,7 @@ from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
-from tinygpt.weights.families.family import Family, Rule, Source
+from tinygpt.weights.families.family import Family, Rule, Source, as_named
 from tinygpt.weights.families.transforms import AS_IS, WITHOUT_FIRST_AXIS
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 
@@ -44,7 +44,7 @@ def _config(source: Source) -> ModelConfig:
             f"{source.path} holds objects of TensorFlow 2, such as {objects[0]}, and must hold the variables of "
             "OpenAI's model: save those with a tf.compat.v1.train.Saver."
         )
-    shapes = Shapes(source, {name: tensor.shape for name, tensor in source.container.tensors.items()})
+    shapes = Shapes(source, as_named(source))
     V = shapes.size("model/wte", 0)
     values = {
         **ends_of(V),
