@@ -43,7 +43,7 @@ def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules:
 
 
 class Shapes:
-    """The shapes of a family's tensors by name, of the first part of each, for what is asked before they are matched."""
+    """The shapes of tensors by name, of the first part of each, for what is asked of them before they are matched."""
 
     def __init__(self, source: Source, placed: Iterable[Placed]):
         self._path, self._shapes = source.path, {one.name: one.tensor.shape for one in placed if one.part == 0}

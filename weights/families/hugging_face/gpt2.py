@@ -6,7 +6,7 @@ from typing import Any
 
 from tinygpt.config import STRUCTURE, ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, renamed, written_eos
-from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source
+from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source, placed_by
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 
 MODEL_TYPES = ("gpt2",)
@@ -53,8 +53,8 @@ def is_gpt2(fields: Mapping[str, Any]) -> bool:
     return isinstance(model_type, str) and model_type in MODEL_TYPES
 
 
-def _place(source: Source) -> Iterable[Placed]:
-    return (Placed(canonical_name(name), name, tensor) for name, tensor in source.container.tensors.items())
+def place(source: Source) -> Iterable[Placed]:
+    return placed_by(canonical_name, source)
 
 
 def _rules(config: ModelConfig) -> dict[str, Rule]:
@@ -88,6 +88,6 @@ FAMILY = Family(
     detect=lambda source: source.config_json is not None and is_gpt2(source.config_json),
     config=lambda source: model_config(source.config_json or {}, source.json("generation_config.json")),
     rules=lambda source, config: _rules(config),
-    place=_place,
+    place=place,
     is_ignored=is_ignored,
 )

@@ -1,12 +1,13 @@
 """What families have in common whose config.json says their model_type, as transformers writes it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source
+from tinygpt.weights.families.family import Family, Layout, Rule, Source, placed_by
 from tinygpt.weights.families.hugging_face.gpt2 import is_ignored
 from tinygpt.weights.parameters import HEAD
 
@@ -55,7 +56,7 @@ class ModelType:
             detect=self._detect,
             config=lambda source: self.model_config(source.config_json or {}, source.json("generation_config.json")),
             rules=lambda source, config: self.rules(config, source.config_json or {}),
-            place=self._place,
+            place=partial(placed_by, self._short_name),
             is_ignored=lambda name: name in self.ignored or is_ignored(name),
             quirks=lambda source, config: self.quirks,
             layout=self.layout,
@@ -63,10 +64,6 @@ class ModelType:
 
     def _detect(self, source: Source) -> bool:
         return source.config_json is not None and source.config_json.get("model_type") == self.name
-
-    def _place(self, source: Source) -> Iterable[Placed]:
-        for name, tensor in source.container.tensors.items():
-            yield Placed(self._short_name(name), name, tensor)
 
     def _short_name(self, name: str) -> str:
         return re.sub(rf"^(?:(?:{self.wrappers})\.)+", "", name)

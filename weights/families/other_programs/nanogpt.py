@@ -14,14 +14,15 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.pickles.pickle_reader import fields_of, read_plain_pickle
 from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
-from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source
-from tinygpt.weights.families.hugging_face.gpt2 import canonical_name, is_causal_mask
+from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source, placed_by
+from tinygpt.weights.families.hugging_face.gpt2 import canonical_name, is_causal_mask, place
 from tinygpt.weights.families.other_programs.characters import character_tokenizer
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 
 _ARGUMENTS = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}}
 _LAYER = r"h\.(\d{1,9})\."
+_BESIDE = "beside the model: "
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its own sizes in place of them: how many heads each has.
 _MINGPT_HEADS = {"gpt2": 12, "openai-gpt": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25, "gopher-44m": 16}
@@ -42,19 +43,13 @@ def _is_mingpt(source: Source) -> bool:
     return False
 
 
-def _place(source: Source) -> Iterable[Placed]:
-    for name, tensor in source.container.tensors.items():
-        yield Placed(canonical_name(name), name, tensor)
-
-
 def _place_model(source: Source) -> Iterable[Placed]:
     """What stands under `model` alone is the model."""
-    for name, tensor in source.container.tensors.items():
-        yield Placed(canonical_name(name) if name.startswith("model.") else f"beside the model: {name}", name, tensor)
+    return placed_by(lambda name: canonical_name(name) if name.startswith("model.") else _BESIDE + name, source)
 
 
 def _is_beside(name: str) -> bool:
-    return is_causal_mask(name) or name.startswith("beside the model: ")
+    return is_causal_mask(name) or name.startswith(_BESIDE)
 
 
 def _nanogpt_config(source: Source) -> ModelConfig:
@@ -67,7 +62,7 @@ def _nanogpt_config(source: Source) -> ModelConfig:
 
 
 def _mingpt_config(source: Source) -> ModelConfig:
-    shapes = Shapes(source, _place(source))
+    shapes = Shapes(source, place(source))
     V = shapes.size("wte.weight", 0)
     values = {
         **ends_of(V),
@@ -115,7 +110,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     places = [source.folder / "meta.pkl"]
     if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
         places.append(source.folder.absolute().parent / "data" / data_set / "meta.pkl")
-    found = next((place for place in places if place.is_file()), None)
+    found = next((path for path in places if path.is_file()), None)
     return None if found is None else character_tokenizer(_characters(found), str(found))
 
 
@@ -143,7 +138,7 @@ MINGPT = Family(
     detect=_is_mingpt,
     config=_mingpt_config,
     rules=_rules,
-    place=_place,
+    place=place,
     is_ignored=is_causal_mask,
     quirks=_quirks,
     tokenizer=_tokenizer,
