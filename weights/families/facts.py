@@ -10,7 +10,6 @@ from tinygpt.weights.families.family import Placed, Source
 
 # What no tensor shows. Where a file does not say it either, it is taken from a config.json beside the file.
 UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
-_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")  # of a layer
 GPT2_END = ModelConfig.bos_token_id  # the id of <|endoftext|>, which begins and ends texts
 
 
@@ -23,23 +22,6 @@ def ends_of(vocab_size: Any) -> dict[str, Any]:
     """The ids that begin and end a text where nothing says them: GPT-2's, if the vocabulary has them."""
     end = GPT2_END if isinstance(vocab_size, int) and vocab_size > GPT2_END else None
     return {"bos_token_id": end, "eos_token_id": end}
-
-
-def split_name(parameter: str) -> tuple[int | None, str, str]:
-    """The layer of a parameter (None: of none), its module and whether it is a weight or a bias."""
-    found = _PARAMETER.fullmatch(parameter)
-    if found is None:
-        module, kind = parameter.rsplit(".", 1)
-        return None, module, kind
-    return int(found[1]), found[2], found[3]
-
-
-def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
-    """A parameter's name where layers are `layers`.3, from the names of modules and of what is in no layer."""
-    if parameter in top:
-        return top[parameter]
-    layer, module, kind = split_name(parameter)
-    return f"{layers}.{layer}.{modules[module]}.{kind}"
 
 
 class Shapes:

@@ -7,9 +7,9 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, only, written_eos
-from tinygpt.weights.families.facts import split_name
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
+from tinygpt.weights.families.parameter_names import split_name
 from tinygpt.weights.families.transforms import AS_IS, queries_keys_values, transposed
 from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
 

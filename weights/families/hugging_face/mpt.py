@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from tinygpt.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, only, renamed
-from tinygpt.weights.families.facts import split_name
 from tinygpt.weights.families.family import NO_BIAS, Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
+from tinygpt.weights.families.parameter_names import split_name
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
 

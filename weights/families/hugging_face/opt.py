@@ -10,9 +10,9 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, renamed
-from tinygpt.weights.families.facts import split_name
 from tinygpt.weights.families.family import NO_BIAS, Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType
+from tinygpt.weights.families.parameter_names import split_name
 from tinygpt.weights.families.transforms import AS_IS, as_is, transposed, without_rows
 from tinygpt.weights.field_checks import is_bool, is_whole
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, PROJECT_IN, PROJECT_OUT, parameter_shapes

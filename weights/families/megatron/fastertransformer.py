@@ -9,10 +9,11 @@ from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.ft_folder import FORMAT
 from tinygpt.weights.families.config_fields import checked_config
-from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, name_in_tables
+from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
 from tinygpt.weights.families.hugging_face import bloom
 from tinygpt.weights.families.megatron.names import MODULES
+from tinygpt.weights.families.parameter_names import name_in_tables
 from tinygpt.weights.families.transforms import Shape, Transform, flat, flat_queries_keys_values
 from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 
 from tinygpt.weights.containers.ranks.rank_files import RANK
-from tinygpt.weights.families.facts import name_in_tables
 from tinygpt.weights.families.family import Placed, Source
+from tinygpt.weights.families.parameter_names import name_in_tables
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS
 
 _MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")

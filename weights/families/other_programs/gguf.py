@@ -8,9 +8,10 @@ from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
-from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, name_in_tables
+from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.family import Family, Rule, Source, as_named
 from tinygpt.weights.families.hugging_face.bloom import BLOOM as HUGGING_FACES_BLOOM
+from tinygpt.weights.families.parameter_names import name_in_tables
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.messages import shown
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
