@@ -6,7 +6,7 @@ from pathlib import Path
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.pickles.torch_file import read_training_checkpoint
-from tinygpt.weights.containers.ranks.megatron_folder import MEGATRON_FILES
+from tinygpt.weights.containers.ranks.megatron_folder import megatron_files
 from tinygpt.weights.containers.ranks.rank_files import Member, joined, rank_folders
 
 # What all experts share, in a folder for each rank or beside one another, and the experts' own.
@@ -53,6 +53,5 @@ def _deepspeed_files(folder: Path) -> dict[str, Path]:
         )
     has_experts = any(EXPERT_FILE.fullmatch(path.name) for path in folder.glob("layer_*_expert_*"))
     if has_experts and not files:  # beside Megatron's own names
-        files = {rank.name: rank / name for rank in rank_folders(folder) for name in MEGATRON_FILES}
-        files = {rank: path for rank, path in files.items() if path.is_file()}
+        files = {rank: path for rank, path in megatron_files(folder).items() if path.is_file()}
     return dict(sorted(files.items()))

@@ -19,16 +19,20 @@ def find_megatron(folder: Path) -> Path | None:
         if (name != "release" and not name.startswith("iter_")) or not (folder / name).is_dir():
             raise CheckpointError(f"{folder / TRACKER} names no folder beside it: give the folder of an iteration.")
         folder = folder / name
-    return folder if any((rank / name).is_file() for rank in rank_folders(folder) for name in MEGATRON_FILES) else None
+    return folder if any(file.is_file() for file in megatron_files(folder).values()) else None
 
 
 def read_megatron(folder: Path) -> Container:
     """All ranks. CheckpointError when a file is damaged."""
-    files = {
+    return joined("Megatron-LM", {rank: Member(file) for rank, file in megatron_files(folder).items()}, {})
+
+
+def megatron_files(folder: Path) -> dict[str, Path]:
+    """The file of each rank, whether it is there or not."""
+    return {
         rank.name: next((rank / name for name in MEGATRON_FILES if (rank / name).is_file()), rank / MEGATRON_FILES[0])
         for rank in rank_folders(folder)
     }
-    return joined("Megatron-LM", {rank: Member(file) for rank, file in files.items()}, {})
 
 
 def find_distributed(folder: Path) -> Path | None:
