@@ -381,7 +381,8 @@ def test_what_the_gguf_package_writes(tmp_path):
     writer.add_block_count(7)
     writer.add_token_list(["a", "é"])
     kinds = gguf.GGMLQuantizationType
-    for kind in (kinds.F32, kinds.F16, kinds.BF16, kinds.Q8_0, kinds.Q4_0, kinds.Q4_1, kinds.Q5_0, kinds.Q5_1):
+    written = (kinds.F32, kinds.F16, kinds.BF16, kinds.Q8_0, kinds.Q4_0, kinds.Q4_1, kinds.Q5_0, kinds.Q5_1)
+    for kind in written:
         writer.add_tensor(kind.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -390,6 +391,7 @@ def test_what_the_gguf_package_writes(tmp_path):
     container = read_gguf(tmp_path / "x.gguf")
     assert container.metadata["gpt2.block_count"] == 7
     assert container.metadata["tokenizer.ggml.tokens"] == ["a", "é"]
-    for name, tensor in container.tensors.items():
-        theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kinds[name]), kinds[name])
-        np.testing.assert_array_equal(tensor.float32(), theirs, err_msg=name)
+    assert container.tensors.keys() == {kind.name for kind in written}
+    for kind in written:
+        theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        np.testing.assert_array_equal(container.tensors[kind.name].float32(), theirs, err_msg=kind.name)
