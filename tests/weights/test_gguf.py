@@ -15,7 +15,8 @@ from support.tiny_checkpoint import random_tensors
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
-from tinygpt.weights.containers.gguf.gguf_file import AT_ONCE, read_gguf
+from tinygpt.weights.containers.gguf.ggml_tensors import AT_ONCE
+from tinygpt.weights.containers.gguf.gguf_file import read_gguf
 from tinygpt.weights.families import read_config
 from tinygpt.weights.open import open_checkpoint
 

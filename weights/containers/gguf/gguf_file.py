@@ -6,7 +6,6 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
+from tinygpt.weights.containers.gguf.ggml_tensors import BlockTensor, UnreadableTensor
 from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides, do_overlap
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.messages import shown
@@ -28,57 +28,6 @@ BLOCK_NAMES = {block.id: name for name, block in BLOCKS.items()}
 # Of values, by their numbers in the file: struct's formats of those that are numbers.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-AT_ONCE = 2**12  # blocks that are decoded together: what lies between fits in a cache
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTensor:
-    """A StoredTensor in one of ggml's block formats; a row's blocks lie end to end."""
-
-    file: MappedFile
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def path(self) -> Path:
-        return self.file.path
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) // BLOCKS[self.dtype].values * BLOCKS[self.dtype].bytes
-
-    @property
-    def is_floating(self) -> bool:
-        return True
-
-    def float32(self) -> np.ndarray:
-        format, values = BLOCKS[self.dtype], np.empty(self.shape, np.float32)
-        blocks = np.ndarray((values.size // format.values, format.bytes), np.uint8, self.file.data, self.offset)
-        flat = values.reshape(-1, format.values)
-        for start in range(0, len(blocks), AT_ONCE):
-            flat[start : start + AT_ONCE] = format.decode(blocks[start : start + AT_ONCE])
-        return values
-
-    def release(self) -> None:
-        MappedTensor(self.file, "float32", (self.nbytes // 4,), (1,), self.offset).release()
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableTensor:
-    """A StoredTensor of a type that is not implemented."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes = 0
-    is_floating = False
-
-    def float32(self) -> np.ndarray:
-        raise CheckpointError(f"{self.path} holds a tensor of type {self.dtype}, which is not implemented.")
-
-    def release(self) -> None:
-        """Nothing is held."""
 
 
 def is_gguf(peek: Peek) -> bool:
