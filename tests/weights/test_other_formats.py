@@ -208,7 +208,7 @@ def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
 )
 def test_what_a_format_cannot_hold_is_refused_before_any_work(tmp_path, capsys, flags, fields, sentence):
     source = write_checkpoint(tmp_path / "source", **fields)
-    assert convert(source, tmp_path / "there", *flags) in (1, 2)
+    assert convert(source, tmp_path / "there", *flags) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "there").exists()
 
