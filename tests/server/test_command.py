@@ -91,7 +91,7 @@ def test_impossible_numbers(run, arguments):
 
 
 @pytest.mark.parametrize("names", [[""], ["a", " "]])
-def test_a_name_that_is_none(run, names):
+def test_a_name_that_is_none(run, started, names):
     expect_sentence(run(["--port", "0", "--served-model-name", *names]), "a --served-model-name is empty: give")
 
 

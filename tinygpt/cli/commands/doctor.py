@@ -11,6 +11,7 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
+from tinygpt.cli.commands.info import check_report, describe
 from tinygpt.cli.flags.model import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.output.instructions import instructions
 from tinygpt.cli.output.messages import elapsed
@@ -33,14 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the report. CheckpointError where there is no checkpoint, and behind the report if it cannot be used."""
     given = {name: os.environ.get(name) for name in loading.THREAD_POOLS}
     loading.set_thread_pools(args.threads)
     model = one_of_both("CHECKPOINT", args.checkpoint, args.model)
     of_checkpoint = {} if model is None else {"checkpoint": _checkpoint(model)}
     report = examine(thread_count(args.threads), given) | of_checkpoint
-    if args.json:
-        print_json(report)
-        return
+    print_json(report) if args.json else _print_text(report)
+    if of_checkpoint:
+        check_report(report["checkpoint"])
+
+
+def _print_text(report: dict[str, dict[str, Any]]) -> None:
     report["versions"] = {name: version or "not installed" for name, version in report["versions"].items()}
     report["cache"]["size"] = size_text(report["cache"]["size"])
     report["cache"]["other_builds_size"] = size_text(report["cache"]["other_builds_size"])
@@ -76,7 +81,6 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
 def _checkpoint(model: str) -> dict[str, Any]:
     """Which one it is, and why it cannot be loaded."""
-    from tinygpt.cli.commands.info import describe
     from tinygpt.weights.open import resolve
 
     report = describe(resolve(model))
