@@ -29,7 +29,7 @@ from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
 from tinygpt.tokenizer.prepared import PREPARED_FILE
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, write_packed
 
@@ -162,8 +162,15 @@ def test_nothing_of_other_formats_is_imported(demo_int8):
     command = [sys.executable, "-c", code, str(demo_int8)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     weights = {name.removeprefix("tinygpt.weights.") for name in result.stdout.split() if ".weights." in name}
-    assert {"open", "stored.packed", "containers.safetensors_file"} <= weights
-    others = {"matching", "containers.formats", "containers.torch_file", "families.table", "adapters.lora", "hub"}
+    assert {"open", "stored.packed", "containers.safetensors.safetensors_file"} <= weights
+    others = {
+        "matching",
+        "containers.formats",
+        "containers.pickles.torch_file",
+        "families.table",
+        "adapters.lora",
+        "hub",
+    }
     assert not others & weights
 
 

@@ -12,7 +12,7 @@ from tinygpt.weights.containers import formats
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.families import table
 from tinygpt.weights.families.family import Family, Placed, Rule
-from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.hugging_face.gpt2 import model_config
 from tinygpt.weights.families.transforms import Transform, transposed
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import is_transposed, parameter_shapes

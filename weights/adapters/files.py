@@ -11,7 +11,7 @@ from typing import Any
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.containers.mapped_file import STORED_AS
-from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.messages import describe, listed, shown
 
@@ -25,7 +25,7 @@ MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, a
 
 
 def _read_torch(path: Path) -> Container:
-    from tinygpt.weights.containers.torch_file import read_torch  # its modules are read where there is such a file
+    from tinygpt.weights.containers.pickles.torch_file import read_torch  # which few need
 
     return read_torch(path)
 

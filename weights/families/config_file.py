@@ -6,7 +6,7 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families import hugging_face
+from tinygpt.weights.families.hugging_face import gpt2
 from tinygpt.weights.json_file import read_json_object
 
 
@@ -20,8 +20,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """ModelConfig from the fields of config.json and, where there is one, generation_config.json."""
-    if hugging_face.is_gpt2(fields):
-        return hugging_face.model_config(fields, generation)
+    if gpt2.is_gpt2(fields):
+        return gpt2.model_config(fields, generation)
     from tinygpt.weights.families.table import MODEL_TYPES, unknown_type  # all families, a twentieth of a start
 
     known = next((one for name, one in MODEL_TYPES.items() if name == fields.get("model_type")), None)

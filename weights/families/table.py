@@ -4,23 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families import (
-    fastertransformer,
-    gguf,
-    hugging_face,
-    megatron,
-    megatron_moe,
-    nanogpt,
-    onnx,
-    openai_tf,
-)
-from tinygpt.weights.families.biogpt import BIOGPT
-from tinygpt.weights.families.bloom import BLOOM
 from tinygpt.weights.families.family import Family, Source
-from tinygpt.weights.families.mpt import MPT
-from tinygpt.weights.families.openai_gpt import OPENAI_GPT
-from tinygpt.weights.families.opt import OPT
-from tinygpt.weights.families.xglm import XGLM
+from tinygpt.weights.families.hugging_face import gpt2
+from tinygpt.weights.families.hugging_face.biogpt import BIOGPT
+from tinygpt.weights.families.hugging_face.bloom import BLOOM
+from tinygpt.weights.families.hugging_face.mpt import MPT
+from tinygpt.weights.families.hugging_face.openai_gpt import OPENAI_GPT
+from tinygpt.weights.families.hugging_face.opt import OPT
+from tinygpt.weights.families.hugging_face.xglm import XGLM
+from tinygpt.weights.families.megatron import fastertransformer, megatron_lm, megatron_moe
+from tinygpt.weights.families.other_programs import gguf, nanogpt, onnx, openai_tf
 
 # By the model_type in a config.json; GPT-2's own first files have none.
 MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOGPT)}
@@ -32,12 +25,12 @@ FAMILIES: tuple[Family, ...] = (
     fastertransformer.BLOOM,
     fastertransformer.FAMILY,
     megatron_moe.FAMILY,
-    megatron.FAMILY,
+    megatron_lm.FAMILY,
     onnx.FAMILY,
     nanogpt.NANOGPT,
     nanogpt.MINGPT,
     *(one.family for one in MODEL_TYPES.values()),
-    hugging_face.FAMILY,
+    gpt2.FAMILY,
 )
 # Those that are known and need more than their names, and why they are refused.
 NOT_IMPLEMENTED = {
@@ -72,7 +65,7 @@ def comes_with_config(name: str) -> bool:
 
 def unknown_type(fields: Mapping[str, Any]) -> str:
     """What is wrong with a config.json of a model_type that is not in the table."""
-    found, allowed = fields.get("model_type"), ", ".join(map(repr, (*hugging_face.MODEL_TYPES, *MODEL_TYPES)))
+    found, allowed = fields.get("model_type"), ", ".join(map(repr, (*gpt2.MODEL_TYPES, *MODEL_TYPES)))
     reason = NOT_IMPLEMENTED.get(found) if isinstance(found, str) else None
     return (
         f"config.json cannot be used: model_type is {found!r}{f', {reason},' if reason else ''} and must be one of "

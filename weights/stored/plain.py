@@ -11,7 +11,7 @@ import numpy as np
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.families.family import Layout
-from tinygpt.weights.families.hugging_face import LAYOUT as GPT2_LAYOUT
+from tinygpt.weights.families.hugging_face.gpt2 import LAYOUT as GPT2_LAYOUT
 from tinygpt.weights.families.table import FAMILIES
 from tinygpt.weights.families.transforms import Transform
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
