@@ -154,7 +154,7 @@ def test_folder_holds_the_small_files_as_they_were(demo_int8):
 
 
 def test_nothing_of_other_formats_is_imported(demo_int8):
-    """Which is a tenth of a start: nor what adapters need, nor what a tokenizer is made of that is ready."""
+    """Which is a tenth of a start; nor is what adapters need."""
     code = (
         "import sys; from tinygpt.cli.main import main;"
         "main(['generate', '-m', sys.argv[1], 'Once', '-n', '1']); print(*sys.modules)"
@@ -163,14 +163,7 @@ def test_nothing_of_other_formats_is_imported(demo_int8):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     weights = {name.removeprefix("tinygpt.weights.") for name in result.stdout.split() if ".weights." in name}
     assert {"open", "stored.packed", "containers.safetensors.safetensors_file"} <= weights
-    others = {
-        "matching",
-        "containers.formats",
-        "containers.pickles.torch_file",
-        "families.table",
-        "adapters.lora",
-        "hub",
-    }
+    others = {"matching", "containers.formats", "containers.pickles.torch_file", "families.table", "adapters.lora"}
     assert not others & weights
 
 

@@ -54,8 +54,8 @@ def describe(path: Path) -> dict[str, Any]:
     from being known. Sizes are in bytes, as the tensors lie in the files; 0 for formats that are not known.
     """
     from tinygpt.weights.containers.container import Container
-    from tinygpt.weights.families.table import family_of
     from tinygpt.weights.families.family import Source
+    from tinygpt.weights.families.table import family_of
     from tinygpt.weights.matching import match
     from tinygpt.weights.stored.packed import PACKED_FILE
 
