@@ -69,8 +69,8 @@ def write(form: str, folder: Path, shape: str) -> Path:
     """The model in one form, as the tests write the tiny one: they take their sizes from its config."""
     from support import tf_writer, tiny_checkpoint
     from support.torch_files import own_bytes
-    from tinygpt.weights.containers.crc32c import crc32c
-    from tinygpt.weights.families.hugging_face import config_json
+    from tinygpt.weights.containers.tensorflow.crc32c import crc32c
+    from tinygpt.weights.families.hugging_face.gpt2 import config_json
     from tinygpt.weights.random_checkpoint import SHAPES, open_random
 
     config = config_json(SHAPES[shape]) | {"n_inner": SHAPES[shape].inner_size}

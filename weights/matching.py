@@ -1,6 +1,6 @@
 """From what files hold to the parameters of a model, by the rules of its family: total, or one error that lists all."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -43,10 +43,10 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
             rules = {name: rule for name, rule in rules.items() if name != HEAD}
         elif not found.has(rules[EMBEDDING].sources):
             rules = rules | {EMBEDDING: rules[HEAD]}
-    problems = found.problems(rules, parameter_shapes(config), family.described_by)
+    shapes = parameter_shapes(config)
+    problems = found.problems(rules, shapes, family.described_by)
     if any(problems.values()):
         raise CheckpointError(_explain(source.path, family, problems))
-    shapes = parameter_shapes(config)
     stored = {name: found.parameter(rule, shapes[name]) for name, rule in rules.items()}
     return Checkpoint(
         source.path,
@@ -89,22 +89,15 @@ class _Found:
     ) -> dict[str, list[tuple[str, str]]]:
         """Names and remarks, by the kind of what is wrong."""
         missing, misshapen, unreadable = [], [], []
-        for parameter, rule in rules.items():
-            if self._is_left_out(rule):
-                continue
-            count = len(rule.sources) * len(self._parts_of(rule))
-            wanted = rule.transform.stored_shape(shapes[parameter], count)
-            for name in rule.sources:
-                there = self.tensors.get(name, {})
-                for part in self._parts_of(rule):
-                    if part not in there:
-                        missing.append((name, f" (part {part})" if there else ""))
-                        continue
-                    tensor = there[part].tensor
-                    if not tensor.is_floating:
-                        unreadable.append((name, f" is {tensor.dtype}"))
-                    elif tensor.shape != wanted:
-                        misshapen.append((name, f" is {tensor.shape} and {described_by} asks for {wanted}"))
+        for name, part, wanted in self._asked_for(rules, shapes):
+            there = self.tensors.get(name, {})
+            tensor = there[part].tensor if part in there else None
+            if tensor is None:
+                missing.append((name, f" (part {part})" if there else ""))
+            elif not tensor.is_floating:
+                unreadable.append((name, f" is {tensor.dtype}"))
+            elif tensor.shape != wanted:
+                misshapen.append((name, f" is {tensor.shape} and {described_by} asks for {wanted}"))
         known = {name for rule in rules.values() for name in rule.sources}
         unknown = [one for name, parts in self.tensors.items() if name not in known for one in parts.values()]
         unexpected = [(one.file_name, "") for one in unknown]
@@ -122,6 +115,17 @@ class _Found:
                 for part in self._unlike(name)
             ],
         }
+
+    def _asked_for(
+        self, rules: Mapping[str, Rule], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Name, part and shape of each tensor that is to be there."""
+        for parameter, rule in rules.items():
+            if self._is_left_out(rule):
+                continue
+            parts = self._parts_of(rule)
+            wanted = rule.transform.stored_shape(shapes[parameter], len(rule.sources) * len(parts))
+            yield from ((name, part, wanted) for name in rule.sources for part in parts)
 
     def quirks(self, rules: Mapping[str, Rule]) -> list[str]:
         left_out = [name for name, rule in rules.items() if self._is_left_out(rule)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from tinygpt.weights.families.hugging_face import canonical_name
+from tinygpt.weights.families.hugging_face.gpt2 import canonical_name
 
 from . import binary_mutators
 from .seeds import base_tensors

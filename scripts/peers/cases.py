@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tinygpt.bench.work import TILES, block_operations, head_operations, kv_cache_bytes, weight_bytes
 from tinygpt.config import ModelConfig
-from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.hugging_face.gpt2 import model_config
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import TinyGPTError
-from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.hugging_face.gpt2 import model_config
 from tinygpt.weights.json_file import read_json_object
 
 from .corpus import CorpusError

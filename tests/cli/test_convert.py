@@ -28,7 +28,7 @@ from tinygpt.evaluation.calibration import calibrate
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, write_packed
 

@@ -1,7 +1,7 @@
 """What tests know of the embedded demo, as its own files say it: another model may take its place."""
 
 from support.paths import DEMO
-from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.hugging_face.gpt2 import model_config
 from tinygpt.weights.json_file import read_json_object
 
 CONFIG = model_config(read_json_object(DEMO / "config.json"))

@@ -13,8 +13,9 @@ import numpy as np
 
 from scripts.fuzzing import loaders, seeds
 from tinygpt.kernels import kernel_files
-from tinygpt.weights.containers import shards, torch_file
-from tinygpt.weights.containers.pickle_reader import PickleReader
+from tinygpt.weights.containers import shards
+from tinygpt.weights.containers.pickles import torch_file
+from tinygpt.weights.containers.pickles.pickle_reader import PickleReader
 from tinygpt.weights.stored import packed, session_file
 
 

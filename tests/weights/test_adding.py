@@ -11,7 +11,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights import containers, families
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.families.family import Family, Placed, Rule
-from tinygpt.weights.families.hugging_face import model_config
+from tinygpt.weights.families.hugging_face.gpt2 import model_config
 from tinygpt.weights.families.transforms import Transform, transposed
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import is_transposed, parameter_shapes

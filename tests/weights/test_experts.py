@@ -26,6 +26,14 @@ def test_every_parameter(tp, in_folders, tmp_path):
         np.testing.assert_array_equal(checkpoint.tensor(name), array.T if is_transposed(name) else array, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", "model_rng.pt"])
+def test_experts_beside_files_of_megatrons_names(name, tmp_path):
+    write_moe(tmp_path, moe_arrays(), tp=2, in_folders=True)
+    for file in tmp_path.glob("mp_rank_*/model_states.pt"):
+        file.rename(file.with_name(name))
+    assert open_checkpoint(tmp_path).config.num_experts == E
+
+
 @pytest.mark.parametrize(("topk", "is_scaled"), [(1, False), (2, True)])
 def test_weights_of_several_experts_sum_to_1(topk, is_scaled, tmp_path):
     config = open_checkpoint(write_moe(tmp_path, moe_arrays(), topk=topk)).config

@@ -14,8 +14,9 @@ from support.gguf_writer import gguf_bytes, plain
 from support.tiny_checkpoint import random_tensors
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
-from tinygpt.weights.containers.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
-from tinygpt.weights.containers.gguf_file import AT_ONCE, read_gguf
+from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
+from tinygpt.weights.containers.gguf.ggml_tensors import AT_ONCE
+from tinygpt.weights.containers.gguf.gguf_file import read_gguf
 from tinygpt.weights.families import read_config
 from tinygpt.weights.open import open_checkpoint
 
@@ -381,7 +382,8 @@ def test_what_the_gguf_package_writes(tmp_path):
     writer.add_block_count(7)
     writer.add_token_list(["a", "é"])
     kinds = gguf.GGMLQuantizationType
-    for kind in (kinds.F32, kinds.F16, kinds.BF16, kinds.Q8_0, kinds.Q4_0, kinds.Q4_1, kinds.Q5_0, kinds.Q5_1):
+    written = (kinds.F32, kinds.F16, kinds.BF16, kinds.Q8_0, kinds.Q4_0, kinds.Q4_1, kinds.Q5_0, kinds.Q5_1)
+    for kind in written:
         writer.add_tensor(kind.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -390,6 +392,7 @@ def test_what_the_gguf_package_writes(tmp_path):
     container = read_gguf(tmp_path / "x.gguf")
     assert container.metadata["gpt2.block_count"] == 7
     assert container.metadata["tokenizer.ggml.tokens"] == ["a", "é"]
-    for name, tensor in container.tensors.items():
-        theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kinds[name]), kinds[name])
-        np.testing.assert_array_equal(tensor.float32(), theirs, err_msg=name)
+    assert container.tensors.keys() == {kind.name for kind in written}
+    for kind in written:
+        theirs = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
+        np.testing.assert_array_equal(container.tensors[kind.name].float32(), theirs, err_msg=kind.name)

@@ -20,9 +20,9 @@ from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
 from tinygpt.weights.containers import mapped_file
-from tinygpt.weights.containers.pickle_reader import PickleReader
-from tinygpt.weights.containers.safetensors_file import read_safetensors
-from tinygpt.weights.containers.torch_file import read_torch
+from tinygpt.weights.containers.pickles.pickle_reader import PickleReader
+from tinygpt.weights.containers.pickles.torch_file import read_torch
+from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors()

@@ -12,8 +12,8 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers import describe
 from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.mapped_file import STORED_AS
-from tinygpt.weights.containers.safetensors_file import read_safetensors
-from tinygpt.weights.containers.torch_file import read_torch
+from tinygpt.weights.containers.pickles.torch_file import read_torch
+from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.messages import listed, shown
 

@@ -21,7 +21,7 @@ from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.adapters.model_in_files import ModelInFiles
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.families.family import Rule
-from tinygpt.weights.families.hugging_face import is_ignored
+from tinygpt.weights.families.hugging_face.gpt2 import is_ignored
 from tinygpt.weights.families.transforms import Transform
 from tinygpt.weights.messages import listed
 from tinygpt.weights.parameters import EMBEDDING, HEAD

@@ -1,6 +1,7 @@
-"""One module for each file format, and the tables by which the format of a file or a folder is found.
+"""One module or room for each file format, and the tables by which the format of a file or a folder is found.
 
 Belongs here: which tensors a file holds and how their elements are decoded. A container knows nothing of any model.
+Beside the rooms lies what several of them stand on, and formats of a module each.
 May import the errors, `regular_file`, and weights' JSON reader, field checks, messages and tensors.
 """
 
@@ -10,28 +11,29 @@ from pathlib import Path
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.ft_folder import find_ft_folder, read_ft_folder
-from tinygpt.weights.containers.gguf_file import is_gguf, read_gguf
+from tinygpt.weights.containers.gguf.gguf_file import is_gguf, read_gguf
 from tinygpt.weights.containers.npz_file import is_npz, read_npz
-from tinygpt.weights.containers.onnx_file import is_onnx, read_onnx
+from tinygpt.weights.containers.onnx.onnx_file import is_onnx, read_onnx
 from tinygpt.weights.containers.peek import Peek
-from tinygpt.weights.containers.ranks import (
-    find_deepspeed,
+from tinygpt.weights.containers.pickles.torch_file import is_torch, read_torch, read_training_checkpoint
+from tinygpt.weights.containers.ranks.deepspeed_folder import find_deepspeed, read_deepspeed
+from tinygpt.weights.containers.ranks.megatron_folder import (
     find_distributed,
     find_megatron,
+    read_distributed,
+    read_megatron,
+)
+from tinygpt.weights.containers.ranks.nemo_archive import (
     find_nemo,
     is_gzip,
     is_tar,
-    read_deepspeed,
-    read_distributed,
     read_gzip,
-    read_megatron,
     read_nemo,
     read_unpacked_nemo,
 )
-from tinygpt.weights.containers.safetensors_file import is_safetensors, read_safetensors
+from tinygpt.weights.containers.safetensors.safetensors_file import is_safetensors, read_safetensors
 from tinygpt.weights.containers.shards import INDEX, read_shards
-from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
-from tinygpt.weights.containers.torch_file import is_torch, read_torch, read_training_checkpoint
+from tinygpt.weights.containers.tensorflow.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
 from tinygpt.weights.messages import listed
 
 Reader = Callable[[Path], Container]

@@ -1,7 +1,8 @@
 """One module for each way in which files name and lay out a model, and the table in which a source finds its own.
 
-Belongs here: what names, layouts and configurations mean. Only JSON files beside the weights are opened here. May
-import the model's config, the errors, and weights' containers, parameters, tensors and JSON reader.
+Belongs here: what names, layouts and configurations mean; a room holds those of one origin, and beside the rooms lies
+what they have in common. Only JSON files beside the weights are opened here. May import the model's config, the
+errors, and weights' containers, parameters, tensors and JSON reader.
 """
 
 from collections.abc import Mapping
@@ -10,23 +11,16 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families import (
-    fastertransformer,
-    gguf,
-    hugging_face,
-    megatron,
-    megatron_moe,
-    nanogpt,
-    onnx,
-    openai_tf,
-)
-from tinygpt.weights.families.biogpt import BIOGPT
-from tinygpt.weights.families.bloom import BLOOM
 from tinygpt.weights.families.family import Family, Source
-from tinygpt.weights.families.mpt import MPT
-from tinygpt.weights.families.openai_gpt import OPENAI_GPT
-from tinygpt.weights.families.opt import OPT
-from tinygpt.weights.families.xglm import XGLM
+from tinygpt.weights.families.hugging_face import gpt2
+from tinygpt.weights.families.hugging_face.biogpt import BIOGPT
+from tinygpt.weights.families.hugging_face.bloom import BLOOM
+from tinygpt.weights.families.hugging_face.mpt import MPT
+from tinygpt.weights.families.hugging_face.openai_gpt import OPENAI_GPT
+from tinygpt.weights.families.hugging_face.opt import OPT
+from tinygpt.weights.families.hugging_face.xglm import XGLM
+from tinygpt.weights.families.megatron import fastertransformer, megatron_lm, megatron_moe
+from tinygpt.weights.families.other_programs import gguf, nanogpt, onnx, openai_tf
 from tinygpt.weights.json_file import read_json_object
 
 # By the model_type in a config.json; GPT-2's own first files have none.
@@ -39,12 +33,12 @@ FAMILIES: tuple[Family, ...] = (
     fastertransformer.BLOOM,
     fastertransformer.FAMILY,
     megatron_moe.FAMILY,
-    megatron.FAMILY,
+    megatron_lm.FAMILY,
     onnx.FAMILY,
     nanogpt.NANOGPT,
     nanogpt.MINGPT,
     *(one.family for one in MODEL_TYPES.values()),
-    hugging_face.FAMILY,
+    gpt2.FAMILY,
 )
 # Those that are known and need more than their names, and why they are refused.
 NOT_IMPLEMENTED = {
@@ -87,8 +81,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """ModelConfig from the fields of config.json and, where there is one, generation_config.json."""
-    if hugging_face.is_gpt2(fields):
-        return hugging_face.model_config(fields, generation)
+    if gpt2.is_gpt2(fields):
+        return gpt2.model_config(fields, generation)
     known = next((one for name, one in MODEL_TYPES.items() if name == fields.get("model_type")), None)
     if known is None:
         raise CheckpointError(_unknown_type(fields))
@@ -96,7 +90,7 @@ def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None
 
 
 def _unknown_type(fields: Mapping[str, Any]) -> str:
-    found, allowed = fields.get("model_type"), ", ".join(map(repr, (*hugging_face.MODEL_TYPES, *MODEL_TYPES)))
+    found, allowed = fields.get("model_type"), ", ".join(map(repr, (*gpt2.MODEL_TYPES, *MODEL_TYPES)))
     reason = NOT_IMPLEMENTED.get(found) if isinstance(found, str) else None
     return (
         f"config.json cannot be used: model_type is {found!r}{f', {reason},' if reason else ''} and must be one of "

@@ -63,6 +63,11 @@ def written_eos(config: ModelConfig) -> int | list[int] | None:
     return ids[0] if len(ids) == 1 else ids or None
 
 
+def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Those of `fields` that are in `names`, by the names that are there for them."""
+    return {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
+
+
 def only(allowed: Any, because: str) -> tuple[Callable[[Any], bool], str]:
     """A check of a field that may have one value, or none at all."""
     shown = {False: "false", True: "true", None: "null"}.get(allowed, allowed)

@@ -1,25 +1,15 @@
 """What the tensors themselves say of a model, and what a config.json beside them may add to that."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families.family import Source
+from tinygpt.weights.families.family import Placed, Source
 
 # What no tensor shows. Where a file does not say it either, it is taken from a config.json beside the file.
 UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
-# Megatron's names of a layer's modules, which FasterTransformer has taken over.
-MEGATRON_MODULES = {
-    "ln_1": "input_layernorm",
-    "attn.c_attn": "attention.query_key_value",
-    "attn.c_proj": "attention.dense",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h",
-}
-_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")  # of a layer
 GPT2_END = ModelConfig.bos_token_id  # the id of <|endoftext|>, which begins and ends texts
 
 
@@ -34,28 +24,14 @@ def ends_of(vocab_size: Any) -> dict[str, Any]:
     return {"bos_token_id": end, "eos_token_id": end}
 
 
-def split_name(parameter: str) -> tuple[int | None, str, str]:
-    """The layer of a parameter (None: of none), its module and whether it is a weight or a bias."""
-    found = _PARAMETER.fullmatch(parameter)
-    if found is None:
-        module, kind = parameter.rsplit(".", 1)
-        return None, module, kind
-    return int(found[1]), found[2], found[3]
-
-
-def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
-    """A parameter's name where layers are `layers`.3, from the names of modules and of what is in no layer."""
-    if parameter in top:
-        return top[parameter]
-    layer, module, kind = split_name(parameter)
-    return f"{layers}.{layer}.{modules[module]}.{kind}"
-
-
 class Shapes:
-    """The shapes of a family's tensors by name, for what is asked of them before they are matched."""
+    """The shapes of tensors by name, of the first part of each, for what is asked of them before they are matched."""
 
-    def __init__(self, source: Source, shapes: Mapping[str, tuple[int, ...]]):
-        self._path, self._shapes = source.path, shapes
+    def __init__(self, source: Source, placed: Iterable[Placed]):
+        self._path, self._shapes = source.path, {one.name: one.tensor.shape for one in placed if one.part == 0}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
 
     def size(self, name: str, axis: int) -> int:
         """One size of a tensor. CheckpointError where it is not there or has no such axis."""

@@ -49,9 +49,14 @@ class Placed:
     part: int = 0
 
 
+def placed_by(name_of: Callable[[str], str], source: Source) -> Iterable[Placed]:
+    """Every tensor by what `name_of` makes of its name in the files."""
+    return (Placed(name_of(name), name, tensor) for name, tensor in source.container.tensors.items())
+
+
 def as_named(source: Source) -> Iterable[Placed]:
     """Where the names in files are those in the tables."""
-    return (Placed(name, name, tensor) for name, tensor in source.container.tensors.items())
+    return placed_by(lambda name: name, source)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers.float8 import FORMAT, IN_FILES, SCALE, encode
+from tinygpt.weights.containers.safetensors.float8 import FORMAT, IN_FILES, SCALE, encode
 from tinygpt.weights.parameters import POSITIONS
 from tinygpt.weights.stored.plain import parts_of
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors

@@ -12,10 +12,10 @@ from tinygpt.config import ModelConfig
 from tinygpt.disk import sync
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers.ggml_blocks import BLOCKS
-from tinygpt.weights.containers.gguf_file import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
+from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS
+from tinygpt.weights.containers.gguf.gguf_file import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
 from tinygpt.weights.families.byte_level import is_blooms_kind
-from tinygpt.weights.families.gguf import (
+from tinygpt.weights.families.other_programs.gguf import (
     ARCHITECTURE,
     ARCHITECTURES,
     CONTROL,

@@ -21,7 +21,7 @@ from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers import CONTAINERS
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
-from tinygpt.weights.containers.safetensors_file import read_safetensors
+from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
 from tinygpt.weights.families import read_config
 from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors

@@ -12,7 +12,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.families import FAMILIES
 from tinygpt.weights.families.family import Layout
-from tinygpt.weights.families.hugging_face import LAYOUT as GPT2_LAYOUT
+from tinygpt.weights.families.hugging_face.gpt2 import LAYOUT as GPT2_LAYOUT
 from tinygpt.weights.families.transforms import Transform
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors

@@ -38,10 +38,14 @@ class TeamThreads:
             self._finalizer.detach()
             self._start()
         self._shared.set_task((take_steps, *arguments))
-        for follower in self._shared.followers:
-            if follower.is_asleep:
-                follower.wake.set()
-        take_steps(self.leader, True, *arguments)
+        self._shared.is_in_step = True  # before a look at who is asleep, as they look at it behind
+        try:
+            for follower in self._shared.followers:
+                if follower.is_asleep:
+                    follower.wake.set()
+            take_steps(self.leader, True, *arguments)
+        finally:
+            self._shared.is_in_step = False
 
     def close(self) -> None:
         """End the threads, and let go of the last step's arguments."""
@@ -65,11 +69,14 @@ class _Follower:
                     return
                 self.is_asleep = False
                 take_steps, *arguments = shared.task
-            take_steps(self.team, False, *arguments)
+            while not self.is_asleep:
+                take_steps(self.team, False, *arguments)
+                with shared.changed:
+                    # While this thread waited for the GIL, the leader may have begun a step and taken it to be awake.
+                    self.is_asleep = True
+                    self.is_asleep = not shared.is_in_step
+                    shared.changed.notify_all()
             del take_steps, arguments
-            with shared.changed:
-                self.is_asleep = True
-                shared.changed.notify_all()
 
 
 class _Shared:
@@ -79,6 +86,7 @@ class _Shared:
         self.followers = followers
         self.changed = threading.Condition()
         self.task: tuple | None = None
+        self.is_in_step = False
         self.is_closed = False
         self.process = os.getpid()
 

@@ -428,6 +428,28 @@ def test_followers_sleep_when_no_step_comes_and_wake_again(team):
 # Ends.
 
 
+def test_a_follower_that_gave_up_as_a_step_began_takes_it_after_all():
+    """Between two steps it finds none for a while, and wants the GIL to fall asleep; but the leader has the GIL, takes
+    it to be awake, and wakes nobody."""
+    has_begun, has_come = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
+    team = new_team(2)
+
+    def take_steps(team, leads, has_begun, has_come):
+        if leads:
+            number = int(has_begun[0].is_set())
+            has_begun[number].set()
+            assert has_come[number].wait(PATIENCE), f"nobody follows step {number}"
+        elif has_come[0].is_set():
+            has_come[1].set()
+        else:
+            has_come[0].set()
+            has_begun[1].wait(PATIENCE)  # it gives up while the next step begins
+
+    for _ in range(2):
+        team.run(take_steps, has_begun, has_come)
+    wait_until_asleep(team)
+
+
 def followers_since(before: set) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread not in before]
 
