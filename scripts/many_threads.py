@@ -11,6 +11,9 @@ claim items and count those that are done, takes its time in turn, in a simulati
   meanwhile; one on a line of the core's own takes what it takes here, measured. A compare-and-exchange before which
   another one has come fails, and its thread goes to the end of the queue: so much contention is more than is real.
 - --one-counter is how it would be if all threads claimed items from one word and counted them in another.
+- --nodes counts, byte by byte, what threads read from their own memory nodes: of weights that one thread has touched
+  first, of weights as they are placed, of the KV cache. The calling thread is bound to no node: what it reads counts as
+  another's.
 
 --transfer is 50 ns by default: core-to-core-latency (https://github.com/nviennot/core-to-core-latency) has 46 ns for
 Graviton3 and 51 for an Ice Lake Xeon, 23 within and 107 between an EPYC Milan's groups of 8 cores, and 108 to 197
@@ -28,9 +31,11 @@ import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
+from scripts.sharing.nodes import HUGE_PAGE, ONE_PAGE, near_cache, near_weights, node_of_thread
 from scripts.sharing.phases import Load, Phase, phases_of
 from scripts.sharing.simulation import Outcome, run_phase
 from tinygpt.bench.machine_limits import measure_limits
+from tinygpt.config import ModelConfig
 from tinygpt.errors import TinyGPTError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.cpu import cpu_name
@@ -106,18 +111,36 @@ def main() -> int:
     parser.add_argument("--transfer", type=float, default=50.0, help="nanoseconds (default: %(default)g)")
     parser.add_argument("--memory-bandwidth", type=float, default=300.0, help="GB/s of all (default: %(default)g)")
     parser.add_argument("--one-counter", action="store_true", help="show what one would cost, too")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[], help="of memory: count what lies on a thread's own")
     args = parser.parse_args()
-    for name in ("threads", "sequences", "tokens", "context", "transfer", "memory_bandwidth"):
+    for name in ("threads", "sequences", "tokens", "context", "transfer", "memory_bandwidth", "nodes"):
         given = getattr(args, name)
-        if min(given if isinstance(given, list) else [given]) <= 0:
+        if min(given if isinstance(given, list) else [given], default=1) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0, not {given}")
     try:
         source = ModelSource.open(args.model, args.dtype)
-        phases = phases_of(source.config, source.dtype, Load(args.sequences, args.tokens, args.context))
+        load = Load(args.sequences, args.tokens, args.context)
+        phases = phases_of(source.config, source.dtype, load)
     except (TinyGPTError, ValueError) as error:
         raise SystemExit(f"{args.model}: {error}") from None
-    print_table(phases, args, source.dtype, this_machine(phases, args))
+    if args.nodes:
+        print_nodes(source.config, source.dtype, load, args)
+    else:
+        print_table(phases, args, source.dtype, this_machine(phases, args))
     return 0
+
+
+def print_nodes(config: ModelConfig, dtype: str, load: Load, args: argparse.Namespace) -> None:
+    print(f"{args.model} in {dtype}, {load.sequences} sequences, {load.tokens} new tokens each:")
+    print("bytes that a thread reads from its own node\n")
+    print("| nodes | threads | weights that one touched | weights as placed | all in pages of 2 MB | KV cache |")
+    print("|---|---|---|---|---|---|")
+    for nodes in args.nodes:
+        for threads in args.threads:
+            node = node_of_thread(threads, nodes)
+            shares = [near_weights(config, dtype, node, page) for page in (ONE_PAGE, None, HUGE_PAGE)]
+            shares.append(near_cache(config, load, node))
+            print(f"| {nodes} | {threads} | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
 
 
 def print_table(phases: list[Phase], args: argparse.Namespace, dtype: str, machine: Machine) -> None:

@@ -37,6 +37,14 @@ def test_links_lead_somewhere(readme):
             assert not heading or heading in headings(file), link
 
 
+@pytest.mark.parametrize("readme", READMES)
+def test_lines_of_text_are_no_longer_than_those_of_code(readme):
+    """But for tables, blocks of code, and a link or a picture by itself."""
+    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / readme).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
+    assert [line for line in long if not re.fullmatch(r"!?\[.*\]\(\S+\)", line)] == []
+
+
 def headings(file: Path) -> set[str]:
     """As GitHub names them in an address."""
     titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)

@@ -46,6 +46,12 @@ class MadeUp:
         """Nothing is held."""
 
 
+def shortest(number: float) -> float:
+    """A number that a file keeps as a float32, as the shortest decimal that gives the same one: 1e-05, and not
+    9.999999747378752e-06."""
+    return float(str(np.float32(number)))
+
+
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, np.float32)
 

@@ -3,15 +3,14 @@
 Positions past those that are put into a slot are nobody's afterwards.
 """
 
-import contextlib
 import math
-import mmap
 from typing import NamedTuple
 
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, padded_head
 from tinygpt.kernels.cpu.layers.int8_cache import SCALE_STEPS
+from tinygpt.kernels.cpu.simd.memory import untouched
 from tinygpt.kernels.int8_rows import SCALE_BYTES, to_rows
 
 # Of a cache: the type of its arrays, and how many values 4 bytes hold, which a tile multiplies in one step.
@@ -29,7 +28,7 @@ class KVCache(NamedTuple):
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     """Zeros: memory that no sequence has reached costs nothing yet. dtype: one of KINDS."""
     kind, _ = KINDS[dtype]
-    return KVCache(*(_small_pages(shape, kind) for shape in _shapes(config, num_slots, max_model_len, dtype)))
+    return KVCache(*(untouched(shape, kind) for shape in _shapes(config, num_slots, max_model_len, dtype)))
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
@@ -44,23 +43,6 @@ def _shapes(config, num_slots: int, length: int, dtype: str) -> tuple[tuple[int,
     k = (blocks, -(-size // per_step) + (SCALE_STEPS if dtype == "int8" else 0), KEY_BLOCK, per_step)
     v = (blocks * KEY_BLOCK // per_step, padded_head(size), per_step)
     return (config.n_layer, num_slots, config.n_head, *k), (config.n_layer, num_slots, config.n_head, *v)
-
-
-def _small_pages(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """Zeros that arrive in pages of 4 KB as they are touched.
-
-    For its own large arrays NumPy asks Linux for pages of 2 MB: a hardly begun cache then takes several of them for
-    each layer, 80 MB for one sequence of GPT-2 124M, and clearing them delays the first token.
-    """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
-    try:
-        pages = mmap.mmap(-1, size, **private)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"{size} bytes cannot be reserved") from error
-    with contextlib.suppress(AttributeError, OSError):  # a system, or a kernel, that has no huge pages
-        pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(pages, dtype).reshape(shape)
 
 
 def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:

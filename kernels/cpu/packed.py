@@ -4,6 +4,7 @@ import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import Nothing, Projection
 from tinygpt.kernels.cpu.packing.pack import panel_count
+from tinygpt.kernels.cpu.packing.packers import placed_zeros
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE
 from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, weight_layout
@@ -17,6 +18,7 @@ from tinygpt.kernels.cpu.params import (
     no_positions,
     to_panels,
 )
+from tinygpt.kernels.cpu.runtime.nodes import homes_of_threads
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.names import KINDS, LINEARS, NORMS
@@ -65,8 +67,14 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
     return layout
 
 
-def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
-    """The Params whose `arrays_of` these are; they are used as they lie, so panels start on a vector's boundary."""
+def params_of(arrays: dict[str, np.ndarray], config, dtype: str, threads: int = 1) -> Params:
+    """The Params whose `arrays_of` these are; they are used as they lie, so panels start on a vector's boundary.
+
+    threads: of the team that will read them. Where it is on several memory nodes, weights are copied to them: the pages
+    of a mapped file lie where it was first read or written.
+    """
+    if homes := homes_of_threads(threads):
+        arrays = {name: _placed(array, homes) if "." in name else array for name, array in arrays.items()}
     given = {name: array for name, array in arrays.items() if "." not in name}
     for name in [*LINEARS, *PROJECTIONS, "lm_head", "wte"]:
         record, _ = FORMATS[head_dtype_of(dtype) if name in ("lm_head", "wte") else dtype]
@@ -101,6 +109,12 @@ def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part
     if part.is_first and not is_tied:
         given["wte"] = part.weight("wte", whole.wte)
     return new_params(config, dtype, given, part)
+
+
+def _placed(array: np.ndarray, homes: list[frozenset[int]]) -> np.ndarray:
+    copy = placed_zeros(array.shape, array.dtype, homes)
+    copy[...] = array
+    return copy
 
 
 def _weight_layout(name: str, dtype: str, layers: int, n: int, k: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

@@ -1,6 +1,5 @@
 """A model's packed weights, made once from a checkpoint's tensors."""
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, Not
 from tinygpt.kernels.cpu.layers.linear import quarters, whole
 from tinygpt.kernels.cpu.packing.bias_correction import bias_correction, unpack
 from tinygpt.kernels.cpu.packing.pack import panel_count
+from tinygpt.kernels.cpu.packing.packers import Packers
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing
 from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, head_dtype_of, new_weight, pack_layers
@@ -77,13 +77,13 @@ def load_part(checkpoint, dtype: str, threads: int, part: Part) -> Params:
 
 def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Params:
     config, layers = checkpoint.config, part.layers
-    with ThreadPoolExecutor(threads) as pool:
-        arrays = _outside_of_layers(checkpoint, dtype, pool, part)
+    with Packers(threads) as packers:
+        arrays = _outside_of_layers(checkpoint, dtype, packers, part)
         smoothing = Smoothing(checkpoint, dtype, calibration)
         for ours, name in LINEARS.items():
             names = _linear_names(config, ours, layers)
             weights, factors_of = [f"{n}.weight" for n in names], partial(_factors_of_layer, smoothing, ours, layers)
-            arrays[ours], factors = pack_layers(checkpoint, weights, dtype, pool, factors_of, part.keep(ours))
+            arrays[ours], factors = pack_layers(checkpoint, weights, dtype, packers, factors_of, part.keep(ours))
             arrays[f"{ours}_bias"] = part.values(ours, _stack(checkpoint, [f"{n}.bias" for n in names]))
             if calibration is not None:
                 arrays[f"{ours}_bias"] += _corrections(
@@ -97,25 +97,25 @@ def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Para
             elif dtype in BALANCE:
                 arrays[FACTORS_BEFORE[ours]] = to_panels(part.factors(ours, 1 / factors))
         if config.expert_layers:
-            arrays["experts"] = _experts(checkpoint, dtype, pool)
+            arrays["experts"] = _experts(checkpoint, dtype, packers)
     return new_params(config, dtype, arrays, part)
 
 
-def _outside_of_layers(checkpoint, dtype: str, pool: ThreadPoolExecutor, part: Part) -> dict[str, Any]:
+def _outside_of_layers(checkpoint, dtype: str, packers: Packers, part: Part) -> dict[str, Any]:
     """Embeddings and head, and what stands between them and the layers."""
     config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
     # First the largest, while little else is in memory: it alone is there twice while it is packed.
     if part.is_last or (part.is_first and checkpoint.tied):
         names = ["wte.weight" if checkpoint.tied else "lm_head.weight"]
         factors_of, keep = partial(Smoothing(checkpoint, head_dtype).factors, "lm_head"), part.keep("lm_head")
-        arrays["lm_head"], factors = pack_layers(checkpoint, names, head_dtype, pool, factors_of, keep)
+        arrays["lm_head"], factors = pack_layers(checkpoint, names, head_dtype, packers, factors_of, keep)
     else:
         arrays["lm_head"], factors = no_head(config, head_dtype), np.ones((1, config.embedding_size), np.float32)
     arrays["head_factors"] = factors[0]
     smoothed = factors[0] if checkpoint.tied else np.ones(config.embedding_size, np.float32)
     arrays["wte_factors"] = np.float32(config.embed_scale) / smoothed
     if part.is_first and not checkpoint.tied:
-        arrays["wte"], _ = pack_layers(checkpoint, ["wte.weight"], head_dtype, pool, keep=part.keep("wte"))
+        arrays["wte"], _ = pack_layers(checkpoint, ["wte.weight"], head_dtype, packers, keep=part.keep("wte"))
     if not config.has_alibi:
         arrays["wpe"] = _stack(checkpoint, ["wpe.weight"])[0] if part.is_first else no_positions(config)
     for kind in KINDS if config.embed_norm and part.is_first else ():
@@ -124,7 +124,7 @@ def _outside_of_layers(checkpoint, dtype: str, pool: ThreadPoolExecutor, part: P
         divisor = factors if config.embed_dim is None else np.float32(1)  # by which the head was multiplied
         arrays[f"ln_f_{kind}"] = _divided(checkpoint, ["ln_f"], kind, divisor)[0]
     for name in PROJECTIONS if config.embed_dim else ():
-        arrays[name], _ = pack_layers(checkpoint, [f"{name}.weight"], dtype, pool)
+        arrays[name], _ = pack_layers(checkpoint, [f"{name}.weight"], dtype, packers)
     return arrays
 
 
@@ -139,11 +139,11 @@ def _factors_of_layer(smoothing: Smoothing, ours: str, layers: range, index: int
     return smoothing.factors(ours, layers[index], weight)
 
 
-def _experts(checkpoint, dtype: str, pool: ThreadPoolExecutor) -> Experts:
+def _experts(checkpoint, dtype: str, packers: Packers) -> Experts:
     config, linears = checkpoint.config, {}
     for ours, part in EXPERT_LINEARS.items():
         names = [f"h.{i}.mlp.experts.{e}.{part}" for i in config.expert_layers for e in range(config.num_experts)]
-        weight, _ = pack_layers(checkpoint, [f"{name}.weight" for name in names], dtype, pool)
+        weight, _ = pack_layers(checkpoint, [f"{name}.weight" for name in names], dtype, packers)
         linears[ours] = Linear(weight, _stack(checkpoint, [f"{name}.bias" for name in names]), NO_FACTORS)
     order = [i for i in range(config.n_layer) if i not in config.expert_layers]
     places = [

@@ -4,7 +4,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tinygpt.bench.machine_limits import MachineLimits
-from tinygpt.bench.work import BYTES, TILES, block_operations, head_operations, head_weights, kv_cache_bytes
+from tinygpt.bench.work import (
+    BYTES,
+    CACHE_BYTES,
+    CACHES,
+    TILES,
+    block_operations,
+    head_operations,
+    head_weights,
+    kv_cache_bytes,
+)
 from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.parallel.cut import check_cut, part_of_rank
@@ -81,7 +90,7 @@ def _messages(config: ModelConfig, layout: Layout, rows: int) -> tuple[float, fl
 
 def rank_bytes(config: ModelConfig, dtype: str, layout: Layout, rank: int, load: Load) -> float:
     """What a rank holds: its part of each matrix, and of the KV cache for the load; whole norms and biases of sums."""
-    part, (in_block, in_head, in_cache) = part_of_rank(layout, rank, config, dtype), BYTES[dtype]
+    part, (in_block, in_head) = part_of_rank(layout, rank, config, dtype), BYTES[dtype]
     C, Q, F = config.n_embd, part.n_head * part.head_size, len(part.inner)
     matrices = part.n_layer * (4 * C * Q + 2 * C * F)
     # A tied head that is in another stage than the embedding is held by both.
@@ -89,7 +98,7 @@ def rank_bytes(config: ModelConfig, dtype: str, layout: Layout, rank: int, load:
     others = part.n_layer * (3 * Q + F + 2 * C)  # biases
     others += 2 * C * (2 * part.n_layer + config.final_norm * part.is_last + config.embed_norm * part.is_first)
     others += config.n_positions * C * (not config.has_alibi)
-    cache = in_cache * 2 * part.n_layer * Q * load.batch_size * load.context
+    cache = CACHE_BYTES[CACHES[dtype]] * 2 * part.n_layer * Q * load.batch_size * load.context
     return in_block * matrices + in_head * tables * len(part.vocab) * C + FLOAT * others + cache
 
 
@@ -98,11 +107,11 @@ def _first_rank(
 ) -> float:
     """Seconds of the stage's largest rank, which is the first."""
     part = part_of_rank(layout, layout.rank_at(stage, 0), config, dtype)
-    in_block, in_head, _ = BYTES[dtype]
+    in_block, in_head = BYTES[dtype]
     share = part.n_layer / config.n_layer * part.n_head / config.n_head
     rows = len(part.vocab) / config.vocab_size
     head, blocks = head_weights(config) * rows, _blocks(config) * share
-    cache = kv_cache_bytes(config, dtype, load.batch_size * load.context) * share
+    cache = kv_cache_bytes(config, CACHES[dtype], load.batch_size * load.context) * share
     read = in_block * blocks + in_head * head * part.is_last + cache
     block_rate, head_rate = map(limits.tile_rates.get, TILES[dtype])
     compute = block_operations(config, load.batch_size, load.context) * share / block_rate

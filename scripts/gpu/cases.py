@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.bench.work import block_operations, head_operations, kv_cache_bytes, weight_bytes
+from tinygpt.bench.work import CACHES, block_operations, head_operations, kv_cache_bytes, weight_bytes
 from tinygpt.config import ModelConfig
 from tinygpt.weights.random_checkpoint import PREFIX, SHAPES
 
@@ -44,7 +44,7 @@ class Case:
 
     def bytes_read(self, config: ModelConfig, dtype: str) -> float:
         """By one step: each weight once, and the keys and values of every sequence."""
-        return weight_bytes(config, dtype) + kv_cache_bytes(config, dtype, self.batch * self.context)
+        return weight_bytes(config, dtype) + kv_cache_bytes(config, CACHES[dtype], self.batch * self.context)
 
     def operations(self, config: ModelConfig) -> float:
         """Of a prefill; the logits are the last token's alone."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tinygpt.bench.work import TILES, block_operations, head_operations, kv_cache_bytes, weight_bytes
+from tinygpt.bench.work import CACHES, TILES, block_operations, head_operations, kv_cache_bytes, weight_bytes
 from tinygpt.config import ModelConfig
 from tinygpt.weights.families.hugging_face.gpt2 import model_config
 
@@ -66,7 +66,7 @@ def floor(case: Case, config: dict, dtype: str, limits: dict[str, float]) -> Flo
 def bytes_read(case: Case, config: ModelConfig, dtype: str) -> float:
     if case.is_prefill:  # keys and values are written, and read again from the caches
         return weight_bytes(config, dtype)
-    return weight_bytes(config, dtype) + kv_cache_bytes(config, dtype, case.batch * cached_positions(case))
+    return weight_bytes(config, dtype) + kv_cache_bytes(config, CACHES[dtype], case.batch * cached_positions(case))
 
 
 def cached_positions(case: Case) -> float:

@@ -69,8 +69,17 @@ def _product(name: str, rows: int, n: int, k: int, weight_bytes: float, tiles: s
 
 def _attention(config: ModelConfig, load: Load, cache_bytes: int) -> Phase:
     """An item is a tile of queries and a few heads: see `attend`."""
-    heads, count = config.n_head, load.sequences * -(-load.tokens // TILE_ROWS)
-    share = max(min(TILE_ROWS * count // load.rows, heads * count // ENOUGH_ITEMS), 1)
+    count, share = tiles_of_queries(load), heads_together(config, load)
     products = 2 * load.context * config.head_size * share  # of keys, and of values
     operations = 2 * products * min(load.tokens, TILE_ROWS)
-    return Phase("attend", -(-heads // share) * count, cache_bytes * products, operations, "float32")
+    return Phase("attend", -(-config.n_head // share) * count, cache_bytes * products, operations, "float32")
+
+
+def tiles_of_queries(load: Load) -> int:
+    return load.sequences * -(-load.tokens // TILE_ROWS)
+
+
+def heads_together(config: ModelConfig, load: Load) -> int:
+    """How many heads an item of `attend` has."""
+    count = tiles_of_queries(load)
+    return max(min(TILE_ROWS * count // load.rows, config.n_head * count // ENOUGH_ITEMS), 1)

@@ -17,6 +17,7 @@ from tinygpt.cli import main as cli
 from tinygpt.cli.output import results_file
 from tinygpt.cli.output.results_file import check_writable
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+from tinygpt.kernels import cpu as kernels
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ QUICK = "bench --random tiny --batch-sizes 1,2 --prompt-lengths 4 --new-tokens 3
 def test_the_command_prints_a_table(no_limits, capsys):
     assert cli.main(QUICK.split()) == 0
     out, err = capsys.readouterr()
-    tests = [line.split("|")[5].strip() for line in out.splitlines() if line.startswith("| random:tiny ")]
+    tests = [line.split("|")[6].strip() for line in out.splitlines() if line.startswith("| random:tiny ")]
     assert tests == ["pp4", "tg3 @ d4"] * 2
     assert "4 cases of random:tiny" in err
 
@@ -54,6 +55,19 @@ def test_the_command_writes_records(no_limits, capsys, tmp_path):
     out = capsys.readouterr().out
     assert out.count("random:tiny, float32, threads 1, batch ") == 4
     assert out.count("+0.0%") >= 8
+
+
+def test_the_kv_cache_is_the_one_that_is_asked_for(no_limits, capsys, monkeypatch):
+    """It is given one of float32, for which the step is compiled already."""
+    made, new_kv_cache = [], kernels.new_kv_cache
+    monkeypatch.setattr(
+        kernels, "new_kv_cache", lambda *sizes: made.append(sizes[-1]) or new_kv_cache(*sizes[:-1], "float32")
+    )
+    for flags, cache in (([], "float32"), (["--kv-cache-dtype", "BF16"], "bfloat16")):
+        assert cli.main([*QUICK.split(), *flags]) == 0
+        header, _, *rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line[:2] == "| "]
+        assert (header[2], {row[2] for row in rows}) == ("KV cache", {cache})
+    assert made == ["float32", "bfloat16"]
 
 
 @pytest.mark.slow  # kernels of each kind compile for half a minute
@@ -135,6 +149,8 @@ def test_the_commands_other_formats(no_limits, capsys, form):
         ("--compare a b a c", "--compare has a more than once on one side"),
         ("--small", "there is no --preset: omit --small"),
         ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: omit --batch-sizes"),
+        ("--preset cpu-study --kv-cache-dtype int8", "--preset has cases of its own: omit --kv-cache-dtype"),
+        ("--kv-cache-dtype int4", "--kv-cache-dtype is 'int4' and must be one of 'auto', 'float32', 'bfloat16', "),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
         ("--compare a b --output b", "--output b is one of the files of --compare: name another"),
         ("--preset onnx-study --text a --output a", "--text a would be written over: name another file"),

@@ -165,6 +165,17 @@ def test_a_machine_that_changed_as_much_is_said_to(sides, speed, verdict):
     assert change.verdict == verdict
 
 
+def test_another_kv_cache_is_another_test():
+    """Named where it is not the usual one of the weights, or llama-bench's."""
+    runs = (100, 101, 102, 103, 104)
+    kinds = [("int8", "bf16"), ("int8", "q8_0"), (None, "f16"), (None, "q8_0")]
+    records = [record(*runs, dtype=dtype, type_k=cache) for dtype, cache in kinds]
+    text = to_markdown(compare(records, records[1:2]))
+    assert "| demo, int8, KV cache q8_0, threads 2, batch 1, tg64 @ d128 |" in text
+    for named in ("int8", "gpt2", "gpt2, KV cache q8_0"):
+        assert f"- only in the old file: demo, {named}, threads 2, batch 1, tg64 @ d128" in text
+
+
 def test_markdown_of_a_comparison():
     old = [record(90, 100, 110, 95, 105), record(1, 2, n_gen=0, n_prompt=512, n_depth=0)]
     new = [record(190, 200, 220, 195, 205, cpu_info="Another CPU")]

@@ -46,10 +46,11 @@ def test_markdown_has_a_row_for_each_record(records):
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, rule, *rows)]
     assert {len(row) for row in cells} == {len(COLUMNS)}
     assert cells[0] == list(COLUMNS)
-    assert cells[2][:7] == ["tiny", "float32", "2", "4", "pp3", "6000000 (3000000 to 12000000)", "0.0001667"]
+    assert cells[2][:6] == ["tiny", "float32", "float32", "2", "4", "pp3"]
+    assert cells[2][6:8] == ["6000000 (3000000 to 12000000)", "0.0001667"]
     assert cells[2][-1] == "5"
-    assert cells[3][4] == "tg6 @ d3"
-    assert cells[3][7] == cells[3][-1] == ""
+    assert cells[3][5] == "tg6 @ d3"
+    assert cells[3][8] == cells[3][-1] == ""
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ def test_a_plan_is_every_combination():
     assert (found.max_batch_size, found.max_length, found.step_tokens) == (40, 12, 512)
 
 
+def test_a_plan_has_the_cache_of_each_dtype():
+    assert planned(dtypes=["float32", "int8"]).caches == {"float32": "float32", "int8": "bfloat16"}
+    assert planned(dtypes=["float32", "int8"], kv_cache_dtype="int8").caches == {"float32": "int8", "int8": "int8"}
+
+
 def test_what_a_later_dtype_cannot_is_refused_before_the_first_is_measured(tmp_path):
     """Heads of 5 numbers are shared among ranks in float32, and have no whole pairs."""
     folder = str(write_model(tmp_path, n_embd=35, n_head=7, n_layer=1, vocab_size=97, n_positions=90))

@@ -217,6 +217,12 @@ def test_a_single_run_is_no_median():
     assert picture_of(records).note == "A CPU. Points are single runs."
 
 
+def test_a_kv_cache_that_does_not_go_with_the_weights_is_noted():
+    caches = {"float32": "bfloat16", "bfloat16": "bfloat16", "int8": "int8"}
+    records = [record(dtype, size, n_gen=8) | {"kv_cache_dtype": caches[dtype]} for dtype in caches for size in (1, 2)]
+    assert picture_of(records).note.endswith("of them. KV cache of float32 in bfloat16. KV cache of int8 in int8.")
+
+
 def test_a_line_looks_the_same_in_every_panel():
     panels = Panel("", "x", "y", (THEIRS, OURS)), Panel("", "x", "y", (OURS,))
     figure = draw(Picture("", panels))

@@ -51,6 +51,15 @@ def test_record_of_prompts():
     assert record["peak_share"] == pytest.approx((in_blocks + in_head) / 200e9 / 2e-6)
 
 
+@pytest.mark.parametrize(("dtype", "name", "size"), [("float32", "f32", 4 * 4), ("int8", "q8_0", 4 + 4)])
+def test_a_cache_is_read_by_its_own_size(dtype, name, size):
+    """Of a key of one head: its numbers, and in int8 a scale."""
+    record = generation_record(dtype)
+    assert (record["kv_cache_dtype"], record["type_k"], record["type_v"]) == (dtype, name, name)
+    read = 5 * (0.625 * 224 + 40) + 20 * 6 * 2 * 2 * size
+    assert record["read_gbs"] == pytest.approx(read / 10e-6 / 1e9)
+
+
 def test_a_long_prompts_logits_are_wanted_once():
     run = run_of(prompt=1e-6, num_steps=5, num_prompt_steps=5)
     record = record_of(setup(), Measurement((run,), 1, 5, 1, 0), False, ENDED)

@@ -19,7 +19,8 @@ def test_work_of_a_tiny_model():
     assert work.weight_bytes(TINY, "float32") == 4 * (224 + 40)
     assert work.weight_bytes(TINY, "int4", 3, 2) == 3 * 0.625 * 224 + 2 * 40
     assert work.model_bytes(TINY, "bfloat16") == 2 * (224 + 40) + 4 * (2 * 42 + 20 + 8)
-    assert work.kv_cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * 4 * 2
+    assert work.kv_cache_bytes(TINY, "bfloat16", 7) == 7 * 2 * 2 * 4 * 2
+    assert work.kv_cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * (4 + 4)  # a scale of the one head
     assert work.block_operations(TINY, 3, 5) == 3 * (2 * 224 + 2 * 5 * 2 * 4 * 2)
     assert work.head_operations(TINY, 3) == 3 * 2 * 40
 

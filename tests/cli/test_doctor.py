@@ -75,10 +75,13 @@ def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp
     monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", n_head=3)
     for given in (["demo"], ["--model", "demo"], ["-m", str(folder)]):
-        assert cli.main(["doctor", "--json", *given]) == 0
-        found = json.loads(capsys.readouterr().out)["checkpoint"]
-        assert cli.main(["info", "--json", given[-1]]) == 0
-        told = json.loads(capsys.readouterr().out)
+        code = cli.main(["doctor", "--json", *given])
+        found, err = capsys.readouterr()
+        found = json.loads(found)["checkpoint"]
+        assert cli.main(["info", "--json", given[-1]]) == code == (given[0] == "-m")
+        told, sentence = capsys.readouterr()
+        told = json.loads(told)
+        assert err.endswith(sentence)
         kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
         assert found == {name: told[name] for name in kept}
         assert (found["container"], found["family"]) == ("safetensors", "GPT-2")

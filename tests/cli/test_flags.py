@@ -153,6 +153,28 @@ def test_a_flag_is_its_field(arguments):
     assert sampling.params_of(args) == SamplingParams(**{**base, **FLAGS[arguments]})
 
 
+def test_what_a_name_of_other_programs_means_is_said_of_weights_and_of_the_cache(capsys):
+    said = {"--dtype": "a byte a weight", "--kv-cache-dtype": "a byte for each number of keys and values, with"}
+    for flag, meaning in said.items():
+        args = cli.build_parser().parse_args(["generate", "Once", flag, "q8_0"])
+        assert (args.dtype if flag == "--dtype" else args.kv_cache_dtype) == "int8"
+        assert capsys.readouterr().err.startswith(f"tinygpt: q8_0 is taken for int8: {meaning}")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("fp8", "it is 'fp8' and must be one of auto, float32, bfloat16, int8: did you mean int8?"),
+        ("f16", "it is 'f16', a precision that is not here: give bfloat16, which is as small, or one of auto, "),
+        ("x", "it is 'x' and must be one of auto, float32, bfloat16, int8.\n"),
+    ],
+)
+def test_a_dtype_that_no_cache_has(capsys, given, says):
+    with pytest.raises(SystemExit):
+        cli.build_parser().parse_args(["generate", "Once", "--kv-cache-dtype", given])
+    assert f"--kv-cache-dtype {says.removeprefix('it ')}" in capsys.readouterr().err
+
+
 def test_the_flags_of_the_model_reach_it(run, monkeypatch):
     given = {}
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,14 @@ from tinygpt.cli import main as cli
 
 
 def info(capsys, folder: Path) -> dict:
-    assert cli.main(["info", str(folder), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    """The report; the status and the last line say whether the checkpoint can be used."""
+    capsys.readouterr()
+    code = cli.main(["info", str(folder), "--json"])
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    refused = f'tinygpt: error: {folder} cannot be used: the report says why, under "refused".\n'
+    assert (code, err) == ((1, refused) if report["refused"] else (0, ""))
+    return report
 
 
 @pytest.fixture
@@ -126,6 +133,17 @@ def test_hashes(capsys, folder):
     assert info(capsys, moved)["content_hash"] != before["content_hash"]
 
 
+@pytest.mark.parametrize("num_tensors", [0, 5])
+def test_a_file_without_a_tensor_or_that_is_damaged_has_its_hash(capsys, tmp_path, num_tensors):
+    """In a folder as by its own name."""
+    content = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, 0)
+    (path := tmp_path / "x.gguf").write_bytes(content)
+    of_folder, of_file = info(capsys, tmp_path), info(capsys, path)
+    assert of_folder["files"] == of_file["files"]
+    assert of_file["files"] == {"x.gguf": {"size": 24, "sha256": hashlib.sha256(content).hexdigest()}}
+    assert of_folder["content_hash"] == of_file["content_hash"]
+
+
 def test_the_tokenizer(capsys, folder):
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(DEMO / name, folder / name)
@@ -181,8 +199,9 @@ def test_sizes_of_blocks_are_those_in_the_file(capsys, tmp_path):
 
 def test_text_says_what_is_refused(capsys, folder):
     tiny_checkpoint.write_config(folder, activation_function="selu")
-    assert cli.main(["info", str(folder)]) == 0
-    out = capsys.readouterr().out
+    assert cli.main(["info", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert err.endswith('cannot be used: the report says why, under "refused".\n')
     assert "activation_function is 'selu'" in out.partition("\nrefused\n")[2]
     assert "unknown" in out
 

@@ -33,6 +33,8 @@ def parsed(line: str) -> dict:
         ("eval ppl --stride 3 FILE", "eval --stride 3 ppl FILE"),
         ("eval Lambada FILE --dtype fp32,q4_0", "eval lambada FILE --dtype float32,int4"),
         ("convert SRC --dtype int8 DST", "convert SRC DST --dtype i8"),
+        ("convert SRC DST --to GGUF", "convert SRC DST --to gguf"),
+        ("serve --log-format JSON", "serve --log-format json"),
         ("bench --preset CPU-Study --format MD", "bench --preset cpu-study --format md"),
         ("bench --compare a b --format md", "bench --format md --compare a b"),
         ("info --json demo", "info demo --json"),

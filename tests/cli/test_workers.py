@@ -24,6 +24,7 @@ from tinygpt.cli.batch.tasks import Answer, Task, check_workers
 from tinygpt.cli.batch.workers import answers_of
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.execution.model_source import ModelSource
+from tinygpt.hardware.threads import physical_cores
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 
@@ -58,6 +59,20 @@ def test_two_workers_write_the_records_of_one_process(tmp_path, dtype):
     assert records(together) == records(alone)
     again = run_process("generate", "--input", given, "--output", together, *FLAGS, "--workers", "2", text=True)
     assert "12 of 12 prompts skipped" in again.stderr
+
+
+def test_no_more_workers_are_started_than_there_are_prompts(tmp_path, monkeypatch, capsys, small_demo):
+    """Rates are of all of them: two texts of 9 tokens, of which the first comes with the prompt."""
+    started, start = [], workers_module.Worker.start
+    monkeypatch.setattr(workers_module.Worker, "start", lambda setup: started.append(setup) or start(setup))
+    given = tmp_path / "in.jsonl"
+    given.write_text('{"prompt": [3, 4, 5], "ignore_eos": true}\n{"prompt": [6, 7], "ignore_eos": true}\n')
+    result = Result(capsys, "generate", ["-m", small_demo, "--input", str(given), *FLAGS[:-2], "--workers", "40"])
+    assert result.code == 0, result.err
+    assert [setup.arguments["threads"] for setup in started] == 2 * [max(physical_cores() // 2, 1)]
+    rates = "prompt 5 tokens, N tokens/s; generation 16 tokens, N tokens/s"
+    last = re.sub(r"\d+\.\d+", "N", result.err.splitlines()[-1])
+    assert last == f"tinygpt: 2 prompts by 2 workers in N s: {rates}; seeds in their records"
 
 
 def test_a_prompt_that_fails_late_has_the_same_record(tmp_path, capsys, small_demo):

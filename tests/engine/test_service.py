@@ -102,10 +102,10 @@ def test_the_queue_is_bounded(small_demo):
     with LLM(small_demo, max_num_seqs=2, max_queue=3) as llm:
         with between_steps(llm):
             futures = [llm.submit([i], params_for(i)) for i in range(5)]
-            with pytest.raises(QueueFullError, match=r"3 samples are waiting and 1 more .* max_queue is 3"):
+            with pytest.raises(QueueFullError, match=r"max_queue is 3 and the queue holds 3, so .* no room for 1 more"):
                 llm.submit([9])
             futures.pop().cancel()
-            with pytest.raises(QueueFullError, match="2 samples are waiting and 2 more"):
+            with pytest.raises(QueueFullError, match=r"the queue holds 2, .* room for 2 more"):
                 llm.submit([9], SamplingParams(n=2, temperature=1.0))
             futures.append(llm.submit([9], params_for(4)))
         for future in futures:

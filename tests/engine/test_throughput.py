@@ -3,7 +3,7 @@
 import pytest
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.throughput import Throughput
+from tinygpt.engine.throughput import Throughput, side_by_side
 from tinygpt.kernels.compiling import begin_wait, end_wait
 
 
@@ -73,9 +73,13 @@ def test_no_rate_contains_what_compiles(run):
 def test_equal_samples_and_beams_are_one_text(run):
     alone = run([[1, 2, 3]])[1]
     assert run([[1, 2, 3]], n=5)[1] == alone
-    searched = run([[1, 2, 3]], num_beams=3)[1]
-    assert (searched.new_tokens, searched.new_seconds) == (3, 3)
+    assert run([[1, 2, 3]], num_beams=3)[1] == alone
     assert run([[1, 2, 3]], n=5, temperature=1.0, seed=1)[1].new_tokens == 5 * 3
+
+
+def test_engines_side_by_side_take_as_long_as_the_longest():
+    together = side_by_side([Throughput(30, 2.0, 5, 1.0), Throughput(10, 1.0, 25, 4.0)])
+    assert together == Throughput(40, 2.0, 30, 4.0)
 
 
 def test_drafted_tokens_count_and_their_steps_take_what_they_take(run):

@@ -90,6 +90,11 @@ def test_impossible_numbers(run, arguments):
     expect_sentence(run(arguments), arguments.split()[0].strip("-").split("-")[0])
 
 
+@pytest.mark.parametrize("names", [[""], ["a", " "]])
+def test_a_name_that_is_none(run, started, names):
+    expect_sentence(run(["--port", "0", "--served-model-name", *names]), "a --served-model-name is empty: give")
+
+
 def test_a_checkpoint_that_is_damaged_or_not_there(run, tmp_path):
     folder = write_checkpoint(tmp_path / "damaged")
     (folder / "model.safetensors").write_bytes(b"\x08")

@@ -151,6 +151,14 @@ class Process:
         command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", *arguments]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
 
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Whatever has failed, it does not go on."""
+        self._process.kill()
+        self._process.communicate()
+
     @cached_property
     def port(self) -> int:
         """Known once it serves."""
@@ -160,21 +168,26 @@ class Process:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def end(self) -> int:
-        self._process.communicate(timeout=60)
-        return self._process.returncode
+    def end(self) -> tuple[int, str]:
+        """Its status, and the rest of its log."""
+        _, log = self._process.communicate(timeout=60)
+        return self._process.returncode, log
 
 
 def test_a_signal_ends_the_process_with_status_0_and_a_second_one_at_once():
     """One process that has nothing to do, by Ctrl-C, and one that would go on for its 100 seconds."""
-    idle, busy = Process(), Process("--drain-seconds", "100", "--log-format", "json")
-    assert ask(idle.port, "/health").json == {"status": "ok"}
-    client = RawRequest(busy.port, "/v1/completions", {**LONG, "max_tokens": 500, "n": 100, "stream": True})
-    next(client.events())
-    idle.signal(signal.SIGINT)
-    assert idle.end() == 0
-    busy.signal(signal.SIGTERM)
-    until(lambda: not can_connect(busy.port))
-    busy.signal(signal.SIGTERM)
-    assert busy.end() == 128 + signal.SIGTERM
-    client.close()
+    with Process() as idle, Process("--drain-seconds", "100", "--log-format", "json") as busy:
+        assert ask(idle.port, "/health").json == {"status": "ok"}
+        client = RawRequest(busy.port, "/v1/completions", {**LONG, "max_tokens": 500, "n": 100, "stream": True})
+        next(client.events())
+        idle.signal(signal.SIGINT)
+        status, log = idle.end()
+        assert status == 0
+        assert log.endswith("INFO the server has ended\n")
+        busy.signal(signal.SIGTERM)
+        until(lambda: not can_connect(busy.port))
+        busy.signal(signal.SIGTERM)
+        status, log = busy.end()
+        assert status == 128 + signal.SIGTERM
+        assert "the server has ended" not in log
+        client.close()

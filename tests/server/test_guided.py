@@ -57,7 +57,8 @@ REFUSED = {
     "a choice of nothing": ({"guided_choice": []}, "guided_choice", "a list that is not empty"),
     "an empty choice": ({"guided_choice": [""]}, "guided_choice", 'guided_choice.0 is "" and must be'),
     "no schema": ({"guided_json": 5}, "guided_json", "a JSON schema"),
-    "text that is no schema": ({"guided_json": "[1]"}, "guided_json", "a JSON schema"),
+    "text that is no schema": ({"guided_json": "[1]"}, "guided_json", "be a JSON schema, or the same as a text."),
+    "text that is no JSON": ({"guided_json": "{"}, "guided_json", "; at line 1, column 2 it is no JSON (expecting"),
     "a type that is none": ({"guided_json": {"type": "bogus"}}, "guided_json", "bogus"),
     "infinity": ({"guided_json": {"const": float("inf")}}, "guided_json", "a JSON schema"),
     "grammar": ({"guided_grammar": "start: nowhere"}, "guided_grammar", "nowhere"),
@@ -136,7 +137,8 @@ def test_what_is_none_is_a_sentence_that_names_the_field(chatting, name, path, i
     reply = chatting.ask(path, (prompt + data).encode())
     assert (reply.status, reply.error["param"]) == (400, field)
     assert part in reply.error["message"]
-    assert reply.error["message"].startswith((field, "unrecognized request argument"))
+    assert reply.error["message"].startswith((f"{field} is ", f"{field}.", "unrecognized request argument"))
+    assert not re.search(r"='|\bdict\b|\bNone\b", reply.error["message"])
 
 
 def test_without_the_package_the_sentence_says_so(server, monkeypatch):

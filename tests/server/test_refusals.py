@@ -342,7 +342,7 @@ def test_a_body_that_is_no_json(server):
 def test_too_large_a_body_is_refused_before_it_is_read(server):
     """Of the nine gigabytes that are announced none is sent, and one of a few parts is stopped on its way."""
     announced = server.ask("/v1/completions", b"{", content_length="9000000000")
-    assert (announced.status, announced.headers["connection"]) == (413, "close")
+    assert announced.status == 413
 
 
 def test_too_large_a_body_in_parts(llm):
@@ -362,7 +362,8 @@ def test_a_full_queue_says_when_to_come_again():
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         assert "x-should-retry" not in reply.headers
         assert (reply.error["type"], reply.error["code"]) == ("rate_limit_error", "queue_full")
-        assert reply.error["message"].endswith("max_queue is 1: ask again later.")
+        full = "max_queue is 1 and the queue holds 1, so that there is no room for 1 more: ask again later."
+        assert reply.error["message"] == full
         assert server.complete(prompt=["a", "b"]).status == 429
         for max_tokens in (0, 1):
             reply = server.complete(prompt="a", max_tokens=max_tokens, stream=True)

@@ -245,6 +245,17 @@ def test_a_refusal_is_the_librarys(remote, llm, prompt, asked):
         assert str(found.value) == str(expected.value)
 
 
+def test_a_body_over_the_limit_is_told_so(llm):
+    """Though all of it is sent before the reply is read, and no socket holds as much. The connection is kept."""
+    with (
+        served(llm, max_body_bytes=1000) as server,
+        RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0) as remote,
+    ):
+        with pytest.raises(RequestError, match=r"^the body is longer than the 1000 bytes that this server reads: send"):
+            remote.generate("a " * 2**24)
+        assert remote.generate("Once", SamplingParams(max_tokens=1))
+
+
 def test_more_than_a_server_allows_is_refused_by_it(remote):
     with pytest.raises(RequestError, match="logprobs is 21, and this server gives at most 20"):
         remote.generate("Once", SamplingParams(logprobs=21))

@@ -43,6 +43,16 @@ def test_a_client_that_is_slow_to_ask_again(impatient):
         assert reader.read(1) == b""
 
 
+def test_a_client_that_goes_on_with_a_body_that_was_refused(impatient):
+    with connect(impatient, head_of("/v1/completions", 10**12)) as client, pytest.raises(ConnectionError):
+        send_on(client)
+
+
+def send_on(client) -> None:
+    for _ in range(2**15):
+        client.sendall(bytes(2**16))
+
+
 def test_a_body_that_does_not_arrive(server, monkeypatch):
     monkeypatch.setattr(endpoint, "BODY_SECONDS", SOON)
     with connect(server, head_of("/v1/completions", 100) + b"{") as client:

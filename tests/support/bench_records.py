@@ -24,8 +24,8 @@ TINY = ModelConfig(vocab_size=10, n_positions=5, n_embd=4, n_layer=2, n_head=1, 
 ENDED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
 
-def setup(dtype: str = "float32") -> Setup:
-    return Setup(Build("abcdef01", 7), "A CPU", "tiny", TINY, dtype, 2, 512, LIMITS)
+def setup(dtype: str = "float32", kv_cache_dtype: str = "float32") -> Setup:
+    return Setup(Build("abcdef01", 7), "A CPU", "tiny", TINY, dtype, kv_cache_dtype, 2, 512, LIMITS)
 
 
 def run_of(**values: float) -> Run:
@@ -42,11 +42,11 @@ def prompt_record(dtype: str = "float32") -> dict:
     return record_of(setup(dtype), Measurement(runs, 4, 3, 1, 5_000_000), False, ENDED)
 
 
-def generation_record() -> dict:
+def generation_record(kv_cache_dtype: str = "bfloat16") -> dict:
     """4 sequences after 3 tokens: 6 new ones each, of which a pass of all decodes 5; and a pass of fewer."""
     times = {"generation": 12e-6, "together": 10e-6, "sampling": 1, "total": 4}
     run = run_of(**times, num_steps=7, num_prompt_steps=1, num_together=5)
-    return record_of(setup("int4"), Measurement((run,), 4, 3, 6, 0), True, ENDED)
+    return record_of(setup("int4", kv_cache_dtype), Measurement((run,), 4, 3, 6, 0), True, ENDED)
 
 
 def planned(model="random:tiny", **changes):

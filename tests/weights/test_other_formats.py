@@ -42,7 +42,7 @@ def test_every_form_becomes_every_other(tmp_path, form, to):
     there = open_checkpoint(tmp_path / "there")
     assert_same_bits(there, source)
     assert there.config.activation == source.config.activation
-    assert there.config.layer_norm_epsilon == pytest.approx(source.config.layer_norm_epsilon, rel=1e-6)
+    assert there.config.layer_norm_epsilon == source.config.layer_norm_epsilon
 
 
 def test_hugging_faces_layout_and_its_own_files(tmp_path):

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.bench.formats import Record, significant, table
+from tinygpt.bench.work import CACHE_NAMES, CACHES
 from tinygpt.errors import RequestError
 
 # Two records with these in common are of one test. llama-bench's own have neither a dtype nor a batch size.
-SAME = ("model_filename", "model_type", "dtype", "n_threads", "batch_size", "n_prompt", "n_gen", "n_depth")
+SAME = ("model_filename", "model_type", "dtype", "type_k", "n_threads", "batch_size", "n_prompt", "n_gen", "n_depth")
+LLAMA_BENCHS_CACHE = "f16"  # where it is not told otherwise
 LEVEL = 0.05  # a change is called one if mere chance is less probable than this
 LIMITS = ("bandwidth_gbs", "block_peak_gflops", "head_peak_gflops")  # of the machine, measured with each record of ours
 VERDICTS = {
@@ -239,7 +241,10 @@ def _named(key: Key) -> str:
     fields = dict(zip(SAME, key, strict=True))
     kind = f"tg{fields['n_gen']}" if fields["n_gen"] else f"pp{fields['n_prompt']}"
     depth = f" @ d{fields['n_depth']}" if fields["n_depth"] else ""
-    parts = [fields["model_filename"], fields["dtype"] or fields["model_type"], f"threads {fields['n_threads']}"]
+    parts = [fields["model_filename"], fields["dtype"] or fields["model_type"]]
+    if fields["type_k"] not in (None, CACHE_NAMES.get(CACHES.get(fields["dtype"]), LLAMA_BENCHS_CACHE)):
+        parts.append(f"KV cache {fields['type_k']}")
+    parts.append(f"threads {fields['n_threads']}")
     batch = [] if fields["batch_size"] is None else [f"batch {fields['batch_size']}"]
     return ", ".join(map(str, [*parts, *batch, f"{kind}{depth}"]))
 

@@ -20,6 +20,7 @@ Record = dict[str, Any]
 COLUMNS = {
     "model": "{model_filename}",
     "dtype": "{dtype}",
+    "KV cache": "{kv_cache_dtype}",
     "threads": "{n_threads}",
     "batch": "{batch_size}",
     "test": "{test}",
@@ -31,7 +32,7 @@ COLUMNS = {
     "outside the model": "{outside_share:.1%}",
     "peak MB": "{peak_megabytes:.0f}",
 }
-NUMBERS = tuple(COLUMNS)[5:]  # columns aligned to the right
+NUMBERS = tuple(COLUMNS)[6:]  # columns aligned to the right
 PP, TG = "pp", "tg"
 # What each kind of test is, where it occurs.
 KINDS = {

@@ -35,13 +35,17 @@ class Plan:
     """Every case with each dtype and each number of threads."""
 
     model: str
-    dtypes: tuple[str, ...]
+    caches: dict[str, str]  # each dtype of the weights, and that of the KV cache beside it
     threads: tuple[int, ...]
     cases: tuple[Case, ...]
     repetitions: int
     config: ModelConfig
     ranks: tuple[int, int] = (1, 1)  # tensor_parallel_size and pipeline_parallel_size
     device: str = "cpu"
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(self.caches)
 
     def __len__(self) -> int:
         return len(self.dtypes) * len(self.threads) * len(self.cases)
@@ -108,6 +112,7 @@ def make_plan(
     repetitions: int,
     ranks: tuple[int, int] = (1, 1),
     device: str = "cpu",
+    kv_cache_dtype: str = "auto",
 ) -> Plan:
     """threads: on a GPU, None alone: those of the host count for little there.
 
@@ -117,11 +122,11 @@ def make_plan(
     _check_numbers("--repetitions", [repetitions], 1)
     _check_numbers("--new-tokens", set(new_tokens) - {0}, 2, NOT_ONE)
     counts = tuple(dict.fromkeys(map(thread_count, threads)))
-    sources = open_sources(model, dtypes, ranks, device)
-    resolved, config = tuple(dict.fromkeys(source.dtype for source in sources)), sources[0].config
+    sources = open_sources(model, dtypes, ranks, device, kv_cache_dtype)
+    caches, config = {source.dtype: source.kv_cache_dtype for source in sources}, sources[0].config
     cases = cases_of(batch_sizes, prompt_lengths, new_tokens)
     _check_length(model, config, max(cases, key=lambda case: case.length))
-    return Plan(model, resolved, counts, cases, repetitions, config, ranks, device)
+    return Plan(model, caches, counts, cases, repetitions, config, ranks, device)
 
 
 def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None] | None = None) -> None:
@@ -168,8 +173,9 @@ def _run_together(
 
 def _record(plan: Plan, build: Build, cpu: str, test: Measured, found: Findings) -> Record:
     limits, gpu = found.limits[test.threads], meter_of(plan.device).gpu
-    about = plan.model, plan.config, test.dtype, test.threads, plan.step_tokens, limits, plan.ranks, gpu
-    return record_of(Setup(build, cpu, *about), test.measurement, test.case.new_tokens > 0, test.ended)
+    about = plan.model, plan.config, test.dtype, plan.caches[test.dtype], test.threads, plan.step_tokens, limits
+    setup = Setup(build, cpu, *about, plan.ranks, gpu)
+    return record_of(setup, test.measurement, test.case.new_tokens > 0, test.ended)
 
 
 def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
@@ -179,6 +185,7 @@ def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
             dtype,
             threads=threads,
             device=plan.device,
+            kv_cache_dtype=plan.caches[dtype],
             max_num_seqs=plan.max_batch_size,
             max_model_len=plan.max_length,
             max_num_batched_tokens=plan.step_tokens,

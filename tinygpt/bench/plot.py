@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.formats import points_text, threads_text
 from tinygpt.bench.picture import WIDE, Line, Panel, Picture, Point, model_name
+from tinygpt.bench.work import CACHES
 from tinygpt.errors import RequestError, how_to_install
 
 if TYPE_CHECKING:
@@ -113,8 +114,14 @@ def picture_of(records: Sequence[dict[str, Any]]) -> Picture:
         if of_kind:
             panels.append(_panel_of(of_kind, title, noun))
     title = f"Speed of {model_name(records[0]['model_filename'])}"
-    note = f"{records[0].get('gpu_info') or records[0]['cpu_info']}. {points_text(len(records[0]['samples_ts']))}"
-    return Picture(title, tuple(panels), note)
+    notes = [f"{records[0].get('gpu_info') or records[0]['cpu_info']}.", points_text(len(records[0]["samples_ts"]))]
+    return Picture(title, tuple(panels), " ".join([*notes, *_unusual_caches(records)]))
+
+
+def _unusual_caches(records: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence on KV caches of another dtype than the one that goes with the weights."""
+    found = {(record["dtype"], record["kv_cache_dtype"]) for record in records if "kv_cache_dtype" in record}
+    return [f"KV cache of {dtype} in {cache}." for dtype, cache in sorted(found) if cache != CACHES[dtype]]
 
 
 def _panel_of(records: list[dict[str, Any]], title: str, noun: str) -> Panel:

@@ -5,7 +5,7 @@ the forward passes, without tokenisation and sampling, as there. Where it means 
 here: n_prompt, n_gen and n_depth are of each, and tokens a second of all together.
 
 Our own keys, of the median run unless stated otherwise:
-    test, dtype, batch_size
+    test, dtype, kv_cache_dtype, batch_size
     median_ts, low_ts, high_ts          tokens a second: the median, the slowest and the fastest run
     ms_per_token                        pp: over all tokens; tg: from one token of a sequence to its next, that is the
                                         time of the passes in which the whole batch decodes / their number
@@ -28,6 +28,7 @@ from tinygpt.bench.formats import Record, parameters_text
 from tinygpt.bench.machine_limits import MachineLimits
 from tinygpt.bench.measure import Measurement
 from tinygpt.bench.work import (
+    CACHE_NAMES,
     block_operations,
     head_operations,
     kv_cache_bytes,
@@ -40,7 +41,6 @@ from tinygpt.config import ModelConfig
 
 # GGML's names.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
-CACHE_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16", "int4": "bf16"}
 # What llama.cpp's compare-llama-bench.py asks for and has no meaning here, with its values for a plain run on a CPU.
 WITHOUT_MEANING = {
     "cpu_mask": "0x0",
@@ -68,6 +68,7 @@ class Setup:
     model: str
     config: ModelConfig
     dtype: str
+    kv_cache_dtype: str
     threads: int
     step_tokens: int  # new tokens in a step, at most
     limits: MachineLimits
@@ -106,6 +107,7 @@ def record_of(setup: Setup, measurement: Measurement, is_generation: bool, ended
         **_times(efforts, measurement.batch_size * (n_prompt + n_gen)),
         "test": f"tg{n_gen} @ d{n_depth}" if is_generation else f"pp{n_prompt}",
         "dtype": setup.dtype,
+        "kv_cache_dtype": setup.kv_cache_dtype,
         "batch_size": measurement.batch_size,
         **_shares(efforts, setup),
         "ms_per_token": statistics.median(_ms_per_token(e, measurement, is_generation) for e in efforts),
@@ -138,8 +140,8 @@ def _about(setup: Setup) -> Record:
         "n_batch": setup.step_tokens,
         "n_ubatch": setup.step_tokens,
         "n_threads": setup.threads,
-        "type_k": CACHE_NAMES[setup.dtype],
-        "type_v": CACHE_NAMES[setup.dtype],
+        "type_k": CACHE_NAMES[setup.kv_cache_dtype],
+        "type_v": CACHE_NAMES[setup.kv_cache_dtype],
     }
 
 
@@ -161,10 +163,11 @@ def _generation(setup: Setup, measurement: Measurement, i: int) -> Effort:
     run, config = measurement.runs[i], setup.config
     tokens = run.num_together * measurement.batch_size
     attended = measurement.prompt_length + measurement.new_tokens / 2  # by a token, on average
+    cache = kv_cache_bytes(config, setup.kv_cache_dtype, tokens * attended)
     return Effort(
         run.together,
         tokens,
-        weight_bytes(config, setup.dtype, run.num_together) + kv_cache_bytes(config, setup.dtype, tokens * attended),
+        weight_bytes(config, setup.dtype, run.num_together) + cache,
         block_operations(config, tokens, attended),
         head_operations(config, tokens),
     )

@@ -3,9 +3,13 @@ operations."""
 
 from tinygpt.config import ModelConfig
 
-# Bytes of one weight in the blocks, of one in the head, and of one number in the KV cache. The scales of int8 are too
-# few to count; int4 has a bfloat16 scale and offset for every 32 weights, and an int8 head.
-BYTES = {"float32": (4, 4, 4), "bfloat16": (2, 2, 2), "int8": (1, 1, 2), "int4": (0.5 + 4 / 32, 1, 2)}
+# Bytes of one weight in the blocks, and of one in the head. The scales of int8 are too few to count; int4 has a
+# bfloat16 scale and offset for every 32 weights, and an int8 head.
+BYTES = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1), "int4": (0.5 + 4 / 32, 1)}
+# The dtype of the KV cache that goes with weights; of a cache, the bytes of one number, and llama.cpp's name.
+CACHES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
+CACHE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+CACHE_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 # The tiles that multiply in the blocks, and those in the head.
 TILES = {
     "float32": ("float32", "float32"),
@@ -30,21 +34,22 @@ def num_parameters(config: ModelConfig) -> int:
 
 def model_bytes(config: ModelConfig, dtype: str) -> int:
     """What all parameters take in memory: biases, layer norms and position embeddings are float32."""
-    in_block, in_head, _ = BYTES[dtype]
+    in_block, in_head = BYTES[dtype]
     embeddings = head_weights(config) * (1 if config.tie_word_embeddings else 2)
     return int(in_block * (block_weights(config) + _more_experts(config)) + in_head * embeddings + 4 * _others(config))
 
 
 def weight_bytes(config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None) -> float:
     """Read by so many passes: the matrices of all blocks, and the head where logits are wanted (None: in all)."""
-    in_block, in_head, _ = BYTES[dtype]
+    in_block, in_head = BYTES[dtype]
     num_logit_passes = num_passes if num_logit_passes is None else num_logit_passes
     return num_passes * in_block * block_weights(config) + num_logit_passes * in_head * head_weights(config)
 
 
-def kv_cache_bytes(config: ModelConfig, dtype: str, num_positions: float) -> float:
-    """Of the keys and values of so many positions."""
-    return BYTES[dtype][2] * num_positions * 2 * config.n_layer * config.n_embd
+def kv_cache_bytes(config: ModelConfig, kv_cache_dtype: str, num_positions: float) -> float:
+    """Of the keys and values of so many positions; in int8, each head has a float32 scale for its key and its value."""
+    scales = 4 * config.n_head if kv_cache_dtype == "int8" else 0
+    return num_positions * 2 * config.n_layer * (CACHE_BYTES[kv_cache_dtype] * config.n_embd + scales)
 
 
 def block_operations(config: ModelConfig, num_tokens: float, num_attended: float) -> float:

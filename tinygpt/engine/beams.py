@@ -47,6 +47,11 @@ class Beams:
         for sequence in sequences:
             sequence.beams = self
 
+    @property
+    def first(self) -> Sequence:
+        """The one that the search begins with. The others read the same prompt."""
+        return self._sequences[0]
+
     def take(self, sequence: Sequence, prediction: Prediction) -> None:
         """Note what comes after one of the sequences."""
         self._predictions[sequence] = prediction

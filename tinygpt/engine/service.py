@@ -104,8 +104,8 @@ class Service:
         waiting = max(self.num_samples - max_num_seqs, 0)
         if waiting + count > self._max_queue + max(max_num_seqs - self.num_samples, 0):
             raise QueueFullError(
-                f"{waiting} samples are waiting and {count} more were submitted, but max_queue is {self._max_queue}: "
-                "submit again later, or raise max_queue."
+                f"max_queue is {self._max_queue} and the queue holds {waiting}, so that there is no room for {count} "
+                "more: submit again later, or raise max_queue."
             )
 
     def _wake(self) -> None:

@@ -88,7 +88,7 @@ class ModelSource:
         """
         if not isinstance(self.checkpoint, PackedCheckpoint):
             return self.backend.load_params(self.checkpoint, self.dtype, threads)
-        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype)
+        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, threads)
 
     def load_part(self, threads: int, part: Any, load: Callable) -> Any:
         """As load_params, what one of several ranks holds. `part` and `load` are of the CPU's kernels, which alone can

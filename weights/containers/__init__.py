@@ -125,6 +125,8 @@ def reader_of(file: Path) -> Reader:
     for is_format, read in FORMATS:
         if is_format(peek):
             return read
+    if (file.parent / "config.json").is_file() or any((file.parent / name).is_file() for name in CONTAINERS):
+        raise CheckpointError(f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}.")
     found = f"it begins with {peek.head[:8]!r}" if peek.size else "it is empty"
     raise CheckpointError(
         f"{file} is in no format of weights that is implemented ({found}): give a file of safetensors, PyTorch, GGUF, "

@@ -1,13 +1,12 @@
 """The arrays of a weight in each dtype, and filling them from a checkpoint's matrices."""
 
-import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
 from tinygpt.kernels.cpu.packing.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
+from tinygpt.kernels.cpu.packing.packers import Packers
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.tiles import PANEL
@@ -20,7 +19,6 @@ FORMATS = {
 }
 DTYPES = tuple(FORMATS)
 K_UNIT = {"float32": 1, "bfloat16": 2, "int8": GROUP, "int4": GROUP}  # what segments of K are whole numbers of
-PACK_SHARES = 16  # of a matrix, for any number of threads to take
 
 
 def head_dtype_of(dtype: str) -> str:
@@ -32,7 +30,7 @@ def pack_layers(
     checkpoint,
     names,
     dtype: str,
-    pool: ThreadPoolExecutor,
+    packers: Packers,
     factors_of: Callable | None = None,
     keep: Callable | None = None,
 ) -> tuple[tuple, np.ndarray]:
@@ -43,7 +41,7 @@ def pack_layers(
     """
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
-    arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k), None
+    arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k, packers.zeros), None
     all_factors = np.ones((len(names), k), np.float32)
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
@@ -52,25 +50,19 @@ def pack_layers(
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
         places = [array[0 if keep else layer] for array in arrays]
-        _in_shares(pool, pack, panel_count(n), source, is_transposed, all_factors[layer], *places)
+        packers.pack(pack, panel_count(n), source, is_transposed, all_factors[layer], *places)
         checkpoint.release(name)
         if keep:
             piece = keep(record(*arrays))
-            kept = kept or [zeros((len(names), *array.shape[1:]), array.dtype) for array in piece]
+            kept = kept or [packers.zeros((len(names), *array.shape[1:]), array.dtype) for array in piece]
             for target, array in zip(kept, piece, strict=True):
                 target[layer] = array[0]
     return record(*(kept or arrays)), all_factors
 
 
-def _in_shares(pool: ThreadPoolExecutor, pack: Callable, panels: int, *arguments) -> None:
-    bounds = [i * panels // PACK_SHARES for i in range(PACK_SHARES + 1)]
-    for share in [pool.submit(pack, *arguments, *pair) for pair in itertools.pairwise(bounds)]:
-        share.result()
-
-
-def new_weight(dtype: str, layers: int, n: int, k: int) -> tuple[np.ndarray, ...]:
-    """Empty arrays for the dtype's record, in the order of its fields."""
-    return tuple(zeros(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
+def new_weight(dtype: str, layers: int, n: int, k: int, new: Callable = zeros) -> tuple[np.ndarray, ...]:
+    """Empty arrays, new(shape, dtype), for the dtype's record, in the order of its fields."""
+    return tuple(new(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
 
 
 def weight_layout(dtype: str, layers: int, n: int, k: int) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:

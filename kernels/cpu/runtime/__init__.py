@@ -1,1 +1,4 @@
-"""The threads that share a step, and the choice of compiled code by type. May import simd and jit."""
+"""The threads that share a step, where their memory lies, and the choice of compiled code by type.
+
+May import simd and jit.
+"""

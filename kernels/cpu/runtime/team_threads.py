@@ -4,9 +4,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from itertools import zip_longest
 
 import numpy as np
 
+from tinygpt.kernels.cpu.runtime.nodes import homes_of_threads, stay_on
 from tinygpt.kernels.cpu.runtime.team import JOINED, PUBLISHED, Team, new_teams
 
 
@@ -22,9 +24,9 @@ class TeamThreads:
         self._start()
 
     def _start(self) -> None:
-        teams = new_teams(self._scratch)
+        teams, homes = new_teams(self._scratch), homes_of_threads(len(self._scratch))
         self.leader = teams[0]
-        self._shared = _Shared([_Follower(team) for team in teams[1:]])
+        self._shared = _Shared([_Follower(*each) for each in zip_longest(teams[1:], homes[1:])])
         for follower in self._shared.followers:
             threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
         self._finalizer = weakref.finalize(self, self._shared.close)
@@ -55,12 +57,15 @@ class TeamThreads:
 class _Follower:
     """One thread: asleep until woken, then following step after step until none comes for a while."""
 
-    def __init__(self, team: Team):
-        self.team = team
+    def __init__(self, team: Team, home: frozenset[int] | None):
+        """home: the CPUs to stay on; None is any."""
+        self.team, self._home = team, home
         self.wake = threading.Event()
         self.is_asleep = True
 
     def run(self, shared: "_Shared") -> None:
+        if self._home is not None:
+            stay_on(self._home)
         while True:
             self.wake.wait()
             self.wake.clear()

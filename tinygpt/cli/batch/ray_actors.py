@@ -1,6 +1,7 @@
 """`generate --ray`: the workers are an actor pool of Ray Data, on one host or many."""
 
 import pickle
+import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -19,12 +20,12 @@ class Actor:
         loading.set_thread_pools(setup.arguments["threads"])
         from tinygpt.llm import LLM
 
-        self._llm, self._model = LLM(**setup.arguments), setup.model
+        self._llm, self._model, self._name = LLM(**setup.arguments), setup.model, uuid.uuid4().hex
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         tasks: list[Task] = [pickle.loads(task) for task in batch["task"]]
         asked = [(task, self._llm.submit(task.prompt, task.params)) for task in tasks]  # all run together
-        answers = [Answer.to(task, self._model, self._llm.dtype, future) for task, future in asked]
+        answers = [Answer.to(task, self._model, self._llm, self._name, future) for task, future in asked]
         return {"answer": [pickle.dumps(answer) for answer in answers]}
 
 

@@ -24,6 +24,7 @@ from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from tinygpt.cli.batch.workers import Reader
+    from tinygpt.engine.throughput import Throughput
     from tinygpt.llm import LLM
     from tinygpt.request.prompts import Prompt
 
@@ -105,22 +106,31 @@ def _answer_by_workers(job: _Job) -> int:
     from tinygpt.cli.batch.workers import Reader, answers_of, started  # multiprocessing, which no other command needs
 
     args = job.args
-    reader = Reader(args)
+    reader = Reader(args)  # which sizes the thread pools, before NumPy is imported
+    from tinygpt.engine.throughput import side_by_side
+
     tasks = job.tasks(reader)
+    count, works = min(args.workers, len(tasks)), {}
     began = time.perf_counter()
     if args.ray:
         from tinygpt.cli.batch.ray_actors import answers_on_ray
 
         # Entered before the bar is made: stderr is another stream within.
-        with answers_on_ray(args.workers, reader.setup_elsewhere(), tasks) as answers:
-            num_failed = _write_all(job, answers)
+        with answers_on_ray(count, reader.setup_elsewhere(count), tasks) as answers:
+            num_failed = _write_all(job, _noted(answers, works))
     else:
-        with reader.setup() as setup, started(args.workers, setup) as workers:
-            num_failed = _write_all(job, answers_of(workers, tasks, setup.room))
-    seconds = time.perf_counter() - began
-    done = f"{counted(len(tasks), 'prompt')} by {counted(args.workers, 'worker')} in {seconds:.2f} s"
-    say(f"{done}; seeds in their records")
+        with reader.setup(count) as setup, started(count, setup) as workers:
+            num_failed = _write_all(job, _noted(answers_of(workers, tasks, setup.room), works))
+    done = f"{counted(len(tasks), 'prompt')} by {counted(count, 'worker')} in {time.perf_counter() - began:.2f} s"
+    say(f"{done}: {rates(side_by_side(works.values()))}; seeds in their records")
     return num_failed
+
+
+def _noted(answers: Iterator[Answer], works: "dict[str, Throughput]") -> Iterator[Answer]:
+    """The answers; `works` has what each worker had done by its last."""
+    for answer in answers:
+        works[answer.worker] = answer.work
+        yield answer
 
 
 def _encoded(llm: "LLM | Reader", records: list[PromptRecord]) -> tuple[list["Prompt"], dict[int, str]]:

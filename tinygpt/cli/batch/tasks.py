@@ -1,7 +1,7 @@
 """The prompts of --input as tasks with answers, whoever answers them: this process, others beside it, or Ray."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tinygpt.cli.batch.records import failure_line, record_line
@@ -11,6 +11,8 @@ from tinygpt.errors import FailedRequestError, RequestError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from tinygpt.engine.throughput import Throughput
+    from tinygpt.llm import LLM
     from tinygpt.outputs import RequestOutput
     from tinygpt.request.prompts import Prompt
     from tinygpt.sampling_params import SamplingParams
@@ -36,7 +38,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """A task's record; `problem` is what came in place of one, and ends all."""
+    """A task's record; `problem` is what came in place of one, and ends all.
+
+    worker, work: who has answered, by a name of its own, and all the work of its engine so far.
+    """
 
     index: int
     line: str = ""
@@ -44,6 +49,8 @@ class Answer:
     samples: tuple[Ended, ...] = ()
     is_failed: bool = False  # the record says why there are no samples
     problem: str | None = None
+    worker: str = ""
+    work: "Throughput | None" = None
 
     @classmethod
     def of(cls, task: Task, model: str, dtype: str, found: "RequestOutput | FailedRequestError") -> "Answer":
@@ -55,15 +62,15 @@ class Answer:
         return cls(task.index, line, found.num_truncated_tokens > 0, samples)
 
     @classmethod
-    def to(cls, task: Task, model: str, dtype: str, future: "Future[RequestOutput]") -> "Answer":
-        """What has come of a task, an error among it."""
+    def to(cls, task: Task, model: str, llm: "LLM", worker: str, future: "Future[RequestOutput]") -> "Answer":
+        """What has come of a task of this worker's, an error among it."""
         try:
             found = future.result()
         except FailedRequestError as error:
             found = error
         except Exception as error:
             return cls(task.index, problem=f"id {task.record_id!r}: {error}")
-        return cls.of(task, model, dtype, found)
+        return replace(cls.of(task, model, llm.dtype, found), worker=worker, work=llm.engine.throughput)
 
 
 def has_workers(args: argparse.Namespace) -> bool:

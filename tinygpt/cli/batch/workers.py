@@ -152,24 +152,24 @@ class Reader:
         for prompt in prompts:
             self._inputs.request(prompt, params)
 
-    @property
-    def _threads(self) -> int:
-        """Of each worker."""
-        return self._args.threads or max(physical_cores() // self._args.workers, 1)
+    def _threads(self, count: int) -> int:
+        """Of each of so many workers."""
+        return self._args.threads or max(physical_cores() // count, 1)
 
-    def setup_elsewhere(self) -> Setup:
-        """What workers load that may be on other hosts, and in other folders: the model, each by itself."""
-        arguments = {**self._arguments, "threads": self._threads, "dtype": self.dtype}
+    def setup_elsewhere(self, count: int) -> Setup:
+        """What `count` workers load that may be on other hosts, and in other folders: the model, each by itself."""
+        arguments = {**self._arguments, "threads": self._threads(count), "dtype": self.dtype}
         for name in ("model", "lora", "draft_model"):
             arguments[name] = _whole_path(arguments[name])
         arguments["soft_prompts"] = {name: _whole_path(path) for name, path in arguments["soft_prompts"].items()}
         return Setup(arguments, self._args.model)
 
     @contextmanager
-    def setup(self) -> Iterator[Setup]:
-        """What workers load while the block runs: a converted checkpoint as it is, and any other converted for them."""
+    def setup(self, count: int) -> Iterator[Setup]:
+        """What `count` workers load while the block runs: a converted checkpoint as it is, and any other converted for
+        them."""
         with tempfile.TemporaryDirectory(prefix="tinygpt-") as folder:
-            shared = {**self._arguments, "threads": self._threads, "lora": None, "dtype": "auto"}
+            shared = {**self._arguments, "threads": self._threads(count), "lora": None, "dtype": "auto"}
             if self.source.file is None:
                 with elapsed(f"packing {self._args.model} as {self.dtype}, once for all workers"):
                     write_shared(self.source, self._args.model, Path(folder))
@@ -217,7 +217,7 @@ def work(connection: Connection, setup: Setup) -> None:
             connection.send(answer)
 
     def settle(task: Task, future: "Future[RequestOutput]") -> None:
-        send(Answer.to(task, setup.model, llm.dtype, future))
+        send(Answer.to(task, setup.model, llm, str(os.getpid()), future))
 
     try:
         llm = LLM(**setup.arguments)

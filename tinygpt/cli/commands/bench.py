@@ -7,7 +7,7 @@ from pathlib import Path
 from tinygpt.bench.formats import FORMATS, Record, aligned
 from tinygpt.bench.presets import PRESETS, WITH_PERPLEXITY, WITH_REMOTE
 from tinygpt.cli import loading
-from tinygpt.cli.flags.model import CHECKPOINT, DTYPE, RANK_FLAGS, add_flag
+from tinygpt.cli.flags.model import CHECKPOINT, DTYPE, FLAGS, RANK_FLAGS, add_flag
 from tinygpt.cli.flags.types import dtypes, lowered, one_of, whole_number, whole_numbers
 from tinygpt.cli.output.messages import counted, put, say
 from tinygpt.cli.output.report import table_format
@@ -18,9 +18,10 @@ SUMMARY = "measure speed: reading prompts and generating, beside what the machin
 # Flags have no argparse default, so that one given beside another that makes it meaningless is noticed.
 CASES = {"batch_sizes": (1, 8), "prompt_lengths": (128,), "new_tokens": (64,)}
 RUNS = {"dtype": ("auto",), "threads": (None,), "repetitions": 5}
+CACHE = "kv_cache_dtype"  # of cases alone: a study has the cache that it had
 CPU_STUDY = "cpu-study"
 OF_PRESETS = ("small", "text", "remote")
-NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "device", "preset", *OF_PRESETS, "plot")
+NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, CACHE, "device", "preset", *OF_PRESETS, "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         help="random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B, or tiny; no download (default: none)",
     )
     group.add_argument("--dtype", type=dtypes, metavar="LIST", help=f"{DTYPE} (default: auto)")
+    add_flag(group, CACHE, default=None, help=f"{FLAGS[CACHE]['help'].partition(' (')[0]} (default: auto)")
     add_flag(group, "threads", type=whole_numbers, metavar="LIST")
     about = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
     add_flag(group, "device", type=one_of("cpu", "cuda"), default=None, help=about)
@@ -132,7 +134,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         if args.preset == CPU_STUDY:
             raise RequestError(f"--preset {CPU_STUDY} is a study of CPUs: omit --device cuda, or give another preset.")
     if args.preset is not None:
-        _refuse(args, CASES, "--preset has cases of its own")
+        _refuse(args, (*CASES, CACHE), "--preset has cases of its own")
         if args.threads is not None and len(args.threads) > 1:
             raise RequestError(f"--threads has {len(args.threads)} numbers and a preset runs with one: give one.")
     else:
@@ -184,7 +186,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _run_cases(args: argparse.Namespace) -> None:
-    for name, default in {**CASES, **RUNS}.items():
+    for name, default in {**CASES, **RUNS, CACHE: "auto"}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
     from tinygpt.bench.plan import make_plan, run_plan
@@ -192,7 +194,8 @@ def _run_cases(args: argparse.Namespace) -> None:
 
     cases = args.batch_sizes, args.prompt_lengths, args.new_tokens
     ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-    plan = make_plan(args.model, args.dtype, args.threads, *cases, args.repetitions, ranks, args.device)
+    how = args.repetitions, ranks, args.device, args.kv_cache_dtype
+    plan = make_plan(args.model, args.dtype, args.threads, *cases, *how)
     if args.plot is not None:
         check_lines(plan.outline)
     say(f"{counted(len(plan), 'case')} of {args.model}")

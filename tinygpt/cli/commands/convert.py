@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags.model import CHECKPOINT, add_flag, one_of_both
-from tinygpt.cli.flags.types import HALF, dtype
+from tinygpt.cli.flags.types import HALF, dtype, lowered
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.output.messages import elapsed, progress, say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "model", default=None, help="the same as SRC, as in all commands; DST is then the one argument")
     parser.add_argument(
         "--to",
+        type=lowered(*FORMATS),
         choices=tuple(FORMATS),
         help="a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)",
     )

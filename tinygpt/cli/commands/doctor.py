@@ -33,14 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the report. CheckpointError where there is no checkpoint, and behind the report if it cannot be used."""
     given = {name: os.environ.get(name) for name in loading.THREAD_POOLS}
     loading.set_thread_pools(args.threads)
     model = one_of_both("CHECKPOINT", args.checkpoint, args.model)
     of_checkpoint = {} if model is None else {"checkpoint": _checkpoint(model)}
     report = examine(thread_count(args.threads), given) | of_checkpoint
-    if args.json:
-        print_json(report)
-        return
+    print_json(report) if args.json else _print_text(report)
+    if of_checkpoint:
+        from tinygpt.cli.commands.info import check_report
+
+        check_report(report["checkpoint"])
+
+
+def _print_text(report: dict[str, dict[str, Any]]) -> None:
     report["versions"] = {name: version or "not installed" for name, version in report["versions"].items()}
     report["cache"]["size"] = size_text(report["cache"]["size"])
     report["cache"]["other_builds_size"] = size_text(report["cache"]["other_builds_size"])

@@ -85,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         default=1,
         metavar="N",
-        help="processes that share the prompts of --input and one copy of the weights (default: %(default)s)",
+        help="processes that share the prompts of --input and one copy of the weights, as far as there are prompts "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--ray",

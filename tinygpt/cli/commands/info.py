@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the report. A checkpoint that would be refused is no failure; CheckpointError where none is found."""
+    """Print the report. CheckpointError where there is no checkpoint, and behind the report if it cannot be used."""
     from tinygpt.weights.containers import reader_of
     from tinygpt.weights.open import resolve
 
@@ -36,6 +36,15 @@ def run(args: argparse.Namespace) -> None:
         reader_of(path)  # what is in no format is no checkpoint
     report = describe(path)
     print_json(report) if args.json else _print_text(report)
+    check_report(report)
+
+
+def check_report(report: dict[str, Any]) -> None:
+    """Behind the report on a checkpoint: CheckpointError for one that cannot be used, which the report says why."""
+    if report["refused"]:
+        error = CheckpointError(f'{report["path"]} cannot be used: the report says why, under "refused".')
+        error.is_late = True
+        raise error
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -129,19 +138,29 @@ def _tokenizer(source: "Source", checkpoint: "Checkpoint | None") -> dict[str, A
 
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
-    from tinygpt.weights.containers import CONTAINERS
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
 
     folder, container = source.folder, source.container
-    # Where they cannot be read, their hashes say whether they are what was to be downloaded.
-    unread = [source.path] if source.path.is_file() else [folder / name for name in CONTAINERS]
-    weights = sorted({tensor.path for tensor in container.tensors.values()}) or unread
+    weights = sorted({tensor.path for tensor in container.tensors.values()}) or _without_tensors(source)
     paths = [*(folder / name for name in CONFIG_FILES), *weights, *(folder / name for name in TOKENIZER_FILES)]
     return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _hash_of_file(path)}
         for path in paths
         if path.is_file()
     }
+
+
+def _without_tensors(source: "Source") -> list[Path]:
+    """The file that holds none, or cannot be read: its hash says whether it is what was to be downloaded."""
+    from tinygpt.weights.containers import find_weights
+    from tinygpt.weights.stored.packed import PACKED_FILE
+
+    if source.path.is_file():
+        return [source.path]
+    if (source.path / PACKED_FILE).exists():
+        return [source.path / PACKED_FILE]
+    found = _attempt([], find_weights, source.path)
+    return [found[0]] if found else []
 
 
 def _hash_of_file(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
 from tinygpt.cli.flags import model as model_flags
-from tinygpt.cli.flags.types import number, whole_number
+from tinygpt.cli.flags.types import lowered, number, whole_number
 from tinygpt.cli.output.messages import say
 from tinygpt.errors import RequestError, how_to_install
 
@@ -99,7 +99,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="log the body of each request, and so its prompts (default: no text is logged)",
     )
     group.add_argument(
-        "--log-format", choices=LOG_FORMATS, default="text", help="of the log on stderr (default: %(default)s)"
+        "--log-format",
+        type=lowered(*LOG_FORMATS),
+        choices=LOG_FORMATS,
+        default="text",
+        help="of the log on stderr (default: %(default)s)",
     )
 
 
@@ -163,6 +167,8 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--drain-seconds is {args.drain_seconds:g} and must be 0 or more.")
     if args.max_logprobs < 0:
         raise RequestError(f"--max-logprobs is {args.max_logprobs} and must be 0 or more.")
+    if not all(name.strip() for name in args.served_model_name or ()):
+        raise RequestError("a --served-model-name is empty: give each some characters, or leave the flag out.")
     if not all(_keys(args)):
         raise RequestError(
             f"an --api-key, or the variable {KEY_VARIABLE}, is empty: give each some characters, or leave it out."

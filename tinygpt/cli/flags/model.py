@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.cli.flags.types import dtype, one_of, reader, whole_number
+from tinygpt.cli.flags.types import dtype, kv_cache_dtype, one_of, reader, whole_number
 from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
 
@@ -28,7 +28,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "model": {"short": "-m", "default": "demo", "help": f"{CHECKPOINT} (default: %(default)s)"},
     "dtype": {"type": dtype, "default": "auto", "help": f"{DTYPE} (default: %(default)s)"},
     "kv_cache_dtype": {
-        "type": dtype,
+        "type": kv_cache_dtype,
         "default": "auto",
         "metavar": "DTYPE",
         "help": "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, and "

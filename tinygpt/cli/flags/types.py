@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinygpt.cli.output.messages import say
@@ -69,21 +69,27 @@ def lowered(*allowed: str) -> Callable[[str], str]:
     return lambda text: text.strip().lower() if text.strip().lower() in allowed else text
 
 
-def _dtype(text: str) -> str:
-    """One of our names of a precision, for it or for what other programs call it."""
-    name = text.strip().lower()
-    if name in HALF:
-        raise argparse.ArgumentTypeError(
-            f"it is {text!r}, a precision that is not here: give bfloat16, which is as small, or one of {_LISTED}."
-        )
-    found = ALIASES.get(name, name)
-    if found not in (*ALL_DTYPES, STORAGE_DTYPE):
-        if nearest := nearest_dtype(name, DTYPES):
-            raise argparse.ArgumentTypeError(f"it is {text!r} and must be one of {_LISTED}: did you mean {nearest}?")
-        raise ValueError
-    if found in MEANINGS and found != name:
-        say(f"{text} is taken for {found}: {MEANINGS[found]}")
-    return found
+def _dtype_of(names: tuple[str, ...], others: tuple[str, ...], meanings: Mapping[str, str]) -> Callable[[str], str]:
+    """Reads one of `names` of a precision, or what other programs call it, and says what that means here. `others` are
+    read too: who knows the model refuses them with more reason."""
+    listed = ", ".join(names)
+
+    def read(text: str) -> str:
+        name = text.strip().lower()
+        if name in HALF:
+            raise argparse.ArgumentTypeError(
+                f"it is {text!r}, a precision that is not here: give bfloat16, which is as small, or one of {listed}."
+            )
+        found = ALIASES.get(name, name)
+        if found not in (*names, *others):
+            if nearest := nearest_dtype(name, names):
+                raise argparse.ArgumentTypeError(f"it is {text!r} and must be one of {listed}: did you mean {nearest}?")
+            raise ValueError
+        if found in meanings and found != name:
+            say(f"{text} is taken for {found}: {meanings[found]}")
+        return found
+
+    return read
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
@@ -94,7 +100,7 @@ def _dtypes(text: str) -> tuple[str, ...]:
 
 
 ALL_DTYPES = ("auto", *DTYPES)
-_LISTED = ", ".join(ALL_DTYPES)
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 HALF = ("float16", "fp16", "f16", "half")
 # What other programs call our precisions; `q8_0` and `q4_0` are llama.cpp's.
 ALIASES = {
@@ -109,8 +115,11 @@ MEANINGS = {
     "int4": "half a byte a weight with a scale and an offset for each column and 32 channels, activations in 8 "
     "bits, and embedding and head as int8",
 }
+CACHE_MEANINGS = {"int8": "a byte for each number of keys and values, with a scale for each head and position"}
 whole_number = reader(int, "a whole number")
 number = reader(float, "a number")
 whole_numbers = reader(lambda text: tuple(map(int, text.split(","))), "a whole number, or several separated by commas")
-dtype = reader(_dtype, f"one of {_LISTED}")
-dtypes = reader(_dtypes, f"one of {_LISTED}, or several separated by commas")
+_dtype = _dtype_of(ALL_DTYPES, (STORAGE_DTYPE,), MEANINGS)
+dtype = reader(_dtype, f"one of {', '.join(ALL_DTYPES)}")
+dtypes = reader(_dtypes, f"one of {', '.join(ALL_DTYPES)}, or several separated by commas")
+kv_cache_dtype = reader(_dtype_of(CACHE_DTYPES, ("int4",), CACHE_MEANINGS), f"one of {', '.join(CACHE_DTYPES)}")

@@ -15,8 +15,10 @@ _ADVICE = (
     (", so lower the one or raise the other.", ", so lower it."),
     (": submit again later, or raise max_queue.", ": ask again later."),
     (", and it can be raised to that", ""),
+    ("a JSON schema: a dict, or the same as JSON text, or None", "a JSON schema, or the same as a text"),
 )
 _ASSIGNED = re.compile(r"(\w+)='(\w+)'")
+_AS_IN_PYTHON = re.compile(r"=.*?(?= is not possible: )")  # a value, which the client knows
 # Fields that a form may have under another name -> how sentences write them.
 _RENAMED = {"prompt": "the prompt", "max_tokens": "max_tokens"}
 
@@ -38,7 +40,7 @@ def for_client(sentence: str, form: Strict) -> tuple[str, str | None]:
     if name == "use_beam_search":  # which is no number
         sentence = f"use_beam_search searches with n beams, and {sentence}"
     elif name is not None and found.start(1) == 0:
-        sentence = name + sentence[found.end(1) :]
+        sentence = name + _AS_IN_PYTHON.sub("", sentence[found.end(1) :], count=1)
     for advice, others in _ADVICE:
         sentence = sentence.replace(advice, others)
     return sentence, name

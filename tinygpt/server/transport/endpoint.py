@@ -76,8 +76,9 @@ async def _collect(request: Request, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> ApiError:
-    message = f"the body is longer than the {limit} bytes that this server reads: send less at a time."
-    return ApiError(413, message, headers={"connection": "close"})
+    """The connection stays open, and uvicorn takes what is left of the body and throws it away: a client that sends
+    all before it reads would get a reset in place of the reply. `Connection` bounds the time that this may take."""
+    return ApiError(413, f"the body is longer than the {limit} bytes that this server reads: send less at a time.")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

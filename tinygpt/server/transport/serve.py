@@ -31,6 +31,7 @@ def serve(app: Starlette, listener: socket.socket, drain_seconds: float, on_star
     once. on_start: called when the first request can come.
     """
     server_of(app, drain_seconds, on_start).run(sockets=[listener])
+    log.info("the server has ended")
 
 
 def server_of(app: Starlette, drain_seconds: float, on_start: Callable[[], None]) -> "Server":

@@ -18,6 +18,7 @@ from tinygpt.weights.containers.gguf.ggml_tensors import BlockTensor, Unreadable
 from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides, do_overlap
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.messages import shown
+from tinygpt.weights.tensor import shortest
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -27,7 +28,7 @@ PLAIN = {0: "float32", 1: "float16", 30: "bfloat16", 28: "float64"}
 BLOCK_NAMES = {block.id: name for name, block in BLOCKS.items()}
 # Of values, by their numbers in the file: struct's formats of those that are numbers.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+FLOAT32, STRING, ARRAY = 6, 8, 9
 
 
 def is_gguf(peek: Peek) -> bool:
@@ -85,6 +86,8 @@ class _Reader:
             yield name, read()
 
     def _value(self, kind: int) -> Any:
+        if kind == FLOAT32:
+            return shortest(self._number(NUMBERS[kind]))
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
         if kind == STRING:

@@ -16,6 +16,7 @@ from tinygpt.weights.families.hugging_face.gpt2 import model_config
 from tinygpt.weights.families.transforms import AS_IS, transposed
 from tinygpt.weights.messages import listed
 from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed, parameter_shapes
+from tinygpt.weights.tensor import shortest
 
 # Whatever stands before is a wrapper; merging two decoders into one file has left the end.
 _NAME = re.compile(
@@ -140,20 +141,15 @@ def _seen(source: Source) -> dict[str, Any]:
         if node.kind == "Attention" and "num_heads" in node.attributes:
             seen["n_head"] = node.attributes["num_heads"]
         elif node.kind in ("LayerNormalization", "SkipLayerNormalization") and "epsilon" in node.attributes:
-            seen["layer_norm_epsilon"] = _decimal(node.attributes["epsilon"])
+            seen["layer_norm_epsilon"] = shortest(node.attributes["epsilon"])
         elif node.kind == "Sqrt" and node.inputs and node.inputs[0] in sums:  # of a variance, and epsilon
             for name in sums[node.inputs[0]].inputs:
                 tensor = source.container.tensors.get(name)
                 if tensor is not None and tensor.is_floating and math.prod(tensor.shape) == 1:
-                    seen["layer_norm_epsilon"] = _decimal(tensor.float32().reshape(()))
+                    seen["layer_norm_epsilon"] = shortest(tensor.float32().item())
         elif activation := _activation(node):
             seen["activation_function"] = activation
     return seen
-
-
-def _decimal(number: Any) -> float:
-    """A number that was stored as a float32, as it was written before."""
-    return float(f"{float(number):.7g}")
 
 
 def _activation(node: Node) -> str | None:
