@@ -1,7 +1,7 @@
 """One streamed completion over a connection of its own: when each of its tokens came.
 
 While it runs, bytes are kept with the time of their arrival, and nothing else is done: client and server share a CPU.
-What the bytes mean is read afterwards, by h11.
+What the bytes mean is read by h11 when all that is measured has ended: to read one takes as long as some steps.
 """
 
 import asyncio
@@ -63,24 +63,43 @@ class _Recorder(asyncio.Protocol):
             self.ended.set_result(None)
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What was sent and what came, not read yet."""
+
+    sent: float
+    pieces: list[tuple[float, bytes]]  # when each came
+    error: str | None
+    max_tokens: int
+
+    def read(self) -> Exchange:
+        result = Exchange(self.sent, error=self.error)
+        _read(self.pieces, result)
+        if not result.num_tokens:  # some servers tell no usage
+            result.num_tokens = self.max_tokens if result.has_reached_limit else len(result.token_times)
+        return result
+
+
 async def exchange(url: SplitResult, path: str, body: dict[str, Any], leave_after: float | None = None) -> Exchange:
     """leave_after: seconds after which the client closes the connection."""
+    return (await record(url, path, body, leave_after)).read()
+
+
+async def record(url: SplitResult, path: str, body: dict[str, Any], leave_after: float | None = None) -> Recording:
+    """As `exchange`, to be read later."""
     data = json.dumps(body).encode()
     lines = [f"POST {url.path}{path} HTTP/1.1", f"host: {url.netloc}", "content-type: application/json"]
     lines += [f"content-length: {len(data)}", "connection: close", "", ""]
-    result, loop = Exchange(time.perf_counter()), asyncio.get_running_loop()
+    sent, error, loop = time.perf_counter(), None, asyncio.get_running_loop()
     request = "\r\n".join(lines).encode() + data
     transport, recorder = await loop.create_connection(lambda: _Recorder(request), url.hostname, url.port)
     try:
         await asyncio.wait_for(asyncio.shield(recorder.ended), leave_after)
     except (TimeoutError, asyncio.TimeoutError):
-        result.error = "left"
+        error = "left"
     finally:
         transport.abort()
-    _read(recorder.pieces, result)
-    if not result.num_tokens:  # some servers tell no usage
-        result.num_tokens = body["max_tokens"] if result.has_reached_limit else len(result.token_times)
-    return result
+    return Recording(sent, recorder.pieces, error, body.get("max_tokens", 0))
 
 
 def _read(pieces: list[tuple[float, bytes]], result: Exchange) -> None:

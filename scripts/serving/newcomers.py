@@ -13,7 +13,7 @@ from urllib.parse import SplitResult
 
 from tinygpt import LLM, SamplingParams
 
-from .client import exchange
+from .client import record
 from .figures import percentiles
 from .workload import PATH, Workload
 
@@ -31,7 +31,7 @@ async def _to_server(url: SplitResult, work: Workload, streams: int, count: int)
 
     async def ask_again() -> None:
         while True:
-            ended.append(await exchange(url, PATH, next(bodies)))
+            ended.append(await record(url, PATH, next(bodies)))
 
     running = [asyncio.ensure_future(ask_again()) for _ in range(streams)]
     try:
@@ -40,14 +40,15 @@ async def _to_server(url: SplitResult, work: Workload, streams: int, count: int)
         found = []
         for _ in range(count):
             await asyncio.sleep(generator.uniform(0, PAUSE))
-            found.append(await exchange(url, PATH, {**next(bodies), "max_tokens": TOKENS}))
+            found.append(await record(url, PATH, {**next(bodies), "max_tokens": TOKENS}))
     finally:
         for task in running:
             task.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*running)
-    firsts = [newcomer.time_to_first_token for newcomer in found if newcomer.is_complete]
-    gaps = [gap for done in ended if done.is_complete for gap in done.inter_token_latencies]
+    newcomers, streams_read = ([recording.read() for recording in each] for each in (found, ended))
+    firsts = [newcomer.time_to_first_token for newcomer in newcomers if newcomer.is_complete]
+    gaps = [gap for done in streams_read if done.is_complete for gap in done.inter_token_latencies]
     return _figures(firsts, gaps, count)
 
 

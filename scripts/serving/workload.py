@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult
 
-from .client import Exchange, exchange
+from .client import Exchange, record
 
 PATH = "/v1/completions"
 
@@ -53,17 +53,18 @@ class Run:
 
 async def closed_loop(url: SplitResult, work: Workload, clients: int, count: int) -> Run:
     """So many clients, each of which asks again when it has its answer, until `count` requests were sent."""
-    bodies, exchanges, left = work.bodies(), [], count
+    bodies, recordings, left = work.bodies(), [], count
 
     async def ask_again() -> None:
         nonlocal left
         while left > 0:
             left -= 1
-            exchanges.append(await exchange(url, PATH, next(bodies)))
+            recordings.append(await record(url, PATH, next(bodies)))
 
     begun = time.perf_counter()
     await asyncio.gather(*(ask_again() for _ in range(clients)))
-    return Run(exchanges, time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    return Run([recording.read() for recording in recordings], seconds)
 
 
 async def open_loop(url: SplitResult, work: Workload, rate: float, count: int) -> Run:
@@ -72,7 +73,8 @@ async def open_loop(url: SplitResult, work: Workload, rate: float, count: int) -
     begun = arrival = time.perf_counter()
     for _ in range(count):
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
-        tasks.append(asyncio.ensure_future(exchange(url, PATH, next(bodies))))
+        tasks.append(asyncio.ensure_future(record(url, PATH, next(bodies))))
         arrival += generator.expovariate(rate)
-    exchanges = await asyncio.gather(*tasks)
-    return Run(list(exchanges), time.perf_counter() - begun)
+    recordings = await asyncio.gather(*tasks)
+    seconds = time.perf_counter() - begun
+    return Run([recording.read() for recording in recordings], seconds)

@@ -13,10 +13,11 @@ from concurrent.futures import Future
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from support.serving import served
+from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.protocol.chat import ChatChunkChoice
 from tinygpt.server.work.generation import Generation, PromptChunk
-from tinygpt.server.work.mailbox import Inbox, Mailbox
+from tinygpt.server.work.mailbox import Inbox
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
 CHAT = {name: value for name, value in ASKED.items() if name != "prompt"} | {
@@ -34,41 +35,6 @@ def events_of(body: bytes) -> list[dict]:
     """The choices of a stream's events, which are made anew for each request but for these."""
     events = [part.removeprefix(b"data: ") for part in body.split(b"\n\n")]
     return [json.loads(event)["choices"] for event in events if event.startswith(b"{")]
-
-
-class Loop:
-    """In place of an event loop: notes what it is to call."""
-
-    def __init__(self):
-        self.called = []
-
-    def call_soon_threadsafe(self, call):
-        self.called.append(call)
-
-
-def test_a_step_wakes_the_loop_once_and_each_reader_once():
-    loop, readers = Loop(), [[] for _ in range(3)]
-    mailbox, inboxes = Mailbox(loop), [Inbox() for _ in readers]
-    for inbox, read in zip(inboxes, readers, strict=True):
-        inbox.read_by(read.append)
-    for token in (1, 2):
-        for i, inbox in enumerate(inboxes):
-            mailbox.post(inbox, (i, token))
-    assert len(loop.called) == 1
-    loop.called.pop()()
-    assert readers == [[[(i, 1), (i, 2)]] for i in range(3)]
-    mailbox.post(inboxes[0], "later")
-    loop.called.pop()()
-    assert readers[0][1:] == [["later"]]
-
-
-def test_what_comes_before_its_reader_waits_for_him():
-    inbox, found = Inbox(), []
-    inbox.put([1])
-    inbox.put([2])
-    inbox.read_by(found.append)
-    inbox.put([3])
-    assert found == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("route", ["completions", "chat"])
@@ -171,3 +137,23 @@ def test_what_has_read_a_stream_goes_with_it():
 
     read = asyncio.run(followed())
     assert read.__closure__ is None
+
+
+def test_a_samples_first_token_and_the_end_are_urgent_and_no_other(llm):
+    """All else may wait a while, so that the loop hands out several steps at once."""
+    posted = []
+
+    class Noting:
+        def post(self, inbox, item, is_urgent=False):
+            posted.append((item, is_urgent))
+
+    async def generated():
+        generation = Generation(llm, Noting())
+        params = SamplingParams(max_tokens=5, n=2, temperature=0.5, ignore_eos=True)
+        await generation.submit([("Once", params)], is_streamed=True)
+        await asyncio.gather(*map(asyncio.wrap_future, generation._futures))
+
+    asyncio.run(generated())
+    samples = [[urgent for item, urgent in posted if item.chunk and item.chunk.index == index] for index in (0, 1)]
+    assert samples == [[True, False, False, False, False]] * 2
+    assert [urgent for item, urgent in posted if item.chunk is None] == [True]

@@ -139,12 +139,15 @@ class Generation:
         return all(future.done() for future in self._futures)
 
     def _post(self, prompt_index: int, chunk: StreamChunk | None) -> None:
+        is_urgent = chunk is None  # the end, behind which a client asks again
         if chunk is not None and chunk.token_id is not None:
             sample = prompt_index, chunk.index
             if sample in self._last_tokens:
                 self.token_gaps.append(self._llm.engine.compile_clock.since(self._last_tokens[sample]))
+            else:
+                is_urgent = True
             self._last_tokens[sample] = time.perf_counter()
-        self._mailbox.post(self._inbox, PromptChunk(prompt_index, chunk))
+        self._mailbox.post(self._inbox, PromptChunk(prompt_index, chunk), is_urgent)
 
     def _raise_reason(self) -> None:
         if self._reason is not None:
