@@ -70,6 +70,8 @@ class StopStrings:
 
     def push(self, text: str, is_early: bool = False) -> str:
         """The text that is now safe to give; after a match, nothing. is_early: no stop string may be complete in it."""
+        if not self._stop:
+            return text
         if self.matched is not None:
             return ""
         num_seen, text = len(self._held), self._held + text

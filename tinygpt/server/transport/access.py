@@ -65,7 +65,7 @@ class AccessLog:
         for progress in (unfinished := record.unfinished()):
             self._metrics.observe_unfinished(progress)
         for generation in record.generations:
-            self._metrics.observe_gaps(generation.token_gaps)
+            self._metrics.observe_gaps(generation.token_gaps())
         if not record.is_complete:
             self._metrics.count_abort()
         # A path may hold anything, in a terminal's own language too.

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -31,7 +32,6 @@ class Generation:
     """What is submitted together, and ends together. For the event loop alone.
 
     `cancel` may come at any time, and frees every slot by the next step.
-    token_gaps: seconds from each token of a streamed sample to its next one, without those in which kernels compiled.
     """
 
     def __init__(self, llm: LLM, mailbox: Mailbox, num_bytes: int = 0):
@@ -40,8 +40,7 @@ class Generation:
         self._inbox = Inbox()
         self._futures: list[SubmittedFuture] = []
         self._reason: ApiError | None = None  # why the server has stopped it
-        self.token_gaps: list[float] = []
-        self._last_tokens: dict[tuple[int, int], float] = {}  # (prompt, sample) -> when its last one came
+        self._token_times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when its tokens came
 
     async def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], is_streamed: bool = False) -> None:
         """Have all requests run, or none: raises what LLM.submit raises."""
@@ -129,6 +128,12 @@ class Generation:
         """How far all else has come, which its client has left, or the server has stopped."""
         return [future.progress() for future in self._futures if not _is_finished(future)]
 
+    def token_gaps(self) -> Iterator[float]:
+        """Seconds from each token of a streamed sample to its next one, without those in which kernels compiled."""
+        waited = self._llm.engine.compile_clock.seconds
+        for times in list(self._token_times.values()):  # the thread that takes steps may add another sample
+            yield from (after - before - waited(before, after) for before, after in pairwise(times))
+
     @property
     def is_complete(self) -> bool:
         return len(self.finished()) == len(self._futures)
@@ -139,14 +144,12 @@ class Generation:
         return all(future.done() for future in self._futures)
 
     def _post(self, prompt_index: int, chunk: StreamChunk | None) -> None:
+        """By the thread that takes steps, which has more to do: what is not needed now is left to others."""
         is_urgent = chunk is None  # the end, behind which a client asks again
         if chunk is not None and chunk.token_id is not None:
-            sample = prompt_index, chunk.index
-            if sample in self._last_tokens:
-                self.token_gaps.append(self._llm.engine.compile_clock.since(self._last_tokens[sample]))
-            else:
-                is_urgent = True
-            self._last_tokens[sample] = time.perf_counter()
+            times = self._token_times.setdefault((prompt_index, chunk.index), [])
+            times.append(time.perf_counter())
+            is_urgent = len(times) == 1
         self._mailbox.post(self._inbox, PromptChunk(prompt_index, chunk), is_urgent)
 
     def _raise_reason(self) -> None:
