@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tinygpt.bench.work import BYTES, TILES
+from tinygpt.bench.work import BYTES, CACHE_BYTES, CACHES, TILES
 from tinygpt.config import ModelConfig
 from tinygpt.kernels.cpu.layers.attention import ENOUGH_ITEMS
 from tinygpt.kernels.cpu.layers.epilogue import ROW_BLOCK
@@ -41,7 +41,8 @@ def phases_of(config: ModelConfig, dtype: str, load: Load) -> list[Phase]:
     if config.structure:
         raise ValueError(f"{', '.join(config.structure)}: only models like GPT-2 are predicted")
     n, c, f, heads = load.rows, config.n_embd, config.inner_size, config.n_head
-    (in_block, in_head, in_cache), (tiles, head_tiles) = BYTES[dtype], TILES[dtype]
+    (in_block, in_head), (tiles, head_tiles) = BYTES[dtype], TILES[dtype]
+    in_cache = CACHE_BYTES[CACHES[dtype]]
     tokens = min(n, ROWS_PER_ITEM)
     rows = Phase("rows", -(-n // ROWS_PER_ITEM), 0, 0, rows=tokens)
     layer = [

@@ -137,7 +137,9 @@ def test_what_is_none_is_a_sentence_that_names_the_field(chatting, name, path, i
     reply = chatting.ask(path, (prompt + data).encode())
     assert (reply.status, reply.error["param"]) == (400, field)
     assert part in reply.error["message"]
-    assert reply.error["message"].startswith((f"{field} is ", f"{field}.", "unrecognized request argument"))
+    assert reply.error["message"].startswith(
+        (f"{field} is ", f"{field} must be ", f"{field}.", "unrecognized request argument")
+    )
     assert not re.search(r"='|\bdict\b|\bNone\b", reply.error["message"])
 
 

@@ -362,7 +362,7 @@ def test_a_full_queue_says_when_to_come_again():
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         assert "x-should-retry" not in reply.headers
         assert (reply.error["type"], reply.error["code"]) == ("rate_limit_error", "queue_full")
-        full = "max_queue is 1 and the queue holds 1, so that there is no room for 1 more: ask again later."
+        full = "max_queue is 1 and the queue holds 1, so there is no room for 1 more: ask again later."
         assert reply.error["message"] == full
         assert server.complete(prompt=["a", "b"]).status == 429
         for max_tokens in (0, 1):

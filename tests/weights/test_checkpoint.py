@@ -408,3 +408,14 @@ def test_a_git_lfs_pointer_and_an_empty_file(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="is empty"):
         MappedFile(path)
+
+
+@pytest.mark.parametrize("name", ["odd.gguf", "model.safetensors", "old.npz"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_damaged_file_of_weights_is_not_taken_for_one_beside_them(tmp_path, name, is_named):
+    """To give the folder, as is advised for the others, would not help."""
+    write_config(tmp_path)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="is empty") as error:
+        open_checkpoint(tmp_path / name if is_named else tmp_path)
+    assert "not its weights" not in str(error.value)

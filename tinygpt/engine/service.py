@@ -104,7 +104,7 @@ class Service:
         waiting = max(self.num_samples - max_num_seqs, 0)
         if waiting + count > self._max_queue + max(max_num_seqs - self.num_samples, 0):
             raise QueueFullError(
-                f"max_queue is {self._max_queue} and the queue holds {waiting}, so that there is no room for {count} "
+                f"max_queue is {self._max_queue} and the queue holds {waiting}, so there is no room for {count} "
                 "more: submit again later, or raise max_queue."
             )
 

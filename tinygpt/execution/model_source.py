@@ -83,7 +83,7 @@ class ModelSource:
         return begin_checksum(self.checkpoint)
 
     def load_params(self, threads: int) -> Any:
-        """The backend's Params: packed now, or as they lie in a converted checkpoint.
+        """The backend's Params: packed now, or as they lie in a converted checkpoint; on several memory nodes, copies.
 
         Raises CheckpointError if that is damaged, or packed for other kernels.
         """

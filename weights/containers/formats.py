@@ -58,6 +58,8 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_ft_folder, read_ft_folder),
 )
 PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
+# What a folder may hold beside its weights: training's own files, and NumPy's, which are refused by what they are.
+LAST_PATTERNS = ("*.ckpt", "*.npz")
 
 
 def read_weights(path: Path) -> Container:
@@ -88,8 +90,8 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
         if found := find(folder):
             return found, read
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
-    # What a folder may hold beside its weights: training's own files, and NumPy's, which are refused by what they are.
-    files = files or sorted(folder.glob("*.ckpt")) or sorted(folder.glob("*.npz"))
+    for pattern in LAST_PATTERNS:
+        files = files or sorted(folder.glob(pattern))
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)
         raise CheckpointError(f"{folder} holds several files that may be weights: {names}. Name the one to load.")
@@ -110,7 +112,9 @@ def reader_of(file: Path) -> Reader:
     for is_format, read in FORMATS:
         if is_format(peek):
             return read
-    if (file.parent / "config.json").is_file() or any((file.parent / name).is_file() for name in CONTAINERS):
+    is_of_weights = any(file.match(pattern) for pattern in (*PATTERNS, *LAST_PATTERNS))  # one that is damaged
+    is_beside_them = (file.parent / "config.json").is_file() or any((file.parent / n).is_file() for n in CONTAINERS)
+    if is_beside_them and not is_of_weights:
         raise CheckpointError(f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}.")
     found = f"it begins with {peek.head[:8]!r}" if peek.size else "it is empty"
     raise CheckpointError(

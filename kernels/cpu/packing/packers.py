@@ -41,7 +41,7 @@ class Packers:
 
 def placed_zeros(shape: tuple[int, ...], dtype, homes: list[frozenset[int]]) -> np.ndarray:
     """(layers, panels, ...): on the memory nodes of a team's threads, if there are several."""
-    if not homes:
+    if not homes or 0 in shape:
         return zeros(shape, dtype)
     array = untouched(shape, dtype, takes_huge_pages(shape, dtype, len({*homes})))
     place(array, homes)

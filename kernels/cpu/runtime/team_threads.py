@@ -40,7 +40,7 @@ class TeamThreads:
             self._finalizer.detach()
             self._start()
         self._shared.set_task((take_steps, *arguments))
-        self._shared.is_in_step = True  # before a look at who is asleep, as they look at it behind
+        self._shared.is_in_step = True  # before looking who is asleep: they say that they are, and then look here
         try:
             for follower in self._shared.followers:
                 if follower.is_asleep:

@@ -425,9 +425,6 @@ def test_followers_sleep_when_no_step_comes_and_wake_again(team):
     task.check()
 
 
-# Ends.
-
-
 def test_a_follower_that_gave_up_as_a_step_began_takes_it_after_all():
     """Between two steps it finds none for a while, and wants the GIL to fall asleep; but the leader has the GIL, takes
     it to be awake, and wakes nobody."""
@@ -448,6 +445,10 @@ def test_a_follower_that_gave_up_as_a_step_began_takes_it_after_all():
     for _ in range(2):
         team.run(take_steps, has_begun, has_come)
     wait_until_asleep(team)
+    team.close()
+
+
+# Ends.
 
 
 def followers_since(before: set) -> list[threading.Thread]:

@@ -116,7 +116,7 @@ def _answer_by_workers(job: _Job) -> int:
         from tinygpt.cli.batch.ray_actors import answers_on_ray
 
         # Entered before the bar is made: stderr is another stream within.
-        with answers_on_ray(count, reader.setup_elsewhere(count), tasks) as answers:
+        with answers_on_ray(count, reader.setup_elsewhere(args.workers), tasks) as answers:
             num_failed = _write_all(job, _noted(answers, works))
     else:
         with reader.setup(count) as setup, started(count, setup) as workers:

@@ -18,7 +18,9 @@ _ADVICE = (
     ("a JSON schema: a dict, or the same as JSON text, or None", "a JSON schema, or the same as a text"),
 )
 _ASSIGNED = re.compile(r"(\w+)='(\w+)'")
-_AS_IN_PYTHON = re.compile(r"=.*?(?= is not possible: )")  # a value, which the client knows
+# A value as Python writes it, which the client knows.
+_MUST_BE = re.compile(r"=[^;]*? is not possible: it must be ")
+_AS_IN_PYTHON = re.compile(r"=[^;]*?(?= is not possible: )")
 # Fields that a form may have under another name -> how sentences write them.
 _RENAMED = {"prompt": "the prompt", "max_tokens": "max_tokens"}
 
@@ -40,7 +42,8 @@ def for_client(sentence: str, form: Strict) -> tuple[str, str | None]:
     if name == "use_beam_search":  # which is no number
         sentence = f"use_beam_search searches with n beams, and {sentence}"
     elif name is not None and found.start(1) == 0:
-        sentence = name + _AS_IN_PYTHON.sub("", sentence[found.end(1) :], count=1)
+        said = _MUST_BE.sub(" must be ", sentence[found.end(1) :])
+        sentence = name + _AS_IN_PYTHON.sub("", said)
     for advice, others in _ADVICE:
         sentence = sentence.replace(advice, others)
     return sentence, name

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-REST = 9  # times as long as a delivery has taken, the next one is put off: all of them take a tenth of a core at most
+REST = 9  # times as long as a delivery has taken, the next one is put off: all of them take a tenth of a core or so
 MAX_REST = 0.025  # seconds, which nobody sees a text halt for
 
 
