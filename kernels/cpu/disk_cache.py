@@ -22,21 +22,15 @@ SOURCES = Path(__file__).resolve().parent
 
 
 class DiskCache:
-    """What Numba asks before it compiles a function, and tells when it has.
+    """What Numba asks before it compiles a function, and tells when it has."""
 
-    counts_references: whether the function does, and so calls Numba's runtime.
-    """
-
-    def __init__(self, function: Callable, find_files: Callable[[], KernelFiles], counts_references: bool):
+    def __init__(self, function: Callable, find_files: Callable[[], KernelFiles]):
         self._function = function
         self._find_files = find_files
-        self._counts_references = counts_references
 
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
         """The compiled function for arguments of these types, or None."""
-        # Numba's cache fills the registries too, which a compiler alone asks, and fills them.
-        if self._counts_references:
-            rtsys.initialize(target_context)  # LLVM compiles it, which takes as long as all else to read a step
+        # Numba's cache fills the registries here, which a compiler alone asks, and fills them.
         name = self._name(signature, target_context.codegen())
         if name is None:
             return None
@@ -55,7 +49,7 @@ class DiskCache:
         self._find_files().end_claim()
 
     def _load(self, name: str, signature: Any, target_context: Any) -> CompileResult | None:
-        result = self._find_files().load_object(name, lambda parts: CompileResult._rebuild(target_context, *parts))
+        result = self._find_files().load_object(name, lambda parts: _rebuilt(target_context, parts))
         # Two types may look the same in words.
         is_it = result is not None and result.signature.args == sigutils.normalize_signature(signature)[0]
         return result if is_it else None
@@ -83,6 +77,15 @@ class DiskCache:
             return None
         digest = hashlib.sha256(f"{known} {codegen.magic_tuple()}".encode()).hexdigest()[:32]
         return f"{function.__name__.strip('<>')}-{digest}.kernel"
+
+
+def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:
+    """The compiled function. Where it calls Numba's runtime, that is made first: LLVM compiles it, which takes as long
+    as all else to read a step."""
+    (_, _, (machine_code, _)), *_ = parts
+    if b"NRT_" in machine_code:
+        rtsys.initialize(target_context)
+    return CompileResult._rebuild(target_context, *parts)
 
 
 def _for_python(reduced: tuple) -> tuple:

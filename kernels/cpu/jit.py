@@ -100,7 +100,7 @@ def _kernel_or_part(function, **options):
 
 def _kernel(function, **options):
     compiled = numba.njit(**KERNEL_OPTIONS, **options)(function)
-    compiled._cache = DiskCache(function, kernel_files, counts_references=options.get("_nrt", True))
+    compiled._cache = DiskCache(function, kernel_files)
     return compiled
 
 

@@ -366,3 +366,11 @@ def test_a_start_looks_for_no_garbage():
         assert gc.get_threshold()[0] == loading.COLLECT_AFTER > before[0]
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+def test_a_start_that_fails_leaves_the_looking_for_garbage_as_it_was(monkeypatch):
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("what is left of it would stay"))
+    before = gc.get_threshold()
+    with pytest.raises(ValueError, match="no model"), loading.uncollected():
+        raise ValueError("no model")
+    assert gc.get_threshold() == before

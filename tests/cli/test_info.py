@@ -133,6 +133,13 @@ def test_hashes(capsys, folder):
     assert info(capsys, moved)["content_hash"] != before["content_hash"]
 
 
+def test_what_is_prepared_of_a_tokenizer_has_its_hash(capsys, folder):
+    """It decides the ids, where it belongs to the other files."""
+    (folder / "tokenizer.tinygpt").write_text("prepared")
+    expected = {"size": 8, "sha256": hashlib.sha256(b"prepared").hexdigest()}
+    assert info(capsys, folder)["files"]["tokenizer.tinygpt"] == expected
+
+
 @pytest.mark.parametrize("num_tensors", [0, 5])
 def test_a_file_without_a_tensor_or_that_is_damaged_has_its_hash(capsys, tmp_path, num_tensors):
     """In a folder as by its own name."""

@@ -82,14 +82,15 @@ class TestWhatIsPrepared:
 
     @given(st.data())
     def test_of_any_vocabulary(self, tmp_path_factory, data):
-        tokens, pairs, folder = [*"abé "], [], tmp_path_factory.mktemp("any")
+        pairs, folder = [], tmp_path_factory.mktemp("any")
         for _ in range(data.draw(st.integers(0, 8))):
             pairs.append(data.draw(st.tuples(*[st.sampled_from([*"ab", *map("".join, pairs)])] * 2)))
         alphabet = data.draw(st.sampled_from([ALPHABET, "abĠ"]))
         save(made := bpe(pairs, alphabet=alphabet), folder)
         write_prepared(folder)
+        assert (prepared.read_prepared(folder) is not None) == (folder / PREPARED_FILE).exists()
         ours = Tokenizer.from_folder(folder)
-        for word in data.draw(st.lists(st.text("".join(tokens[:2]), max_size=12), max_size=8)):
+        for word in data.draw(st.lists(st.text("ab", max_size=12), max_size=8)):
             assert_equal(ours, made, word)
 
     def test_is_nothing_of_another_kind(self, tmp_path):
@@ -112,6 +113,7 @@ class TestOtherFiles:
         spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocab = spec["model"]["vocab"]
         vocab["ab"], vocab["abc"] = vocab["abc"], vocab["ab"]
+        assert prepared.read_prepared(folder) is not None
         *_, before = Tokenizer.from_folder(folder).encode("cab")
         write(folder, "tokenizer.json", spec)
         *_, after = Tokenizer.from_folder(folder).encode("cab")
@@ -156,6 +158,10 @@ class TestDamage:
         (folder / PREPARED_FILE).write_bytes(content[:size])
         assert prepared.read_prepared(folder) is None
         assert_equal(Tokenizer.from_folder(folder), library(), TEXT)
+
+    def test_what_is_written_again_as_it_was_is_whole(self, folder):
+        rewrite(folder, lambda content: None)
+        assert prepared.read_prepared(folder) is not None
 
     @pytest.mark.parametrize("change", CHANGES)
     def test_what_somebody_has_written(self, folder, change):

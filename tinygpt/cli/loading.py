@@ -74,8 +74,8 @@ def uncollected() -> Iterator[None]:
     gc.set_threshold(COLLECT_AFTER)
     try:
         yield
-    finally:
         gc.freeze()
+    finally:
         gc.set_threshold(*thresholds)
 
 

@@ -48,6 +48,8 @@ def read_prepared(folder: Path) -> ByteLevelBPE | None:
             content = json.loads(payload)
             return ByteLevelBPE(_checked(content["spec"]), _vocabulary(content))
         logger.debug("%s does not belong to the files beside it, which are read instead", file)
+    except FileNotFoundError:  # as beside most checkpoints
+        pass
     except (OSError, CheckpointError, UnlikeGPT2, *MALFORMED) as error:
         logger.debug("%s is not used (%r)", file, error)
     return None

@@ -154,6 +154,6 @@ def check_switch(split_special_tokens: Any) -> None:
 
 
 def _check_token_id(token_id: Any, position: int) -> None:
-    # __index__ admits NumPy's integers without importing NumPy.
+    # __index__ admits NumPy's integers.
     if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or token_id < 0:
         raise RequestError(f"A token id must be a whole number from 0; {token_id!r} was given at position {position}.")

@@ -279,6 +279,31 @@ print(bool(compiled))
     assert run(folder, code, **environment) == "False\nTrue"
 
 
+def test_a_kernel_whose_part_makes_an_array_is_read_with_numbas_runtime(folder):
+    """Though a kernel counts no references: the part was compiled for another function, which does."""
+    source = """
+import numpy as np
+from tinygpt.kernels.cpu.jit import jit, kernel
+
+@jit
+def total(n):
+    return np.full(n, 2.0).sum()
+
+@jit
+def plain(n):
+    return total(n)
+
+@kernel
+def counted(n):
+    return total(n)
+"""
+    (folder / "parts_of.py").write_text(source)
+    both = "import parts_of; print(parts_of.plain(3), parts_of.counted(3))"
+    start(folder, both).communicate()  # which compiles, and says so
+    assert run(folder, both) == "6.0 6.0"
+    assert run(folder, "import parts_of; print(parts_of.counted(3))") == "6.0"
+
+
 def test_a_changed_source_is_compiled_anew(folder):
     """Here one outside of the package, whose sources name the folder."""
     assert run(folder) == "15 1"

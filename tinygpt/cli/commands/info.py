@@ -138,11 +138,13 @@ def _tokenizer(source: "Source", checkpoint: "Checkpoint | None") -> dict[str, A
 
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
+    from tinygpt.tokenizer.prepared import PREPARED_FILE
     from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
 
     folder, container = source.folder, source.container
     weights = sorted({tensor.path for tensor in container.tensors.values()}) or _without_tensors(source)
-    paths = [*(folder / name for name in CONFIG_FILES), *weights, *(folder / name for name in TOKENIZER_FILES)]
+    tokenizer = (folder / name for name in (*TOKENIZER_FILES, PREPARED_FILE))
+    paths = [*(folder / name for name in CONFIG_FILES), *weights, *tokenizer]
     return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _hash_of_file(path)}
         for path in paths
