@@ -62,7 +62,7 @@ def make_integer_code(vectors: int, adds: bool):
 
             def step(k, sums):
                 first = builder.add(builder.mul(k, size(vectors)), builder.mul(number, size(strip)))
-                ask_ahead(builder, ahead, spacing, first, strip, rows)
+                ask_ahead(builder, ahead, spacing, first, strip)
                 b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), builder.mul(k, size(step_bytes))
                 b_k = [load(builder, at(b_row, v * VECTOR_BYTES), INTS, 32) for v in range(strip)]
                 taken, sums = [[vector] * parts if IN_FOURS else shorts_of(builder, vector) for vector in b_k], [*sums]

@@ -104,7 +104,7 @@ def _make_code(dtype: str):
                 def step(i, sums):
                     row = builder.add(first_load, i)
                     asked = builder.add(builder.mul(row, size(strips)), strip_number)
-                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips, rows)
+                    ask_part_ahead(builder, ahead, spacing, asked, lines, strips)
                     b_row = builder.add(builder.add(b, columns), builder.mul(row, size(ROW_BYTES)))
                     b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 64) for v in range(strip)]
                     taken = [unpacked(builder, vector, dtype) if per_load > 1 else [vector] for vector in b_k]

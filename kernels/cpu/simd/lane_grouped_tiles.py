@@ -125,7 +125,7 @@ def make_lane_grouped_code(dtype: str):
                 def row_at(row):
                     """Where a row of the part begins; asks for what comes in its place later."""
                     before = builder.add(builder.mul(builder.add(first_row, row), size(strips)), strip_number)
-                    ask_part_ahead(builder, ahead, spacing, before, lines, strips, rows)
+                    ask_part_ahead(builder, ahead, spacing, before, lines, strips)
                     return builder.add(b_strip, builder.mul(row, size(ROW_BYTES)))
 
                 sums = multiply(builder, dtype, strip * QUADS, a_rows, s_rows, row_at)

@@ -52,7 +52,7 @@ def make_lane_code(vectors: int, adds: bool):
                 for j in range(count):
                     k_j = builder.add(k, size(j))
                     asked = builder.add(builder.mul(k_j, size(vectors)), builder.mul(number, size(strip)))
-                    ask_ahead(builder, ahead, spacing, asked, strip, rows)
+                    ask_ahead(builder, ahead, spacing, asked, strip)
                     b_row, new = builder.add(b_strip, builder.mul(k_j, ldb)), []
                     for q in quads:
                         quad = load(builder, builder.add(b_row, size(q * REGISTER_BYTES)), INT_QUAD, REGISTER_BYTES)

@@ -84,7 +84,7 @@ def _make_code(vectors: int, adds: bool):
 
             def step(k, sums):
                 first = builder.add(builder.mul(k, size(vectors)), builder.mul(number, size(strip)))
-                ask_ahead(builder, ahead, spacing, first, strip, rows)
+                ask_ahead(builder, ahead, spacing, first, strip)
                 b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), builder.mul(k, size(4 * len(parts)))
                 b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 32) for v in range(strip)]
                 for part in parts:
