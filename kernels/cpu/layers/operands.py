@@ -12,7 +12,10 @@ from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, 
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, SCALES_BYTES
+from tinygpt.kernels.cpu.simd.finished_rows import put_rows
+from tinygpt.kernels.cpu.simd.panels import ROW_BYTES
 from tinygpt.kernels.cpu.simd.targets import TARGET
+from tinygpt.kernels.cpu.simd.tiles import PANEL
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
@@ -31,6 +34,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     load,
     maximum,
     multiply_add,
+    repeat,
     store,
     uint16_at,
 )
@@ -101,6 +105,23 @@ _put_rounded = _put_bfloat16 if TARGET.multiplies_bfloat16 else _put_widened
 put = by_type({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
 
 
+def _put_rows_int8(operand, row, first, rows, x, factors, summands):
+    like = operand.values
+    stride, scales_stride = like.shape[1] * like.itemsize, operand.scales.shape[1] * SCALES_BYTES
+    target = address(like) + row * stride + first * like.itemsize
+    scales = address(operand.scales) + row * scales_stride + first // GROUP * SCALES_BYTES
+    quantise_rows(like, x, rows, factors, summands, target, stride, scales, scales_stride)
+
+
+def _put_rows(operand, row, first, rows, x, factors, summands):
+    put_rows(x, ROW_BYTES, x, rows, factors, summands)
+    for r in range(rows):
+        put(operand, row + r, first, float32_at(x + r * ROW_BYTES, PANEL))
+
+
+put_panel = by_type({Int8Operand: _put_rows_int8}, otherwise=_put_rows)
+
+
 @intrinsic
 def quantise_group(typingctx, like, x, target, scales):
     """GROUP float32 values to int8 with one scale: the largest size becomes 127, and zeros have scale 0.
@@ -116,6 +137,37 @@ def quantise_group(typingctx, like, x, target, scales):
         return context.get_dummy_value()
 
     return types.void(like, types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
+def quantise_rows(typingctx, like, x, count, factors, summands, target, stride, scales, scales_stride):
+    """Rows of GROUP float32 values, x * factors + summands, as quantise_group does it; the rows of x have no gaps.
+
+    factors and summands: addresses of a row each. The strides are the bytes from one row to the next. count >= 1.
+    """
+
+    def codegen(context, builder, signature, args):
+        _, x, count, factors, summands, target, stride, scales, scales_stride = args
+        kind = ir.IntType(like.dtype.bitwidth)
+
+        def load_row(start):
+            return [load(builder, at, FLOATS, 4) for at in _vectors_at(builder, start)]
+
+        def at(start, i, stride):
+            return builder.add(start, builder.mul(i, stride))
+
+        factors, summands = load_row(factors), load_row(summands)
+
+        def row(i, _):
+            values = load_row(at(x, i, ir.Constant(i.type, GROUP * 4)))
+            values = [builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)]
+            _quantise(builder, values, kind, at(target, i, stride), at(scales, i, scales_stride))
+            return []
+
+        repeat(builder, count, row, [])
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.intp] * 8), codegen
 
 
 @intrinsic

@@ -79,7 +79,7 @@ def _make_code(dtype: str):
     parts, fold = GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
-        strip, per_load = strip_of(rows), EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
+        strip, per_load = strip_of(rows, sums=2), EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
         loads, strips = part_k // integer.k // per_load, PANEL_VECTORS // strip
         lines = ROW_BYTES // LINE_BYTES // (EXPANSION[dtype] // per_load)
 
@@ -91,15 +91,17 @@ def _make_code(dtype: str):
 
         a_starts, s_starts, c_rows = starts(a, lda), starts(scales, lds), starts(c, size(ROW_BYTES))
 
-        def take_part(number, _):
-            a_offset = builder.mul(number, size(part_k * OPERAND_BYTES[dtype]))
-            s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
-            a_rows = [builder.add(start, a_offset) for start in a_starts]
-            s_rows = [builder.add(start, s_offset) for start in s_starts]
-            first_load = builder.mul(number, size(loads))
+        def take_strip(strip_number, _):
+            columns = builder.mul(strip_number, size(strip * VECTOR_BYTES))
+            c_starts = [builder.add(c_row, columns) for c_row in c_rows]
+            places = [builder.add(start, size(v * VECTOR_BYTES)) for start in c_starts for v in range(strip)]
 
-            def take_strip(strip_number, _):
-                columns = builder.mul(strip_number, size(strip * VECTOR_BYTES))
+            def take_part(number, totals):
+                a_offset = builder.mul(number, size(part_k * OPERAND_BYTES[dtype]))
+                s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
+                a_rows = [builder.add(start, a_offset) for start in a_starts]
+                s_rows = [builder.add(start, s_offset) for start in s_starts]
+                first_load = builder.mul(number, size(loads))
 
                 def step(i, sums):
                     row = builder.add(first_load, i)
@@ -120,25 +122,20 @@ def _make_code(dtype: str):
 
                 start = [first for s in s_rows for first in [_first_sum(builder, dtype, integer, s)] * strip]
                 sums = [integer.finish(builder, total) for total in repeat(builder, size(loads), step, start)]
-                places = [
-                    builder.add(builder.add(c_row, columns), size(v * VECTOR_BYTES))
-                    for c_row in c_rows
-                    for v in range(strip)
-                ]
-                totals = [load(builder, at, FLOATS, 4) for at in places]
                 w_scales = builder.add(
                     builder.add(b_scales, builder.mul(number, size(WEIGHT_SCALES_BYTES))),
                     builder.mul(strip_number, size(strip * LANES * 2)),
                 )
                 half = builder.urem(number, size(parts))
-                for at, total in zip(places, fold(builder, strip, s_rows, half, w_scales, sums, totals), strict=True):
-                    store(builder, total, at, 4)
-                return []
+                return fold(builder, strip, s_rows, half, w_scales, sums, totals)
 
-            repeat(builder, size(strips), take_strip, [])
+            totals = [load(builder, at, FLOATS, 4) for at in places]
+            totals = repeat(builder, builder.mul(groups, size(parts)), take_part, totals)
+            for at, total in zip(places, totals, strict=True):
+                store(builder, total, at, 4)
             return []
 
-        repeat(builder, builder.mul(groups, size(parts)), take_part, [])
+        repeat(builder, size(strips), take_strip, [])
 
     return code
 

@@ -103,14 +103,6 @@ def add(builder, x, y):
     return builder.fadd(x, y)
 
 
-def multiply(builder, x, y):
-    return builder.fmul(x, y)
-
-
-def second(builder, x, y):
-    return y
-
-
 def add_int(builder, x, y):
     return builder.add(x, y)
 
@@ -128,23 +120,6 @@ def _add_square(builder, total, x):
 sum_lanes = make_reduction(0.0, add, add)
 sum_squares_lanes = make_reduction(0.0, _add_square, add)
 max_lanes = make_reduction(float("-inf"), maximum, maximum)
-
-
-def make_row_operation(vectors: int, combine):
-    """The intrinsic operation(target, source): target = combine(target, source), rows of vectors * 16 float32."""
-
-    @intrinsic
-    def operation(typingctx, target, source):
-        def codegen(context, builder, signature, args):
-            for v in range(vectors):
-                x, y = (builder.add(start, ir.Constant(start.type, v * VECTOR_BYTES)) for start in args)
-                values = (load(builder, at, FLOATS, 4) for at in (x, y))
-                store(builder, combine(builder, *values), x, 4)
-            return context.get_dummy_value()
-
-        return types.void(types.intp, types.intp), codegen
-
-    return operation
 
 
 @intrinsic
