@@ -19,38 +19,47 @@ OFFSET = np.uint8(128)  # a byte of an int8 cache holds a whole number + 128
 
 
 class KVCache(NamedTuple):
-    """Keys and values of every position, preallocated and written in place; T is rounded up to KEY_BLOCK."""
+    """Keys and values of every position, preallocated and written in place; T is rounded up to KEY_BLOCK.
+
+    Both are views of one array (S, T / KEY_BLOCK, L, H, ...): a head's keys of a block, and behind them its values. So
+    what a layer reads of a short sequence is one run of memory, head by head, and a sequence's pages are few.
+    """
 
     k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D / P rounded up, KEY_BLOCK, P), or SCALE_STEPS more of int8
-    v: np.ndarray  # (L, S, H, T / P, D rounded up to LANES, P)
+    v: np.ndarray  # (L, S, H, T / KEY_BLOCK, KEY_BLOCK / P, D rounded up to LANES, P)
 
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     """Zeros: memory that no sequence has reached costs nothing yet. dtype: one of KINDS."""
-    kind, _ = KINDS[dtype]
-    return KVCache(*(untouched(shape, kind) for shape in _shapes(config, num_slots, max_model_len, dtype)))
+    blocks, shapes = -(-max_model_len // KEY_BLOCK), _block_shapes(config, dtype)
+    k_size, v_size = map(math.prod, shapes)
+    whole = (num_slots, blocks, config.n_layer, config.n_head, k_size + v_size)
+    array = untouched(whole, KINDS[dtype][0])  # (S, T / KEY_BLOCK, L, H, ...)
+    parts = zip(np.split(array, [k_size], axis=-1), shapes, strict=True)
+    return KVCache(*(part.reshape(*whole[:-1], *shape).transpose(2, 0, 3, 1, 4, 5, 6) for part, shape in parts))
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
     """What `new_kv_cache` would take when it is full."""
-    kind, _ = KINDS[dtype]
-    return np.dtype(kind).itemsize * sum(map(math.prod, _shapes(config, num_slots, max_model_len, dtype)))
+    of_block = sum(map(math.prod, _block_shapes(config, dtype))) * np.dtype(KINDS[dtype][0]).itemsize
+    return num_slots * -(-max_model_len // KEY_BLOCK) * config.n_layer * config.n_head * of_block
 
 
-def _shapes(config, num_slots: int, length: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    _, per_step = KINDS[dtype]
-    blocks, size = -(-length // KEY_BLOCK), config.head_size
-    k = (blocks, -(-size // per_step) + (SCALE_STEPS if dtype == "int8" else 0), KEY_BLOCK, per_step)
-    v = (blocks * KEY_BLOCK // per_step, padded_head(size), per_step)
-    return (config.n_layer, num_slots, config.n_head, *k), (config.n_layer, num_slots, config.n_head, *v)
+def _block_shapes(config, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a head's keys and values of KEY_BLOCK positions."""
+    size, (_, per_step) = config.head_size, KINDS[dtype]
+    steps = -(-size // per_step) + (SCALE_STEPS if dtype == "int8" else 0)
+    return (steps, KEY_BLOCK, per_step), (KEY_BLOCK // per_step, padded_head(size), per_step)
 
 
 def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
     """Give positions start to stop of `target_slot` the keys and values of `source_slot`, bit for bit."""
-    for block, inside in _key_blocks(start, stop):
+    for block, inside in _blocks(start, stop):
         kv_cache.k[:, target_slot, :, block, :, inside] = kv_cache.k[:, source_slot, :, block, :, inside]
-    for steps, parts in _value_steps(kv_cache, start, stop):
-        kv_cache.v[:, target_slot, :, steps, :, parts] = kv_cache.v[:, source_slot, :, steps, :, parts]
+        for steps, parts in _value_steps(kv_cache, inside):
+            kv_cache.v[:, target_slot, :, block, steps, :, parts] = kv_cache.v[
+                :, source_slot, :, block, steps, :, parts
+            ]
     _clear_rest(kv_cache, target_slot, stop)
 
 
@@ -78,27 +87,28 @@ def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarra
     k, v = _encoded(kv_cache, k, v)
     size, stop, per_step = v.shape[3], start + k.shape[2], kv_cache.k.shape[-1]
     k = k.reshape(*k.shape[:3], -1, per_step).swapaxes(2, 3)  # (L, H, D / P, n, P)
-    for block, inside in _key_blocks(start, stop):
+    for block, inside in _blocks(start, stop):
         first = block * KEY_BLOCK + inside.start - start
-        kv_cache.k[:, slot, :, block, :, inside] = k[:, :, :, first : first + inside.stop - inside.start]
-    for part in range(per_step):  # every P-th position
-        first = start + (part - start) % per_step
-        values = v[:, :, first - start :: per_step]  # (L, H, n / P, D)
-        steps = slice(first // per_step, first // per_step + values.shape[2])
-        kv_cache.v[:, slot, :, steps, :size, part] = values
+        given = slice(first, first + inside.stop - inside.start)
+        kv_cache.k[:, slot, :, block, :, inside] = k[:, :, :, given]
+        for part in range(per_step):  # every P-th position
+            skipped = (part - inside.start) % per_step
+            values = v[:, :, given][:, :, skipped::per_step]  # (L, H, n / P, D)
+            step = (inside.start + skipped) // per_step
+            kv_cache.v[:, slot, :, block, step : step + values.shape[2], :size, part] = values
     _clear_rest(kv_cache, slot, stop)
 
 
-def _key_blocks(start: int, stop: int):
-    """The key blocks that positions start to stop lie in, and which part of each they are."""
+def _blocks(start: int, stop: int):
+    """The blocks that positions start to stop lie in, and which part of each they are."""
     for block in range(start // KEY_BLOCK, -(-stop // KEY_BLOCK)):
         first = block * KEY_BLOCK
         yield block, slice(max(start - first, 0), min(stop - first, KEY_BLOCK))
 
 
-def _value_steps(kv_cache, start: int, stop: int):
-    """The steps of values that positions start to stop lie in, and which parts of them they are."""
-    per_step = kv_cache.v.shape[-1]
+def _value_steps(kv_cache, inside: slice):
+    """The steps of a block's values that positions `inside` it lie in, and which parts of them they are."""
+    per_step, start, stop = kv_cache.v.shape[-1], inside.start, inside.stop
     if start % per_step and start < stop:
         yield slice(start // per_step, start // per_step + 1), slice(start % per_step, None)
         start += per_step - start % per_step
@@ -111,7 +121,7 @@ def _value_steps(kv_cache, start: int, stop: int):
 def _clear_rest(kv_cache, slot: int, stop: int) -> None:
     """What shares a step of bfloat16 with the last position is read with a weight of 0, and 0 * NaN would be NaN."""
     if kv_cache.v.dtype == np.uint16 and stop % 2:
-        kv_cache.v[:, slot, :, stop // 2, :, 1] = 0
+        kv_cache.v[:, slot, :, stop // KEY_BLOCK, stop % KEY_BLOCK // 2, :, 1] = 0
 
 
 def _encoded(kv_cache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

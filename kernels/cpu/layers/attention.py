@@ -7,7 +7,8 @@ was cut into steps.
 
 The cache is laid out as the tiles read it, in steps of P values: 1 float32, or 2 bfloat16 (as uint16), multiplied
 and added in float32, or 4 int8, see int8_cache.py. Keys are transposed in a block, (..., T / KEY_BLOCK, D / P,
-KEY_BLOCK, P), and a step is P dimensions; values are (..., T / P, D rounded up to LANES, P), and a step is P positions.
+KEY_BLOCK, P), and a step is P dimensions; values are (..., T / KEY_BLOCK, KEY_BLOCK / P, D rounded up to LANES, P), and
+a step is P positions.
 Queries and softmax weights are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
 """
 
@@ -23,7 +24,6 @@ from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import (
-    AHEAD,
     LINE_BYTES,
     PANEL,
     STEP_BYTES,
@@ -65,8 +65,8 @@ def scratch_size(head_size: int) -> int:
 def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
     """Put the new tokens' keys and values in their place. A phase; an item is a head.
 
-    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), or two steps more of int8, v_cache (S, H, T / P, padded D, P),
-    qkv (N, 3C), positions and token_slots (N,).
+    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), or two steps more of int8, v_cache (S, H, T / KEY_BLOCK,
+    KEY_BLOCK / P, padded D, P), qkv (N, 3C), positions and token_slots (N,).
     """
     heads = k_cache.shape[1]
     size = qkv.shape[1] // (3 * heads)
@@ -80,9 +80,9 @@ def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
                     expect_write(following + step * KEY_STEP_BYTES)
             key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
             value, column = float32_at(key + heads * size * 4, size), _column(k_cache, slot, head, position)
-            start = address(v_cache) + slot * v_cache.strides[0] + head * v_cache.strides[1]
             put_key(k_cache, column, float32_at(key, size))
-            put_value(v_cache, start, position, value, column)
+            values = _block(v_cache, slot, head, position // KEY_BLOCK)
+            put_value(v_cache, values, position % KEY_BLOCK, value, column)
         complete(team, heads)
         head = claim(team, heads)
     finish_phase(team)
@@ -91,8 +91,13 @@ def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
 @kernel
 def _column(k_cache, slot, head, position):
     """Where a position's key begins: its column of a block."""
-    block = slot * k_cache.strides[0] + head * k_cache.strides[1] + position // KEY_BLOCK * k_cache.strides[2]
-    return address(k_cache) + block + position % KEY_BLOCK * STEP_BYTES
+    return _block(k_cache, slot, head, position // KEY_BLOCK) + position % KEY_BLOCK * STEP_BYTES
+
+
+@kernel
+def _block(cache, slot, head, block):
+    """Where a block of a head's keys, or values, begins."""
+    return address(cache) + slot * cache.strides[0] + head * cache.strides[1] + block * cache.strides[2]
 
 
 @kernel
@@ -121,7 +126,7 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
 @inline
 def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, scratch):
     """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
-    rows, steps, columns = last - first, steps_of_key(k_cache), v_cache.shape[3]
+    rows, steps, columns = last - first, steps_of_key(k_cache), v_cache.shape[4]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
     q, q_bytes = address(scratch), bytes_of_query(k_cache)  # (TILE_ROWS,) of them
     scores = q + TILE_ROWS * q_bytes  # (TILE_ROWS, KEY_BLOCK)
@@ -135,13 +140,13 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
         highest[r], weight_sum[r] = -np.inf, ZERO
 
-    k = address(k_cache) + slot * k_cache.strides[0] + head * k_cache.strides[1]
-    v = address(v_cache) + slot * v_cache.strides[0] + head * v_cache.strides[1]
     newest = positions[last - 1]
     for block in range(newest // KEY_BLOCK + 1):
         first_key = block * KEY_BLOCK
-        keys = k + block * k_cache.strides[2]
-        where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, keys + AHEAD, LINE_BYTES
+        keys, values = _block(k_cache, slot, head, block), _block(v_cache, slot, head, block)
+        is_last = first_key + KEY_BLOCK > newest
+        following = _block(k_cache, slot, head + 1, 0) if is_last else _block(k_cache, slot, head, block + 1)
+        where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, values, LINE_BYTES
         panel_tile(k_cache, rows, q, q_bytes, *where)
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
@@ -152,7 +157,7 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, keys + (steps + 1) * KEY_STEP_BYTES)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
         visible = min(KEY_BLOCK, newest + 1 - first_key)
-        _add_values(v_cache, rows, weights, v, first_key, visible, totals)
+        _add_values(v_cache, rows, weights, values, visible, totals, following)
 
     for r in range(rows):
         share = ONE / weight_sum[r]
@@ -195,18 +200,19 @@ add_distances = by_type({Alibi: _add_distances}, otherwise=_no_distances)
 
 
 @kernel
-def _add_values(cache, rows, weights, start, first_key, keys, totals):
-    """totals (rows, padded D) += weights (rows, keys) times the values from first_key on; `start`: the head's first."""
-    columns, per_step = cache.shape[3], cache.shape[4]
+def _add_values(cache, rows, weights, values, keys, totals, following):
+    """totals (rows, padded D) += weights (rows, keys) times a block's first values; `following`: what is read next."""
+    columns, per_step = cache.shape[4], cache.shape[5]
     row_bytes, steps, done = columns * STEP_BYTES, (keys + per_step - 1) // per_step, 0
-    v = start + first_key // per_step * row_bytes
     while columns - done >= PANEL:
-        where = v + done * 4, row_bytes, steps, totals + done * 4, row_bytes, v + done * 4 + AHEAD, LINE_BYTES
+        where = values + done * 4, row_bytes, steps, totals + done * 4, row_bytes, following, LINE_BYTES
         panel_add(cache, rows, weights, SCORE_BYTES, *where)
+        following += steps * PANEL * STEP_BYTES
         done += PANEL
     while done < columns:
-        where = v + done * 4, row_bytes, steps, totals + done * 4, row_bytes, v + done * 4 + AHEAD, row_bytes
+        where = values + done * 4, row_bytes, steps, totals + done * 4, row_bytes, following, LINE_BYTES
         strip_add(cache, rows, weights, SCORE_BYTES, *where)
+        following += steps * LINE_BYTES
         done += LANES
 
 
@@ -233,14 +239,14 @@ put_key = by_type({types.float32: _put_key_float32, types.uint16: _put_key_bfloa
 
 
 def _put_value_float32(cache, start, position, x, column):
-    target = float32_at(start + position * cache.strides[2], x.size)
+    target = float32_at(start + position * cache.strides[3], x.size)
     for d in range(x.size):
         target[d] = x[d]
 
 
 def _put_value_bfloat16(cache, start, position, x, column):
     # An even position clears the odd one after it, which comes later: its weight is 0, and 0 * NaN would be NaN.
-    target = uint32_at(start + position // 2 * cache.strides[2], x.size)
+    target = uint32_at(start + position // 2 * cache.strides[3], x.size)
     if position % 2:
         for d in range(x.size):
             target[d] = _pair(target[d], to_bfloat16(x[d]))
@@ -249,8 +255,8 @@ def _put_value_bfloat16(cache, start, position, x, column):
             target[d] = np.uint32(to_bfloat16(x[d]))
 
 
-# put_value(cache, start, position, x, column): put a value (D,) where its position lies after `start`, the head's
-# first, and its scale, if it has one, into its key's column.
+# put_value(cache, start, position, x, column): put a value (D,) where its position in a block lies after `start`, the
+# first's, and its scale, if it has one, into its key's column.
 put_value = by_type(
     {types.float32: _put_value_float32, types.uint16: _put_value_bfloat16, types.uint8: int8_cache.put_value}
 )

@@ -65,14 +65,15 @@ def put_key(cache, column, x):
 
 
 def put_value(cache, start, position, x, column):
-    """Put a value (D,) where its position lies behind `start`, the head's first, and its scale into its key's column.
+    """Put a value (D,) where its position in a block lies behind `start`, the first's, and its scale into its key's
+    column.
 
     What lies there of other positions stays: it is theirs, or nobody's, whose weight is 0.
     """
     scale, inverse = _scales(_largest(x), LEVELS)
     shift = np.uint32(8 * (position % PER_STEP))
     others = np.uint32(~np.uint32(BYTE << shift))
-    words = uint32_at(start + position // PER_STEP * cache.strides[2], x.size)
+    words = uint32_at(start + position // PER_STEP * cache.strides[3], x.size)
     for d in range(x.size):
         words[d] = np.uint32(words[d] & others) | np.uint32(_byte(x[d], inverse) << shift)
     float32_at(column + (_steps(x) + 1) * COLUMN_STEP_BYTES, 1)[0] = scale

@@ -11,8 +11,8 @@ from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
-from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, SCALES_BYTES
 from tinygpt.kernels.cpu.simd.finished_rows import put_rows
+from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, SCALES_BYTES
 from tinygpt.kernels.cpu.simd.panels import ROW_BYTES
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import PANEL

@@ -20,9 +20,9 @@ TOLERANCE = {"float32": "attention", "bfloat16": "bfloat16 attention", "int8": "
 
 
 class Cache(NamedTuple):
-    """One layer's: k (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v (S, H, T / P, padded D, P); bfloat16 as uint16.
+    """One layer's: k (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v (S, H, T / KEY_BLOCK, KEY_BLOCK / P, padded D, P).
 
-    int8 is uint8, 128 larger, and k has two steps more: the scales of keys and of values, float32.
+    bfloat16 is uint16. int8 is uint8, 128 larger, and k has two steps more: the scales of keys and of values, float32.
     """
 
     k: np.ndarray
@@ -33,7 +33,7 @@ def new_kv_cache(sequences: int, heads: int, size: int, length: int, dtype: str)
     blocks, (kind, p) = -(-length // KEY_BLOCK), KINDS[dtype]
     steps = -(-size // p) + 2 * (dtype == "int8")
     k = unwritten(sequences, heads, blocks, steps, KEY_BLOCK, p, dtype=kind)
-    return Cache(k, unwritten(sequences, heads, blocks * KEY_BLOCK // p, padded_head(size), p, dtype=kind))
+    return Cache(k, unwritten(sequences, heads, blocks, KEY_BLOCK // p, padded_head(size), p, dtype=kind))
 
 
 def write(cache: Cache, qkv, positions, token_slots) -> None:
@@ -63,7 +63,7 @@ def plain(cache: Cache, size: int) -> tuple[np.ndarray, np.ndarray]:
 def in_positions(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
     """What lies in the cache for each position, (S, H, T, ...)."""
     k = cache.k.transpose(0, 1, 2, 4, 3, 5)  # (S, H, T / KEY_BLOCK, KEY_BLOCK, D / P, P)
-    v = cache.v.swapaxes(-1, -2)  # (S, H, T / P, P, padded D)
+    v = cache.v.swapaxes(-1, -2)  # (S, H, T / KEY_BLOCK, KEY_BLOCK / P, P, padded D)
     sequences, heads, blocks = k.shape[:3]
     return tuple(x.reshape(sequences, heads, blocks * KEY_BLOCK, -1) for x in (k, v))
 
