@@ -74,7 +74,7 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)  # (N, C)
     linear(team, qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
     keep_rows(team, b.queries, layer, qkv)
-    write_kv(team, k, v, qkv, step.positions, step.token_slots)
+    write_kv(team, k, v, qkv, step.positions, step.token_slots, step.tiles)
     attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, params.alibi)  # (N, C)
     convert(team, b.heads, attended, params.attended_factors, layer)
     add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)  # (N, C)

@@ -62,30 +62,52 @@ def scratch_size(head_size: int) -> int:
 
 
 @kernel
-def write_kv(team, k_cache, v_cache, qkv, positions, token_slots):
-    """Put the new tokens' keys and values in their place. A phase; an item is a head.
+def write_kv(team, k_cache, v_cache, qkv, positions, token_slots, tiles):
+    """Put the new tokens' keys and values in their place, of sequences that have several tiles. A phase; an item is a
+    head. Where a tile has all of its sequence's new tokens, `attend` does so: nobody else reads them in this step.
 
     k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), or two steps more of int8, v_cache (S, H, T / KEY_BLOCK,
-    KEY_BLOCK / P, padded D, P), qkv (N, 3C), positions and token_slots (N,).
+    KEY_BLOCK / P, padded D, P), qkv (N, 3C), positions and token_slots (N,), tiles as `attend` takes them.
     """
     heads = k_cache.shape[1]
-    size = qkv.shape[1] // (3 * heads)
     head = claim(team, heads)
     while head >= 0:
-        for n in range(positions.size):
-            slot, position = token_slots[n], positions[n]
-            if n + 1 < positions.size:  # a key is a line for each step: have the next one's fetched meanwhile
-                following = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
-                for step in range(k_cache.shape[3]):
-                    expect_write(following + step * KEY_STEP_BYTES)
-            key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
-            value, column = float32_at(key + heads * size * 4, size), _column(k_cache, slot, head, position)
-            put_key(k_cache, column, float32_at(key, size))
-            values = _block(v_cache, slot, head, position // KEY_BLOCK)
-            put_value(v_cache, values, position % KEY_BLOCK, value, column)
+        for tile in range(tiles.size - 1):
+            if not _has_sequence(tile, tiles, token_slots):
+                _write_tile(tiles[tile], tiles[tile + 1], head, k_cache, v_cache, qkv, positions, token_slots)
         complete(team, heads)
         head = claim(team, heads)
     finish_phase(team)
+
+
+@kernel
+def _has_sequence(tile, tiles, token_slots):
+    """Whether a tile has all new tokens of its sequence."""
+    first, last = tiles[tile], tiles[tile + 1]
+    slot = token_slots[first]
+    return (first == 0 or token_slots[first - 1] != slot) and (last == token_slots.size or token_slots[last] != slot)
+
+
+@kernel
+def _write_tile(first, last, head, k_cache, v_cache, qkv, positions, token_slots):
+    for n in range(first, last):
+        if n + 1 < last:  # a key is a line for each step: have the next one's fetched meanwhile
+            following = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
+            for step in range(k_cache.shape[3]):
+                expect_write(following + step * KEY_STEP_BYTES)
+        write_token(n, head, k_cache, v_cache, qkv, positions[n], token_slots[n])
+
+
+@kernel
+def write_token(n, head, k_cache, v_cache, qkv, position, slot):
+    """Put the key and value of token n and a head into their place."""
+    heads = k_cache.shape[1]
+    size = qkv.shape[1] // (3 * heads)
+    key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
+    value, column = float32_at(key + heads * size * 4, size), _column(k_cache, slot, head, position)
+    put_key(k_cache, column, float32_at(key, size))
+    values = _block(v_cache, slot, head, position // KEY_BLOCK)
+    put_value(v_cache, values, position % KEY_BLOCK, value, column)
 
 
 @kernel
@@ -104,9 +126,10 @@ def _block(cache, slot, head, block):
 def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
     """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
 
-    A phase; an item is a tile of queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one
-    sequence, the last bound being N. alibi: an Alibi of formats.py, by which scores lessen with the distance, or
-    Nothing. Needs scratch_size values of the thread's scratch.
+    After write_kv, whose keys and values that are still missing it puts in their place. A phase; an item is a tile of
+    queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one sequence, the last bound being
+    N. alibi: an Alibi of formats.py, by which scores lessen with the distance, or Nothing. Needs scratch_size values of
+    the thread's scratch.
     """
     heads, count = k_cache.shape[1], tiles.size - 1
     share = max(min(TILE_ROWS * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)
@@ -116,6 +139,8 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
         head, tile = item // count * share, item % count
         first, last = tiles[tile], tiles[tile + 1]
         for h in range(head, min(head + share, heads)):
+            if _has_sequence(tile, tiles, token_slots):
+                _write_tile(first, last, h, k_cache, v_cache, qkv, positions, token_slots)
             slot, scratch = token_slots[first], team.scratch
             _attend_tile(first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, scratch)
         complete(team, items)

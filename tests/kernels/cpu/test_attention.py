@@ -8,7 +8,8 @@ import pytest
 from support.kernel_tools import bfloat16_bits, check, from_bits, random_values, same_bits, solo_team, unwritten
 from tinygpt.kernels import int8_rows
 from tinygpt.kernels.batch import query_tiles
-from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token
 from tinygpt.kernels.cpu.layers.formats import Alibi
 from tinygpt.kernels.cpu.params import NOTHING
 from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
@@ -36,8 +37,11 @@ def new_kv_cache(sequences: int, heads: int, size: int, length: int, dtype: str)
     return Cache(k, unwritten(sequences, heads, blocks, KEY_BLOCK // p, padded_head(size), p, dtype=kind))
 
 
-def write(cache: Cache, qkv, positions, token_slots) -> None:
-    write_kv(solo_team(), *cache, qkv, np.asarray(positions, np.int32), np.asarray(token_slots, np.int32))
+@jit
+def write(k, v, qkv, positions, token_slots):
+    for n in range(len(positions)):
+        for head in range(k.shape[1]):
+            write_token(n, head, k, v, qkv, positions[n], token_slots[n])
 
 
 def as_float32(array: np.ndarray) -> np.ndarray:
@@ -84,19 +88,19 @@ class Run(NamedTuple):
 def run_attend(
     run: Run, dtype: str = "float32", tiles_of=lambda starts: query_tiles(starts, TILE_ROWS), alibi=NOTHING
 ) -> np.ndarray:
-    """The new tokens' attention, (new tokens, C), after everything was written in two steps."""
+    """The new tokens' attention, (new tokens, C), of which those of several tiles are written before."""
     bounds = np.concatenate([[0], np.cumsum(run.lengths)])
     rows = np.arange(len(run.lengths))[::-1] + 1  # no sequence lies in the row of its number
     token_slots = np.repeat(rows, run.lengths).astype(np.int32)
     positions = np.concatenate([np.arange(length) for length in run.lengths]).astype(np.int32)
     is_new = positions >= np.repeat(run.cached, run.lengths)
     cache = new_kv_cache(len(rows) + 1, run.heads, run.size, max(run.lengths), dtype)
-    for part in (~is_new, is_new):
-        write(cache, run.qkv[part], positions[part], token_slots[part])
+    write(*cache, run.qkv[~is_new], positions[~is_new], token_slots[~is_new])
     starts = np.concatenate([[0], np.cumsum(np.diff(bounds) - run.cached)]).astype(np.int32)
     qkv, out = run.qkv[is_new], unwritten(is_new.sum(), run.heads * run.size)
-    scale, where = np.float32(run.size**-0.5), (positions[is_new], token_slots[is_new])
-    attend(solo_team(run.size), out, qkv, *cache, *where, tiles_of(starts).astype(np.int32), scale, alibi)
+    where = positions[is_new], token_slots[is_new], tiles_of(starts).astype(np.int32)
+    write_kv(solo_team(), *cache, qkv, *where)
+    attend(solo_team(run.size), out, qkv, *cache, *where, np.float32(run.size**-0.5), alibi)
     return out
 
 
@@ -125,12 +129,12 @@ def random_run(lengths, cached, heads: int, size: int, spread: float = 1.0) -> R
 
 @CACHES
 @pytest.mark.parametrize("size", [1, 5, 16, 20])
-def test_write_kv_writes_its_places_and_nothing_else(size, dtype):
+def test_a_token_writes_its_places_and_nothing_else(size, dtype):
     heads, random = 3, np.random.default_rng(size)
     cache, qkv = new_kv_cache(4, heads, size, 130, dtype), random_values(40, 3 * heads * size)
     flat = np.sort(random.choice(4 * 130, size=40, replace=False))
     token_slots, positions = flat // 130, flat % 130
-    write(cache, qkv, positions, token_slots)
+    write(*cache, qkv, positions, token_slots)
     _, keys, values = rounded(qkv.reshape(40, 3, heads, size), dtype).transpose(1, 0, 2, 3)  # (N, H, D)
     k, v = plain(cache, size)
     same_bits(k[token_slots, :, positions], keys)
@@ -152,7 +156,7 @@ def test_an_int8_cache_of_one_extreme(value):
     x[1, 10:12] = x[1, 20:22] = value
     x[1, 12:15] = x[1, 22:25] = 0
     cache = new_kv_cache(1, heads, size, 3, "int8")
-    write(cache, x, [0, 1, 2], [0, 0, 0])
+    write(*cache, x, np.arange(3), np.zeros(3, np.int64))
     expected = rounded(x.reshape(3, 3, heads, size)[:, 1:], "int8").transpose(1, 2, 0, 3)  # (2, H, T, D)
     for found, wanted in zip(plain(cache, size), expected, strict=True):
         np.testing.assert_array_equal(found[0, :, :3], wanted)

@@ -115,9 +115,9 @@ def attended() -> np.ndarray:
     for size in (22, 80):
         config = ModelConfig(n_layer=1, n_head=2, n_embd=2 * size, n_positions=70, vocab_size=5)
         qkv, (k, v) = random_values(70, 6 * size), (array[0] for array in cpu.new_kv_cache(config, 1, 70, "int8"))
-        write_kv(solo_team(), k, v, qkv, positions, slots)
         for tile in (1, 6):
             out, tiles = unwritten(70, 2 * size), np.array([*range(0, 70, tile), 70], np.int32)
+            write_kv(solo_team(), k, v, qkv, positions, slots, tiles)
             attend(solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), NOTHING)
             found.append(out.ravel())
     return np.concatenate(found)
