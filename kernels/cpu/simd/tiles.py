@@ -37,7 +37,7 @@ LINE_BYTES = 64  # of a cache: a vector
 # Bytes by which B is fetched ahead. The hardware does so by itself up to the end of a page of 4 KB, and starts anew in
 # the next: int4's short rows came from memory at 26 GB/s, and come at 47.
 AHEAD = 4096
-CHUNK_BYTES = 16384  # of a panel, as tiles multiply it, that stays in the L1 cache for several of them
+CHUNK_BYTES = 24576  # of a panel, as tiles multiply it, that stays in the L1 cache for several of them
 
 
 def make_tile(vectors: int, adds: bool = True):
