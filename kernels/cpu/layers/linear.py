@@ -185,11 +185,11 @@ def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
         following = b + AHEAD
     elif tile.rows > 1:
         b = expand(weight, b, units, scratch)
+    spacing = (LINE_BYTES + tiles - 1) // tiles  # each tile fetches its part: all at once would wait in a queue
     for t in range(tiles):
         low, high = t * tile.rows // tiles, (t + 1) * tile.rows // tiles  # of heights that differ by 1 at most
         part = Tile(high - low, tile.row + low, tile.panel)
-        spacing = LINE_BYTES // min(tiles, 2) if t < 2 else 0  # the first two tiles fetch a half each
-        add_tile(weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, following + t * size // 2, spacing)
+        add_tile(weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, following + t * size // tiles, spacing)
 
 
 def _always(unit):
