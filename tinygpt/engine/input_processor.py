@@ -59,14 +59,15 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer; CheckpointError if it has none that can be read."""
+        """The checkpoint's tokenizer. NoTokenizerError if none runs here, CheckpointError if it is damaged."""
         if self._tokenizer is None:
-            raise CheckpointError(self._tokenizer_error)
+            error = self._tokenizer_error
+            raise type(error)(str(error))  # a new one: what is raised keeps the frames it goes through
         return self._tokenizer
 
     def close(self) -> None:
         """Give the tokenizer's memory back."""
-        self._tokenizer, self._tokenizer_error = None, "this LLM has been closed."
+        self._tokenizer, self._tokenizer_error = None, CheckpointError("this LLM has been closed.")
         self._guidance = None
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
@@ -201,9 +202,10 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
 
 def _load_tokenizer(
     checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool
-) -> tuple[Tokenizer | None, str]:
+) -> tuple[Tokenizer | None, CheckpointError | None]:
     """The tokenizer, or the reason why there is none: token ids work without one."""
     try:
-        return load_tokenizer(checkpoint, split_special_tokens), ""
+        return load_tokenizer(checkpoint, split_special_tokens), None
     except CheckpointError as error:
-        return None, str(error)  # the error itself would keep the frames it went through, and all weights in them
+        # The error itself would keep the frames it went through, and all weights in them.
+        return None, type(error)(str(error))

@@ -57,8 +57,8 @@ class Tokenizer:
         """Load the tokenizer of a checkpoint folder, in any of the forms that `read_tokenizer` knows.
 
         Byte-level BPE as GPT-2 has it runs on tiktoken, everything else on the optional package
-        `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises CheckpointError where
-        there is no tokenizer, or none that can be used.
+        `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises NoTokenizerError
+        where there is no tokenizer, or none that runs here, and CheckpointError where it is damaged.
         """
         return cls._made_of(lambda: _load_folder(Path(path)), path, split_special_tokens)
 

@@ -236,12 +236,14 @@ def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoin
 
 
 def _unpacked(args: argparse.Namespace, checkpoint: "Checkpoint | PackedCheckpoint") -> "Checkpoint":
+    from tinygpt.execution.model_source import check_tokenizer
     from tinygpt.weights.stored.packed import PackedCheckpoint
     from tinygpt.weights.stored.plain import layout_of
 
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
-    layout_of(checkpoint)  # before any work
+    layout_of(checkpoint)  # before any work, as all that may be refused
+    check_tokenizer(checkpoint)
     return checkpoint
 
 
