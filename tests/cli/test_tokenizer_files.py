@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support import tiny_checkpoint
+from support.demo import VOCAB_SIZE
 from support.paths import DEMO
 from tinygpt.cli import main as cli
 from tinygpt.hardware import bandwidth
@@ -82,3 +83,42 @@ def test_doctor_and_info_tell_it(damaged, capsys, machine):
 def test_doctor_says_of_a_whole_one_that_nothing_is_wrong(capsys, machine):
     assert cli.main(["doctor", "--json", "demo"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"]["tokenizer_error"] is None
+
+
+# Tokens that the model has no row for.
+
+
+def with_added(folder: Path, count: int) -> Path:
+    return tiny_checkpoint.write_with_demo_tokenizer(folder, {f"<extra {i}>": VOCAB_SIZE + i for i in range(count)})
+
+
+def told_by_info(capsys, folder: Path) -> tuple[list | None, list[str]]:
+    """In the report, and in the lines of the text."""
+    assert cli.main(["info", "--json", str(folder)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert cli.main(["info", str(folder)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    return report["tokenizer"]["outside_vocabulary"], [line for line in lines if line.startswith("outside_vocabulary")]
+
+
+def test_info_lists_them(tmp_path, capsys):
+    outside, lines = told_by_info(capsys, with_added(tmp_path / "one", 1))
+    assert outside == [{"id": VOCAB_SIZE, "text": "<extra 0>"}]
+    assert lines == [
+        f"outside_vocabulary {VOCAB_SIZE} '<extra 0>', which the model has no row for: a text that holds one is refused"
+    ]
+    outside, [line] = told_by_info(capsys, with_added(tmp_path / "many", 7))
+    assert [token["id"] for token in outside] == [*range(VOCAB_SIZE, VOCAB_SIZE + 7)]
+    assert f"{VOCAB_SIZE + 4} '<extra 4>' and 2 more, which the model" in line
+
+
+def test_info_lists_none_where_the_model_has_all(tmp_path, capsys):
+    assert told_by_info(capsys, with_added(tmp_path / "none", 0)) == ([], [])
+
+
+def test_a_text_to_calibrate_on_that_holds_one_is_refused(tmp_path, capsys):
+    (text := tmp_path / "text").write_text("Once upon a time <extra 0> there was a king.")
+    folder = with_added(tmp_path / "one", 1)
+    assert cli.main(["convert", str(folder), str(tmp_path / "new"), "--calibrate", str(text)]) == 2
+    assert f"token id {VOCAB_SIZE} is outside the vocabulary" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -15,7 +15,7 @@ from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.outputs import StreamChunk
-from tinygpt.request.prompts import Prompt, prompt_list, read_ids, read_prompt, unsalted
+from tinygpt.request.prompts import Prompt, encode, prompt_list, read_ids, read_prompt, unsalted
 from tinygpt.request.request import Request
 from tinygpt.request.sequence import Sequence, copied
 from tinygpt.request.soft_prompts import SoftPrompts, VirtualTokens
@@ -116,7 +116,8 @@ class InputProcessor:
         if params.stop and self._tokenizer is None:
             raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
         if params.bad_words:
-            params = resolve_bad_words(params, self.tokenizer.encode)
+            known = partial(encode, tokenizer=self.tokenizer, vocab_size=self._config.vocab_size)
+            params = resolve_bad_words(params, known)
         if params.guidance is not None:
             self._get_guidance().check(*params.guidance)
         if params.num_beams > self._engine_config.max_num_seqs:

@@ -61,6 +61,9 @@ class LibraryTokenizer:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._tokenizer.get_vocab().values() if token_id >= first)
+
     def token_bytes(self, token_id: int) -> bytes:
         if not self._is_byte_level:
             raise RequestError(

@@ -302,6 +302,7 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
     from tinygpt.evaluation.calibration import calibrate, read_act_scales
     from tinygpt.evaluation.texts import read_text
     from tinygpt.execution.model_source import load_tokenizer
+    from tinygpt.request.prompts import encode
 
     share = ALPHA if args.smooth is None else args.smooth
     if args.act_scales is not None:
@@ -309,6 +310,6 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
     if args.calibrate is None:
         return None
     text = read_text("--calibrate", args.calibrate)
-    token_ids = load_tokenizer(checkpoint).encode(text)
+    token_ids = encode(text, load_tokenizer(checkpoint), checkpoint.config.vocab_size)
     say(f"calibrating on {args.calibrate}")
     return calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
