@@ -174,8 +174,8 @@ def test_each_line_of_a_json_log_is_json(run, started, monkeypatch):
     assert all(line["time"] > 0 for line in lines)
 
 
-def test_a_start_looks_for_no_garbage(run, started, monkeypatch):
-    """Which takes a tenth of it, and finds next to nothing; what is there stays, and is not looked at later either."""
+def test_all_that_a_start_makes_is_frozen_the_app_too(run, started, monkeypatch):
+    """From its first import to the app, without a look for garbage; `loading.uncollected` is tested in cli/."""
     assert run("--port 0").code == 0  # which may compile kernels
     kept, create_app = [], tinygpt.server.app.create_app
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("garbage was looked for"))
