@@ -13,13 +13,8 @@ from typing import Any
 from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.regular_file import read_regular_text
 from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
+from tinygpt.tokenizer_files import VOCAB_AND_MERGES
 
-VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-# All that a tokenizer may be read from.
-TOKENIZER_FILES = (
-    *("tokenizer.json", *(name for pair in VOCAB_AND_MERGES for name in pair), "vocab.txt"),
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
 # What is raised by files that do not have the form of a tokenizer.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")

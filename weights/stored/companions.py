@@ -8,10 +8,11 @@ from typing import Any
 
 from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError, NoTokenizerError
+from tinygpt.tokenizer_files import TOKENIZER_FILES
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.families.table import comes_with_config
-from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+from tinygpt.weights.hub import CONFIG_FILES
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.stored.plain import layout_of
 

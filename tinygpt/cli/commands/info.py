@@ -150,7 +150,8 @@ def _tokenizer(source: "Source", checkpoint: "Checkpoint | None", config: "Model
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
     from tinygpt.tokenizer.prepared import PREPARED_FILE
-    from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+    from tinygpt.tokenizer_files import TOKENIZER_FILES
+    from tinygpt.weights.hub import CONFIG_FILES
 
     folder, container = source.folder, source.container
     weights = sorted({tensor.path for tensor in container.tensors.values()}) or _without_tensors(source)
