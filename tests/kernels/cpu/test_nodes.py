@@ -5,6 +5,7 @@ import os
 import string
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,18 +41,23 @@ needs_pages = pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reaso
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A system whose nodes are told by their files, for a process that may use CPUs 0 to 7."""
+    """A system that tells the CPUs of its nodes, for a process that may use CPUs 0 to 7."""
 
-    def build(*listed: str):
-        for node, cpus in enumerate(listed):
-            folder = tmp_path / f"sys/devices/system/node/node{node}"
-            folder.mkdir(parents=True)
-            (folder / "cpulist").write_text(cpus)
+    def build(*nodes_cpus: Iterable[int]):
+        for node, cpus in enumerate(nodes_cpus):
+            tell_cpus(tmp_path, node, cpus)
         monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(range(8)), raising=False)
         monkeypatch.setattr(nodes, "ROOT", tmp_path)
         return tmp_path
 
     return build
+
+
+def tell_cpus(root: Path, node: int, cpus: Iterable[int]) -> None:
+    """As Linux does: an entry for each, beside others."""
+    folder = root / f"sys/devices/system/node/node{node}"
+    for name in ("cpulist", "cpumap", "memory0", *(f"cpu{number}" for number in cpus)):
+        (folder / name).mkdir(parents=True)
 
 
 @pytest.fixture
@@ -67,25 +73,19 @@ def bound(monkeypatch) -> list[tuple[int, set[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("listed", "allowed", "expected"),
+    ("told", "allowed", "expected"),
     [
-        (["0-1,4-5\n", "2-3,6-7\n"], range(8), [{0, 1, 4, 5}, {2, 3, 6, 7}]),
-        (["0-1,4-5\n", "2-3,6-7\n"], {1, 2, 3}, [{1}, {2, 3}]),
-        (["0-1,4-5\n", "2-3,6-7\n"], {0, 4}, [{0, 4}]),
-        (["0-7\n", "\n"], range(8), [set(range(8))]),  # memory without a CPU
-        (["4-7\n", "0-3\n"], range(8), [{0, 1, 2, 3}, {4, 5, 6, 7}]),
-        ([*map("{}\n".format, range(12))], {1, 2, 10}, [{1}, {2}, {10}]),  # not in the order of their names
+        ([{0, 1, 4, 5}, {2, 3, 6, 7}], range(8), [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+        ([{0, 1, 4, 5}, {2, 3, 6, 7}], {1, 2, 3}, [{1}, {2, 3}]),
+        ([{0, 1, 4, 5}, {2, 3, 6, 7}], {0, 4}, [{0, 4}]),
+        ([range(8), []], range(8), [set(range(8))]),  # memory without a CPU
+        ([range(4, 8), range(4)], range(8), [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        ([[cpu] for cpu in range(12)], {1, 2, 10}, [{1}, {2}, {10}]),  # not in the order of their names
         ([], range(8), []),
     ],
 )
-def test_nodes_are_those_with_cpus_that_may_be_used(machine, listed, allowed, expected):
-    assert memory_nodes(set(allowed), machine(*listed)) == expected
-
-
-def test_a_node_whose_file_cannot_be_read_is_none(machine):
-    root = machine("0-3\n", "4-7\n")
-    (root / "sys/devices/system/node/node1/cpulist").unlink()
-    assert memory_nodes(set(range(8)), root) == [{0, 1, 2, 3}]
+def test_nodes_are_those_with_cpus_that_may_be_used(machine, told, allowed, expected):
+    assert memory_nodes(set(allowed), machine(*told)) == expected
 
 
 # Whose node each thread is on.
@@ -109,19 +109,19 @@ def test_neighbours_share_a_node_and_nodes_have_their_part(cpus, threads, expect
 
 
 def test_threads_of_one_node_stay_nowhere(machine):
-    machine("0-7\n", "8-15\n")  # of another container
+    machine(range(8), range(8, 16))  # of another container
     assert homes_of_threads(4) == []
 
 
 def test_one_thread_stays_nowhere(machine):
     """It is the caller's own."""
-    machine("0-3\n", "4-7\n")
+    machine(range(4), range(4, 8))
     assert homes_of_threads(1) == []
     assert homes_of_threads(2) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 
 def test_a_system_that_binds_no_threads(machine, monkeypatch):
-    machine("0-3\n", "4-7\n")
+    machine(range(4), range(4, 8))
     monkeypatch.delattr(os, "sched_getaffinity")
     assert homes_of_threads(2) == []
 
@@ -269,7 +269,7 @@ def test_many_threads_on_nodes_pack_what_one_packs(machine, bound, placed, dtype
     checkpoint = random_checkpoint("two layers", CONFIG)
     expected = arrays_of(cpu.load_params(checkpoint, dtype, 1))
     assert not placed
-    machine("0-3\n", "4-7\n")
+    machine(range(4), range(4, 8))
     found = arrays_of(cpu.load_params(checkpoint, dtype, THREADS))
     assert found.keys() == expected.keys()
     for name, array in found.items():
@@ -282,7 +282,7 @@ def test_what_a_rank_cuts_out_is_placed(machine, bound, placed):
     checkpoint = random_checkpoint("two layers", CONFIG)
     part = part_of(CONFIG, "int8", range(2), 1, 4)
     expected = load_part(checkpoint, "int8", 1, part)
-    machine("0-3\n", "4-7\n")
+    machine(range(4), range(4, 8))
     params = load_part(checkpoint, "int8", THREADS, part)
     for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj", "lm_head"):
         mine, theirs = getattr(params, name).weight, getattr(expected, name).weight
@@ -297,14 +297,14 @@ def test_a_converted_model_is_placed(machine, bound, placed, tmp_path, capsys):
     source = ModelSource.open(str(tmp_path / "int8"))
     expected = arrays_of(source.load_params(1))
     assert not placed
-    machine("0-3\n", "4-7\n")
+    machine(range(4), range(4, 8))
     for name, array in arrays_of(source.load_params(THREADS)).items():
         np.testing.assert_array_equal(array, expected[name])
         assert is_placed(array, placed) == ("." in name), name
 
 
 def test_followers_stay_on_their_nodes_and_the_caller_on_none(machine, bound, monkeypatch):
-    machine("0-3\n", "4-7\n")
+    machine(range(4), range(4, 8))
     done = threading.Barrier(THREADS)
     stay_on = team_threads.stay_on
     monkeypatch.setattr(team_threads, "stay_on", lambda home: (stay_on(home), done.wait(60)))
@@ -316,7 +316,7 @@ def test_followers_stay_on_their_nodes_and_the_caller_on_none(machine, bound, mo
 
 
 def test_where_binding_is_not_allowed_all_goes_on(machine, monkeypatch):
-    machine("0-3\n", "4-7\n")
+    machine(range(4), range(4, 8))
 
     def refuse(thread, cpus):
         raise PermissionError(1, "Operation not permitted")
@@ -333,9 +333,7 @@ def test_a_step_of_bound_threads_gives_the_same_bits(monkeypatch, tmp_path):
     if len(cpus) == 1:
         pytest.skip("this process may use one CPU")
     for node, number in enumerate(cpus[:2]):
-        folder = tmp_path / f"sys/devices/system/node/node{node}"
-        folder.mkdir(parents=True)
-        (folder / "cpulist").write_text(f"{number}\n")
+        tell_cpus(tmp_path, node, [number])
     checkpoint = random_checkpoint("two layers", CONFIG)
     expected = logits_of(checkpoint, THREADS)
     monkeypatch.setattr(nodes, "ROOT", tmp_path)
