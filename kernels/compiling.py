@@ -43,6 +43,7 @@ class Announcer:
     def __init__(self):
         self._listeners: list[Listener] = []
         self._is_said = False
+        self.num_begun = 0  # kernels that were compiled, or that are
         self.num_kept = 0  # kernels that the next process will find
         self._open = _Open()
 
@@ -60,6 +61,7 @@ class Announcer:
             self._is_said = True
             logger.warning(ANNOUNCEMENT)
         logger.debug("%s is compiled", name)
+        self.num_begun += 1
         self._open.kernels.append(told := tuple(self._listeners))
         for listener in told:
             listener.begin(name)

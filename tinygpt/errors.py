@@ -15,6 +15,11 @@ class CheckpointError(TinyGPTError):
     """A folder, file or Hub id cannot be loaded: absent, damaged, incomplete or not implemented."""
 
 
+class NoTokenizerError(CheckpointError):
+    """A checkpoint has no tokenizer that runs here: none at all, one of a kind that is not implemented, or one whose
+    package is not installed. It takes token ids."""
+
+
 class LostFileError(CheckpointError):
     """A file of a loaded checkpoint was cut short while it was in use."""
 

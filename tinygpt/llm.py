@@ -124,7 +124,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer; CheckpointError if it has none that can be read."""
+        """The checkpoint's tokenizer. NoTokenizerError if none runs here, CheckpointError if it is damaged."""
         self.engine.check_open()
         return self._inputs.tokenizer
 

@@ -195,6 +195,8 @@ def nearest_choice(unknown: str, choices: Collection[str]) -> str | None:
 def nearest_dtype(unknown: object, dtypes: Collection[str]) -> str | None:
     """As `nearest_flag`, of precisions, whose names may be those of other libraries' types: torch.float16."""
     word = str(unknown).strip("<>' ").lower().rpartition(".")[2]
+    if word in dtypes:
+        return word
     meant = next((dtype for dtype, names in DTYPES_MEANT.items() if re.fullmatch(names, word)), None)
     return meant if meant in dtypes else next(iter(get_close_matches(word, dtypes, n=1, cutoff=NEAR)), None)
 

@@ -41,10 +41,14 @@ class Checkpoint:
         return self.path.parent if self.path.is_file() else self.path
 
     @property
+    def is_float8(self) -> bool:
+        """Whether `convert --dtype float8` has written it."""
+        return any(getattr(tensor, "dtype", None) == FLOAT8 for tensor in self.stored.values())
+
+    @property
     def auto_dtype(self) -> str:
         """The precision that dtype "auto" stands for: bfloat16 loses little of float8 with its scales."""
-        is_float8 = any(getattr(tensor, "dtype", None) == FLOAT8 for tensor in self.stored.values())
-        return "bfloat16" if is_float8 else "float32"
+        return "bfloat16" if self.is_float8 else "float32"
 
     def tensor(self, name: str) -> np.ndarray:
         """The float32 parameter `name`, such as "h.3.attn.c_attn.weight"; every matrix is (out, in).

@@ -3,22 +3,12 @@
 from pathlib import Path
 
 from tinygpt.errors import CheckpointError
+from tinygpt.tokenizer_files import TOKENIZER_FILES
 from tinygpt.weights.containers.container import FILES
 from tinygpt.weights.containers.shards import INDEX, shard_of_each_tensor
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 ADAPTER_FILES = ("adapter_config.json",)  # which say that the id is no checkpoint's
-TOKENIZER_FILES = (
-    "vocab.json",
-    "merges.txt",
-    "encoder.json",
-    "vocab.bpe",
-    "vocab.txt",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-)
 
 
 def download(repo_id: str) -> Path:

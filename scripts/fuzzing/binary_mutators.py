@@ -12,6 +12,7 @@ from random import Random
 from tinygpt.kernels.kernel_archive import DIGEST_BYTES, MAGIC, SIZE_BYTES
 
 from .mutators import BYTES, INTEGERS, JSON, Mutator
+from .tokenizer_seeds import prepared_digest
 
 # --- safetensors
 
@@ -108,6 +109,47 @@ def seal_archive(data: bytes, rng: Random) -> bytes:
     length, start = len(MAGIC), len(MAGIC) + SIZE_BYTES + DIGEST_BYTES
     header = data[start : start + int.from_bytes(data[length:][:SIZE_BYTES], "little")]
     return data[: length + SIZE_BYTES] + hashlib.sha256(header).digest() + data[start:]
+
+
+# --- a prepared tokenizer: a digest, and JSON whose arrays are spelt in hexadecimal
+
+
+def edit_prepared(data: bytes, rng: Random) -> bytes:
+    digest, _, payload = data.partition(b"\n")
+    return digest + b"\n" + rng.choice(JSON)(payload, rng)
+
+
+def edit_prepared_spec(data: bytes, rng: Random) -> bytes:
+    """All but the vocabulary."""
+    digest, _, payload = data.partition(b"\n")
+    content = json.loads(payload)
+    content["spec"] = json.loads(rng.choice(JSON)(json.dumps(content["spec"]).encode(), rng))
+    return digest + b"\n" + json.dumps(content).encode()
+
+
+def edit_prepared_array(data: bytes, rng: Random) -> bytes:
+    """Any bytes of an array, a number that means something, or two numbers in each other's place, which may fit."""
+    digest, _, payload = data.partition(b"\n")
+    content = json.loads(payload)
+    name = rng.choice(["ranks", "ids", "lengths", "tokens"])
+    array = bytes.fromhex(content[name])
+    change = rng.randrange(4)
+    if change == 0:
+        array = rng.choice(BYTES)(array, rng)
+    else:
+        numbers = [array[i : i + 4] for i in range(0, len(array), 4)]
+        one, other = rng.randrange(len(numbers)), rng.randrange(len(numbers))
+        meant = (rng.choice(INTEGERS) % 2**32).to_bytes(4, "little")
+        numbers[one], numbers[other] = (meant, numbers[other]) if change == 1 else (numbers[other], numbers[one])
+        array = b"".join(numbers)
+    content[name] = array.hex()
+    return digest + b"\n" + json.dumps(content).encode()
+
+
+def seal_prepared(data: bytes, rng: Random) -> bytes:
+    """Its digest, right again."""
+    payload = data.partition(b"\n")[2]
+    return prepared_digest(payload) + b"\n" + payload
 
 
 # --- pickles
@@ -259,3 +301,4 @@ STORED = [*SAFETENSORS, edit_metadata, edit_metadata]
 ZIP = [set_zip_field, set_zip_field, edit_entry, edit_entries]
 TORCH = [*ZIP, edit_entry, edit_entry, edit_entry, edit_entry]
 LEGACY = [edit_legacy]
+PREPARED = [edit_prepared, edit_prepared_spec, edit_prepared_spec, edit_prepared_array, edit_prepared_array]

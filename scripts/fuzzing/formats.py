@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from tinygpt.tokenizer.prepared import PREPARED_FILE
 from tinygpt.weights.stored.packed import PACKED_FILE
 
 from . import binary_mutators as binary
@@ -142,10 +143,12 @@ def _tokenizers() -> list[Format]:
     openai = partial(tokenizer_seeds.pair, "encoder.json", "vocab.bpe")
     whole, as_library = tokenizer_seeds.tokenizer_json, partial(oracles.check_tokenizer, loaders.ASKED)
     files = {"tokenizer.json": JSON, "tokenizer_config.json": JSON}
+    prepared = {PREPARED_FILE: [*mutators.BYTES, *binary.PREPARED * 3]}
     return [
         Format("tokenizer.json", whole, files, load, as_library, weight=2),
         Format("vocab.json", gpt2, {"vocab.json": JSON, "merges.txt": TEXT, **OPTIONS}, load, check, weight=2),
         Format("encoder.json", openai, {"encoder.json": JSON, "vocab.bpe": TEXT}, load, check),
+        Format(PREPARED_FILE, tokenizer_seeds.prepared, prepared, load, oracles.check_prepared, binary.seal_prepared),
     ]
 
 

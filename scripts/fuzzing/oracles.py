@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from tinygpt.tokenizer.prepared import PREPARED_FILE
 from tinygpt.weights.families.hugging_face.gpt2 import canonical_name
 
 from . import binary_mutators
 from .seeds import base_tensors
-from .tokenizer_seeds import DECODER, to_json
+from .tokenizer_seeds import DECODER, prepared_digest, to_json
 
 Arrays = Mapping[str, np.ndarray]
 ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
@@ -220,6 +221,14 @@ def check_tokenizer(asked: Sequence[tuple[str, bool]], folder: Path, loaded: Any
         if not isinstance(ids, str) and ids != library.encode(text).ids:
             return f"{text!r} becomes {ids} and {library.encode(text).ids} in Hugging Face's tokenizers"
     return None
+
+
+def check_prepared(folder: Path, loaded: Any, undamaged: Any) -> str | None:
+    """What is prepared has no say unless its digest is right; then it is as good as any tokenizer's file."""
+    digest, _, payload = (folder / PREPARED_FILE).read_bytes().partition(b"\n")
+    if digest != prepared_digest(payload) and loaded != undamaged:
+        return "its digest is wrong, and texts become something else"
+    return check_texts(folder, loaded, undamaged)
 
 
 def check_prompts(folder: Path, loaded: Any, undamaged: Any) -> str | None:

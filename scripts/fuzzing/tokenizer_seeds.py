@@ -1,7 +1,12 @@
 """Undamaged files of tokenizers: a few merges, in every form that checkpoints have them."""
 
+import hashlib
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
+
+from tinygpt.tokenizer.prepared import FORMAT, PREPARED_FILE, write_prepared
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("r", "e"), ("Ġ", "o"), ("Ġo", "f"), ("1", "2"), ("Ã", "ħ")]
 OPTIONS = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "bos_token": "<|endoftext|>"}
@@ -35,6 +40,24 @@ def tokenizer_json() -> dict[str, bytes]:
         "model": {"type": "BPE", "unk_token": None, "vocab": _vocab(), "merges": [f"{a} {b}" for a, b in MERGES]},
     }
     return {"tokenizer.json": to_json(spec), "tokenizer_config.json": to_json(DECODER)}
+
+
+def prepared() -> dict[str, bytes]:
+    """A tokenizer.json, and what `convert` makes of it."""
+    with tempfile.TemporaryDirectory() as name:
+        for file, data in tokenizer_json().items():
+            (Path(name) / file).write_bytes(data)
+        write_prepared(Path(name))
+        return {**tokenizer_json(), PREPARED_FILE: (Path(name) / PREPARED_FILE).read_bytes()}
+
+
+def prepared_digest(payload: bytes) -> bytes:
+    """What has to stand before the payload of a prepared tokenizer, beside the files of `tokenizer_json`."""
+    digest = hashlib.sha256(FORMAT)
+    for file, data in tokenizer_json().items():
+        digest.update(f"{file} {len(data)}\n".encode() + data)
+    digest.update(payload)
+    return digest.hexdigest().encode()
 
 
 def vocab_txt() -> dict[str, bytes]:

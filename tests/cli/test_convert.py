@@ -33,6 +33,7 @@ from tinygpt.weights.containers.safetensors.safetensors_file import read_safeten
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, write_packed
 
+README = ROOT / "weights" / "README.md"
 IDS = [3, 1, 4, 1, 5, 9]
 TEXT = "There was once a miller who had three sons, and when he died he left them his mill, his ass and his cat."
 SHAPES = {  # of models; the first is smaller than one panel, and no size of it is a whole number of anything
@@ -313,6 +314,30 @@ def test_a_calibration_says_how_far_it_has_come(tmp_path, capsys, monkeypatch):
     assert cli.main(["convert", "demo", str(tmp_path / "new"), "--calibrate", str(text)]) == 0
     said = capsys.readouterr().err
     assert re.search(rf"tinygpt: calibrating on {text}\ntinygpt: 1 of (\d+) samples done\ntinygpt: 2 of \1 ", said)
+
+
+def test_help_error_and_readme_name_the_same_dtypes(capsys):
+    rows = re.findall(r"^\| (left out|`\w+`) \| (`float32`.*|`int8`.*) \|$", README.read_text(encoding="utf-8"), re.M)
+    of_format = {to.strip("`"): re.findall(r"`(\w+)`", dtypes) for to, dtypes in rows}
+    assert [*of_format] == ["left out", "safetensors", "gguf", "npz"]
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    own, *others = re.search(r"precision of the weights: (.*?); GGUF's", told)[1].split("; with --to ")
+    assert sorted(own.split(", ")) == sorted(of_format.pop("left out"))
+    assert {to: dtypes for to, *dtypes in (other.split(", ") for other in others)} == of_format
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "demo", "new", "--dtype", "foo"])
+    refusal = re.search(r"must be one of (.*)\.", capsys.readouterr().err)[1]
+    assert sorted(refusal.split(", ")) == sorted({*own.split(", ")}.union(*of_format.values()))
+
+
+@pytest.mark.parametrize("given", ["half", "FP16", "float16"])
+def test_names_of_a_half(source, tmp_path, given):
+    assert cli.main(["convert", str(source), str(tmp_path / "new"), "--to", "npz", "--dtype", given]) == 0
+    (file,) = (tmp_path / "new").glob("*.npz")
+    with np.load(file) as arrays:
+        assert {arrays[name].dtype for name in arrays} == {np.dtype(np.float16)}
 
 
 def test_an_empty_folder_is_filled(source, tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -366,6 +367,29 @@ def test_a_start_looks_for_no_garbage():
         assert gc.get_threshold()[0] == loading.COLLECT_AFTER > before[0]
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() >= frozen + len(kept)
+
+
+class Silent:
+    def begin(self, name: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.mark.parametrize("has_compiled", [True, False])
+def test_what_compiling_leaves_is_thrown_away_before_all_is_frozen(has_compiled):
+    """Once, and by no start that compiles nothing."""
+    with ANNOUNCER.told(Silent()), loading.uncollected():
+        garbage = weakref.ref(Cycle())
+        if has_compiled:
+            ANNOUNCER.begin("a kernel")
+            ANNOUNCER.end()
+        assert garbage() is not None
+    assert (garbage() is None) == has_compiled
 
 
 def test_a_start_that_fails_leaves_the_looking_for_garbage_as_it_was(monkeypatch):

@@ -154,7 +154,9 @@ def test_a_file_without_a_tensor_or_that_is_damaged_has_its_hash(capsys, tmp_pat
 def test_the_tokenizer(capsys, folder):
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(DEMO / name, folder / name)
-    assert info(capsys, folder)["tokenizer"] == {"vocab_size": VOCAB_SIZE, "special_ids": [EOS], "error": None}
+    told = info(capsys, folder)["tokenizer"]
+    assert len(told.pop("outside_vocabulary")) == VOCAB_SIZE - tiny_checkpoint.V
+    assert told == {"vocab_size": VOCAB_SIZE, "special_ids": [EOS], "error": None}
 
 
 def test_a_converted_checkpoint_and_a_damaged_one(capsys, folder, tmp_path):

@@ -250,11 +250,27 @@ def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     assert "make it with --layers too" in say_no(capsys, folder, "--golden", stateless, "--layers")
 
 
-def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_path):
+@pytest.mark.parametrize(("dtype", "runs_in"), [("float32", "float32"), ("int8", "int8"), ("float8", "bfloat16")])
+def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_path, dtype, runs_in):
     target = tmp_path / "converted"
-    assert cli.main(["convert", str(folder), str(target), "--dtype", "float32"]) == 0
-    assert "which is converted: give --golden" in say_no(capsys, target)
-    assert parity(capsys, target, "--golden", golden)[0] == 0
+    assert cli.main(["convert", str(folder), str(target), "--dtype", dtype]) == 0
+    refusal = say_no(capsys, target)
+    assert refusal.startswith(f"tinygpt: error: transformers cannot read {target}, which tinygpt has converted: ")
+    assert refusal.count("\n") == 1
+    code, report = parity(capsys, target, "--golden", golden, "--dtype", "auto")
+    assert report["dtype"] == runs_in
+    assert code == 0 or dtype != "float32"
+
+
+def test_a_checkpoint_in_another_format_needs_one_too(capsys, folder, tmp_path):
+    assert cli.main(["convert", str(folder), str(tmp_path / "gguf"), "--to", "gguf"]) == 0
+    for name in (tmp_path / "gguf", tmp_path / "gguf" / "model.gguf"):
+        assert f"transformers cannot read {name}, which is not in its format: give --golden" in say_no(capsys, name)
+
+
+@needs_transformers
+def test_the_file_of_weights_may_be_named(capsys, folder):
+    assert parity(capsys, folder / "model.safetensors", "--max-tokens", "1")[0] == 0
 
 
 @needs_transformers

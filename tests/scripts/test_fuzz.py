@@ -25,6 +25,7 @@ from support.paths import ROOT
 from support.recorded import needs_transformers
 from tinygpt import SamplingParams
 from tinygpt.engine import kv_slots
+from tinygpt.tokenizer.prepared import PREPARED_FILE, read_prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore:Duplicate name")  # of zip entries, on purpose
 
@@ -53,8 +54,8 @@ def test_a_sample_of_damaged_files(inputs, lucky):
         len({*ALL} - {"openai_tf", "kernel-archive"} - {name for name, kind in report.counts if kind == "right"})
         <= lucky
     )
-    # A kernel that is damaged is not refused: it is compiled again.
-    assert {name for name, kind in report.counts if kind == "refused"} == {*ALL} - {"kernel"}
+    # A damaged kernel is compiled again, and in place of a damaged prepared tokenizer its own files are read.
+    assert {name for name, kind in report.counts if kind == "refused"} == {*ALL} - {"kernel", PREPARED_FILE}
 
 
 @pytest.mark.slow
@@ -83,6 +84,7 @@ def test_what_once_broke(bench, place):
         (sabotage.forget_checksums, "packed-float32", 200, "wrong: its checksum"),
         (sabotage.forget_checksums, "session", 200, "wrong: its checksum"),
         (sabotage.trust_kernels, "kernel", 60, "wrong: other machine code"),
+        (sabotage.trust_prepared, PREPARED_FILE, 150, "wrong: its digest is wrong"),
     ],
 )
 def test_a_check_that_is_taken_out_is_found(harm, format, inputs, what):
@@ -143,7 +145,7 @@ def test_every_mutator_of_a_format_changes_its_files(name):
 
 def test_seals_make_checksums_right(bench):
     for format in FORMATS.values():
-        if format.seal:
+        if format.seal and format.name != PREPARED_FILE:
             file, place, said = _sealed(format)
             undamaged = format.files()[file]
             other = bytearray(undamaged)
@@ -152,6 +154,16 @@ def test_seals_make_checksums_right(bench):
             damaged = bench.run(Input(format.name, file, other))
             assert (damaged.kind, said in damaged.detail) == ("refused", True)
             assert said not in bench.run(Input(format.name, file, format.seal(other, Random(0)))).detail
+
+
+def test_a_prepared_tokenizer_is_read_where_it_is_sealed(tmp_path):
+    format = FORMATS[PREPARED_FILE]
+    for file, data in format.files().items():
+        (tmp_path / file).write_bytes(data)
+    other = format.files()[PREPARED_FILE] + b" "
+    for data, is_read in ((other, False), (format.seal(other, Random(0)), True)):
+        (tmp_path / PREPARED_FILE).write_bytes(data)
+        assert (read_prepared(tmp_path) is not None) == is_read
 
 
 def _sealed(format):

@@ -102,6 +102,18 @@ def test_a_checkpoint_that_is_damaged_or_not_there(run, tmp_path):
     expect_sentence(run(f"--port 0 --model {tmp_path / 'nowhere'}"), "nowhere")
 
 
+def test_a_damaged_tokenizer_is_told_before_kernels_compile(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "_compile_kernels", None)
+    folder = write_checkpoint(tmp_path / "tiny")
+    (folder / "tokenizer.json").write_text('{"model":')
+    expect_sentence(run(f"--port 0 --model {folder}"), "tokenizer.json is not valid JSON", "download it again")
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_token_ids(run, started, tmp_path):
+    assert run(f"--port 0 --model {write_checkpoint(tmp_path / 'tiny')}").code == 0
+    assert len(started) == 1
+
+
 def test_an_extra_that_is_not_installed():
     """As on a machine with the package alone: the name of what is missing, and the command that brings it."""
     code = "import sys; sys.modules['uvicorn'] = None; from tinygpt.__main__ import main; sys.exit(main(['serve']))"
@@ -162,8 +174,9 @@ def test_each_line_of_a_json_log_is_json(run, started, monkeypatch):
     assert all(line["time"] > 0 for line in lines)
 
 
-def test_a_start_looks_for_no_garbage(run, started, monkeypatch):
-    """Which takes a tenth of it, and finds next to nothing; what is there stays, and is not looked at later either."""
+def test_all_that_a_start_makes_is_frozen_the_app_too(run, started, monkeypatch):
+    """From its first import to the app, without a look for garbage; `loading.uncollected` is tested in cli/."""
+    assert run("--port 0").code == 0  # which may compile kernels
     kept, create_app = [], tinygpt.server.app.create_app
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("garbage was looked for"))
     monkeypatch.setattr(gc, "freeze", lambda: kept.append("all"))

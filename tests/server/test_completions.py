@@ -5,7 +5,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
 from support.demo import VOCAB_SIZE
-from tinygpt import SamplingParams
+from support.serving import served
+from support.tiny_checkpoint import write_with_demo_tokenizer
+from tinygpt import LLM, SamplingParams
 from tinygpt.server.protocol.completions import CompletionChoice
 
 PROMPT = "Once upon a time"
@@ -343,3 +345,14 @@ def test_a_salt_keeps_prompts_apart(server, llm):
 def _hits(text: bytes) -> float:
     [line] = [line for line in text.decode().splitlines() if line.startswith("tinygpt:prefix_cache_hits_total")]
     return float(line.rpartition(" ")[2])
+
+
+def test_a_candidate_that_spells_what_the_model_has_no_row_for_is_refused(tmp_path):
+    """To try the suffix on it, its text is read again."""
+    folder = write_with_demo_tokenizer(tmp_path / "extra", {"aa": VOCAB_SIZE})
+    with LLM(str(folder), device="reference", max_num_seqs=4) as llm, served(llm) as server:
+        ends = {"stop": "aaa", "include_stop_str_in_output": True, "max_tokens": 9}
+        letters = llm.tokenizer.encode("a")
+        reply = server.complete(prompt="Once", suffix=" end", best_of=2, allowed_token_ids=letters, **ends)
+    assert reply.status == 400
+    assert f"token id {VOCAB_SIZE} is outside the vocabulary" in reply.json["error"]["message"]

@@ -8,7 +8,8 @@ import socket
 
 from support.http_client import head_of
 from support.serving import served, until
-from tinygpt.server.transport import connection, endpoint, event_stream
+from tinygpt.server.config import ServerConfig
+from tinygpt.server.transport import connection, endpoint, event_stream, rest_of_body
 from tinygpt.server.transport.connection import Connection
 
 SOON = 0.05  # seconds that clients have in these tests
@@ -46,6 +47,35 @@ def test_a_client_that_is_slow_to_ask_again(impatient):
 def test_a_client_that_goes_on_with_a_body_that_was_refused(impatient):
     with connect(impatient, head_of("/v1/completions", 10**12)) as client, pytest.raises(ConnectionError):
         send_on(client)
+
+
+@pytest.mark.parametrize("lines", [["connection: close"], ["Connection: close, TE", "te: trailers"], []])
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere"])
+def test_one_that_sends_all_before_it_reads_gets_the_reply(server, path, lines):
+    """Where it has asked for an end of the connection, too: to close with bytes unread is a reset."""
+    body = bytes(2 * ServerConfig.max_body_bytes)
+    with connect(server) as client:
+        client.sendall(head_of(path, len(body), *lines) + body)
+        status = 413 if path == "/v1/completions" else 404
+        reader = client.makefile("rb")
+        assert reader.readline().split()[1] == b"%d" % status
+        if lines:
+            assert reader.read().endswith(b"}")  # whole, and the connection ends
+
+
+def test_one_that_speaks_http_1_0_gets_the_reply_too(server):
+    body = bytes(2 * ServerConfig.max_body_bytes)
+    with connect(server) as client:
+        client.sendall(head_of("/v1/completions", len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+        assert b"413" in client.makefile("rb").readline()
+
+
+def test_one_that_never_ends_a_body_is_not_heard_for_ever(server, monkeypatch):
+    monkeypatch.setattr(rest_of_body, "PATIENCE", SOON)
+    with connect(server, head_of("/v1/completions", 10**12, "connection: close")) as client:
+        assert client.makefile("rb").read().endswith(b"}")
+        with pytest.raises(ConnectionError):
+            send_on(client)
 
 
 def send_on(client) -> None:

@@ -1,10 +1,15 @@
 """A tiny random GPT-2 in a folder, as NumPy arrays with the names and layout of Hugging Face's files."""
 
 import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from support.demo import VOCAB_SIZE
+from support.paths import DEMO
 
 V, T, C, F, LAYERS = 11, 6, 8, 20, 2
 CONFIG = {
@@ -70,3 +75,19 @@ def write_one_layer(folder: Path, n_positions: int) -> Path:
     c = tensors["transformer.ln_f.weight"].size
     tensors["transformer.wpe.weight"] = np.random.default_rng(1).standard_normal((n_positions, c), np.float32)
     return write_checkpoint(folder, tensors, n_positions=n_positions, n_layer=1)
+
+
+def write_with_demo_tokenizer(folder: Path, added: Mapping[str, int] | None = None) -> Path:
+    """A checkpoint that has the demo's tokenizer, as many rows as that has tokens, and 40 positions.
+
+    added: added tokens, by their texts.
+    """
+    generator = np.random.default_rng(1)
+    rows = {"transformer.wte.weight": VOCAB_SIZE, "transformer.wpe.weight": 40}
+    tensors = random_tensors() | {name: generator.standard_normal((n, C), np.float32) for name, n in rows.items()}
+    write_checkpoint(folder, tensors, vocab_size=VOCAB_SIZE, n_positions=40)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(DEMO / name, folder / name)
+    if added:
+        (folder / "added_tokens.json").write_text(json.dumps(added))
+    return folder

@@ -10,10 +10,10 @@ from tokenizers import pre_tokenizers
 
 from support.library_tokenizers import ALPHABET, assert_equal, bpe, save, with_digits, write, write_pair
 from tinygpt.errors import CheckpointError
-from tinygpt.tokenizer import files, prepared
+from tinygpt.tokenizer import prepared
 from tinygpt.tokenizer.prepared import PREPARED_FILE, write_prepared
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights import hub
+from tinygpt.tokenizer_files import TOKENIZER_FILES
 
 TEXT = "abab c<|endoftext|> abcab\n <m>é"
 
@@ -119,7 +119,7 @@ class TestOtherFiles:
         *_, after = Tokenizer.from_folder(folder).encode("cab")
         assert after == vocab["ab"] != before
 
-    @pytest.mark.parametrize("name", sorted({*files.TOKENIZER_FILES} - {"tokenizer.json"}))
+    @pytest.mark.parametrize("name", sorted({*TOKENIZER_FILES} - {"tokenizer.json"}))
     def test_a_file_that_has_come(self, folder, name, monkeypatch):
         assert Tokenizer.from_folder(folder).encode("a")
         write(folder, name, "")
@@ -136,9 +136,6 @@ class TestOtherFiles:
         write_pair(bpe([("a", "b")]), tmp_path)
         write_prepared(tmp_path)
         assert_equal(save(library(), tmp_path), library(), TEXT)
-
-    def test_all_files_of_a_tokenizer_are_known(self):
-        assert {*files.TOKENIZER_FILES} == {*hub.TOKENIZER_FILES}
 
 
 class TestDamage:

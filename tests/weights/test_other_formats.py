@@ -202,7 +202,13 @@ def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
         (["--to", "gguf", "--dtype", "int8"], {}, "no whole blocks of 32"),
         (["--to", "safetensors", "--dtype", "int8"], {}, "must be one of 'float32', 'float16', 'bfloat16' with --to"),
         (["--to", "npz", "--dtype", "bfloat16"], {}, "must be one of 'float32', 'float16' with --to npz"),
-        (["--dtype", "float16"], {}, "or give --to"),
+        (
+            ["--dtype", "float16"],
+            {},
+            "choose one, or give --to safetensors or gguf or npz.",
+        ),
+        (["--to", "npz", "--dtype", "float8"], {}, "choose one, or leave out --to."),
+        (["--to", "npz", "--dtype", "int8"], {}, "choose one, or leave out --to, or give --to gguf."),
         (["--to", "gguf", "--smooth", "0.5"], {}, "is for tinygpt's own format"),
     ],
 )

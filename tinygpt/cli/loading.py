@@ -69,11 +69,14 @@ def uncollected() -> Iterator[None]:
     """Look for next to no garbage in the block, and never among what is there at its end.
 
     Modules and a tokenizer are half a million objects to keep; looking for garbage among them took 0.1 s of a start.
+    To compile a kernel takes seconds and leaves a lot: where that was done, all is looked through once.
     """
-    thresholds = gc.get_threshold()
+    thresholds, num_begun = gc.get_threshold(), compiling.ANNOUNCER.num_begun
     gc.set_threshold(COLLECT_AFTER)
     try:
         yield
+        if compiling.ANNOUNCER.num_begun > num_begun:
+            gc.collect()
         gc.freeze()
     finally:
         gc.set_threshold(*thresholds)

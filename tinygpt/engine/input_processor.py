@@ -15,7 +15,7 @@ from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.outputs import StreamChunk
-from tinygpt.request.prompts import Prompt, prompt_list, read_ids, read_prompt, unsalted
+from tinygpt.request.prompts import Prompt, encode, prompt_list, read_ids, read_prompt, unsalted
 from tinygpt.request.request import Request
 from tinygpt.request.sequence import Sequence, copied
 from tinygpt.request.soft_prompts import SoftPrompts, VirtualTokens
@@ -59,14 +59,15 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer; CheckpointError if it has none that can be read."""
+        """The checkpoint's tokenizer. NoTokenizerError if none runs here, CheckpointError if it is damaged."""
         if self._tokenizer is None:
-            raise CheckpointError(self._tokenizer_error)
+            error = self._tokenizer_error
+            raise type(error)(str(error))  # a new one: what is raised keeps the frames it goes through
         return self._tokenizer
 
     def close(self) -> None:
         """Give the tokenizer's memory back."""
-        self._tokenizer, self._tokenizer_error = None, "this LLM has been closed."
+        self._tokenizer, self._tokenizer_error = None, CheckpointError("this LLM has been closed.")
         self._guidance = None
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
@@ -115,7 +116,8 @@ class InputProcessor:
         if params.stop and self._tokenizer is None:
             raise RequestError(f"stop strings need a tokenizer: {self._tokenizer_error} Use stop_token_ids.")
         if params.bad_words:
-            params = resolve_bad_words(params, self.tokenizer.encode)
+            known = partial(encode, tokenizer=self.tokenizer, vocab_size=self._config.vocab_size)
+            params = resolve_bad_words(params, known)
         if params.guidance is not None:
             self._get_guidance().check(*params.guidance)
         if params.num_beams > self._engine_config.max_num_seqs:
@@ -201,9 +203,10 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
 
 def _load_tokenizer(
     checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool
-) -> tuple[Tokenizer | None, str]:
+) -> tuple[Tokenizer | None, CheckpointError | None]:
     """The tokenizer, or the reason why there is none: token ids work without one."""
     try:
-        return load_tokenizer(checkpoint, split_special_tokens), ""
+        return load_tokenizer(checkpoint, split_special_tokens), None
     except CheckpointError as error:
-        return None, str(error)  # the error itself would keep the frames it went through, and all weights in them
+        # The error itself would keep the frames it went through, and all weights in them.
+        return None, type(error)(str(error))

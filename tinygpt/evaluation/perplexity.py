@@ -88,7 +88,7 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm
     """
     stride = llm.max_model_len if stride is None else stride
     check_stride(llm, stride)
-    token_ids = llm.tokenizer.encode(text)
+    token_ids = llm.read_prompt(text).token_ids
     if len(token_ids) < 2:
         raise RequestError("the text has less than two tokens: give more, as each is predicted from those before it.")
     windows = [w for w in windows_of(len(token_ids), llm.max_model_len, stride) if w.weight]
@@ -135,6 +135,8 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
     """
     if not texts:
         raise RequestError("there are no rows to evaluate: give one text at least.")
+    for text in texts:
+        llm.read_prompt(text)  # before any work: what the model cannot read is refused
 
     def scores_of(text: str) -> tuple[ContinuationScore, ContinuationScore]:
         context, _, word = text.rpartition(" ")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.errors import NoTokenizerError, RequestError
 from tinygpt.execution.backend import check_model, load_backend, name_of
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -104,13 +105,22 @@ class ModelSource:
 
 
 def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer that came with the weights, or that of the files beside them. CheckpointError if there is none."""
+    """The tokenizer that came with the weights, or that of the files beside them.
+
+    NoTokenizerError if there is none that runs here, CheckpointError if it is damaged.
+    """
     if is_random(str(checkpoint.path)):
-        raise CheckpointError(f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one.")
+        raise NoTokenizerError(f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one.")
     spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
     if spec is not None:
         return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
     return Tokenizer.from_folder(checkpoint.folder, split_special_tokens)
+
+
+def check_tokenizer(checkpoint: Checkpoint) -> None:
+    """CheckpointError for a tokenizer that is damaged. None at all is no error: token ids work without one."""
+    with suppress(NoTokenizerError):
+        load_tokenizer(checkpoint)
 
 
 def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -91,21 +91,35 @@ def read_prompt(
         return prompt
     prompt, cache_salt = unsalted(prompt, cache_salt)
     if isinstance(prompt, str):
-        text, token_ids = prompt, tokenizer_of().encode(prompt, split_special_tokens) if prompt else []
+        text, vocab_size = prompt, config.vocab_size
+        token_ids = encode(prompt, tokenizer_of(), vocab_size, split_special_tokens) if prompt else []
     else:
         text, token_ids = None, checked_ids(prompt)
-    outside = [i for i in token_ids if not 0 <= i < config.vocab_size]
-    if outside:
-        written = "" if text is None else f", and the text holds it as {tokenizer_of().decode(outside[:1])!r}"
-        raise RequestError(
-            f"token id {outside[0]} is outside the vocabulary: this model knows ids 0 to {config.vocab_size - 1}"
-            f"{written}."
-        )
+        if (outside := _first_outside(token_ids, config.vocab_size)) is not None:
+            raise RequestError(f"{_unknown(outside, config.vocab_size)}.")
     if not token_ids:
         if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
             raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
         token_ids = [config.bos_token_id]
     return Prompt(text, token_ids, cache_salt)
+
+
+def encode(text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None) -> list[int]:
+    """The token ids of a text. RequestError where one is outside the vocabulary, such as that of a token which was
+    added to the tokenizer alone: the model has no row for it."""
+    token_ids = tokenizer.encode(text, split_special_tokens)
+    if (outside := _first_outside(token_ids, vocab_size)) is not None:
+        written = tokenizer.decode([outside])
+        raise RequestError(f"{_unknown(outside, vocab_size)}, and the text holds it as {written!r}.")
+    return token_ids
+
+
+def _first_outside(token_ids: Iterable[int], vocab_size: int) -> int | None:
+    return next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+
+
+def _unknown(token_id: int, vocab_size: int) -> str:
+    return f"token id {token_id} is outside the vocabulary: this model knows ids 0 to {vocab_size - 1}"
 
 
 def read_ids(

@@ -13,6 +13,7 @@ from tinygpt.server.refusals.errors import ApiError, answer_api_error, answer_bu
 from tinygpt.server.routes import all_routes
 from tinygpt.server.state import ServerState
 from tinygpt.server.transport.access import AccessLog
+from tinygpt.server.transport.rest_of_body import RestOfBody
 from tinygpt.server.transport.security import HostCheck, KeyCheck
 
 
@@ -21,7 +22,10 @@ def create_app(llm: LLM, config: ServerConfig) -> Starlette:
     state = ServerState(llm, config, int(time.time()))
     routes = all_routes(state)
     paths = frozenset(route.path for route in routes)
-    middleware = [Middleware(AccessLog, state.metrics, llm.engine.compile_clock.seconds, paths)]
+    middleware = [
+        Middleware(RestOfBody),
+        Middleware(AccessLog, state.metrics, llm.engine.compile_clock.seconds, paths),
+    ]
     if config.allowed_hosts is not None:
         middleware.append(Middleware(HostCheck, config.allowed_hosts))
     if config.allowed_origins:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 import tinygpt
 from tinygpt.errors import CheckpointError
 from tinygpt.llm import LLM
-from tinygpt.request.prompts import Prompt
+from tinygpt.request.prompts import Prompt, encode
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.config import ServerConfig
@@ -81,7 +81,7 @@ class ServerState:
 
     def encode(self, text: str) -> list[int]:
         """A text of a client's, apart from its prompt. Special tokens in it are plain text."""
-        return self.llm.tokenizer.encode(text, split_special_tokens=True)
+        return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
 
     def new_generation(self, request: Request) -> Generation:
         record = record_of(request)

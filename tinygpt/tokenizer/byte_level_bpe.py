@@ -127,6 +127,9 @@ class ByteLevelBPE:
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer(self._visible_bytes)
 
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._bytes if token_id >= first)
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes.get(token_id, b"")
 

@@ -36,6 +36,9 @@ class CharacterTokenizer:
     def detokenizer(self) -> ByteDetokenizer:
         return ByteDetokenizer(self.token_bytes)
 
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._bytes if token_id >= first)
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes.get(token_id, b"")
 

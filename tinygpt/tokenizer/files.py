@@ -10,16 +10,11 @@ from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.regular_file import read_regular_text
 from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
+from tinygpt.tokenizer_files import VOCAB_AND_MERGES
 
-VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-# All that a tokenizer may be read from.
-TOKENIZER_FILES = (
-    *("tokenizer.json", *(name for pair in VOCAB_AND_MERGES for name in pair), "vocab.txt"),
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
 # What is raised by files that do not have the form of a tokenizer.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
@@ -35,7 +30,7 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
 
     Taken from the first of tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt.
     tokenizer_config.json, special_tokens_map.json and added_tokens.json add to it, as in transformers.
-    Raises CheckpointError.
+    Raises CheckpointError, and NoTokenizerError where there is none, or one that is not implemented.
     """
     options = _read_options(folder)
     if (folder / "tokenizer.json").exists():
@@ -45,7 +40,7 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     elif (folder / "vocab.txt").exists():
         spec = _from_vocab_txt(folder / "vocab.txt", options)
     else:
-        raise CheckpointError(_no_tokenizer(folder))
+        raise NoTokenizerError(_no_tokenizer(folder))
     if "add_prefix_space" in options and (spec["pre_tokenizer"] or {}).get("type") == "ByteLevel":
         spec["pre_tokenizer"]["add_prefix_space"] = bool(options["add_prefix_space"])
     spec["eos_token"] = content_of(options.get("eos_token") or GPT2_SPECIAL_TOKENS["eos_token"])
@@ -128,9 +123,9 @@ def _marks_ends_of_words(vocab: dict[str, int]) -> bool:
 
 
 def _check_is_gpt1s(vocab: dict[str, int], path: Path) -> None:
-    """CheckpointError for a tokenizer of another model, which cuts words by rules of its own."""
+    """NoTokenizerError for a tokenizer of another model, which cuts words by rules of its own."""
     if vocab.keys() >= THEIR_ENDS:
-        raise CheckpointError(
+        raise NoTokenizerError(
             f"{path} is of a tokenizer with words that end in {END_OF_WORD}, as BioGPT's, whose rules for words are "
             "not implemented: tokenize with transformers; token ids work."
         )

@@ -17,8 +17,9 @@ from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
 from tinygpt.tokenizer.added_token_files import added_token
 from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2, Vocabulary, read_vocabulary
-from tinygpt.tokenizer.files import MALFORMED, TOKENIZER_FILES, read_tokenizer
+from tinygpt.tokenizer.files import MALFORMED, read_tokenizer
 from tinygpt.tokenizer.tiktoken_ranks import NUM_BYTES
+from tinygpt.tokenizer_files import TOKENIZER_FILES
 
 PREPARED_FILE = "tokenizer.tinygpt"
 FORMAT = b"tinygpt tokenizer 1\n"  # another number whenever the same files are to give something else

@@ -33,13 +33,12 @@ def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str,
 
 
 def _ranks_of_a_trainers_list(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str, int] | None:
-    """The same in a tenth of the time, where each merge makes a new token of earlier ones, and none is crossed.
+    """The same in a tenth of the time, where each merge makes a token of earlier ones, and none is crossed.
 
     None for any other list. A trainer merges what it finds in texts, which it has merged so far: GPT-2's list is one.
+    Of two pairs that make one token one is crossed, and a pair that is repeated counts where it stands last.
     """
     ranks = {**alphabet, **dict(zip(map("".join, pairs), count(NUM_BYTES)))}
-    if len(ranks) < len(alphabet) + len(pairs):  # a token is made twice
-        return None
     parts = [np.fromiter(map(ranks.get, side, repeat(NEVER)), np.int64) for side in zip(*pairs, strict=True)]
     if not parts:
         return ranks

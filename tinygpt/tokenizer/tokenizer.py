@@ -29,6 +29,8 @@ class TokenizerModel(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def ids_from(self, first: int) -> list[int]: ...
+
 
 class Tokenizer:
     """Text to token ids and back, as the files of a checkpoint say.
@@ -57,8 +59,8 @@ class Tokenizer:
         """Load the tokenizer of a checkpoint folder, in any of the forms that `read_tokenizer` knows.
 
         Byte-level BPE as GPT-2 has it runs on tiktoken, everything else on the optional package
-        `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises CheckpointError where
-        there is no tokenizer, or none that can be used.
+        `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises NoTokenizerError
+        where there is no tokenizer, or none that runs here, and CheckpointError where it is damaged.
         """
         return cls._made_of(lambda: _load_folder(Path(path)), path, split_special_tokens)
 
@@ -128,6 +130,10 @@ class Tokenizer:
         """
         _check_token_id(token_id, 0)
         return self._model.token_bytes(token_id)
+
+    def ids_from(self, first: int) -> list[int]:
+        """The ids of tokens from `first` up, in order: with a model's vocab_size, those that it has no row for."""
+        return self._model.ids_from(first)
 
     def detokenizer(self) -> Detokenizer:
         """A new stream from token ids to text: `push` them one at a time, then `finish`."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tinygpt.errors import CheckpointError, RequestError, how_to_install
+from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, how_to_install
 from tinygpt.tokenizer.byte_level_bpe import token_to_bytes
 from tinygpt.tokenizer.detokenizer import PrefixDetokenizer
 
@@ -16,15 +16,15 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 class LibraryTokenizer:
     """Runs a tokenizer that `read_tokenizer` read, as Hugging Face's library does.
 
-    `reason` says why tiktoken cannot run it. Raises CheckpointError where the package is not installed or
-    refuses the tokenizer.
+    `reason` says why tiktoken cannot run it. Raises NoTokenizerError where the package is not installed, and
+    CheckpointError where it refuses the tokenizer.
     """
 
     def __init__(self, spec: dict[str, Any], reason: str):
         try:
             import tokenizers
         except ImportError:
-            raise CheckpointError(
+            raise NoTokenizerError(
                 f"The tokenizer of this checkpoint is not byte-level BPE as GPT-2 has it: {reason}. The package "
                 f"that runs it comes with: {how_to_install('tokenizers')}. Until then, token ids still work."
             ) from None
@@ -60,6 +60,9 @@ class LibraryTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._tokenizer.get_vocab().values() if token_id >= first)
 
     def token_bytes(self, token_id: int) -> bytes:
         if not self._is_byte_level:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import CheckpointError, NoTokenizerError
+from tinygpt.tokenizer_files import TOKENIZER_FILES
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.families.table import comes_with_config
-from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+from tinygpt.weights.hub import CONFIG_FILES
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.stored.plain import layout_of
 
@@ -30,7 +31,7 @@ def write_companions(folder: Path, checkpoint: Checkpoint) -> None:
         _write(folder / "config.json", layout_of(checkpoint).config_json(config))
     try:
         spec = checkpoint.read_tokenizer()
-    except CheckpointError:  # token ids work without it, there as here
+    except NoTokenizerError:  # token ids work without it, there as here
         spec = None
     if spec is None:
         _copy(TOKENIZER_FILES, checkpoint.folder, folder)

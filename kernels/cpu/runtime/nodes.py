@@ -35,17 +35,8 @@ def homes_among(nodes: list[frozenset[int]], threads: int) -> list[frozenset[int
 def memory_nodes(allowed: Set[int], root: Path) -> list[frozenset[int]]:
     """The allowed CPUs of each node that has some, in order, on a system whose files are under `root`."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    nodes = [_listed(folder / "cpulist") & allowed for folder in folders]
-    return sorted(filter(None, nodes), key=min)
-
-
-def _listed(path: Path) -> frozenset[int]:
-    """ "0-3,8" -> 0, 1, 2, 3, 8; nothing where it cannot be read."""
-    try:
-        ranges = [part.partition("-") for part in path.read_text().strip().split(",") if part]
-    except OSError:
-        return frozenset()
-    return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
+    cpus = [{int(cpu.name.removeprefix("cpu")) for cpu in folder.glob("cpu[0-9]*")} for folder in folders]
+    return sorted(filter(None, (frozenset(allowed & of_node) for of_node in cpus)), key=min)
 
 
 def stay_on(cpus: frozenset[int]) -> None:

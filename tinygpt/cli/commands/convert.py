@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags.model import CHECKPOINT, add_flag, one_of_both
-from tinygpt.cli.flags.types import HALF, dtype, lowered
+from tinygpt.cli.flags.types import MEANINGS, dtype_of, lowered
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.output.messages import elapsed, progress, say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 USAGE = "tinygpt convert [flags] SRC DST"
 FOLDER = "./converted"
 ALPHA = 0.5
-OWN = (*DTYPES, STORAGE_DTYPE)  # dtypes of tinygpt's own format
-FORMATS = {  # and of the others
+FORMATS = {  # the dtypes that each can have; None is tinygpt's own
+    None: (*DTYPES, STORAGE_DTYPE),
     "safetensors": ("float32", "float16", "bfloat16"),
     "gguf": ("float32", "float16", "bfloat16", "int8", "int4"),
     "npz": ("float32", "float16"),
 }
+OTHERS = tuple(filter(None, FORMATS))
+ALL_DTYPES = tuple(dict.fromkeys(chain(*FORMATS.values())))
 ONE_FILE = ("gguf", "npz")  # whose readers are given the file, and not its folder
 CALIBRATED = ("int8", "int4")
 SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
@@ -44,15 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "model", default=None, help="the same as SRC, as in all commands; DST is then the one argument")
     parser.add_argument(
         "--to",
-        type=lowered(*FORMATS),
-        choices=tuple(FORMATS),
+        type=lowered(*OTHERS),
+        choices=OTHERS,
         help="a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)",
     )
     parser.add_argument(
         "--dtype",
-        type=_any_dtype,
-        choices=(*DTYPES, STORAGE_DTYPE, "float16"),
-        help="precision of the weights; of GGUF, int8 is Q8_0 and int4 Q4_0 (default: int8, and float32 with --to)",
+        type=dtype_of(ALL_DTYPES, MEANINGS),
+        choices=ALL_DTYPES,
+        metavar="DTYPE",
+        help=f"precision of the weights: {_dtypes_by_format()}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, "
+        "and float32 with --to)",
     )
     parser.add_argument(
         "--calibrate",
@@ -76,9 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "threads")
 
 
-def _any_dtype(text: str) -> str:
-    """One that is computed in or, to be read by others, a half."""
-    return "float16" if text.strip().lower() in HALF else dtype(text)
+def _dtypes_by_format() -> str:
+    return "; ".join(f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items())
 
 
 def run(args: argparse.Namespace) -> None:
@@ -114,7 +118,7 @@ def _settle_source(args: argparse.Namespace) -> None:
 def _check_name(args: argparse.Namespace, target: Path) -> None:
     """A folder that is named as the file of a format is in that format."""
     ending = target.suffix.lower().removeprefix(".")
-    if ending in FORMATS and ending != args.to:
+    if ending in OTHERS and ending != args.to:
         asked = "there is no --to" if args.to is None else f"--to is {args.to}"
         raise RequestError(
             f"DST {args.target} is named as a file of the format {ending}, and {asked}: give --to {ending}, which "
@@ -139,11 +143,13 @@ def _name_new(path: str) -> str:
 
 
 def _check_format(args: argparse.Namespace) -> None:
-    allowed = FORMATS[args.to] if args.to else OWN
+    allowed = FORMATS[args.to]
     if args.dtype not in allowed:
+        having = [to for to in OTHERS if args.dtype in FORMATS[to]]
+        ways = ["leave out --to"] * (args.dtype in FORMATS[None]) + [f"give --to {' or '.join(having)}"] * bool(having)
         raise RequestError(
             f"dtype is {args.dtype!r} and must be one of {', '.join(map(repr, allowed))}"
-            + (f" with --to {args.to}." if args.to else ", or give --to.")
+            f"{f' with --to {args.to}' if args.to else ''}: choose one, or {', or '.join(ways)}."
         )
 
 
@@ -236,12 +242,14 @@ def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoin
 
 
 def _unpacked(args: argparse.Namespace, checkpoint: "Checkpoint | PackedCheckpoint") -> "Checkpoint":
+    from tinygpt.execution.model_source import check_tokenizer
     from tinygpt.weights.stored.packed import PackedCheckpoint
     from tinygpt.weights.stored.plain import layout_of
 
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
-    layout_of(checkpoint)  # before any work
+    layout_of(checkpoint)  # before any work, as all that may be refused
+    check_tokenizer(checkpoint)
     return checkpoint
 
 
@@ -300,6 +308,7 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
     from tinygpt.evaluation.calibration import calibrate, read_act_scales
     from tinygpt.evaluation.texts import read_text
     from tinygpt.execution.model_source import load_tokenizer
+    from tinygpt.request.prompts import encode
 
     share = ALPHA if args.smooth is None else args.smooth
     if args.act_scales is not None:
@@ -307,6 +316,6 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
     if args.calibrate is None:
         return None
     text = read_text("--calibrate", args.calibrate)
-    token_ids = load_tokenizer(checkpoint).encode(text)
+    token_ids = encode(text, load_tokenizer(checkpoint), checkpoint.config.vocab_size)
     say(f"calibrating on {args.calibrate}")
     return calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))

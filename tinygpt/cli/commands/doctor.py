@@ -81,13 +81,13 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
 
 def _checkpoint(model: str) -> dict[str, Any]:
-    """Which one it is, and why it cannot be loaded."""
+    """Which one it is, and why it or its tokenizer cannot be loaded."""
     from tinygpt.cli.commands.info import describe
     from tinygpt.weights.open import resolve
 
     report = describe(resolve(model))
     kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
-    return {name: report[name] for name in kept}
+    return {name: report[name] for name in kept} | {"tokenizer_error": report["tokenizer"]["error"]}
 
 
 def _versions() -> dict[str, str | None]:

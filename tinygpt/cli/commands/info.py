@@ -13,11 +13,13 @@ from tinygpt.cli.output.report import print_fields, print_json, print_table, siz
 from tinygpt.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from tinygpt.config import ModelConfig
     from tinygpt.weights.checkpoint import Checkpoint
     from tinygpt.weights.containers.container import Container, StoredTensor
     from tinygpt.weights.families.family import Source
 
 USAGE = "tinygpt info [flags] [CHECKPOINT]"
+NUM_SHOWN = 5  # of the tokens that the model lacks
 SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what would be refused"
 
 
@@ -84,7 +86,7 @@ def describe(path: Path) -> dict[str, Any]:
         "tensors": {name: _tensor(tensor) for name, tensor in source.container.tensors.items()},
         "ignored": list(checkpoint.ignored) if checkpoint else None,
         "quirks": list(checkpoint.quirks) if checkpoint else None,
-        "tokenizer": _tokenizer(source, checkpoint),
+        "tokenizer": _tokenizer(source, checkpoint, config),
         "files": files,
         "content_hash": _hash_of_all(files),
         "refused": refused,
@@ -124,22 +126,32 @@ def _tensor(tensor: "StoredTensor") -> dict[str, Any]:
     }
 
 
-def _tokenizer(source: "Source", checkpoint: "Checkpoint | None") -> dict[str, Any]:
-    """Without a tokenizer a checkpoint still takes token ids, so that its error stands here."""
+def _tokenizer(source: "Source", checkpoint: "Checkpoint | None", config: "ModelConfig | None") -> dict[str, Any]:
+    """Without a tokenizer a checkpoint still takes token ids, so that its error stands here.
+
+    `outside_vocabulary` lists the tokens that the model has no row for, without which texts are read as ever.
+    """
     from tinygpt.execution.model_source import load_tokenizer
     from tinygpt.tokenizer.tokenizer import Tokenizer
 
     try:
         tokenizer = load_tokenizer(checkpoint) if checkpoint else Tokenizer.from_folder(source.folder)
     except CheckpointError as error:
-        return {"vocab_size": None, "special_ids": None, "error": str(error)}
-    return {"vocab_size": tokenizer.vocab_size, "special_ids": sorted(tokenizer.special_ids), "error": None}
+        return {"vocab_size": None, "special_ids": None, "outside_vocabulary": None, "error": str(error)}
+    outside = tokenizer.ids_from(config.vocab_size) if config else None
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "special_ids": sorted(tokenizer.special_ids),
+        "outside_vocabulary": outside and [{"id": i, "text": tokenizer.decode([i])} for i in outside],
+        "error": None,
+    }
 
 
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
     from tinygpt.tokenizer.prepared import PREPARED_FILE
-    from tinygpt.weights.hub import CONFIG_FILES, TOKENIZER_FILES
+    from tinygpt.tokenizer_files import TOKENIZER_FILES
+    from tinygpt.weights.hub import CONFIG_FILES
 
     folder, container = source.folder, source.container
     weights = sorted({tensor.path for tensor in container.tensors.values()}) or _without_tensors(source)
@@ -189,12 +201,20 @@ def _print_text(report: dict[str, Any]) -> None:
         print_table("tensors", _rows(tensors))
     tokenizer = report["tokenizer"]
     kept = ("error",) if tokenizer["error"] else ("vocab_size", "special_ids")
-    print_fields("tokenizer", {name: tokenizer[name] for name in kept})
+    outside = {"outside_vocabulary": _shown(tokenizer["outside_vocabulary"])} if tokenizer["outside_vocabulary"] else {}
+    print_fields("tokenizer", {name: tokenizer[name] for name in kept} | outside)
     if report["files"]:
         print_table(
             "files", [(name, size_text(file["size"]), file["sha256"]) for name, file in report["files"].items()]
         )
     print_fields("refused", {str(i): problem for i, problem in enumerate(report["refused"], 1)} or {"nothing": ""})
+
+
+def _shown(outside: list[dict[str, Any]]) -> str:
+    """The first tokens that the model has no row for, and what this means."""
+    first = ", ".join(f"{token['id']} {token['text']!r}" for token in outside[:NUM_SHOWN])
+    more = f" and {len(outside) - NUM_SHOWN} more" if len(outside) > NUM_SHOWN else ""
+    return f"{first}{more}, which the model has no row for: a text that holds one is refused"
 
 
 def _summary(report: dict[str, Any]) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
     args.model = checkpoint_of(args)
     _check_flags(args)
     loading.set_thread_pools(args.threads)
+    folder = _folder_for_transformers(args.model) if args.golden is None else None
     from tinygpt.llm import LLM
 
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
                 f"width of its embeddings, {llm.config.embed_dim}: leave it out."
             )
         tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
-        goldens = _goldens(args, llm)
+        goldens = _computed(args, llm, folder) if folder else _loaded(args, llm)
         with elapsed("computing with tinygpt"):
             parity = _compare(llm, goldens, args.layers)
     failures = parity.failures(tolerance)
@@ -109,29 +110,48 @@ def _check_flags(args: argparse.Namespace) -> None:
         check_writable("--save-golden", Path(args.save_golden))
 
 
-def _goldens(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
-    from tinygpt.evaluation.golden import check_transformers, compute_goldens, load_goldens, save_goldens
-    from tinygpt.weights.open import resolve
-    from tinygpt.weights.stored.packed import PACKED_FILE
+def _folder_for_transformers(model: str) -> Path:
+    """The folder in which transformers finds the checkpoint. RequestError for what it cannot read."""
+    from tinygpt.weights.containers.container import FILES
+    from tinygpt.weights.containers.shards import INDEX
+    from tinygpt.weights.open import open_checkpoint, resolve
+    from tinygpt.weights.stored.packed import PackedCheckpoint
 
-    if args.golden is not None:
-        goldens = load_goldens(Path(args.golden))
-        _check_goldens(args, llm, goldens)
-        return goldens
-    path = resolve(args.model)
-    if (path / PACKED_FILE).exists():
-        raise RequestError(f"transformers cannot read {args.model}, which is converted: give --golden.")
-    if not (path / "config.json").is_file():
+    path, checkpoint = resolve(model), open_checkpoint(model)
+    if isinstance(checkpoint, PackedCheckpoint) or checkpoint.is_float8:
         raise RequestError(
-            f"transformers cannot read {args.model}, which another program wrote: give --golden, or first run `tinygpt "
+            f"transformers cannot read {model}, which tinygpt has converted: compare the checkpoint that it was made "
+            "from, or give --golden FILE --dtype auto, where FILE is what --save-golden has written of that one."
+        )
+    folder = path.parent if path.name in FILES else path
+    has_weights = any((folder / (name + ending)).is_file() for name in FILES for ending in ("", INDEX))
+    if not (has_weights and (folder / "config.json").is_file()):
+        raise RequestError(
+            f"transformers cannot read {model}, which is not in its format: give --golden, or first run `tinygpt "
             "convert --to safetensors`."
         )
+    return folder
+
+
+def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
+    """What --golden holds."""
+    from tinygpt.evaluation.golden import load_goldens
+
+    goldens = load_goldens(Path(args.golden))
+    _check_goldens(args, llm, goldens)
+    return goldens
+
+
+def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golden]":
+    """What transformers computes of the checkpoint in `folder`."""
+    from tinygpt.evaluation.golden import check_transformers, compute_goldens, save_goldens
+
     prompts = _built_in_prompts(llm) if args.input is None else _read_prompts(Path(args.input), llm)
     room = llm.max_model_len
     num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]
     check_transformers()
     with elapsed("computing with transformers"):
-        goldens = compute_goldens(path, prompts, num_greedy, thread_count(args.threads), args.layers)
+        goldens = compute_goldens(folder, prompts, num_greedy, thread_count(args.threads), args.layers)
     if args.save_golden is not None:
         save_goldens(Path(args.save_golden), goldens)
         say(f"{args.save_golden} holds what transformers computes")

@@ -14,7 +14,7 @@ from tinygpt.cli import loading
 from tinygpt.cli.flags import model as model_flags
 from tinygpt.cli.flags.types import lowered, number, whole_number
 from tinygpt.cli.output.messages import say
-from tinygpt.errors import RequestError, how_to_install
+from tinygpt.errors import NoTokenizerError, RequestError, how_to_install
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
@@ -173,7 +173,13 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> "LLM":
-    return loading.load_llm(args, lambda llm: None, max_queue=args.max_queue, cache_salt=args.cache_salt)[0]
+    return loading.load_llm(args, _check_tokenizer, max_queue=args.max_queue, cache_salt=args.cache_salt)[0]
+
+
+def _check_tokenizer(llm: "LLM") -> None:
+    """CheckpointError for one that is damaged. Without any, a server takes token ids."""
+    with suppress(NoTokenizerError):
+        _ = llm.tokenizer
 
 
 def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "ServerConfig":

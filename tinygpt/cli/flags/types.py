@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tinygpt.cli.output.messages import say
@@ -69,18 +70,20 @@ def lowered(*allowed: str) -> Callable[[str], str]:
     return lambda text: text.strip().lower() if text.strip().lower() in allowed else text
 
 
-def _dtype_of(names: tuple[str, ...], others: tuple[str, ...], meanings: Mapping[str, str]) -> Callable[[str], str]:
+def dtype_of(
+    names: tuple[str, ...], meanings: Mapping[str, str] = MappingProxyType({}), others: tuple[str, ...] = ()
+) -> Callable[[str], str]:
     """Reads one of `names` of a precision, or what other programs call it, and says what that means here. `others` are
     read too: who knows the model refuses them with more reason."""
     listed = ", ".join(names)
 
     def read(text: str) -> str:
         name = text.strip().lower()
-        if name in HALF:
+        found = ALIASES.get(name, name)
+        if found == HALF and HALF not in names:
             raise argparse.ArgumentTypeError(
                 f"it is {text!r}, a precision that is not here: give bfloat16, which is as small, or one of {listed}."
             )
-        found = ALIASES.get(name, name)
         if found not in (*names, *others):
             if nearest := nearest_dtype(name, names):
                 raise argparse.ArgumentTypeError(f"it is {text!r} and must be one of {listed}: did you mean {nearest}?")
@@ -89,11 +92,11 @@ def _dtype_of(names: tuple[str, ...], others: tuple[str, ...], meanings: Mapping
             say(f"{text} is taken for {found}: {meanings[found]}")
         return found
 
-    return read
+    return reader(read, f"one of {listed}")
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
-    names = tuple(map(_dtype, text.split(",")))
+    names = tuple(map(dtype, text.split(",")))
     if STORAGE_DTYPE in names:
         raise ValueError
     return names
@@ -101,11 +104,12 @@ def _dtypes(text: str) -> tuple[str, ...]:
 
 ALL_DTYPES = ("auto", *DTYPES)
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
-HALF = ("float16", "fp16", "f16", "half")
+HALF = "float16"
 # What other programs call our precisions; `q8_0` and `q4_0` are llama.cpp's.
 ALIASES = {
     **dict.fromkeys(("f32", "fp32", "float", "single"), "float32"),
     **dict.fromkeys(("bf16", "bfp16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "f16", "half"), HALF),
     **dict.fromkeys(("q8_0", "q8", "i8", "8bit"), "int8"),
     **dict.fromkeys(("q4_0", "q4_1", "q4", "i4", "4bit"), "int4"),
     **dict.fromkeys(("fp8", "f8"), "float8"),
@@ -119,7 +123,6 @@ CACHE_MEANINGS = {"int8": "a byte for each number of keys and values, with a sca
 whole_number = reader(int, "a whole number")
 number = reader(float, "a number")
 whole_numbers = reader(lambda text: tuple(map(int, text.split(","))), "a whole number, or several separated by commas")
-_dtype = _dtype_of(ALL_DTYPES, (STORAGE_DTYPE,), MEANINGS)
-dtype = reader(_dtype, f"one of {', '.join(ALL_DTYPES)}")
+dtype = dtype_of(ALL_DTYPES, MEANINGS, others=(STORAGE_DTYPE,))
 dtypes = reader(_dtypes, f"one of {', '.join(ALL_DTYPES)}, or several separated by commas")
-kv_cache_dtype = reader(_dtype_of(CACHE_DTYPES, ("int4",), CACHE_MEANINGS), f"one of {', '.join(CACHE_DTYPES)}")
+kv_cache_dtype = dtype_of(CACHE_DTYPES, CACHE_MEANINGS, others=("int4",))

@@ -18,9 +18,8 @@ _ADVICE = (
     ("a JSON schema: a dict, or the same as JSON text, or None", "a JSON schema, or the same as a text"),
 )
 _ASSIGNED = re.compile(r"(\w+)='(\w+)'")
-# A value as Python writes it, which the client knows.
-_MUST_BE = re.compile(r"=[^;]*? is not possible: it must be ")
-_AS_IN_PYTHON = re.compile(r"=[^;]*?(?= is not possible: )")
+# A value as Python writes it, which the client knows, and what is said of it.
+_REFUSED = re.compile(r"=[^;]*?( is not possible: )(?:it( must be ))?")
 # Fields that a form may have under another name -> how sentences write them.
 _RENAMED = {"prompt": "the prompt", "max_tokens": "max_tokens"}
 
@@ -42,8 +41,7 @@ def for_client(sentence: str, form: Strict) -> tuple[str, str | None]:
     if name == "use_beam_search":  # which is no number
         sentence = f"use_beam_search searches with n beams, and {sentence}"
     elif name is not None and found.start(1) == 0:
-        said = _MUST_BE.sub(" must be ", sentence[found.end(1) :])
-        sentence = name + _AS_IN_PYTHON.sub("", said)
+        sentence = name + _REFUSED.sub(lambda refused: refused[2] or refused[1], sentence[found.end(1) :])
     for advice, others in _ADVICE:
         sentence = sentence.replace(advice, others)
     return sentence, name

@@ -20,7 +20,7 @@ _ID = re.compile(r"[\x21-\x7e]{1,200}")
 
 
 class AccessLog:
-    """ASGI middleware, the outermost: what others refuse is logged as well.
+    """ASGI middleware, outside all that may refuse: that is logged as well.
 
     A client's own X-Request-Id is taken over; any other request is given one.
     """

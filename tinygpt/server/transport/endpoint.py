@@ -76,8 +76,9 @@ async def _collect(request: Request, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> ApiError:
-    """The connection stays open, and uvicorn takes what is left of the body and throws it away: a client that sends
-    all before it reads would get a reset in place of the reply. `Connection` bounds the time that this may take."""
+    """The connection stays open, unless the client wants it closed, and uvicorn takes what is left of the body and
+    throws it away: a client that sends all before it reads would get a reset in place of the reply. `Connection` bounds
+    the time that this may take; `RestOfBody` does the same before a connection closes."""
     return ApiError(413, f"the body is longer than the {limit} bytes that this server reads: send less at a time.")
 
 

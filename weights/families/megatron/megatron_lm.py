@@ -103,7 +103,9 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     try:
         ids = json.loads(vocab.text())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{source.path} has a vocabulary that is not valid JSON: give token ids.") from error
+        raise CheckpointError(
+            f"{source.path} has a vocabulary that is not valid JSON: download it again, or give token ids."
+        ) from error
     lines = merges.text().removesuffix("\n").split("\n")
     end = "<|endoftext|>"
     has_end = isinstance(ids, dict) and type(ids.get(end)) is int

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
@@ -95,7 +95,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     if not _is_tokenizer(about):
         raise CheckpointError(f"{source.path} has a damaged tokenizer: download it again, or give token ids.")
     if about.get("model") != "gpt2" or about.get("pre", "default") not in _PRE_TOKENIZERS:
-        raise CheckpointError(
+        raise NoTokenizerError(
             f"{source.path} has a tokenizer of the kind {shown(about.get('model'))}, {shown(about.get('pre'))}, which "
             "is not implemented: give token ids."
         )
@@ -134,7 +134,7 @@ def _ids(used: Iterable[tuple[int, str, int]]) -> dict[str, int]:
     ids: dict[str, int] = {}
     for i, token, _ in used:
         if ids.setdefault(token, i) != i:
-            raise CheckpointError(f"The tokenizer of the checkpoint has two tokens {shown(token)}: give token ids.")
+            raise NoTokenizerError(f"The tokenizer of the checkpoint has two tokens {shown(token)}: give token ids.")
     return ids
 
 
