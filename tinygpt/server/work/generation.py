@@ -79,8 +79,8 @@ class Generation:
         finally:
             self.cancel()
 
-    async def follow(self, take: Callable[[list[PromptChunk]], None]) -> None:
-        """Have `take` called with all chunks, as they come, until the last sample has ended.
+    async def follow(self, take: Callable[[list[PromptChunk], bool], None]) -> None:
+        """Have `take` called with all chunks, as they come, until the last sample has ended, and with whether it has.
 
         The loop itself calls it: to wake a task for each token of each stream would take longer than what it does.
         """
@@ -91,13 +91,13 @@ class Generation:
             if ended.done():  # or the client has left
                 return
             chunks = [item for item in items if item.chunk is not None]
+            num_running -= len(items) - len(chunks)
             try:
                 if chunks:
-                    take(chunks)
+                    take(chunks, not num_running)
             except Exception as error:
                 ended.set_exception(error)
                 return
-            num_running -= len(items) - len(chunks)
             if not num_running:
                 ended.set_result(None)
 
