@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from math import inf
+from operator import sub
 from typing import NamedTuple
 
 from tinygpt.engine.service import SubmittedFuture
@@ -132,11 +133,10 @@ class Generation:
         """Seconds from each token of a streamed sample to its next one, without those in which kernels compiled."""
         waited = self._llm.engine.compile_clock.seconds
         for times in list(self._token_times.values()):  # the thread that takes steps may add another sample
-            yield from (after - before - waited(before, after) for before, after in pairwise(times))
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.finished()) == len(self._futures)
+            if waited(times[0], times[-1]):
+                yield from (after - before - waited(before, after) for before, after in pairwise(times))
+            else:
+                yield from map(sub, times[1:], times)
 
     @property
     def is_over(self) -> bool:
