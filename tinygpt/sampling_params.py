@@ -303,9 +303,12 @@ def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]
 
 
 def _read_fields(instance: Any, rules: dict[str, tuple[str, Callable[[Any], Any]]]) -> None:
-    problems = []
+    """Defaults are passed over: each is what its rule would make of it, but for None."""
+    problems, cls = [], type(instance)
     for name, (allowed, normalise) in rules.items():
         given = getattr(instance, name)
+        if given is not None and given is getattr(cls, name, None):
+            continue
         try:
             object.__setattr__(instance, name, normalise(given))
         except (TypeError, ValueError) as error:

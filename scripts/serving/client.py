@@ -1,4 +1,4 @@
-"""One streamed completion over a connection of its own: when each of its tokens came.
+"""Streamed completions: when each of their tokens came.
 
 While it runs, bytes are kept with the time of their arrival, and nothing else is done: client and server share a CPU.
 What the bytes mean is read by h11 when all that is measured has ended: to read one takes as long as some steps.
@@ -6,12 +6,19 @@ What the bytes mean is read by h11 when all that is measured has ended: to read 
 
 import asyncio
 import json
+import selectors
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult
 
 import h11
+
+END = b"\r\n0\r\n\r\n"  # of a body in chunks
+SIZE = 2**16  # bytes that are read at once
+REST = 0.001  # seconds
 
 
 @dataclass
@@ -45,24 +52,6 @@ class Exchange:
         return [after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
-class _Recorder(asyncio.Protocol):
-    def __init__(self, request: bytes):
-        self._request = request
-        self.pieces: list[tuple[float, bytes]] = []
-        self.ended = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.pieces.append((time.perf_counter(), data))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
 @dataclass(frozen=True)
 class Recording:
     """What was sent and what came, not read yet."""
@@ -80,30 +69,150 @@ class Recording:
         return result
 
 
+class Sockets:
+    """What has come for all clients of a loop is read together.
+
+    To be woken for each piece takes longer than to read it, and a core from the server. Where several pieces have come,
+    more will: then it rests, and their times are late by that at most. `with` ends it.
+    """
+
+    def __init__(self) -> None:
+        self._loop, self._selector = asyncio.get_running_loop(), selectors.DefaultSelector()
+
+    def __enter__(self) -> "Sockets":
+        self._wait()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.remove_reader(self._selector.fileno())
+        self._selector.close()
+
+    def add(self, connection: socket.socket, read: Callable[[], None]) -> None:
+        """Have `read` called whenever something has come."""
+        self._selector.register(connection, selectors.EVENT_READ, read)
+
+    def remove(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+
+    def _wait(self) -> None:
+        if self._selector.get_map() is not None:  # it has not ended meanwhile
+            self._loop.add_reader(self._selector.fileno(), self._read)
+
+    def _read(self) -> None:
+        ready = self._selector.select(0)
+        for key, _ in ready:
+            key.data()
+        if len(ready) > 1:
+            self._loop.remove_reader(self._selector.fileno())
+            self._loop.call_later(REST, self._wait)
+
+
+class Client:
+    """Asks a server one thing after another, over one connection for as long as the server keeps it."""
+
+    def __init__(self, url: SplitResult, sockets: Sockets):
+        self._url, self._sockets = url, sockets
+        self._connection: _Connection | None = None
+
+    async def record(self, path: str, body: dict[str, Any], leave_after: float | None = None) -> Recording:
+        """leave_after: seconds after which the client closes the connection."""
+        data = json.dumps(body).encode()
+        lines = [f"POST {self._url.path}{path} HTTP/1.1", f"host: {self._url.netloc}", "content-type: application/json"]
+        request = "\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data
+        sent = time.perf_counter()
+        if self._connection is None:
+            self._connection = await _Connection.made(self._url, self._sockets)
+        connection = self._connection
+        try:
+            await connection.ask(request)
+            done, _ = await asyncio.wait({connection.ended}, timeout=leave_after)
+        finally:
+            if not connection.is_kept:
+                self.close()
+        return Recording(sent, connection.pieces, None if done else "left", body.get("max_tokens", 0))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
 async def exchange(url: SplitResult, path: str, body: dict[str, Any], leave_after: float | None = None) -> Exchange:
-    """leave_after: seconds after which the client closes the connection."""
+    """As `record`, and read at once."""
     return (await record(url, path, body, leave_after)).read()
 
 
 async def record(url: SplitResult, path: str, body: dict[str, Any], leave_after: float | None = None) -> Recording:
-    """As `exchange`, to be read later."""
-    data = json.dumps(body).encode()
-    lines = [f"POST {url.path}{path} HTTP/1.1", f"host: {url.netloc}", "content-type: application/json"]
-    lines += [f"content-length: {len(data)}", "connection: close", "", ""]
-    sent, error, loop = time.perf_counter(), None, asyncio.get_running_loop()
-    request = "\r\n".join(lines).encode() + data
-    transport, recorder = await loop.create_connection(lambda: _Recorder(request), url.hostname, url.port)
-    try:
-        await asyncio.wait_for(asyncio.shield(recorder.ended), leave_after)
-    except (TimeoutError, asyncio.TimeoutError):
-        error = "left"
-    finally:
-        transport.abort()
-    return Recording(sent, recorder.pieces, error, body.get("max_tokens", 0))
+    """What a client with this one request gets."""
+    with Sockets() as sockets:
+        client = Client(url, sockets)
+        try:
+            return await client.record(path, body, leave_after)
+        finally:
+            client.close()
 
 
-def _read(pieces: list[tuple[float, bytes]], result: Exchange) -> None:
-    connection, waiting = h11.Connection(h11.CLIENT), b""
+class _Connection:
+    """Keeps what comes for one request after another, until each has its reply.
+
+    is_kept: the reply is whole, and there may be another behind it.
+    """
+
+    def __init__(self, connection: socket.socket, sockets: Sockets):
+        self._socket, self._sockets = connection, sockets
+
+    @classmethod
+    async def made(cls, url: SplitResult, sockets: Sockets) -> "_Connection":
+        made = socket.socket()
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            await asyncio.get_running_loop().sock_connect(made, (url.hostname, url.port))
+        except BaseException:
+            made.close()
+            raise
+        return cls(made, sockets)
+
+    async def ask(self, request: bytes) -> None:
+        self.pieces: list[tuple[float, bytes]] = []
+        self.is_kept = self._is_chunked = False
+        loop = asyncio.get_running_loop()
+        self.ended = loop.create_future()
+        self._sockets.add(self._socket, self._read)
+        await loop.sock_sendall(self._socket, request)
+
+    def close(self) -> None:
+        if not self.ended.done():
+            self._sockets.remove(self._socket)
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(SIZE)
+        except ConnectionError:
+            data = b""
+        if data:
+            self.pieces.append((time.perf_counter(), data))
+            if len(self.pieces) == 1:
+                self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in data.lower()
+            if not self._is_whole(data):
+                return
+            self.is_kept = b"\r\nconnection: close\r\n" not in self.pieces[0][1].lower()
+        self._sockets.remove(self._socket)
+        self.ended.set_result(None)
+
+    def _is_whole(self, last: bytes) -> bool:
+        """Streams come in chunks, whose end is seen without a look at what they hold. Of all else there is little."""
+        if not self._is_chunked:
+            return _read(self.pieces, Exchange(0.0))
+        if not last.endswith(b"\n"):
+            return False
+        return (last if len(last) >= len(END) else b"".join(piece for _, piece in self.pieces)).endswith(END)
+
+
+def _read(pieces: list[tuple[float, bytes]], result: Exchange) -> bool:
+    """Put into the result what came. Returns whether the reply is whole, by what it says itself."""
+    connection, waiting, is_whole = h11.Connection(h11.CLIENT), b"", False
     connection.send(h11.Request(method="POST", target="/", headers=[("host", "x"), ("content-length", "0")]))
     connection.send(h11.EndOfMessage())
     is_stream = False
@@ -118,9 +227,11 @@ def _read(pieces: list[tuple[float, bytes]], result: Exchange) -> None:
             elif isinstance(event, h11.Data):
                 result.body += bytes(event.data)
             elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
+                is_whole = True
                 break
     if result.status != 200 and result.error is None:
         result.error = result.body.decode(errors="replace")[:200]
+    return is_whole
 
 
 def _read_events(data: bytes, arrived: float, result: Exchange) -> bytes:

@@ -7,13 +7,13 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import SplitResult
 
 from tinygpt import LLM, SamplingParams
 
-from .client import record
+from .client import Client, Sockets, record
 from .figures import percentiles
 from .workload import PATH, Workload
 
@@ -27,11 +27,19 @@ def to_server(url: SplitResult, work: Workload, streams: int, count: int) -> dic
 
 
 async def _to_server(url: SplitResult, work: Workload, streams: int, count: int) -> dict[str, Any]:
+    with Sockets() as sockets:
+        return await _beside_streams(url, work, streams, count, sockets)
+
+
+async def _beside_streams(
+    url: SplitResult, work: Workload, streams: int, count: int, sockets: Sockets
+) -> dict[str, Any]:
     bodies, generator, ended = work.bodies(), random.Random(work.seed), []
 
     async def ask_again() -> None:
-        while True:
-            ended.append(await record(url, PATH, next(bodies)))
+        with closing(Client(url, sockets)) as client:
+            while True:
+                ended.append(await client.record(PATH, next(bodies)))
 
     running = [asyncio.ensure_future(ask_again()) for _ in range(streams)]
     try:

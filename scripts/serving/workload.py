@@ -4,11 +4,12 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult
 
-from .client import Exchange, record
+from .client import Client, Exchange, Sockets, record
 
 PATH = "/v1/completions"
 
@@ -57,12 +58,14 @@ async def closed_loop(url: SplitResult, work: Workload, clients: int, count: int
 
     async def ask_again() -> None:
         nonlocal left
-        while left > 0:
-            left -= 1
-            recordings.append(await record(url, PATH, next(bodies)))
+        with closing(Client(url, sockets)) as client:
+            while left > 0:
+                left -= 1
+                recordings.append(await client.record(PATH, next(bodies)))
 
     begun = time.perf_counter()
-    await asyncio.gather(*(ask_again() for _ in range(clients)))
+    with Sockets() as sockets:
+        await asyncio.gather(*(ask_again() for _ in range(clients)))
     seconds = time.perf_counter() - begun
     return Run([recording.read() for recording in recordings], seconds)
 

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 
+from tinygpt import sampling_params
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import RepetitionDetection, SamplingParams, check_vocabulary, resolve_bad_words
 
@@ -152,6 +153,16 @@ def test_possible_values_are_kept_as_plain_ones(name):
         held = getattr(SamplingParams(**needed, **{name: given}), name)
         assert held == kept
         assert type(held) is type(kept), given
+
+
+def test_a_default_is_what_its_rule_makes_of_it():
+    """Those but None are kept without a look at them."""
+    rules = {SamplingParams: sampling_params._RULES, RepetitionDetection: sampling_params._REPETITION_RULES}
+    defaults = {(cls, field.name): field.default for cls in rules for field in dataclasses.fields(cls)}
+    for (cls, name), default in defaults.items():
+        if default not in (None, dataclasses.MISSING):
+            kept = rules[cls][name][1](default)
+            assert (kept, type(kept)) == (default, type(default)), name
 
 
 def test_all_impossible_values_are_named_at_once():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import sys
 from urllib.parse import urlsplit
 
@@ -9,12 +10,12 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
-from scripts.serving import newcomers
+from scripts.serving import client, newcomers
 from scripts.serving.client import Exchange, exchange
 from scripts.serving.compare import Plan, compare, markdown, of_clients, picture_of
 from scripts.serving.figures import ServiceLevel, figures, percentiles
 from scripts.serving.servers import Server, ours
-from scripts.serving.workload import Run, Workload
+from scripts.serving.workload import Run, Workload, closed_loop
 from support.serving import served
 from tinygpt import LLM
 
@@ -85,6 +86,79 @@ def choice(text: str, finish_reason: str | None = None) -> dict:
 def test_a_client_counts_what_a_server_says_or_else_its_events(ending, num_tokens):
     found = told_by(choice("a"), choice(""), choice("b"), *ending)
     assert (found.text, len(found.token_times), found.num_tokens, found.is_complete) == ("ab", 2, num_tokens, True)
+
+
+def in_chunks(*events: dict, head: str = "") -> bytes:
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n{head}\r\n"
+    return head.encode() + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+REFUSED = b"HTTP/1.1 429 Too Many\r\nContent-Length: 2\r\n\r\n{}"
+TOLD = in_chunks(choice("a"), choice("b", "length"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "num_connections", "text"),
+    [
+        ([TOLD], 2, "ab"),
+        ([TOLD[:150], TOLD[150:-3], TOLD[-3:]], 2, "ab"),
+        ([in_chunks(choice("a", "length"), head="Connection: close\r\n")], 6, "a"),
+        ([REFUSED[:-1], REFUSED[-1:]], 2, ""),
+    ],
+    ids=["a stream", "in pieces", "closed by the server", "refused"],
+)
+def test_a_client_keeps_its_connection(reply, num_connections, text):
+    """Where the server keeps it: two clients ask six times."""
+    made = []
+
+    async def answer(reader, writer):
+        made.append(writer)
+        while await reader.read(2**16):
+            for part in reply:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async def ask() -> Run:
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            work = Workload("", 3, 9)
+            run = await asyncio.wait_for(closed_loop(urlsplit(f"http://127.0.0.1:{port}"), work, 2, 6), 20)
+            for writer in made:
+                writer.close()
+            return run
+
+    run = asyncio.run(ask())
+    assert len(made) == num_connections
+    assert [found.text for found in run.exchanges] == [text] * 6
+    assert [found.status for found in run.exchanges] == [429 if reply[-1] == b"}" else 200] * 6
+
+
+@pytest.mark.parametrize(("count", "read_later"), [(1, 0), (2, 2)])
+def test_sockets_rest_where_several_have_something_to_read(monkeypatch, count, read_later):
+    monkeypatch.setattr(client, "REST", 0.05)
+    read = []
+
+    async def reading() -> list[int]:
+        pairs = [socket.socketpair() for _ in range(count)]
+        with client.Sockets() as sockets:
+            for near, _ in pairs:
+                sockets.add(near, lambda near=near: read.append(near.recv(9)))
+            found = []
+            for _ in range(2):
+                for _, far in pairs:
+                    far.send(b"a")
+                await asyncio.sleep(0.005)
+                found.append(len(read))
+            await asyncio.sleep(0.1)
+            for pair in pairs:
+                for each in pair:
+                    each.close()
+            return [*found, len(read)]
+
+    first, second, last = asyncio.run(reading())
+    assert (first, last - second, last) == (count, read_later, 2 * count)
 
 
 def test_newcomers_are_measured_over_http_and_in_the_library():

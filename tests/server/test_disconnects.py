@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 
-from support.gate import Gate
+from support.gate import Gate, Held
 from support.processes import read_to
 from support.serving import until
 from tinygpt import SamplingParams
+from tinygpt.server.transport import endpoint
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 
@@ -68,6 +69,19 @@ def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
     client.close()
     expect_free_after_a_step(server, llm, gate)
     assert gate.num_taken == 1
+
+
+def test_a_client_that_leaves_while_its_body_is_read(server, llm, gate, monkeypatch):
+    """In another thread, as one of some length is: nobody is told of the client then, and nothing is begun for it."""
+    held = Held(endpoint.read_form)
+    monkeypatch.setattr(endpoint, "read_form", held)
+    client = server.begin(**LONG, user="a" * 10_000)
+    held.called.wait()
+    client.close()
+    until(lambda: not server.num_connections)
+    held.release.set()
+    ended = server.ended()
+    assert (ended["status"], ended.get("finish"), gate.num_asked) == (499, None, 0)
 
 
 def test_a_client_that_is_killed(server, llm, gate):

@@ -8,13 +8,14 @@ import json
 import logging
 import time
 
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.kernels.compiling import ANNOUNCER, begin_wait, end_wait
-from tinygpt.server import compile_log
+from tinygpt.server import compile_log, metrics
 from tinygpt.server.compile_log import CompileLog
 from tinygpt.server.transport.logs import JsonLines, TextLines
 
@@ -191,6 +192,20 @@ def test_who_left_the_queue_has_been_given_nothing(fresh, llm):
     assert line["queue"] > 0
     assert fresh.ended()["status"] == 200
     assert figures(fresh)["tinygpt:generation_tokens_total", ""] == 4 * 5
+
+
+def test_times_between_tokens_are_counted_as_prometheus_client_would(llm):
+    gaps = [0.0, 0.0004, *metrics.TOKEN_SECONDS, 0.3, 7.0]
+    ours, registry = metrics.Metrics(llm, "demo"), CollectorRegistry()
+    ours.observe_gaps(gaps[:3])
+    ours.observe_gaps(gaps[3:])
+    name = "tinygpt:inter_token_latency_seconds"
+    theirs = Histogram(name, "", ["model_name"], buckets=metrics.TOKEN_SECONDS, registry=registry).labels("demo")
+    for gap in gaps:
+        theirs.observe(gap)
+    [found] = [metric for metric in ours.collect() if metric.name == name]
+    [expected] = registry.collect()
+    assert [sample for sample in expected.samples if not sample.name.endswith("_created")] == found.samples
 
 
 def test_metrics_are_what_prometheus_reads(fresh):

@@ -12,10 +12,13 @@ from concurrent.futures import Future
 
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-from support.serving import served
+from support.gate import Gate
+from support.serving import served, until
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.protocol.chat import ChatChunkChoice
+from tinygpt.server.transport import connection, event_stream
+from tinygpt.server.transport.gathering import GatheringTransport
 from tinygpt.server.work.generation import Generation, PromptChunk
 from tinygpt.server.work.mailbox import Inbox
 
@@ -50,6 +53,86 @@ def test_only_the_ends_of_a_stream_go_through_all_layers(server, chat, monkeypat
     reply = server.complete(**ASKED) if route == "completions" else chat()
     assert len(reply.events) > 10
     assert sent == {"http.response.start": 1, "http.response.body": 1}
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """What the system is given of replies, each part by itself."""
+    given = []
+
+    class Noting:
+        def __init__(self, transport):
+            self._transport = transport
+
+        def __getattr__(self, name):
+            return getattr(self._transport, name)
+
+        def write(self, data):
+            given.append(bytes(data))
+            self._transport.write(data)
+
+    monkeypatch.setattr(connection, "GatheringTransport", lambda transport: GatheringTransport(Noting(transport)))
+    return given
+
+
+def test_the_head_goes_with_the_first_event_and_the_end_with_the_last(llm, server, parts):
+    """To hand a part to the system takes as long as to write an event."""
+    with llm.engine.wrapped(Gate) as gate:
+        client = server.begin(**ASKED, stream_options={"include_usage": True})
+        events = client.events()
+        for count in range(1, ASKED["max_tokens"]):
+            gate.allow(1)
+            gate.wait_until_asked(count + 1)
+            next(events)  # a text of each token
+        assert parts[0].startswith(b"HTTP/1.1 200 OK\r\n")
+        assert parts[0].count(b"data: ") == 1
+        del parts[:]
+        gate.allow(1)
+        list(events)
+        client.close()
+    [end] = parts
+    assert end.count(b"data: ") == 3  # the last token, the usage and [DONE]
+    assert end.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_whole_reply_goes_as_one(server, parts):
+    reply = server.complete(**ASKED | {"stream": False, "max_tokens": 1})
+    [part] = parts
+    assert part.endswith(reply.body)
+
+
+def test_the_head_of_a_stream_that_has_no_event_yet_does_not_wait_long(llm, server, monkeypatch):
+    monkeypatch.setattr(event_stream, "HEAD_SECONDS", 0.01)
+    with llm.engine.wrapped(Gate) as gate:
+        client = server.begin(**ASKED)
+        assert client._lines.readline() == b"HTTP/1.1 200 OK\r\n"
+        gate.allow(100)
+        assert len(list(client.events())) > 10
+        client.close()
+
+
+def test_a_stream_is_one_task(llm, server):
+    """To wait for its client, or for the time of a ping, is none's work."""
+
+    def num_tasks() -> int:
+        return asyncio.run_coroutine_threadsafe(_num_tasks(), server._server._loop).result(60)
+
+    server.complete(**ASKED)  # and the models are built
+    until(lambda: not server.num_connections)
+    before = num_tasks()
+    with llm.engine.wrapped(Gate) as gate:
+        clients = [server.begin(**ASKED) for _ in range(3)]
+        gate.wait_until_asked(1)
+        until(lambda: len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting) == 3)
+        assert num_tasks() == before + 3
+        gate.allow(100)
+        for client in clients:
+            list(client.events())
+            client.close()
+
+
+async def _num_tasks() -> int:
+    return len(asyncio.all_tasks())
 
 
 @pytest.mark.parametrize("asked", [{}, {"return_token_ids": True}, {"n": 2, "temperature": 1, "seed": 5}], ids=str)
@@ -95,12 +178,34 @@ def test_behind_another_server_a_stream_is_the_same(server):
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
     expected = events_of(server.complete(**ASKED).body)
-    loop = server.state.mailbox._loop
+    loop = server._server._loop
     messages = asyncio.run_coroutine_threadsafe(answered(server.app, scope, body), loop).result(60)
     assert [message["type"] for message in messages[:1]] == ["http.response.start"]
     assert [message["more_body"] for message in messages[1:]] == [True] * (len(messages) - 2) + [False]
     told = b"".join(message["body"] for message in messages[1:])
     assert events_of(told) == expected
+
+
+def test_behind_another_server_a_client_may_leave(llm, server):
+    body = json.dumps(ASKED | {"stream": False}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}]
+
+    async def asked():
+        async def receive():
+            if len(messages) == 1:
+                await asyncio.to_thread(gate.wait_until_asked, 1)
+            return messages.pop()
+
+        await server.app(scope, receive, None)
+
+    server.forget()
+    with llm.engine.wrapped(Gate) as gate:
+        asyncio.run_coroutine_threadsafe(asked(), server._server._loop).result(60)
+        assert (server.ended()["status"], len(llm.engine.scheduler.running)) == (499, 1)
+        gate.allow(1)
+        until(lambda: not llm.engine.scheduler.running)
 
 
 async def answered(app, scope, body: bytes) -> list[dict]:
@@ -132,7 +237,7 @@ def test_what_has_read_a_stream_goes_with_it():
         generation._futures, generation._inbox, generation._reason = [Future()], Inbox(), None
         generation._futures[0].set_result(None)
         generation._inbox.put([PromptChunk(0, None)])
-        await generation.follow(lambda chunks: None)
+        await generation.follow(lambda chunks, is_last: None)
         return generation._inbox._read
 
     read = asyncio.run(followed())

@@ -59,7 +59,8 @@ class Served(logging.Handler):
                 return fields
 
     def forget(self) -> None:
-        """What was logged so far."""
+        """What was logged so far, or is about to be: a client may have its reply before there is a line of it."""
+        until(lambda: not self._server.server_state.tasks)
         while not self._log.empty():
             self._log.get()
 

@@ -95,7 +95,7 @@ class InputProcessor:
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
         """How many positions a soft prompt takes; 0 for None."""
-        return len(self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt)) or ())
+        return 0 if soft_prompt is None else len(self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt)))
 
     def scoring_requests(
         self, prompt: Any, continuations: Any, soft_prompt: str | None, split_special_tokens: bool | None
@@ -140,7 +140,7 @@ class InputProcessor:
         shared = {
             "prompt_token_ids": fitted.token_ids,
             "params": params,
-            "seed": params.seed if params.seed is not None else secrets.randbelow(MAX_SEED + 1),
+            "seed": params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length()),
             "eos_token_ids": frozenset(self._eos_token_ids(params)),
             "deadline": None if params.max_time is None else arrival + params.max_time,
             "window": fitted.window,

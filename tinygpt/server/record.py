@@ -27,10 +27,6 @@ class Record:
     def unfinished(self) -> list[Progress]:
         return [progress for generation in self.generations for progress in generation.unfinished()]
 
-    @property
-    def is_complete(self) -> bool:
-        return all(generation.is_complete for generation in self.generations)
-
 
 def record_of(request: Request) -> Record:
     return request.state.record

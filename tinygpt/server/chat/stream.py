@@ -20,8 +20,8 @@ class ChatStream:
         roles = (Delta(role="assistant", content="") for _ in range(self._job.params.n))
         begin = [self._writer.of_choice(ChatChunkChoice(index=i, delta=role)) for i, role in enumerate(roles)]
         write("".join(begin).encode())
-        await self._generation.follow(lambda chunks: write(self._take(chunks)))
-        write(self._writer.end().encode())
+        await self._generation.follow(lambda chunks, is_last: write(self._take(chunks), is_last))
+        write(self._writer.end().encode(), is_last=True)
 
     def _take(self, chunks: list[PromptChunk]) -> bytes:
         return "".join([self._event(chunk) for _, chunk in chunks]).encode()

@@ -30,13 +30,13 @@ class CompletionStream:
 
     async def events(self, write: Write) -> None:
         """An event for every token, as it comes."""
-        await self._generation.follow(lambda chunks: write(self._take(chunks)))
-        write(self._writer.end().encode())
+        await self._generation.follow(lambda chunks, is_last: write(self._take(chunks), is_last))
+        write(self._writer.end().encode(), is_last=True)
 
     async def whole(self, reply: Completion, write: Write) -> None:
         """The events of what has been made already, one for each choice."""
         events = [*map(self._writer.of_choice, reply.choices), self._writer.end()]
-        write("".join(events).encode())
+        write("".join(events).encode(), is_last=True)
 
     def _take(self, chunks: list[PromptChunk]) -> bytes:
         """Those of samples that wait for what the first one finds of their prompt are kept back."""

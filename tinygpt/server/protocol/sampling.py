@@ -29,6 +29,7 @@ DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MAX_STOP_STRINGS = 64  # evaluation harnesses send all of a task's
 MAX_BIASED = 1000  # characters, of an id or a text
 MAX_WORDS = 10_000  # that may not come: every step looks for each
+CONVERTED = {"use_beam_search", "seed", "logit_bias", "repetition_detection"}  # fields that are otherwise there
 Choices = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 Schema = dict[str, Any] | Pattern
@@ -109,7 +110,7 @@ class SamplingFields(Strict):
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
         """encode: for the texts among logit_bias's keys. others: fields that each kind of request has its own way to
         ask for; None is as if it were not there."""
-        names = SamplingFields.model_fields.keys() - {"use_beam_search", "seed", "logit_bias", "repetition_detection"}
+        names = (self.model_fields_set - CONVERTED) & SamplingFields.model_fields.keys()
         given = {name: getattr(self, name) for name in names} | others
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search and "num_beams" not in given:

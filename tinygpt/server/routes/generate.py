@@ -39,9 +39,9 @@ async def _params(state: ServerState, request: Request, form: GenerateRequest) -
 
 
 async def _events(generation: Generation, write: Write) -> None:
-    def take(chunks: list[PromptChunk]) -> None:
-        write(b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks))
+    def take(chunks: list[PromptChunk], is_last: bool) -> None:
+        write(b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks), is_last)
 
     await generation.follow(take)
     [output] = generation.finished()
-    write(event({"output": output_to_json(output)}))
+    write(event({"output": output_to_json(output)}), is_last=True)

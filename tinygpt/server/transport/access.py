@@ -10,6 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tinygpt.outputs import RequestOutput
 from tinygpt.request.request import Progress
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.record import Record, put_record
@@ -59,29 +60,29 @@ class AccessLog:
 
     def _note_end(self, scope: Scope, record: Record, status: int, begun: float, ended: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
+        outputs, unfinished = record.outputs(), record.unfinished()
         self._metrics.count_http(path, status)
-        for output in record.outputs():
+        for output in outputs:
             self._metrics.observe(output)
-        for progress in (unfinished := record.unfinished()):
+        for progress in unfinished:
             self._metrics.observe_unfinished(progress)
         for generation in record.generations:
             self._metrics.observe_gaps(generation.token_gaps())
-        if not record.is_complete:
+        if unfinished:
             self._metrics.count_abort()
         # A path may hold anything, in a terminal's own language too.
         fields = {"id": record.id, "method": scope["method"], "path": ascii(scope["path"])[1:-1], "status": status}
         waited = self._waited(begun, ended) if record.generations else 0.0
         times = {"compile": round(waited, 6) or None, "seconds": round(ended - begun - waited, 6)}
-        log.info("request", extra={"fields": {**fields, **_work(record, unfinished), **times}})
+        log.info("request", extra={"fields": {**fields, **_work(record, outputs, unfinished), **times}})
 
 
-def _work(record: Record, unfinished: list[Progress]) -> dict[str, Any]:
+def _work(record: Record, outputs: list[RequestOutput], unfinished: list[Progress]) -> dict[str, Any]:
     """What the engine did for a request."""
-    outputs = record.outputs()
-    if record.is_complete and not outputs:
+    if not (outputs or unfinished):
         return {"prompt_tokens": record.num_prompt_tokens} if record.num_prompt_tokens else {}
     samples = [sample for output in outputs for sample in output.outputs]
-    reasons = sorted({sample.finish_reason for sample in samples}) + ["abort"] * (not record.is_complete)
+    reasons = sorted({sample.finish_reason for sample in samples}) + ["abort"] * bool(unfinished)
     times = [each.metrics for each in (*outputs, *unfinished)]
     firsts = [each.time_to_first_token for each in times]
     num_read = sum(len(output.prompt_token_ids) for output in outputs)

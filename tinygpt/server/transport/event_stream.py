@@ -5,14 +5,16 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.server.refusals.errors import ApiError, bug_body, error_body
+from tinygpt.server.transport.own import connection_of
 
 log = logging.getLogger("tinygpt.server")
+HEAD_SECONDS = 0.1  # that the head of a reply waits for the first event, to go with it
 PING_SECONDS = 15.0  # without an event, after which proxies and clients are told that there is still somebody
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -21,12 +23,16 @@ HEADERS = [
 ]
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-CONNECTION = "tinygpt.connection"  # in the scope's state, where our own server puts it
-Write = Callable[[bytes], None]
+
+
+class Write(Protocol):
+    """Write one or several events, with their blank lines. is_last: the end follows at once, and may go with them."""
+
+    def __call__(self, events: bytes, is_last: bool = False) -> None: ...
 
 
 class EventStream:
-    """An ASGI app. events(write): writes one or several events at once, with their blank lines, until all are written.
+    """An ASGI app. events(write): writes events until all are written.
 
     What goes wrong once the status has been sent is an event too, before the last one, [DONE].
     """
@@ -34,42 +40,51 @@ class EventStream:
     def __init__(self, events: Callable[[Write], Awaitable[None]]):
         self._events = events
         self._num_written = 0
+        self._last = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        async with _writer(scope, send) as write:
-            pinging = asyncio.ensure_future(self._ping(write))
+        connection = connection_of(scope)
+        if connection is None:
+            async with _writer(send) as write:
+                await self._write_all(write)
+        else:
+            flushing = asyncio.get_running_loop().call_later(HEAD_SECONDS, connection.flush)
             try:
-                await self._events(self._counted(write))
-            except Exception as error:
-                write(_error_event(error))
+                await self._write_all(connection.write)
             finally:
-                pinging.cancel()
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                flushing.cancel()
+            connection.keep()
+        await send({"type": "http.response.body", "body": self._last + DONE, "more_body": False})
 
-    def _counted(self, write: Write) -> Write:
-        def counted(events: bytes) -> None:
-            if events:
+    async def _write_all(self, write: Callable[[bytes], None]) -> None:
+        def noted(events: bytes, is_last: bool = False) -> None:
+            if is_last:
+                self._last += events
+            elif events:
                 self._num_written += 1
                 write(events)
 
-        return counted
+        self._ping_later(write)
+        try:
+            await self._events(noted)
+        except Exception as error:
+            self._last += _error_event(error)
+        finally:
+            self._pinging.cancel()
 
-    async def _ping(self, write: Write) -> None:
-        while True:
-            before = self._num_written
-            await asyncio.sleep(PING_SECONDS)
-            if self._num_written == before:
-                write(PING)
+    def _ping_later(self, write: Callable[[bytes], None]) -> None:
+        self._pinging = asyncio.get_running_loop().call_later(PING_SECONDS, self._ping, write, self._num_written)
+
+    def _ping(self, write: Callable[[bytes], None], num_before: int) -> None:
+        if self._num_written == num_before:
+            write(PING)
+        self._ping_later(write)
 
 
 @asynccontextmanager
-async def _writer(scope: Scope, send: Send) -> AsyncIterator[Write]:
-    """What writes a part of the body, and never waits for the client."""
-    connection = scope["state"].get(CONNECTION)
-    if connection is not None:
-        yield connection.write
-        return
+async def _writer(send: Send) -> AsyncIterator[Callable[[bytes], None]]:
+    """What writes a part of the body behind any server, and never waits for the client."""
     parts: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     async def send_all() -> None:

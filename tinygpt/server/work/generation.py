@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import pairwise
 from math import inf
+from operator import sub
 from typing import NamedTuple
 
 from tinygpt.engine.service import SubmittedFuture
@@ -79,8 +80,8 @@ class Generation:
         finally:
             self.cancel()
 
-    async def follow(self, take: Callable[[list[PromptChunk]], None]) -> None:
-        """Have `take` called with all chunks, as they come, until the last sample has ended.
+    async def follow(self, take: Callable[[list[PromptChunk], bool], None]) -> None:
+        """Have `take` called with all chunks, as they come, until the last sample has ended, and with whether it has.
 
         The loop itself calls it: to wake a task for each token of each stream would take longer than what it does.
         """
@@ -91,13 +92,13 @@ class Generation:
             if ended.done():  # or the client has left
                 return
             chunks = [item for item in items if item.chunk is not None]
+            num_running -= len(items) - len(chunks)
             try:
                 if chunks:
-                    take(chunks)
+                    take(chunks, not num_running)
             except Exception as error:
                 ended.set_exception(error)
                 return
-            num_running -= len(items) - len(chunks)
             if not num_running:
                 ended.set_result(None)
 
@@ -132,11 +133,10 @@ class Generation:
         """Seconds from each token of a streamed sample to its next one, without those in which kernels compiled."""
         waited = self._llm.engine.compile_clock.seconds
         for times in list(self._token_times.values()):  # the thread that takes steps may add another sample
-            yield from (after - before - waited(before, after) for before, after in pairwise(times))
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.finished()) == len(self._futures)
+            if waited(times[0], times[-1]):
+                yield from (after - before - waited(before, after) for before, after in pairwise(times))
+            else:
+                yield from map(sub, times[1:], times)
 
     @property
     def is_over(self) -> bool:
