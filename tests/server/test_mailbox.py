@@ -22,7 +22,7 @@ class Loop:
 class Readers:
     """Three of them, each of whom takes `seconds` of the loop's time for what it is given."""
 
-    def __init__(self, monkeypatch, seconds: float = 0.001):
+    def __init__(self, monkeypatch, seconds: float = 0.0005):
         self.loop, self.seconds, self.now = Loop(), seconds, 0.0
         self.mailbox, self.inboxes = Mailbox(self.loop), [Inbox() for _ in range(3)]
         self.read = [[] for _ in self.inboxes]
@@ -74,7 +74,7 @@ def test_what_comes_before_its_reader_waits_for_him():
 def test_the_loop_rests_the_longer_the_more_there_was_to_deliver(readers):
     readers.post((0, "a"), (1, "b"))
     readers.deliver()
-    assert readers.loop.later == [(pytest.approx(2 * 0.001 * REST), readers.mailbox._end_rest)]
+    assert readers.loop.later == [(pytest.approx(2 * 0.0005 * REST), readers.mailbox._end_rest)]
     readers.seconds = 1.0
     readers.post((0, "c"))
     readers.end_rest()

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-REST = 9  # times as long as a delivery has taken, the next one is put off: all of them take a tenth of a core or so
-MAX_REST = 0.025  # seconds, which nobody sees a text halt for
+REST = 40  # times as long as a delivery has taken, the next one is put off: all of them take a fortieth of a core or so
+MAX_REST = 0.06  # seconds, which nobody sees a text halt for
 
 
 class Inbox:
