@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import sys
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -136,22 +137,33 @@ def test_a_client_keeps_its_connection(reply, num_connections, text):
 
 
 @pytest.mark.parametrize(("count", "read_later"), [(1, 0), (2, 2)])
-def test_sockets_rest_where_several_have_something_to_read(monkeypatch, count, read_later):
-    monkeypatch.setattr(client, "REST", 0.05)
-    read = []
+def test_sockets_rest_where_several_have_something_to_read(count, read_later):
+    read, rests = [], []
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
 
     async def reading() -> list[int]:
+        loop, found = asyncio.get_running_loop(), []
         pairs = [socket.socketpair() for _ in range(count)]
         with client.Sockets() as sockets:
+            sockets._loop = SimpleNamespace(
+                add_reader=loop.add_reader,
+                remove_reader=loop.remove_reader,
+                call_later=lambda *call: rests.append(call),
+            )
             for near, _ in pairs:
                 sockets.add(near, lambda near=near: read.append(near.recv(9)))
-            found = []
             for _ in range(2):
                 for _, far in pairs:
                     far.send(b"a")
-                await asyncio.sleep(0.005)
+                await turns()
                 found.append(len(read))
-            await asyncio.sleep(0.1)
+            assert [seconds for seconds, _ in rests] == [client.REST] * (count > 1)
+            for _, end in rests[:]:
+                end()
+            await turns()
             for pair in pairs:
                 for each in pair:
                     each.close()

@@ -71,6 +71,15 @@ def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
     assert gate.num_taken == 1
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_behind_a_long_body(server, llm, gate, is_streamed):
+    """More than the connection reads ahead: it does not go on reading by itself, and would not see the end."""
+    client = server.begin(**LONG, stream=is_streamed, user="a" * 70_000)
+    gate.wait_until_asked(1)
+    client.close()
+    expect_free_after_a_step(server, llm, gate)
+
+
 def test_a_client_that_leaves_while_its_body_is_read(server, llm, gate, monkeypatch):
     """In another thread, as one of some length is: nobody is told of the client then, and nothing is begun for it."""
     held = Held(endpoint.read_form)

@@ -5,11 +5,10 @@ sum and weighted value (online softmax: Milakov and Gimelshein, 2018; FlashAtten
 query computes therefore depends on its position alone: not on which queries share its tile, nor on how the prompt
 was cut into steps.
 
-The cache is laid out as the tiles read it, in steps of P values: 1 float32, or 2 bfloat16 (as uint16), multiplied
-and added in float32, or 4 int8, see int8_cache.py. Keys are transposed in a block, (..., T / KEY_BLOCK, D / P,
-KEY_BLOCK, P), and a step is P dimensions; values are (..., T / KEY_BLOCK, KEY_BLOCK / P, D rounded up to LANES, P), and
-a step is P positions.
-Queries and softmax weights are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
+The cache is laid out as the tiles read it, in steps of P values: 1 float32, or 2 bfloat16 (as uint16), multiplied and
+added in float32, or 4 int8, see int8_cache.py. Keys are transposed in a block, (..., T / KEY_BLOCK, D / P, KEY_BLOCK,
+P), and a step is P dimensions; values are (..., T / KEY_BLOCK, KEY_BLOCK / P, D rounded up to LANES, P), and a step
+is P positions. Queries and softmax weights are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
 """
 
 import numpy as np
@@ -126,8 +125,8 @@ def _block(cache, slot, head, block):
 def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
     """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
 
-    After write_kv, whose keys and values that are still missing it puts in their place. A phase; an item is a tile of
-    queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one sequence, the last bound being
+    After write_kv: first it writes the keys and values that were left to it. A phase; an item is a tile of queries and
+    a few heads. tiles (tiles + 1,): the first token of each tile, all of one sequence, the last bound being
     N. alibi: an Alibi of formats.py, by which scores lessen with the distance, or Nothing. Needs scratch_size values of
     the thread's scratch.
     """

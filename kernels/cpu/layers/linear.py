@@ -75,7 +75,7 @@ def linear(team, out, x, linears, layer, segments, activation, add):
     """out = activation(x @ weight.T + bias), or out += that if `add`. A phase; an item is a panel and a row block.
 
     out (M, N) float32, x an operand of M rows, linears a Linear of formats.py, segments: the bounds of the segments of
-    K, (2,) or (5,) with no segment empty. Needs epilogue.SCRATCH values of scratch.
+    K, (2,), (3,) or (5,) with no segment empty. Needs epilogue.SCRATCH values of scratch.
     """
     for_each_tile(team, out, x, linears, layer, segments, activation, add, out.shape[0], out.shape[1])
 

@@ -119,6 +119,8 @@ def _put_rows(operand, row, first, rows, x, factors, summands):
         put(operand, row + r, first, float32_at(x + r * ROW_BYTES, PANEL))
 
 
+# put_panel(operand, row, first, rows, x, factors, summands): put x * factors + summands, `rows` rows of a panel without
+# gaps at the address x, into columns first to first + PANEL. factors and summands: addresses of a row each.
 put_panel = by_type({Int8Operand: _put_rows_int8}, otherwise=_put_rows)
 
 

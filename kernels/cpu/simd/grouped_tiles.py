@@ -1,7 +1,7 @@
 """Tiles of quantised weights: integers add up over a group of K, exactly, and are folded to float32 once a group.
 
-The integer sums of a group stay in registers, the float32 ones in C: a load and a store of C a group are hidden beside
-its products.
+The integer sums of a group stay in registers, and so do the float32 ones, through all groups: several rows take two
+vectors of columns at a time, so that there is room for both. C is loaded and stored once.
 """
 
 from llvmlite import ir

@@ -149,6 +149,30 @@ def test_a_token_writes_its_places_and_nothing_else(size, dtype):
         assert all((array[~is_written] == 0xFF).all() for array in in_positions(cache))
 
 
+@CACHES
+def test_each_key_is_written_once(dtype):
+    """By write_kv where several tiles of its sequence read it, else by the tile that alone does."""
+    heads, size, lengths = 3, 16, (1, 13, 6, 2)
+    slots = np.repeat([3, 1, 0, 2], lengths).astype(np.int32)
+    positions = np.concatenate([np.arange(4, 4 + length) for length in lengths]).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    where = positions, slots, query_tiles(starts, TILE_ROWS).astype(np.int32)
+    qkv, cache = random_values(len(slots), 3 * heads * size), new_kv_cache(4, heads, size, 20, dtype)
+    write(*cache, random_values(16, 3 * heads * size), np.tile(np.arange(4), 4), np.repeat(np.arange(4), 4))
+    before, k, v = new_kv_cache(4, heads, size, 20, dtype), *cache
+    before.k[:], before.v[:] = k, v
+    write_kv(solo_team(), k, v, qkv, *where)
+    of_several = slots == 1
+    write(*before, qkv[of_several], positions[of_several], slots[of_several])
+    for found, expected in zip(cache, before, strict=True):
+        np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+    out = unwritten(len(slots), heads * size)
+    attend(solo_team(size), out, qkv, k, v, *where, np.float32(size**-0.5), NOTHING)
+    write(*before, qkv[~of_several], positions[~of_several], slots[~of_several])
+    for found, expected in zip(cache, before, strict=True):
+        np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
 @pytest.mark.parametrize("value", [0, 2.0**-113, 2.0**-111, 1e38, np.inf, -np.inf, np.nan])
 def test_an_int8_cache_of_one_extreme(value):
     """What is too small for an inverse is 0, and what is not finite makes its own key and value NaN alone."""

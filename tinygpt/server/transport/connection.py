@@ -58,6 +58,7 @@ class Connection(H11Protocol):
 
     def when_gone(self, call: Callable[[], Any] | None) -> None:
         """Have `call` called when the client leaves, or at once if it has left. None: have nothing called."""
+        self.flow.resume_reading()  # paused behind a long body, it would not see that the client leaves
         self._when_gone = call
         if call is not None and self.is_gone:
             call()

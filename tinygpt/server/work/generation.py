@@ -133,6 +133,8 @@ class Generation:
         """Seconds from each token of a streamed sample to its next one, without those in which kernels compiled."""
         waited = self._llm.engine.compile_clock.seconds
         for times in list(self._token_times.values()):  # the thread that takes steps may add another sample
+            if len(times) < 2:  # or none: the first one may just be coming
+                continue
             if waited(times[0], times[-1]):
                 yield from (after - before - waited(before, after) for before, after in pairwise(times))
             else:

@@ -35,8 +35,8 @@ class Mailbox:
     """Any thread may post; the loop delivers, to each reader all at once.
 
     The loop works on the cores that the kernels want too. So it rests between two deliveries, the longer the more there
-    was to deliver: one stream gets each token as it comes, and of many, each gets a few at a time. For what is urgent
-    its reader does not wait, nor for what came before it.
+    was to deliver: a stream gets each token as it comes if a step takes forty times as long as to deliver it, and else,
+    like one of many, a few at a time. For what is urgent its reader does not wait, nor for what came before it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
