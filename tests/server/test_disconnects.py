@@ -4,11 +4,15 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
+import json
 import signal
+import socket
 import subprocess
 import sys
+import time
 
 from support.gate import Gate, Held
+from support.http_client import head_of
 from support.processes import read_to
 from support.serving import until
 from tinygpt import SamplingParams
@@ -73,8 +77,12 @@ def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_leaves_behind_a_long_body(server, llm, gate, is_streamed):
-    """More than the connection reads ahead: it does not go on reading by itself, and would not see the end."""
-    client = server.begin(**LONG, stream=is_streamed, user="a" * 70_000)
+    """Of more than the connection reads ahead, behind a head that came alone: it has paused reading."""
+    body = json.dumps({"model": "demo", **LONG, "stream": is_streamed, "user": "a" * 70_000}).encode()
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.sendall(head_of("/v1/completions", len(body)))
+    time.sleep(0.2)
+    client.sendall(body)
     gate.wait_until_asked(1)
     client.close()
     expect_free_after_a_step(server, llm, gate)
