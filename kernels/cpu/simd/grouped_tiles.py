@@ -130,12 +130,22 @@ def _make_code(dtype: str):
                     builder.mul(strip_number, size(strip * LANES * 2)),
                 )
                 half = builder.urem(number, size(parts))
-                return fold(builder, strip, s_rows, half, w_scales, sums, totals)
+                if keeps_totals:
+                    return fold(builder, strip, s_rows, half, w_scales, sums, totals)
+                put_totals(fold(builder, strip, s_rows, half, w_scales, sums, get_totals()))
+                return []
 
-            totals = [load(builder, at, FLOATS, 4) for at in places]
-            totals = repeat(builder, count, take_part, totals)
-            for at, total in zip(places, totals, strict=True):
-                store(builder, total, at, 4)
+            def get_totals():
+                return [load(builder, at, FLOATS, 4) for at in places]
+
+            def put_totals(totals):
+                for at, total in zip(places, totals, strict=True):
+                    store(builder, total, at, 4)
+
+            if keeps_totals:
+                put_totals(repeat(builder, count, take_part, get_totals()))
+            else:
+                repeat(builder, count, take_part, [])
             return []
 
         def take_strips(part, _):
