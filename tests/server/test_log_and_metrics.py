@@ -149,9 +149,9 @@ def test_gauges_say_what_runs_and_waits(fresh, llm):
         assert (found["vllm:num_requests_running", ""], found["vllm:num_requests_waiting", ""]) == (4, 2)
         assert found["vllm:kv_cache_usage_perc", ""] == 1
         client.close()
-        gate.allow(float("inf"))
         while fresh.ended()["status"] != 499:
             pass
+        gate.allow(float("inf"))
         assert figures(fresh)["vllm:request_success_total", "abort"] == 1
 
 

@@ -1,7 +1,8 @@
 """Tiles of quantised weights: integers add up over a group of K, exactly, and are folded to float32 once a group.
 
-The integer sums of a group stay in registers, and so do the float32 ones, through all groups: several rows take two
-vectors of columns at a time, so that there is room for both. C is loaded and stored once.
+The integer sums of a group stay in registers. So do the float32 ones, through all groups, where there is room: then
+four rows or more take two vectors of columns at a time. Elsewhere a load and a store of C a group are hidden beside its
+products.
 """
 
 from llvmlite import ir
@@ -23,7 +24,7 @@ from tinygpt.kernels.cpu.simd.panels import (
     WEIGHT_SCALES_BYTES,
     ask_part_ahead,
 )
-from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, step_name, strip_of, unpacked
+from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, has_room, step_name, strip_of, unpacked
 from tinygpt.kernels.cpu.simd.targets import SHORTS
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, for_each_height
 from tinygpt.kernels.cpu.simd.vector_ir import (
@@ -79,7 +80,8 @@ def _make_code(dtype: str):
     parts, fold = GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
-        strip, per_load = strip_of(rows, sums=2), EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
+        strip, keeps_totals = _strip_of(rows)
+        per_load = EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
         loads, strips = part_k // integer.k // per_load, PANEL_VECTORS // strip
         lines = ROW_BYTES // LINE_BYTES // (EXPANSION[dtype] // per_load)
 
@@ -91,12 +93,13 @@ def _make_code(dtype: str):
 
         a_starts, s_starts, c_rows = starts(a, lda), starts(scales, lds), starts(c, size(ROW_BYTES))
 
-        def take_strip(strip_number, _):
+        def take_parts(strip_number, first_part, count):
             columns = builder.mul(strip_number, size(strip * VECTOR_BYTES))
             c_starts = [builder.add(c_row, columns) for c_row in c_rows]
             places = [builder.add(start, size(v * VECTOR_BYTES)) for start in c_starts for v in range(strip)]
 
-            def take_part(number, totals):
+            def take_part(part, totals):
+                number = builder.add(first_part, part)
                 a_offset = builder.mul(number, size(part_k * OPERAND_BYTES[dtype]))
                 s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
                 a_rows = [builder.add(start, a_offset) for start in a_starts]
@@ -127,17 +130,44 @@ def _make_code(dtype: str):
                     builder.mul(strip_number, size(strip * LANES * 2)),
                 )
                 half = builder.urem(number, size(parts))
-                return fold(builder, strip, s_rows, half, w_scales, sums, totals)
+                if keeps_totals:
+                    return fold(builder, strip, s_rows, half, w_scales, sums, totals)
+                put_totals(fold(builder, strip, s_rows, half, w_scales, sums, get_totals()))
+                return []
 
-            totals = [load(builder, at, FLOATS, 4) for at in places]
-            totals = repeat(builder, builder.mul(groups, size(parts)), take_part, totals)
-            for at, total in zip(places, totals, strict=True):
-                store(builder, total, at, 4)
+            def get_totals():
+                return [load(builder, at, FLOATS, 4) for at in places]
+
+            def put_totals(totals):
+                for at, total in zip(places, totals, strict=True):
+                    store(builder, total, at, 4)
+
+            if keeps_totals:
+                put_totals(repeat(builder, count, take_part, get_totals()))
+            else:
+                repeat(builder, count, take_part, [])
             return []
 
-        repeat(builder, size(strips), take_strip, [])
+        def take_strips(part, _):
+            return repeat(builder, size(strips), lambda strip_number, _: take_parts(strip_number, part, size(1)), [])
+
+        every = builder.mul(groups, size(parts))
+        if keeps_totals:
+            repeat(builder, size(strips), lambda strip_number, _: take_parts(strip_number, size(0), every), [])
+        else:
+            repeat(builder, every, take_strips, [])
 
     return code
+
+
+def _strip_of(rows: int) -> tuple[int, bool]:
+    """Vectors of columns that a tile takes at a time, and whether its float32 sums stay in registers beside the others.
+
+    If not, they are loaded and stored once a part of a group.
+    """
+    strips = (4, 2) if rows > 1 else (4,)  # one row should not jump through B, which comes from memory
+    both = next((strip for strip in strips if has_room((2 * rows + 1) * strip)), 0)
+    return (both, True) if both else (strip_of(rows), False)
 
 
 def _first_sum(builder, dtype: str, integer, s_row):

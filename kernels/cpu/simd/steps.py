@@ -155,15 +155,15 @@ INTEGER_STEPS = {
 }
 
 
-def strip_of(rows: int, sums: int = 1) -> int:
-    """Vectors of columns that a tile of this height takes at a time: as many as leave room for B and A.
+def strip_of(rows: int) -> int:
+    """Vectors of columns that a tile of this height takes at a time: as many as leave room for B and A."""
+    kept = 1 if rows > 1 else 0  # one row uses each vector of B once, from memory
+    return next((strip for strip in (4, 2) if has_room((rows + kept) * strip)), 1)
 
-    sums: how many each element of the tile has, if there are several rows. One row uses each vector of B once, from
-    memory, which it should not jump through.
-    """
-    registers = VECTOR_BYTES // TARGET.vector_bytes  # of a vector of 16 lanes
-    kept = rows * sums + 1 if rows > 1 else 1
-    return next((strip for strip in (4, 2) if kept * strip * registers < TARGET.registers), 1)
+
+def has_room(vectors: int) -> bool:
+    """Whether so many vectors of 16 lanes, and one for A, lie in registers."""
+    return vectors * VECTOR_BYTES // TARGET.vector_bytes < TARGET.registers
 
 
 def unpacked(builder, vector, dtype: str):

@@ -75,6 +75,11 @@ def dtype_of(
 ) -> Callable[[str], str]:
     """Reads one of `names` of a precision, or what other programs call it, and says what that means here. `others` are
     read too: who knows the model refuses them with more reason."""
+    return reader(_name_of(names, meanings, others), f"one of {', '.join(names)}")
+
+
+def _name_of(names: tuple[str, ...], meanings: Mapping[str, str], others: tuple[str, ...]) -> Callable[[str], str]:
+    """The same, with a ValueError for what is no precision at all."""
     listed = ", ".join(names)
 
     def read(text: str) -> str:
@@ -92,11 +97,11 @@ def dtype_of(
             say(f"{text} is taken for {found}: {meanings[found]}")
         return found
 
-    return reader(read, f"one of {listed}")
+    return read
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
-    names = tuple(map(dtype, text.split(",")))
+    names = tuple(map(_dtype, text.split(",")))
     if STORAGE_DTYPE in names:
         raise ValueError
     return names
@@ -123,6 +128,7 @@ CACHE_MEANINGS = {"int8": "a byte for each number of keys and values, with a sca
 whole_number = reader(int, "a whole number")
 number = reader(float, "a number")
 whole_numbers = reader(lambda text: tuple(map(int, text.split(","))), "a whole number, or several separated by commas")
-dtype = dtype_of(ALL_DTYPES, MEANINGS, others=(STORAGE_DTYPE,))
+_dtype = _name_of(ALL_DTYPES, MEANINGS, (STORAGE_DTYPE,))
+dtype = reader(_dtype, f"one of {', '.join(ALL_DTYPES)}")
 dtypes = reader(_dtypes, f"one of {', '.join(ALL_DTYPES)}, or several separated by commas")
 kv_cache_dtype = dtype_of(CACHE_DTYPES, CACHE_MEANINGS, others=("int4",))
