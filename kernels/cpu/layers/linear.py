@@ -189,10 +189,8 @@ def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
     for t in range(tiles):
         low, high = t * tile.rows // tiles, (t + 1) * tile.rows // tiles  # of heights that differ by 1 at most
         part = Tile(high - low, tile.row + low, tile.panel)
-        spacing = (LINE_BYTES + asking - 1) // asking if t < asking else 0
-        add_tile(
-            weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, following + t * size // asking, spacing
-        )
+        spacing, ahead = (LINE_BYTES + asking - 1) // asking if t < asking else 0, following + t * size // asking
+        add_tile(weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, ahead, spacing)
 
 
 def _always(unit):
@@ -203,8 +201,8 @@ STEP = PANEL * STEP_BYTES
 # Not where a tile of several rows takes its columns in strips, which would jump through the panel; nor in integers,
 # which are multiplied faster than the L2 cache yields them.
 ALONE = TILE_ROWS if strip_of(TILE_ROWS) == PANEL_VECTORS else 1
-# How many tiles ask for a part of the next chunk each: all, as one tile's requests for all of it wait in a queue. But in
-# strips a tile has so many steps that each line would be asked for a dozen times.
+# How many tiles ask for a part of the next chunk each: all, as one tile's requests for all of it wait in a queue. But
+# in strips a tile has so many steps that each line would be asked for a dozen times.
 ASKING = ROW_BLOCK if strip_of(TILE_ROWS) == PANEL_VECTORS else 2
 FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
 INT8_UNIT, INT4_UNIT = (
