@@ -125,10 +125,10 @@ def _block(cache, slot, head, block):
 def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
     """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
 
-    After write_kv: first it writes the keys and values that were left to it. A phase; an item is a tile of queries and
-    a few heads. tiles (tiles + 1,): the first token of each tile, all of one sequence, the last bound being
-    N. alibi: an Alibi of formats.py, by which scores lessen with the distance, or Nothing. Needs scratch_size values of
-    the thread's scratch.
+    After write_kv: first it writes the keys and values that were left to it. A phase; an item is a tile of queries
+    and a few heads. tiles (tiles + 1,): the first token of each tile, all of one sequence, the last bound being N.
+    alibi: an Alibi of formats.py, by which scores lessen with the distance, or Nothing. Needs scratch_size values
+    of the thread's scratch.
     """
     heads, count = k_cache.shape[1], tiles.size - 1
     share = max(min(TILE_ROWS * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)

@@ -11,7 +11,7 @@ from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
-from tinygpt.kernels.cpu.simd.finished_rows import put_rows
+from tinygpt.kernels.cpu.simd.finished_rows import load_row, put_rows
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, SCALES_BYTES
 from tinygpt.kernels.cpu.simd.panels import ROW_BYTES
 from tinygpt.kernels.cpu.simd.targets import TARGET
@@ -152,16 +152,13 @@ def quantise_rows(typingctx, like, x, count, factors, summands, target, stride, 
         _, x, count, factors, summands, target, stride, scales, scales_stride = args
         kind = ir.IntType(like.dtype.bitwidth)
 
-        def load_row(start):
-            return [load(builder, at, FLOATS, 4) for at in _vectors_at(builder, start)]
-
         def at(start, i, stride):
             return builder.add(start, builder.mul(i, stride))
 
-        factors, summands = load_row(factors), load_row(summands)
+        factors, summands = load_row(builder, factors), load_row(builder, summands)
 
         def row(i, _):
-            values = load_row(at(x, i, ir.Constant(i.type, GROUP * 4)))
+            values = load_row(builder, at(x, i, ir.Constant(i.type, GROUP * 4)))
             values = [builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)]
             _quantise(builder, values, kind, at(target, i, stride), at(scales, i, scales_stride))
             return []

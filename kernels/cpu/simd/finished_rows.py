@@ -13,7 +13,8 @@ def _vectors(builder, start):
     return [builder.add(start, ir.Constant(start.type, v * VECTOR_BYTES)) for v in range(PANEL_VECTORS)]
 
 
-def _load_row(builder, start):
+def load_row(builder, start):
+    """The vectors of a row of a panel that begins at `start`."""
     return [load(builder, at, FLOATS, 4) for at in _vectors(builder, start)]
 
 
@@ -29,10 +30,10 @@ def make_rows(adds: bool):
     def rows(typingctx, target, stride, y, count, scales, biases):
         def codegen(context, builder, signature, args):
             target, stride, y, count, scales, biases = args
-            scales, biases = _load_row(builder, scales), _load_row(builder, biases)
+            scales, biases = load_row(builder, scales), load_row(builder, biases)
 
             def finish(i, _):
-                values = _load_row(builder, builder.add(y, builder.mul(i, ir.Constant(i.type, ROW_BYTES))))
+                values = load_row(builder, builder.add(y, builder.mul(i, ir.Constant(i.type, ROW_BYTES))))
                 places = _vectors(builder, builder.add(target, builder.mul(i, stride)))
                 for value, scale, bias, at in zip(values, scales, biases, places, strict=True):
                     result = builder.fadd(builder.fmul(value, scale), bias)
@@ -57,12 +58,12 @@ def make_segments_sum(segments: int):
     def total(typingctx, y, spacing, count, scales):
         def codegen(context, builder, signature, args):
             y, spacing, count, scales = args
-            scales = _load_row(builder, scales)
+            scales = load_row(builder, scales)
 
             def add_up(i, _):
                 first = builder.add(y, builder.mul(i, ir.Constant(i.type, ROW_BYTES)))
                 starts = [builder.add(first, builder.mul(spacing, ir.Constant(i.type, s))) for s in range(segments)]
-                rows = [_load_row(builder, start) for start in starts]
+                rows = [load_row(builder, start) for start in starts]
                 rows = [[builder.fmul(*pair) for pair in zip(row, scales, strict=True)] for row in rows]
                 while len(rows) > 1:
                     rows = [
