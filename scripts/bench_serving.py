@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +94,6 @@ class Workload:
         return sum(p.max_tokens for p in self.params)
 
 
-class TimedLLM(LLM):
-    """An LLM that adds up the seconds that its steps take."""
-
-    seconds = 0.0
-
-    def step(self) -> None:
-        start = time.perf_counter()
-        super().step()
-        self.seconds += time.perf_counter() - start
-
-
 class TimedRunner:
     """A runner whose methods add up the seconds spent in them."""
 
@@ -168,15 +158,14 @@ def throughput(llm: LLM, requests: int, repeats: int) -> dict[str, float]:
     return {name: work.num_new_tokens / statistics.median(took) for name, took in seconds.items()}
 
 
-def overhead(llm: TimedLLM, params: SamplingParams, repeats: int) -> float:
+def overhead(llm: LLM, params: SamplingParams, repeats: int) -> float:
     """The share of the engine's steps at batch 32 that is spent outside the backend; the median of the repeats."""
     generator, shares = random.Random(0), []
     prompts = [[generator.randrange(llm.config.vocab_size) for _ in range(8)] for _ in range(BATCH)]
     for turn in range(1 + repeats):
-        llm.seconds = 0.0
         with llm.engine.wrapped(TimedRunner) as runner:
-            llm.generate(prompts, params, use_tqdm=False)
-        shares += [1 - runner.seconds / llm.seconds] * (turn > 0)
+            seconds = seconds_of(partial(llm.generate, prompts, params, use_tqdm=False))
+        shares += [1 - runner.seconds / seconds] * (turn > 0)
     return statistics.median(shares)
 
 
@@ -246,7 +235,7 @@ def main() -> None:
     if args.server:
         measure_server(args)
         return
-    with TimedLLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
+    with LLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
         rates = throughput(llm, args.requests, args.repeats)
         shares = {name: overhead(llm, p, args.repeats) for name, p in (("greedy", GREEDY), ("all", EVERY_CONTROL))}
     speeds = [(name, f"{rate:.0f}", f"{rates['continuous'] / rate:.2f}") for name, rate in rates.items()]

@@ -116,6 +116,9 @@ class CountingRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
+    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
+        return 1  # samples are counted between steps
+
     def forward(self, batch: Any) -> Any:
         self._report.most_samples = max(self._report.most_samples, num_samples(self._engine))
         return self._runner.forward(batch)

@@ -8,6 +8,7 @@ import pytest
 from support import demo_tokenizer, examples, settled
 from support.cuda_compile import need_toolchain
 from support.golden_models import write_small_demo
+from tinygpt.engine.multi_step import Pace
 from tinygpt.weights import open as checkpoints
 
 
@@ -19,6 +20,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     examples.choose(config.getoption("--slow"))
     settled.configure(config)
+
+
+@pytest.fixture
+def single_steps(monkeypatch):
+    """One step a call, as on a machine that is too slow for more."""
+    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: 1)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -12,6 +12,7 @@ import numpy as np
 from tinygpt.engine.draft_model import DraftModel, check_draft
 from tinygpt.engine.engine import Engine
 from tinygpt.engine.input_processor import InputProcessor, OnChunk
+from tinygpt.engine.multi_step import CALL_SECONDS, STREAM_SECONDS
 from tinygpt.engine.probe import check_pooling
 from tinygpt.engine.scoring import score_of
 from tinygpt.engine.service import Service
@@ -319,7 +320,7 @@ class LLM:
             for request in requests:
                 self.engine.add(request.sequences)
             while pending:
-                self._step_for(requests[0])
+                self._step_for(requests[0], CALL_SECONDS)
                 while finished:  # by this thread's step or by another's
                     i = finished.popleft()
                     yield i, self._output(pending.pop(i), return_exceptions)
@@ -348,14 +349,14 @@ class LLM:
                 elif is_ended:
                     break
                 else:
-                    self._step_for(request)
+                    self._step_for(request, STREAM_SECONDS)
             request.raise_error()
         finally:
             self.engine.remove(request.sequences)
 
-    def _step_for(self, request: Request) -> None:
+    def _step_for(self, request: Request, seconds: float) -> None:
         request.check_process()
-        self.step()
+        self.engine.step(seconds)
 
     def _read_ids(self, what: str, token_ids: Any) -> list[int]:
         self.engine.check_open()

@@ -4,7 +4,7 @@
 below it the kernels that it calls. Imports nothing of another backend, but for the reference's layer norm on the host.
 """
 
-from tinygpt.kernels.any_machine import check_device, check_memory, check_model, multi_step
+from tinygpt.kernels.any_machine import QUEUES_STEPS, check_device, check_memory, check_model
 from tinygpt.kernels.cpu import packed as PACKED
 from tinygpt.kernels.cpu.kv_cache import (
     copy_positions,
@@ -14,6 +14,7 @@ from tinygpt.kernels.cpu.kv_cache import (
     write_positions,
 )
 from tinygpt.kernels.cpu.model import forward
+from tinygpt.kernels.cpu.multi_step import hurry, multi_step
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.params import load_params
 from tinygpt.kernels.cpu.sampling.processors import process_logits
@@ -25,12 +26,14 @@ __all__ = [
     "DTYPES",
     "MAX_STEP_TOKENS",
     "PACKED",
+    "QUEUES_STEPS",
     "check_device",
     "check_memory",
     "check_model",
     "copy_positions",
     "filter_logits",
     "forward",
+    "hurry",
     "kv_cache_bytes",
     "kv_cache_dtypes",
     "load_params",

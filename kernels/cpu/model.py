@@ -20,7 +20,9 @@ from tinygpt.kernels.cpu.layers.operands import convert
 from tinygpt.kernels.cpu.layers.projections import embed_rows, score_tokens
 from tinygpt.kernels.cpu.layers.trace import keep_rows
 from tinygpt.kernels.cpu.params import Params
-from tinygpt.kernels.cpu.runtime.team import begin_step, join_step
+from tinygpt.kernels.cpu.runtime.team import atomic_load, begin_step, join_step
+from tinygpt.kernels.cpu.sampling.greatest import choose_greatest
+from tinygpt.kernels.cpu.simd.vector_ir import address
 from tinygpt.kernels.cpu.workspace import Workspace, fill, step_of
 
 
@@ -36,10 +38,12 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> n
 
 @kernel
 def take_steps(team, leads, params, kv_cache, buffers):
-    """The leader takes one step, a follower one after another: one function, so that it is compiled once."""
-    if leads:
-        begin_step(team)
+    """The leader takes a step, or as many as tokens are wanted, a follower one after another: one function, so that it
+    is compiled once."""
+    to_take = buffers.choices.wanted[0]
     while leads or join_step(team):
+        if leads:
+            begin_step(team)
         step, x = step_of(buffers), buffers.x[: buffers.sizes[0]]
         layers, every = params.attention_scales.size, buffers.every[: x.shape[0]]
         embed(team, params, x, step, buffers)  # (N, C)
@@ -54,7 +58,9 @@ def take_steps(team, leads, params, kv_cache, buffers):
             norm_behind(team, buffers.stream, x, every, params.ln_2, layer, params.epsilon)
         keep_rows(team, buffers.hidden, layers, x)
         head(team, params, x, step, buffers)
-        if leads:
+        choose_greatest(team, step, buffers.choices, buffers.logits[: step.logit_rows.size])
+        to_take -= 1
+        if leads and (to_take <= 0 or atomic_load(address(buffers.choices.hurry))):
             break
 
 

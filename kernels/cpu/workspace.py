@@ -13,11 +13,14 @@ from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, 
 from tinygpt.kernels.cpu.layers.ranks import ALONE
 from tinygpt.kernels.cpu.packing.weights import head_dtype_of
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
+from tinygpt.kernels.cpu.sampling.greatest import Choices
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, OPERAND_BYTES
 from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
+
+MAX_STEPS = 16  # of a call
 
 
 class Step(NamedTuple):
@@ -51,6 +54,7 @@ class Buffers(NamedTuple):
     hidden: np.ndarray  # (L + 1, N, C) x before each layer and at the end, or (0, 0, 0): not kept
     queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
     step: Step
+    choices: Choices
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
     ranks: Any  # of layers/ranks.py: nobody, or those that sum their parts of a product with this one
 
@@ -110,6 +114,12 @@ def new_workspace(
             tiles=np.zeros(n + 1, np.int32),
             logit_rows=np.zeros(r, np.int32),
         ),
+        choices=Choices(
+            wanted=np.zeros(1, np.int64),
+            counts=np.zeros(r, np.int64),
+            token_ids=np.zeros((MAX_STEPS, r), np.int32),
+            hurry=np.zeros(1, np.int64),
+        ),
         sizes=np.zeros(3, np.int64),
         ranks=ALONE,
     )
@@ -144,8 +154,9 @@ def new_operand(dtype: str, n: int, k: int):
     return Int8Operand(values, zeros((n, groups, 4)))
 
 
-def fill(buffers: Buffers, batch) -> None:
-    """Put the batch where the kernels read it."""
+def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
+    """Put the batch where the kernels read it. num_steps: to be taken in one call, each of which chooses the next
+    one's tokens; 0: one, of which the logits are wanted."""
     step, tiles = buffers.step, query_tiles(batch.seq_starts, TILE_ROWS)
     n, r = batch.token_ids.size, batch.logit_rows.size
     step.token_ids[:n] = batch.token_ids
@@ -156,6 +167,7 @@ def fill(buffers: Buffers, batch) -> None:
     step.token_slots[:n] = slots_of_tokens(batch)
     step.tiles[: tiles.size] = tiles
     step.logit_rows[:r] = batch.logit_rows
+    buffers.choices.wanted[0], buffers.choices.counts[:r] = num_steps, 0
     buffers.sizes[:] = n, tiles.size - 1, r
 
 

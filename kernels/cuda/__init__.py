@@ -14,7 +14,7 @@ from tinygpt.kernels.cuda.kv_cache import (
 )
 from tinygpt.kernels.cuda.memory import check_memory
 from tinygpt.kernels.cuda.model import forward
-from tinygpt.kernels.cuda.multi_step import multi_step
+from tinygpt.kernels.cuda.multi_step import hurry, multi_step
 from tinygpt.kernels.cuda.params import check_model, load_params
 from tinygpt.kernels.cuda.runtime.device import check_device
 from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
@@ -25,12 +25,14 @@ __all__ = [
     "DTYPES",
     "MAX_STEP_TOKENS",
     "PACKED",
+    "QUEUES_STEPS",
     "check_device",
     "check_memory",
     "check_model",
     "copy_positions",
     "filter_logits",
     "forward",
+    "hurry",
     "kv_cache_bytes",
     "kv_cache_dtypes",
     "load_params",
@@ -48,6 +50,7 @@ __all__ = [
 DTYPES = ("float32", "bfloat16", "int8")
 MAX_STEP_TOKENS = 2048
 PACKED = None  # weights are packed at load; no file keeps them
+QUEUES_STEPS = True  # the tokens of the first are there before the last has been taken
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

@@ -37,6 +37,10 @@ def multi_step(
     return run_faster(run_steps, steps)
 
 
+def hurry(workspace: Workspace, is_due: bool) -> None:
+    """Steps that are queued are taken, whoever waits."""
+
+
 def run_steps(steps: DecodeSteps) -> Iterator[np.ndarray]:
     """`multi_step`, as a graph for each step.
 

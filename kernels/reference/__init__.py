@@ -3,7 +3,7 @@
 Imports NumPy and nothing of another backend. `model.py` is the page to read first.
 """
 
-from tinygpt.kernels.any_machine import check_device, check_memory, check_model, multi_step
+from tinygpt.kernels.any_machine import QUEUES_STEPS, check_device, check_memory, check_model, hurry
 from tinygpt.kernels.reference.kv_cache import (
     copy_positions,
     kv_cache_bytes,
@@ -23,12 +23,14 @@ __all__ = [
     "DTYPES",
     "MAX_STEP_TOKENS",
     "PACKED",
+    "QUEUES_STEPS",
     "check_device",
     "check_memory",
     "check_model",
     "copy_positions",
     "filter_logits",
     "forward",
+    "hurry",
     "kv_cache_bytes",
     "kv_cache_dtypes",
     "load_params",
@@ -46,6 +48,7 @@ __all__ = [
 DTYPES = ("float32",)
 MAX_STEP_TOKENS = 512
 PACKED = None  # there is no layout of its own to convert a checkpoint to
+multi_step = None  # a step after another is easier to read
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

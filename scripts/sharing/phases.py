@@ -58,7 +58,9 @@ def phases_of(config: ModelConfig, dtype: str, load: Load) -> list[Phase]:
     ]
     wanted = load.sequences
     scored = Phase("ln_f", -(-wanted // ROWS_PER_ITEM), 0, 0, rows=min(wanted, ROWS_PER_ITEM))
-    return [rows, *layer * config.n_layer, scored, _product("head", wanted, config.vocab_size, c, in_head, head_tiles)]
+    logits = _product("head", wanted, config.vocab_size, c, in_head, head_tiles)
+    chosen = Phase("choose_greatest", 1, 0, 0)  # nothing is, unless a call takes several steps
+    return [rows, *layer * config.n_layer, scored, logits, chosen]
 
 
 def _product(name: str, rows: int, n: int, k: int, weight_bytes: float, tiles: str) -> Phase:

@@ -92,9 +92,9 @@ def test_kernels_that_compile_are_in_no_figure(monkeypatch):
 
 def test_no_step_is_taken_unseen():
     """A backend that takes several steps at once is asked for one."""
-    runner = SimpleNamespace(steps_at_once=lambda num_sequences: 16)
+    runner = SimpleNamespace(steps_at_once=lambda num_sequences, num_in_time: 16)
     timed = measure.TimedRunner(runner, SimpleNamespace(running=[]), 1, CompileClock(), HostMeter())
-    assert timed.steps_at_once(1) == 1
+    assert timed.steps_at_once(1, 16) == 1
 
 
 def test_counts_of_one_prompt(llm):

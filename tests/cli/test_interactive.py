@@ -18,6 +18,7 @@ from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import loading
 from tinygpt.cli import main as cli
+from tinygpt.engine.engine import Engine
 
 BASE = {"max_tokens": 8, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "ignore_eos": True}
 FLAGS = ["--interactive", "--max-tokens", "8", "--seed", "7", "--ignore-eos"]
@@ -179,17 +180,17 @@ def test_what_no_turn_could_do_is_refused_at_once(talk, flags, says):
 
 
 def test_ctrl_c_ends_the_sample_and_keeps_what_was_written(talk, llm, monkeypatch):
-    steps, step = [], LLM.step
+    steps, step = [], Engine.step
 
-    def interrupted(self):
+    def interrupted(self, seconds):
         steps.append(1)
         if len(steps) == 4:
             raise KeyboardInterrupt
-        step(self)
+        step(self)  # one, however many there would be time for
 
-    monkeypatch.setattr(LLM, "step", interrupted)
+    monkeypatch.setattr(Engine, "step", interrupted)
     code, out, _ = talk("Once", "And then")
-    monkeypatch.setattr(LLM, "step", step)
+    monkeypatch.setattr(Engine, "step", step)
     session = llm.session()
     session.extend("Once")
     session.generate(SamplingParams(**{**BASE, "max_tokens": 3}, seed=7))

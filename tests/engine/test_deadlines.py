@@ -9,6 +9,8 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.engine.deadlines import Deadlines
 from tinygpt.request.sequence import Sequence
 
+pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
+
 LONG = {"max_tokens": 100, "ignore_eos": True, "seed": 0}
 
 

@@ -11,6 +11,8 @@ from support.demo import EOS, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, FailedRequestError, RequestError, TinyGPTError
 
+pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
+
 PROMPTS = ["Once upon a time", "The old", "", "In the morning she went to the", "It was"]
 GREEDY = SamplingParams(max_tokens=12)
 WARM = SamplingParams(max_tokens=12, temperature=1.0, seed=7)

@@ -11,6 +11,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.engine import engine as engine_module
 from tinygpt.engine.beams import Beams
 from tinygpt.engine.engine import Engine
+from tinygpt.engine.multi_step import Pace
 from tinygpt.engine.prefix_sharing import PrefixSharing
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.engine.step_lock import StepLock
@@ -62,7 +63,7 @@ def check(outputs, expected) -> None:
         assert (output.outputs, output.prompt_logprobs) == (alone.outputs, alone.prompt_logprobs)
 
 
-def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None) -> list:
+def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None, seconds: float = 0.0) -> list:
     """What becomes of requests where whoever takes the steps is interrupted, and takes another one."""
     requests, ended, num_interrupts = [llm._inputs.request(*request) for request in given], [], 0
     scheduler = llm.engine.scheduler
@@ -75,7 +76,7 @@ def run_interrupted(llm: LLM, given=REQUESTS, on_chunk=None) -> list:
     steps = iter(range(1000))  # enough for any number of interrupts
     while (scheduler.waiting or scheduler.running) and next(steps, None) is not None:
         try:
-            llm.step()
+            llm.engine.step(seconds)
         except KeyboardInterrupt:
             num_interrupts += 1
     assert (len(ended), scheduler.running, scheduler.slots.num_free) == (len(requests), [], 8)
@@ -119,6 +120,29 @@ def test_an_interrupted_step_is_simply_taken_again(llm, expected, monkeypatch, o
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         check(run_interrupted(llm), expected)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["multi_step", "take", "advance"])
+def test_several_steps_in_one_call_are_interrupted(llm, monkeypatch, name, when):
+    requests = [(prompt, asked(max_tokens=40, temperature=heat)) for prompt in ([3], [4, 5]) for heat in (0.0, 1.0)]
+    expected = [llm.generate([prompt], params)[0] for prompt, params in requests]
+    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: 5)
+    owner, every = (ModelRunner, 2) if name == "multi_step" else (Sequence, 11)
+    function, calls = getattr(owner, name), itertools.count()
+
+    def interrupted(*arguments):
+        is_due = next(calls) % every == 1
+        if is_due and when == "before":
+            raise KeyboardInterrupt
+        result = function(*arguments)
+        if is_due:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        check(run_interrupted(llm, requests, seconds=1.0), expected)
 
 
 def test_ctrl_c_within_on_chunk(llm, expected):

@@ -16,6 +16,8 @@ from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.kernels.compiling import CompileClock
 from tinygpt.outputs import CompletionOutput
 
+pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
+
 # max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
 SIZES = [(1, 1, 0), (1, 64, 2), (3, 3, 1), (4, 7, 0), (4, 64, 3), (6, 17, 2)]
 BASES = np.random.default_rng(0).integers(EOS, size=(2, 60)).tolist()

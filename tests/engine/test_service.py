@@ -69,6 +69,7 @@ def test_64_threads_at_once_lose_nothing(llm):
         assert list(pool.map(use, range(64))) == alone
 
 
+@pytest.mark.usefixtures("single_steps")
 def test_callers_share_steps(llm, monkeypatch):
     steps, forward = [], llm.engine.runner.forward
     monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: steps.append(len(batch.slots)) or forward(batch))

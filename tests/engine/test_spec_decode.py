@@ -13,6 +13,8 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.engine.spec_decode import propose_by_lookup
 from tinygpt.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
+
 VOCAB = 40
 FIELDS = {"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64}
 PROMPT = [7, 3, 9, 3, 9, 11]

@@ -161,12 +161,13 @@ def test_the_token_is_that_of_the_masked_logits(llm, mode):
 
 
 @pytest.mark.parametrize("kind", GUIDED)
+@pytest.mark.usefixtures("single_steps")
 def test_drafts_change_nothing_but_the_number_of_steps(llm, kind, monkeypatch, small_demo):
     plain = llm.generate(PROMPT, params_of(kind))[0]
     with LLM(small_demo, draft_model=small_demo) as fast:
         steps = []
         step = fast.engine.step
-        monkeypatch.setattr(fast.engine, "step", lambda: (steps.append(1), step()))
+        monkeypatch.setattr(fast.engine, "step", lambda seconds: (steps.append(1), step(seconds)))
         assert key(fast.generate(PROMPT, params_of(kind))[0]) == key(plain)
     assert len(steps) <= len(plain.outputs[0].token_ids) / 3 + 3  # five tokens each: drafts are guided too
 

@@ -36,7 +36,7 @@ def alone(small_demo):
 
 
 @pytest.fixture
-def steps(llm, monkeypatch):
+def steps(llm, monkeypatch, single_steps):
     """Will hold the number of tokens of each step that `llm` takes."""
     counts, forward = [], llm.engine.runner.forward
     monkeypatch.setattr(
@@ -224,6 +224,7 @@ def test_a_session_that_slides_goes_on_where_it_was(small_demo):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("single_steps")
 def test_a_saved_session_goes_on_without_being_computed_again(tmp_path, monkeypatch, kinds, small_demo):
     dtype, device, cache = kinds
     path = tmp_path / "session.safetensors"

@@ -210,6 +210,7 @@ def test_neighbours_change_nothing(alone, busy, tuned, visits):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("single_steps")
 def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
     """Its positions are shared like those of any beginning; counts are of the prompt's own tokens."""
     prompt = ids_of(30)

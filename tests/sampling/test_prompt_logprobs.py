@@ -81,6 +81,7 @@ def test_whatever_else_is_asked_for(llm, alone, fields):
     assert output.outputs == llm.generate([PROMPT], without)[0].outputs
 
 
+@pytest.mark.usefixtures("single_steps")
 def test_logits_are_computed_only_where_they_are_wanted(monkeypatch, small_demo):
     """One prompt pass for all samples, after which others may use what was computed."""
     with LLM(small_demo, max_num_seqs=8) as llm:
@@ -94,6 +95,7 @@ def test_logits_are_computed_only_where_they_are_wanted(monkeypatch, small_demo)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 100])
+@pytest.mark.usefixtures("single_steps")
 def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs, small_demo):
     with LLM(small_demo, max_num_seqs=num_seqs, max_model_len=256) as llm:
         rows, forward = [], llm.engine.runner.forward

@@ -54,6 +54,7 @@ def test_a_line_for_each_request(fresh, llm):
     assert "prompt_tokens" not in line
 
 
+@pytest.mark.usefixtures("single_steps")
 def test_kernels_that_compile_are_in_no_time_but_their_own(fresh, llm, monkeypatch):
     """The second step waits for one a second before it makes its token."""
     before, sample, steps = figures(fresh), ModelRunner.sample, iter(range(100))

@@ -41,7 +41,7 @@ class Engine:
         self.runner = runner
         self._drafter = Drafter(engine_config.max_num_batched_tokens, engine_config.max_num_logits, draft_model)
         self.compile_clock = CompileClock()  # what steps waited for kernels
-        self._meter = Meter(self.compile_clock)
+        self._meter, self._pace = Meter(self.compile_clock), multi_step.Pace()
         self._is_closed = False
         self.begin_anew()
         call_after_fork(self)
@@ -67,15 +67,18 @@ class Engine:
         for sequence in sequences:
             self._deadlines.add(sequence)
         self.scheduler.add(*sequences)
+        self.runner.hurry(True)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Forget sequences, whether or not they have ended; their slots are free at once, or after the step."""
         self._removed.extend(sequences)
+        self.runner.hurry(True)
         self._step_lock.tidy()
 
-    def step(self) -> None:
+    def step(self, seconds: float = 0.0) -> None:
         """Advance every running sequence: one forward pass, one new token for each that is not still in its prompt.
 
+        Where nobody has to look in between, as many passes as fit into `seconds`; or more, if they are a GPU's.
         If another thread is at it, wait for the end of its step instead. RequestError if the engine is closed.
         """
         self._step_lock.refuse_owner()
@@ -83,7 +86,7 @@ class Engine:
             if self._step_lock.acquire_or_wait():
                 self._check_loaded()
                 with self.compile_clock.watching():
-                    self._step()
+                    self._step(seconds)
         finally:
             self._step_lock.release()
 
@@ -127,35 +130,53 @@ class Engine:
         with self._step_lock.held():
             self.runner = self._sampler.runner = runner
 
-    def _step(self) -> None:
+    def _step(self, seconds: float) -> None:
         """Schedule, run, sample, record.
 
         Nothing changes before a step is recorded: one that is interrupted, as by Ctrl-C, is simply taken again.
         """
+        self._take_time()
         self._end_finished()  # of a step that was interrupted
         self._expire(self._deadlines.pop_expired(time.perf_counter()))
         chunks = self.scheduler.schedule()
         with self._meter.measured(chunks):
-            self._run(chunks)
+            self._run(chunks, seconds)
             self._advance_beams()
         self._end_finished()
 
-    def _run(self, chunks: list[Chunk]) -> None:
-        drafts = self._drafter.propose(chunks)
-        num_steps = 1 if drafts else self._num_steps(chunks)
-        if num_steps > 1:
-            multi_step.run_steps(self.runner, chunks, num_steps)
-        elif chunks:  # none: another thread's step has finished everything
-            step = StepInput.of(chunks, drafts)
-            self._sampler.compute_masks([sequence for _, sequence in step.ends()])
-            logits = self.runner.forward(step.batch)  # (R, V)
-            prompt_logprobs = self._read_prompt_logprobs(logits, step)
-            tokens, predictions = self._sample(logits, step)
-            self._record(step, prompt_logprobs, iter(tokens), iter(predictions))
-            confirm_drafts(self._sampler, logits, step)
+    def _take_time(self) -> None:
+        """Who is added or removed from here on waits for one pass, however many a step takes."""
+        self.runner.hurry(False)
+        if self._removed:  # while that was written
+            self.runner.hurry(True)
 
-    def _num_steps(self, chunks: list[Chunk]) -> int:
-        return multi_step.num_steps(self.runner, self._sampler, chunks, self.engine_config.max_model_len)
+    def _run(self, chunks: list[Chunk], seconds: float) -> None:
+        if not chunks:  # another thread's step has finished everything
+            return
+        started, num_steps = time.perf_counter(), self._num_steps(chunks, seconds)
+        if num_steps > 1:
+            num_steps = multi_step.run_steps(self.runner, chunks, num_steps)
+        else:
+            self._run_one(chunks)
+        self._pace.note(time.perf_counter() - started, num_steps)
+
+    def _num_steps(self, chunks: list[Chunk], seconds: float) -> int:
+        sequences = [chunk.sequence for chunk in chunks]
+        if not all(sequence.new_token_ids for sequence in sequences):
+            seconds = 0.0  # so that a first token's time is its own
+        elif any(sequence.is_watched for sequence in sequences):
+            seconds = min(seconds, multi_step.STREAM_SECONDS)
+        on = self.runner, self._sampler, self._drafter, chunks, self.engine_config.max_model_len
+        return multi_step.num_steps(*on, self._pace.num_steps(seconds))
+
+    def _run_one(self, chunks: list[Chunk]) -> None:
+        step = StepInput.of(chunks, self._drafter.propose(chunks))
+        self._sampler.compute_masks([sequence for _, sequence in step.ends()])
+        logits = self.runner.forward(step.batch)  # (R, V)
+        prompt_logprobs = self._read_prompt_logprobs(logits, step)
+        tokens, predictions = self._sample(logits, step)
+        self._record(step, prompt_logprobs, iter(tokens), iter(predictions))
+        confirm_drafts(self._sampler, logits, step)
 
     def _read_prompt_logprobs(self, logits: Any, step: StepInput) -> dict[int, list[dict[int, float]]]:
         """What the step finds out about prompts, by the index of the chunk."""

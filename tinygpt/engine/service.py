@@ -9,6 +9,7 @@ from functools import partial
 
 from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.engine import Engine
+from tinygpt.engine.multi_step import STREAM_SECONDS
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError, is_ctrl_c
 from tinygpt.outputs import RequestOutput
 from tinygpt.request.request import Progress, Request, refuse_fork
@@ -131,7 +132,7 @@ class Service:
                     self._thread = None
                     return
             try:
-                self._engine.step()
+                self._engine.step(STREAM_SECONDS)
                 self._failure = None
             except Exception as error:  # whatever it is, nobody may wait for ever
                 self._failure = error

@@ -30,7 +30,7 @@ class Drafter:
 
     def propose(self, chunks: list[Chunk]) -> dict[int, list[int]]:
         """What may come after chunks[i], by i; only for chunks that reach their sequence's last token."""
-        wanted = {i: count for i, chunk in enumerate(chunks) if (count := self._num_wanted(chunk))}
+        wanted = {i: count for i, chunk in enumerate(chunks) if (count := self.num_wanted(chunk))}
         if not wanted:
             return {}
         num_tokens, num_logits = sum(chunk.count for chunk in chunks), sum(chunk.num_logits for chunk in chunks)
@@ -49,7 +49,7 @@ class Drafter:
             drafts |= zip(by_model, proposed, strict=True)
         return {i: draft for i, draft in drafts.items() if draft}
 
-    def _num_wanted(self, chunk: Chunk) -> int:
+    def num_wanted(self, chunk: Chunk) -> int:
         """Tokens to draft for a sequence; a step that confirms them all yields one more than that."""
         sequence = chunk.sequence
         count = sequence.params.prompt_lookup_num_tokens

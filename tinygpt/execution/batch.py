@@ -1,7 +1,7 @@
 """Batch: the arrays of one step. Prefill, chunked prefill and decode differ only in `seq_starts`."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,6 +52,14 @@ class Batch:
             counts = np.array(logits_of, np.int32)  # (S,)
             logit_rows = _runs(seq_starts[1:] - counts, counts)  # (R,)
         return cls(token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds)
+
+    def next_step(self, token_ids: np.ndarray) -> "Batch":
+        """Of a decode step: the one after it, with the tokens (S,) that it chose.
+
+        Where none could be chosen, the sequence goes on with token 0, and nobody looks at it.
+        """
+        context_lens = self.context_lens + np.int32(1)
+        return replace(self, token_ids=np.maximum(token_ids, 0), positions=self.context_lens, context_lens=context_lens)
 
 
 def _bounds(lens: np.ndarray) -> np.ndarray:

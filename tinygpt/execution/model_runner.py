@@ -71,19 +71,29 @@ class ModelRunner:
         self._check_file()
         return self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
 
-    def steps_at_once(self, num_sequences: int) -> int:
+    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
         """How many decode steps of so many sequences `multi_step` is to take; 1: one, looked at before the next.
 
-        Few enough that a new request, or a reader of a stream, waits some milliseconds at most.
+        num_in_time: how many those can wait for who watch the tokens. A GPU's come while the later steps are taken, and
+        MAX_STEPS of them take some milliseconds.
         """
-        return 1 if self._backend.multi_step is None else MAX_STEPS
+        if self._backend.multi_step is None:
+            return 1
+        return MAX_STEPS if self._backend.QUEUES_STEPS else min(num_in_time, MAX_STEPS)
 
     def multi_step(
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int
     ) -> Iterable[np.ndarray]:
-        """Take so many decode steps: the tokens (S,) of each, as they come; -1 where logits are not finite."""
+        """Take so many decode steps, or fewer: see `hurry`. The tokens (S,) of each, as they come; -1 where logits are
+        not finite."""
         on = self._params, batch, self._kv_cache, self._workspace
         return self._backend.multi_step(*on, warpers, seeds, indices, steps)
+
+    def hurry(self, is_due: bool) -> None:
+        """Whether `multi_step`, running or not, takes no other step after the one that it is at. Any thread may call
+        this."""
+        if self._workspace is not None:
+            self._backend.hurry(self._workspace, is_due)
 
     # Sampling: rows of logits (R, V) that `forward` has returned, or copies of them.
 

@@ -55,7 +55,10 @@ class ParallelRunner(ModelRunner):
     def forward(self, batch: Batch) -> Any:
         return self._ordered(lambda model: model.forward(batch), Order.FORWARD, batch=batch)
 
-    def steps_at_once(self, num_sequences: int) -> int:
+    def hurry(self, is_due: bool) -> None:
+        """What the stages have begun is brought to its end."""
+
+    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
         return GROUP_STEPS if self._stages > 1 and num_sequences >= self._stages * LEAST_GROUP else 1
 
     def multi_step(

@@ -108,6 +108,11 @@ class Sequence:
         return self.window is not None and self.window.num_dropped(len(self)) > self.num_dropped
 
     @property
+    def is_watched(self) -> bool:
+        """Whether it matters to somebody when each of its tokens comes."""
+        return self.on_chunk is not None or self.deadline is not None
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 

@@ -1,0 +1,77 @@
+"""The greatest logit of each row, found by the threads of a step: the next step's token, without a word of Python.
+
+Shapes: N tokens of the step, R rows of logits, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.sampling.row import GREATEST_KEY, LEAST_KEY, key_of
+from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
+
+BLOCK = 1024  # scores, 4 KB: the winner is looked for in the L1 cache
+NOT_A_NUMBER = np.int32(0x7FFFFFFF)  # above every key
+ONE = np.int64(1)
+
+
+class Choices(NamedTuple):
+    """The tokens that a call of several steps chooses."""
+
+    wanted: np.ndarray  # (1,) int64: of each row; 0: a step's logits are all that is wanted
+    counts: np.ndarray  # (R,) int64: how many there are
+    token_ids: np.ndarray  # (steps, R) int32; -1: the row is not finite
+    hurry: np.ndarray  # (1,) int64: whether the step that runs is the last; other threads write it
+
+
+@kernel
+def choose_greatest(team, step, choices, logits):
+    """Make the greatest of each row's logits (R, V) the next token of its sequence. A phase; an item is a row.
+
+    Each of the step's tokens has its row. Where none can be chosen, the sequence goes on with token 0.
+    """
+    rows = logits.shape[0] if choices.wanted[0] else 0
+    items = max(rows, ONE)  # a phase that is not wanted is there all the same: who comes late counts them
+    row = claim(team, items)
+    while row >= 0:
+        if row < rows:
+            token_id = greatest(float32_at(address(logits) + row * logits.shape[1] * 4, logits.shape[1]))
+            choices.token_ids[choices.counts[row], row] = token_id
+            choices.counts[row] += ONE
+            step.token_ids[row] = max(token_id, 0)
+            step.positions[row] += 1
+        complete(team, items)
+        row = claim(team, items)
+    finish_phase(team)
+
+
+@kernel
+def greatest(scores):
+    """The first of the greatest scores (V,); -1 if one is NaN or +inf, or all are -inf."""
+    best, first = np.int32(LEAST_KEY), np.int64(0)
+    for start in range(0, scores.size, BLOCK):
+        key = _greatest_key(float32_at(address(scores) + start * 4, min(BLOCK, scores.size - start)))
+        if key > best:
+            best, first = key, start
+    if best == LEAST_KEY or best >= GREATEST_KEY:
+        return np.int32(-1)
+    while _key(scores[first]) != best:
+        first += 1
+    return np.int32(first)
+
+
+@kernel
+def _greatest_key(scores):
+    best = np.int32(LEAST_KEY)
+    for i in range(scores.size):
+        key = _key(scores[i])
+        best = key if key > best else best
+    return best
+
+
+@kernel
+def _key(score):
+    """An int32 that orders as the float32 does: LLVM vectorises a maximum of integers. -0 is 0."""
+    return key_of(score + np.float32(0)) if score == score else NOT_A_NUMBER
