@@ -74,7 +74,10 @@ def parse_arguments() -> argparse.Namespace:
         "--batch-sizes", nargs="+", type=int, metavar="N", help="decode alike at these, in place of all"
     )
     parser.add_argument(
-        "--isa", choices=["avx2"], help="hold every engine to these instructions (onnxruntime cannot be)"
+        "--isa",
+        choices=["avx2"],
+        help="hold every engine to these instructions (not onnxruntime, which has no switch, nor transformers in"
+        " bfloat16, which would take half an hour)",
     )
     parser.add_argument("--long", action="store_true", help="also decode from position 1000 of 1024")
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
