@@ -11,6 +11,7 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
+from tinygpt.cli.commands.info import check_report, describe, once
 from tinygpt.cli.flags.model import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.output.instructions import instructions
 from tinygpt.cli.output.messages import elapsed
@@ -41,9 +42,7 @@ def run(args: argparse.Namespace) -> None:
     report = examine(thread_count(args.threads), given) | of_checkpoint
     print_json(report) if args.json else _print_text(report)
     if of_checkpoint:
-        from tinygpt.cli.commands.info import check_report
-
-        check_report(report["checkpoint"])
+        check_report(*(report["checkpoint"][name] for name in ("path", "refused", "tokenizer_error")))
 
 
 def _print_text(report: dict[str, dict[str, Any]]) -> None:
@@ -56,6 +55,9 @@ def _print_text(report: dict[str, dict[str, Any]]) -> None:
     del report["decode_limits"]["tokens_per_second"]
     for name in ("total", "available"):
         report["memory"][name] = size_text(report["memory"][name])
+    if checkpoint := report.get("checkpoint"):
+        error = once(checkpoint["tokenizer_error"], checkpoint["refused"])
+        report = {**report, "checkpoint": {**checkpoint, "tokenizer_error": error}}
     for title, values in report.items():
         print_fields(title, values)
 
@@ -82,7 +84,6 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
 def _checkpoint(model: str) -> dict[str, Any]:
     """Which one it is, and why it or its tokenizer cannot be loaded."""
-    from tinygpt.cli.commands.info import describe
     from tinygpt.weights.open import resolve
 
     report = describe(resolve(model))
