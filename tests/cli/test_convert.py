@@ -335,7 +335,7 @@ def test_help_error_and_readme_name_the_same_dtypes(capsys):
     for to, dtypes in {None: own.split(", "), **of_format}.items():
         flags, where = ([], "") if to is None else (["--to", to], f" with --to {to}")
         assert cli.main(["convert", "demo", "new", "--dtype", "foo", *flags]) == 2
-        listed = ", ".join(map(repr, dtypes))
+        listed = ", ".join(dtypes)
         assert capsys.readouterr().err == f"tinygpt: error: --dtype is 'foo' and must be one of {listed}{where}.\n"
 
 
@@ -349,7 +349,7 @@ def test_help_error_and_readme_name_the_same_dtypes(capsys):
 )
 def test_a_dtype_that_the_format_does_not_have(capsys, given, advice):
     assert cli.main(["convert", "demo", "new", "--dtype", given]) == 2
-    listed = "'float32', 'bfloat16', 'int8', 'int4', 'float8'"
+    listed = "float32, bfloat16, int8, int4, float8"
     assert capsys.readouterr().err.endswith(f"--dtype is {given!r} and must be one of {listed}: {advice}\n")
 
 

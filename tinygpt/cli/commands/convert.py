@@ -152,7 +152,7 @@ def _check_format(args: argparse.Namespace) -> None:
     allowed = FORMATS[args.to]
     if args.dtype not in allowed:
         raise RequestError(
-            f"dtype is {args.dtype!r} and must be one of {', '.join(map(repr, allowed))}"
+            f"dtype is {args.dtype!r} and must be one of {', '.join(allowed)}"
             f"{f' with --to {args.to}' if args.to else ''}{_advice_for_dtype(args.dtype, args.to)}"
         )
 

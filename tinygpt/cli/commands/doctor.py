@@ -11,11 +11,10 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
-from tinygpt.cli.commands.info import check_report, describe, once
 from tinygpt.cli.flags.model import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.output.instructions import instructions
 from tinygpt.cli.output.messages import elapsed
-from tinygpt.cli.output.report import print_fields, print_json, size_text
+from tinygpt.cli.output.report import once, print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import logical_cores, thread_count
 
@@ -42,6 +41,8 @@ def run(args: argparse.Namespace) -> None:
     report = examine(thread_count(args.threads), given) | of_checkpoint
     print_json(report) if args.json else _print_text(report)
     if of_checkpoint:
+        from tinygpt.cli.commands.info import check_report
+
         check_report(*(report["checkpoint"][name] for name in ("path", "refused", "tokenizer_error")))
 
 
@@ -84,6 +85,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
 def _checkpoint(model: str) -> dict[str, Any]:
     """Which one it is, and why it or its tokenizer cannot be loaded."""
+    from tinygpt.cli.commands.info import describe
     from tinygpt.weights.open import resolve
 
     report = describe(resolve(model))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags.model import add_checkpoint, checkpoint_of
-from tinygpt.cli.output.report import print_fields, print_json, print_table, size_text
+from tinygpt.cli.output.report import once, print_fields, print_json, print_table, size_text
 from tinygpt.converted import PACKED_FILE, PREPARED_FILE
 from tinygpt.errors import CheckpointError, NoTokenizerError
 
@@ -211,11 +211,6 @@ def _print_text(report: dict[str, Any]) -> None:
             "files", [(name, size_text(file["size"]), file["sha256"]) for name, file in report["files"].items()]
         )
     print_fields("refused", {str(i): problem for i, problem in enumerate(report["refused"], 1)} or {"nothing": ""})
-
-
-def once(error: Any, refused: list[str]) -> Any:
-    """What the text says of an error that stands among what is refused."""
-    return 'see "refused"' if error in refused else error
 
 
 def _shown(outside: list[dict[str, Any]]) -> str:
