@@ -195,7 +195,7 @@ def test_a_backend_imports_itself_alone(backend):
 
 
 def test_weights_import_config_errors_and_what_files_need_alone():
-    needed = ("config", "disk", "errors", "regular_file", "tokenizer_files")
+    needed = ("config", "converted", "disk", "errors", "regular_file", "tokenizer_files")
     allowed = ["tinygpt.weights", *(f"tinygpt.{name}" for name in needed)]
     for module in FILES:
         if is_in(module, "tinygpt.weights"):

@@ -251,5 +251,13 @@ def _nearest(unknown: str, names: Collection[str], meant: Mapping[str, str]) -> 
     if len(longer) == 1:
         return longer[0]
     known = {name.lstrip("-"): name for name in (*meant, *names) if len(name.lstrip("-")) > 2}
-    nearest = get_close_matches(word, known, n=1, cutoff=NEAR)
-    return meant.get(known[nearest[0]], known[nearest[0]]) if nearest else None
+    nearest = [*sorted(known.keys() & _swapped(word)), *get_close_matches(word, known, n=1, cutoff=NEAR)]
+    if not nearest:
+        return None
+    found = known[nearest[0]]
+    return found if found in names else meant[found]
+
+
+def _swapped(word: str) -> set[str]:
+    """The word with two neighbouring letters swapped: of a short one, difflib takes that for another word."""
+    return {word[:i] + word[i + 1] + word[i] + word[i + 2 :] for i in range(len(word) - 1)}

@@ -57,7 +57,7 @@ def _fetch(repo_id: str, names: list[str]) -> Path:
         raise CheckpointError(_unreachable(repo_id, error)) from error
     # The network library below differs with huggingface_hub's version, and so do the classes of its errors.
     except Exception as error:
-        raise CheckpointError(f"Downloading {repo_id} from the Hub failed ({error}): try again.") from error
+        raise CheckpointError(f"downloading {repo_id} from the Hub failed ({error}): try again.") from error
 
 
 def _unreachable(repo_id: str, error: Exception) -> str:

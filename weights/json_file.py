@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tinygpt.converted import how_to_replace
 from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import read_regular_text
 
@@ -17,7 +18,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again.") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}): {how_to_replace(path)}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__} and must hold an object {{...}}.")
     return value

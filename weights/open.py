@@ -4,13 +4,14 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
+from tinygpt.converted import PACKED_FILE
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.container import FILES
 from tinygpt.weights.messages import describe
 from tinygpt.weights.random_checkpoint import is_random, open_random
-from tinygpt.weights.stored.packed import PACKED_FILE, PackedCheckpoint
+from tinygpt.weights.stored.packed import PackedCheckpoint
 
 NAMED = 3  # subfolders, in a message
 FEW = 12  # files in a folder, that may all be named: /tmp holds more
@@ -79,7 +80,7 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
     name = str(model).strip(" ./").lower()
     if "/" not in name and get_close_matches(name, ["demo"], cutoff=NEAR):
         raise CheckpointError(
-            f"There is no folder or file {model}: did you mean demo? A model of the Hub is given with its owner, as "
+            f"there is no folder or file {model}: did you mean demo? A model of the Hub is given with its owner, as "
             f"OWNER/{name}."
         )
     if path.exists():
@@ -88,7 +89,7 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
             "id such as 'gpt2'."
         )
     if _is_meant_as_path(model):
-        raise CheckpointError(f"There is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
+        raise CheckpointError(f"there is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
     return None
 
 

@@ -289,6 +289,12 @@ def test_what_others_are_given_is_named(source, tmp_path, capsys, to, made, use)
     assert (tmp_path / made).exists()
 
 
+def test_of_float8_it_is_said_what_it_computes_in(source, tmp_path, capsys):
+    target = converted(source, tmp_path / "small", "float8")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"; use it as --model {target}, and leave --dtype out: it computes in bfloat16")
+
+
 @pytest.mark.parametrize("there", ["a file", "a folder", "a converted checkpoint"])
 def test_what_is_there_stays(source, tmp_path, there, capsys):
     target = tmp_path / "target"
@@ -326,10 +332,25 @@ def test_help_error_and_readme_name_the_same_dtypes(capsys):
     own, *others = re.search(r"precision of the weights: (.*?); GGUF's", told)[1].split("; with --to ")
     assert sorted(own.split(", ")) == sorted(of_format.pop("left out"))
     assert {to: dtypes for to, *dtypes in (other.split(", ") for other in others)} == of_format
-    with pytest.raises(SystemExit):
-        cli.main(["convert", "demo", "new", "--dtype", "foo"])
-    refusal = re.search(r"must be one of (.*)\.", capsys.readouterr().err)[1]
-    assert sorted(refusal.split(", ")) == sorted({*own.split(", ")}.union(*of_format.values()))
+    for to, dtypes in {None: own.split(", "), **of_format}.items():
+        flags, where = ([], "") if to is None else (["--to", to], f" with --to {to}")
+        assert cli.main(["convert", "demo", "new", "--dtype", "foo", *flags]) == 2
+        listed = ", ".join(dtypes)
+        assert capsys.readouterr().err == f"tinygpt: error: --dtype is 'foo' and must be one of {listed}{where}.\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("int3", "did you mean int4?"),
+        ("float16", "choose one, or give --to safetensors or gguf or npz."),
+        ("fp64", "did you mean float32?"),
+    ],
+)
+def test_a_dtype_that_the_format_does_not_have(capsys, given, advice):
+    assert cli.main(["convert", "demo", "new", "--dtype", given]) == 2
+    listed = "float32, bfloat16, int8, int4, float8"
+    assert capsys.readouterr().err.endswith(f"--dtype is {given!r} and must be one of {listed}: {advice}\n")
 
 
 @pytest.mark.parametrize("given", ["half", "FP16", "float16"])

@@ -145,3 +145,20 @@ def test_help_has_two_tiers(command, capsys):
     parser = cli.build_parser().subparsers.choices[command]
     assert all(flag in shown["--help-all"] for flag in parser.flags())
     assert len(shown["--help"]) <= len(shown["--help-all"])
+
+
+def mistyped(flag: str) -> list[str]:
+    """The flag without one of its letters, and with two neighbours swapped."""
+    inner = range(3, len(flag) - 1)
+    without = [flag[:i] + flag[i + 1 :] for i in inner]
+    swapped = [flag[:i] + flag[i + 1] + flag[i] + flag[i + 2 :] for i in inner if flag[i] != flag[i + 1]]
+    return [typed for typed in without + swapped if not typed.endswith("-")]
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_mistyped_flag_is_known_in_every_command(command):
+    flags = [flag for flag in cli.build_parser().subparsers.choices[command].flags() if len(flag) > 5]
+    typed = {word: flag for flag in flags for word in mistyped(flag) if word not in flags}
+    wrong = {word: suggestions.nearest_flag(word, flags) for word, flag in typed.items()}
+    wrong = {word: nearest for word, nearest in wrong.items() if nearest != typed[word]}
+    assert wrong == {}

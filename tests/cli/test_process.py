@@ -161,7 +161,7 @@ def test_a_full_stdout_is_one_sentence(arguments, unbuffered, small_demo):
         result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert result.returncode == cli.FAILED
     assert result.stderr.decode() == (
-        "tinygpt: error: stdout cannot be written (No space left on device): mend that, or send it elsewhere.\n"
+        "tinygpt: error: stdout cannot be written (No space left on device): fix that, or send it elsewhere.\n"
     )
 
 

@@ -20,6 +20,10 @@ def cut_short(folder: Path) -> None:
     (folder / "vocab.json").write_bytes((folder / "vocab.json").read_bytes()[:-9])
 
 
+def merges_cut_short(folder: Path) -> None:
+    (folder / "merges.txt").write_bytes((folder / "merges.txt").read_bytes()[:9000])
+
+
 def of_another(folder: Path) -> None:
     with (folder / "merges.txt").open("a") as file:
         file.write("q q\n")
@@ -31,6 +35,7 @@ def no_file(folder: Path) -> None:
 
 DAMAGES = {
     cut_short: "vocab.json is not valid JSON",
+    merges_cut_short: "cut short: ",
     of_another: "vocab.json lacks 'qq', which a merge uses or makes",
     no_file: "tokenizer_config.json",
 }
@@ -69,15 +74,39 @@ def test_convert_takes_a_checkpoint_without_one(tmp_path, flags):
     assert open_checkpoint(str(tmp_path / "new")).config == open_checkpoint(str(folder)).config
 
 
-def test_doctor_and_info_tell_it(damaged, capsys, machine):
+def test_doctor_and_info_refuse_it(damaged, capsys, machine):
     folder, wrong = damaged
-    assert cli.main(["info", "--json", str(folder)]) == 0  # token ids work
-    told = json.loads(capsys.readouterr().out)["tokenizer"]["error"]
+    said = f'the tokenizer of {folder} cannot be used, only token ids: the report says why, under "refused".'
+    sentence = f"tinygpt: error: {said}\n"
+    assert cli.main(["info", "--json", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    report, told = json.loads(out), json.loads(out)["tokenizer"]["error"]
     assert wrong in told
-    assert cli.main(["doctor", "--json", str(folder)]) == 0
-    assert json.loads(capsys.readouterr().out)["checkpoint"]["tokenizer_error"] == told
-    assert cli.main(["doctor", str(folder)]) == 0
-    assert told in capsys.readouterr().out
+    assert (report["refused"], err) == ([told], sentence)
+    assert cli.main(["doctor", "--json", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    checkpoint = json.loads(out)["checkpoint"]
+    assert (checkpoint["refused"], checkpoint["tokenizer_error"]) == ([told], told)
+    assert err.endswith(sentence)
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_the_text_says_it_once_where_it_says_what_is_refused(damaged, capsys, machine, command):
+    folder, wrong = damaged
+    assert cli.main([command, str(folder)]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    [refused] = [line for line in lines if wrong in line]
+    assert refused.startswith("1 " if command == "info" else "refused ")
+    assert ("error" if command == "info" else "tokenizer_error") + ' see "refused"' in lines
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_without_any_nothing_is_refused(tmp_path, capsys, machine, command):
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny")
+    assert cli.main([command, str(folder)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any("error" in line and "has no tokenizer that can be used" in line for line in lines)
+    assert "nothing" in lines if command == "info" else "refused none" in lines
 
 
 def test_doctor_says_of_a_whole_one_that_nothing_is_wrong(capsys, machine):

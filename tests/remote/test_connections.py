@@ -187,7 +187,9 @@ def test_an_error_within_a_stream_is_raised(serve):
 def test_a_server_that_is_not_there(monkeypatch):
     port, tries = free_port(), []
     monkeypatch.setattr(connections, "_seconds", lambda *told: tries.append(told) or 0)
-    with pytest.raises(ServerError, match=rf":{port} does not answer \(.*\): start it with `tinygpt serve`"):
+    with pytest.raises(
+        ServerError, match=rf":{port} does not answer \(.*\): start it with `tinygpt serve`, or check the address"
+    ):
         RemoteLLM(f"http://127.0.0.1:{port}")
     assert tries == []  # at once
 

@@ -14,9 +14,10 @@ import sys
 
 import tinygpt.server.app
 import tinygpt.server.transport.serve
+from support import foreign
 from support.commands import Result
 from support.paths import ROOT
-from support.tiny_checkpoint import write_checkpoint
+from support.tiny_checkpoint import random_tensors, write_checkpoint
 from tinygpt.cli import loading
 from tinygpt.kernels import compiling
 from tinygpt.server.transport.listen import listen
@@ -106,12 +107,34 @@ def test_a_damaged_tokenizer_is_told_before_kernels_compile(run, monkeypatch, tm
     monkeypatch.setattr(loading, "_compile_kernels", None)
     folder = write_checkpoint(tmp_path / "tiny")
     (folder / "tokenizer.json").write_text('{"model":')
-    expect_sentence(run(f"--port 0 --model {folder}"), "tokenizer.json is not valid JSON", "download it again")
+    wanted = "serve needs a whole tokenizer, or none at all; with this one, token ids work in `generate --input` and in"
+    expect_sentence(run(f"--port 0 --model {folder}"), "tokenizer.json is not valid JSON", "download it again.", wanted)
 
 
-def test_a_checkpoint_without_a_tokenizer_takes_token_ids(run, started, tmp_path):
-    assert run(f"--port 0 --model {write_checkpoint(tmp_path / 'tiny')}").code == 0
-    assert len(started) == 1
+def test_of_a_damaged_tokenizer_within_a_file_it_is_said_where_token_ids_work(run, tmp_path, capsys):
+    keys = {"tokenizer.ggml.model": (8, "gpt2"), "tokenizer.ggml.tokens": (8, "none")}
+    folder = foreign.gguf(tmp_path / "there", random_tensors(prefix=""), **keys)
+    wanted = "serve needs a whole tokenizer, or none at all; with this one, token ids work in `generate --input` and in"
+    expect_sentence(run(f"--port 0 --model {folder / 'model.gguf'}"), "model.gguf has a damaged tokenizer: ", wanted)
+    (records := tmp_path / "in.jsonl").write_text('{"prompt": [1, 2], "max_tokens": 2, "ignore_eos": true}\n')
+    result = Result(capsys, "generate", ["--model", str(folder), "--input", str(records)])
+    assert len(json.loads(result.out)["outputs"][0]["token_ids"]) == 2
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_token_ids_and_says_so(run, started, tmp_path):
+    folder = write_checkpoint(tmp_path / "tiny")
+    (folder / "vocab.json").write_text("{}")
+    result = run(f"--port 0 --model {folder}")
+    assert (result.code, len(started)) == (0, 1)
+    address, tokenizer = result.err.splitlines()[-2:]
+    assert address.startswith(f"tinygpt: serving {folder} on http://127.0.0.1:")
+    assert tokenizer.startswith(f"tinygpt: only token ids are served: {folder} has no tokenizer that can be used: ")
+    assert "vocab.json with merges.txt" in tokenizer
+    assert "only vocab.json is there" in tokenizer
+
+
+def test_with_a_tokenizer_the_address_is_the_last_that_is_said(run, started):
+    assert run("--port 0").err.splitlines()[-1].startswith("tinygpt: serving demo on ")
 
 
 def test_an_extra_that_is_not_installed():

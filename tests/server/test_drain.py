@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from functools import cached_property
 from http.client import HTTPResponse
 
@@ -22,6 +23,7 @@ from support.processes import read_to
 from support.serving import served, until
 from tinygpt.server.app import create_app
 from tinygpt.server.config import ServerConfig
+from tinygpt.server.refusals.errors import ApiError
 from tinygpt.server.transport.listen import listen
 from tinygpt.server.transport.serve import server_of
 
@@ -50,21 +52,26 @@ def test_what_runs_is_finished(llm, caplog):
         plain.close()
 
 
-def test_new_connections_and_requests_are_refused(llm):
+def test_who_connects_meanwhile_is_told_to_ask_elsewhere(llm):
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
-        waiting = socket.create_connection(("127.0.0.1", server.port), 60)  # has not asked yet
+        idle = socket.create_connection(("127.0.0.1", server.port), 60)  # has not asked, and holds up nothing
         stream = server.begin(**LONG, stream=True)
         gate.allow(2)
-        next(stream.events())
-        server.state.drain()
-        assert (server.ask("/health").status, server.ask("/health").json) == (503, {"status": "draining"})
-        reply = server.complete(prompt="a")
-        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        events = stream.events()
+        next(events)
         server.terminate()
-        until(lambda: not can_connect(server.port))
-        waiting.close()
-        stream.close()
+        until(lambda: server.state.is_draining)
+        for _ in range(10):  # for longer than uvicorn takes to notice
+            health, reply = server.ask("/health"), server.complete(prompt="a")
+            assert (health.status, health.json, health.headers["connection"]) == (503, {"status": "draining"}, "close")
+            assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (503, "1", "close")
+            time.sleep(0.05)
         gate.allow(float("inf"))
+        assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
+        server.thread.join(60)
+        assert not can_connect(server.port)
+        idle.close()
+        stream.close()
 
 
 def can_connect(port: int) -> bool:
@@ -115,6 +122,27 @@ def test_at_the_deadline_all_others_are_told_too(llm, monkeypatch):
         half.close()
         runs.close()
         waits.close()
+
+
+def test_what_comes_behind_the_deadline_is_ended_too(llm):
+    """As the half of a body: its client would wait for as long as that may take."""
+    state = create_app(llm, ServerConfig(served_model_names=("demo",))).state.server
+    state.stop_all(ApiError(503, "over"))
+
+    async def wait() -> None:
+        await asyncio.wait_for(state.unless_stopped(asyncio.Event().wait()), 10)
+
+    with pytest.raises(ApiError, match="over"):
+        asyncio.run(wait())
+
+
+def test_what_does_not_end_at_the_deadline_holds_up_nothing(llm, monkeypatch):
+    server = server_of(create_app(llm, ServerConfig(served_model_names=("demo",))), 60.0, lambda: None)
+    monkeypatch.setattr(type(server._state), "num_open", 1)
+    server.should_exit = True
+    assert not asyncio.run(server.on_tick(1))
+    server.force_exit = True
+    assert asyncio.run(server.on_tick(1))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +213,7 @@ def test_a_signal_ends_the_process_with_status_0_and_a_second_one_at_once():
         assert status == 0
         assert log.endswith("INFO the server has ended\n")
         busy.signal(signal.SIGTERM)
-        until(lambda: not can_connect(busy.port))
+        until(lambda: ask(busy.port, "/health").status == 503)
         busy.signal(signal.SIGTERM)
         status, log = busy.end()
         assert status == 128 + signal.SIGTERM

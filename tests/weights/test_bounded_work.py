@@ -167,6 +167,13 @@ def test_a_tokenizer_whose_work_is_more_than_its_size(tmp_path, case):
     assert expected in outcome("Tokenizer.from_folder(folder)", tmp_path)
 
 
+def test_long_tokens_that_no_merge_makes(tmp_path):
+    """There are as many places to cut one in two as it has characters."""
+    write_json(tmp_path / "vocab.json", {"a": 0, **{"a" * (200_000 + i): i for i in range(1, 40)}})
+    (tmp_path / "merges.txt").write_text("")
+    assert outcome("Tokenizer.from_folder(folder)", tmp_path) == "loaded\n"
+
+
 def test_the_tokenizer_of_these_tests_is_loaded(tmp_path):
     write_tokenizer(tmp_path, added=[{"id": 256, "content": "ab"}])
     assert outcome("Tokenizer.from_folder(folder)", tmp_path) == "loaded\n"

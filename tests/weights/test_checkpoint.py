@@ -346,12 +346,12 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
     config_only.mkdir()
     write_config(config_only)
     for model, sentence in {
-        tmp_path / "absent": "There is no folder",
-        "./absent": "There is no folder",
-        "/absent/for/sure": "There is no folder",
+        tmp_path / "absent": "there is no folder",
+        "./absent": "there is no folder",
+        "/absent/for/sure": "there is no folder",
         "~nobody-of-this-name/x": "cannot be read",
-        "a/b/c": "There is no folder",
-        tmp_path / ("long" * 100): "cannot be read|There is no folder",  # as pathlib has it
+        "a/b/c": "there is no folder",
+        tmp_path / ("long" * 100): "cannot be read|there is no folder",  # as pathlib has it
         tmp_path / "empty": "it is empty",
         nested: r"it holds checkpoint-5/, tf_model\.h5\. Its subfolders checkpoint-5 look like checkpoints",
         many: r"of the 40 files and folders in it none is config\.json\. Its subfolders c1, c10, c11, 12 more look",

@@ -183,7 +183,7 @@ def test_what_was_meant_as_a_file_or_the_demo_is_not_looked_for(tmp_path):
     meant = ["dmeo", "demo/", "model.gguf", "owner/Model.safetensors"]
     with HubServer({}) as hub:
         for line in opened_all(tmp_path / "home", hub.url, meant)[0]:
-            assert line["error"].startswith("There is no folder or file")
+            assert line["error"].startswith("there is no folder or file")
         assert hub.requests == []
         opened_all(tmp_path / "home", hub.url, ["me/demo"])
         assert hub.requests

@@ -325,7 +325,7 @@ def test_the_head_of_another_task_is_ignored_by_name(plain, tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [("no/such/folder", "There is no folder"), ("", "must be the path"), (3, "must be the path"), ("a\0b", "a\0b")],
+    [("no/such/folder", "there is no folder"), ("", "must be the path"), (3, "must be the path"), ("a\0b", "a\0b")],
 )
 def test_an_adapter_that_is_not_there_is_refused(plain, given, named):
     with pytest.raises(CheckpointError) as refusal:

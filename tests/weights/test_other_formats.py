@@ -200,8 +200,8 @@ def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
     [
         (["--to", "gguf"], {"activation_function": "gelu"}, "llama.cpp computes gelu_new"),
         (["--to", "gguf", "--dtype", "int8"], {}, "no whole blocks of 32"),
-        (["--to", "safetensors", "--dtype", "int8"], {}, "must be one of 'float32', 'float16', 'bfloat16' with --to"),
-        (["--to", "npz", "--dtype", "bfloat16"], {}, "must be one of 'float32', 'float16' with --to npz"),
+        (["--to", "safetensors", "--dtype", "int8"], {}, "must be one of float32, float16, bfloat16 with --to"),
+        (["--to", "npz", "--dtype", "bfloat16"], {}, "must be one of float32, float16 with --to npz"),
         (
             ["--dtype", "float16"],
             {},

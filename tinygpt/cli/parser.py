@@ -13,6 +13,7 @@ from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choic
 
 RESULTS = (".json", ".jsonl", ".csv", ".md")  # how names of files with results end
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")
+_OF_ARGUMENT = re.compile(r"the following arguments are required|argument [A-Z]+:")
 _MALFORMED = re.compile(r"argument (?:-\w/)?(?P<flag>--[\w-]+|[A-Z]+): it is ")
 
 
@@ -46,6 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         """End with `message`, put into words where argparse's say little."""
+        if _OF_ARGUMENT.match(message) and (unknown := self._unknown_flags()):  # whose value was taken for an argument
+            self.refuse_unknown(unknown)
         if found := _NO_VALUE.match(message):
             message = self._without_value(found["flags"].split("/"))
         super().error(_MALFORMED.sub(r"\g<flag> is ", message))
@@ -59,6 +62,10 @@ class Parser(argparse.ArgumentParser):
                 ordered.append(word)
         described = map(self._described, _with_values([*ordered, *left]))
         self.error(f"unrecognized arguments: {', '.join(described)}; {self._where()}")
+
+    def _unknown_flags(self) -> list[str]:
+        words = self._words[: _end_of_flags(self._words)]
+        return [word for word in words if word.startswith("--") and word.partition("=")[0] not in self.flags()]
 
     def _check_value(self, action, value):
         """As argparse does, in the words of our own types, and with the choice that is nearest."""
@@ -138,14 +145,16 @@ class Parser(argparse.ArgumentParser):
         if not flag.startswith("-"):
             return f"{flag}{self._advice_for_a_word(flag)}"
         name = flag.partition("=")[0]
+        behind = [word for word in self._words[self._words.index(flag) + 1 :][:1] if not _is_flag(word)]
+        if values[:1] != behind:  # what stood behind it was taken for another argument
+            words = [flag]
         if why := self._why_not(name):
             return f"{shlex.join(words)} ({why})"
         nearest = nearest_flag(name, self.flags())
         if nearest is None:
-            return shlex.join(words)
-        if self._num_values(nearest):  # an unknown flag's value may have been taken for another argument
-            behind = self._words[self._words.index(flag) + 1 :][:1]
-            values = flag.split("=", 1)[1:] or values or [word for word in behind if not _is_flag(word)]
+            return f"{shlex.join(words)}{self._elsewhere(name)}"
+        if self._num_values(nearest):
+            values = flag.split("=", 1)[1:] or words[1:] or behind
             given = {word.partition("=")[0] for word in self._words}
             if self._option_string_actions[nearest].metavar == "NAME=PATH":
                 values = [value if "=" in value else f"{Path(value).stem}={value}" for value in values]
@@ -164,6 +173,15 @@ class Parser(argparse.ArgumentParser):
             return f"{argument} has no flag: leave {flag} out"
         commands = [name for name, parser in self.siblings().items() if flag in parser.flags()]
         return why_without(flag) or (f"it is a flag of tinygpt {' and '.join(commands[:2])}" if commands else None)
+
+    def _elsewhere(self, flag: str) -> str:
+        """The flag of another command that it is nearest to."""
+        found = {name: nearest_flag(flag, parser.flags()) for name, parser in self.siblings().items()}
+        nearest = next(filter(None, found.values()), None)
+        if nearest is None:
+            return ""
+        commands = [name for name, its_nearest in found.items() if its_nearest == nearest]
+        return f" (did you mean {nearest}? It is a flag of tinygpt {' and '.join(commands[:2])})"
 
     def _advice_for_a_word(self, word: str) -> str:
         before = self._words[: self._words.index(word)][-2:]

@@ -15,7 +15,7 @@ from tinygpt.errors import QueueFullError, RequestError, ServerError
 BUSY = (429, 503)  # statuses of a server that has done nothing for a request, and may later
 MAX_WAIT = 30.0  # seconds: longer than any server should say
 FIRST_WAIT = 0.5  # doubled each time, where the server says nothing
-START = "start it with `tinygpt serve`, or mend the address"
+START = "start it with `tinygpt serve`, or check the address"
 
 
 class Connections:

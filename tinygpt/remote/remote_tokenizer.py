@@ -20,7 +20,7 @@ class RemoteTokenizer:
         if split_special_tokens is None:
             split_special_tokens = self.split_special_tokens
         if not isinstance(text, str):
-            raise RequestError(f"A text to encode must be a string; {type(text).__name__} was given.")
+            raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
         body = {"prompt": text, "split_special_tokens": split_special_tokens}
         found = self._connections.post("/tokenize", body)
         with understood():

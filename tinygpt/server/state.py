@@ -28,6 +28,7 @@ from tinygpt.server.work.turns import Turns
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+CLOSES = {"connection": "close"}  # the next connection may be to another server
 
 
 class ServerState:
@@ -121,6 +122,8 @@ class ServerState:
     async def unless_stopped(self, work: Awaitable[Result]) -> Result:
         """Its result; or the reason, where the server stops all before. For what is no generation."""
         event = asyncio.Event()
+        if self._reason is not None:
+            event.set()
         working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
         self._others.add(event)
         try:
@@ -172,4 +175,4 @@ class ServerState:
 
     def _check_open(self) -> None:
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down: try again later.", headers={"retry-after": "1"})
+            raise ApiError(503, "the server is shutting down: try again later.", headers={"retry-after": "1", **CLOSES})

@@ -32,7 +32,7 @@ def content_of(token: Any) -> str:
     """The text of a token that a file gives as a string or as an object. Raises CheckpointError."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise CheckpointError(f"The tokenizer's files name {token!r} as a token; it must be a string.")
+        raise CheckpointError(f"the tokenizer's files name {token!r} as a token; it must be a string.")
     return content
 
 
@@ -75,17 +75,17 @@ def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
     """What an entry of a file says, for a token of this id. Raises CheckpointError."""
     if entry.get("id", token_id) != token_id:
         raise CheckpointError(
-            f"The added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files, where "
+            f"the added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files, where "
             f"Hugging Face's tokenizers give it {token_id}; correct the file, or give token ids."
         )
     if len(entry["content"]) > MAX_CHARACTERS:
         raise CheckpointError(
-            f"The tokenizer's files name an added token of {len(entry['content'])} characters, beginning with "
+            f"the tokenizer's files name an added token of {len(entry['content'])} characters, beginning with "
             f"{entry['content'][:40]!r}, and at most {MAX_CHARACTERS} are taken; correct the file, or give token ids."
         )
     flags = {name: entry[name] for name in _NAMES if name in entry}
     if not all(isinstance(flags[name], bool) for name in flags.keys() - {"id", "content"}):
-        raise CheckpointError(f"The added token {entry!r} has flags that are not true or false.")
+        raise CheckpointError(f"the added token {entry!r} has flags that are not true or false.")
     return AddedToken(**{"normalized": not entry.get("special", False), **flags, "id": token_id})
 
 

@@ -115,7 +115,7 @@ class ByteLevelBPE:
         if None in ids:
             lacking = sorted({c for c in text if not self._id_of_rank.keys() >= {*c.encode()}})
             raise RequestError(
-                f"The tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; "
+                f"the tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; "
                 "leave such characters out of the text."
             )
         return ids
@@ -186,7 +186,7 @@ def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int
             raise ValueError(f"the template's ids of {piece['SpecialToken']['id']!r} are no token ids")
         if len(side) + len(ids) > MAX_TEMPLATE:
             raise CheckpointError(
-                f"The tokenizer of this checkpoint puts more than {MAX_TEMPLATE} tokens around every text: correct the "
+                f"the tokenizer of this checkpoint puts more than {MAX_TEMPLATE} tokens around every text: correct the "
                 "post_processor in its tokenizer.json, or give token ids."
             )
         side += ids

@@ -25,7 +25,7 @@ class CharacterTokenizer:
         lacking = sorted(set(text) - self._ids.keys())
         if lacking:
             raise RequestError(
-                f"The tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; leave such "
+                f"the tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; leave such "
                 "characters out of the text."
             )
         return [self._ids[character] for character in text]

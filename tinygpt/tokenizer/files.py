@@ -5,21 +5,23 @@ That form is the content of a tokenizer.json: `model`, `normalizer`, `pre_tokeni
 not do is a question for `byte_level_bpe`.
 """
 
-import json
+from collections.abc import Mapping, Sequence
 from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
+from tinygpt.converted import how_to_replace
 from tinygpt.errors import CheckpointError, NoTokenizerError
-from tinygpt.regular_file import read_regular_text
 from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
+from tinygpt.tokenizer.merges_file import END_OF_WORD, Pair, check_none_is_missing, pairs_of, read_merges
+from tinygpt.tokenizer.text_files import read_json, read_text
 from tinygpt.tokenizer_files import VOCAB_AND_MERGES
 
 # What is raised by files that do not have the form of a tokenizer.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 THEIR_ENDS = {"<s>", "</s>"}  # in the vocabularies of others than GPT-1 that mark ends of words
-GPT1_UNKNOWN, END_OF_WORD, SPACE = "<unk>", "</w>", "\u0120"
+GPT1_UNKNOWN, SPACE = "<unk>", "\u0120"
 BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
 
@@ -82,14 +84,14 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
     """
     model = spec.get("model")
     if not isinstance(model, dict):
-        raise CheckpointError(f"{path} has no tokenizer model; download it again.")
+        raise CheckpointError(f"{path} has no tokenizer model; {how_to_replace(path)}.")
     model.setdefault("type", "BPE" if "merges" in model else "WordPiece")  # older files leave it out
     if model["type"] == "BPE":
-        model["merges"] = _pairs(model.get("merges") or [], path)
+        model["merges"] = pairs_of(model.get("merges") or [], path)
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         spec.setdefault(name, None)
         if spec[name] is not None and not (isinstance(spec[name], dict) and "type" in spec[name]):
-            raise CheckpointError(f"The {name} in {path} is {spec[name]!r} and must be an object with a type.")
+            raise CheckpointError(f"the {name} in {path} is {spec[name]!r} and must be an object with a type.")
     _check_model(model, path)
     spec["added_tokens"] = read_added_tokens(spec, options)
     spec.setdefault("eos_token", GPT2_SPECIAL_TOKENS["eos_token"])
@@ -98,19 +100,28 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
 
 def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -> dict[str, Any]:
     """GPT-2's tokenizer, or GPT-1's, whose two files hold the model and leave the rest to be known."""
-    given, options = options, GPT2_SPECIAL_TOKENS | options
+    ids = read_json(vocab)
+    _check_vocabulary(ids, vocab)
+    is_gpt1s = _marks_ends_of_words(ids)
+    if is_gpt1s:
+        _check_is_gpt1s(ids, vocab)  # first: BioGPT's merges have a third column
+    pairs = read_merges(merges, ids)
+    _check_merges(pairs, ids, vocab)
+    spec = (_gpt1 if is_gpt1s else _gpt2)({"type": "BPE", "vocab": ids, "merges": pairs}, options)
+    check_none_is_missing(merges, pairs, ids, [entry["content"] for entry in spec["added_tokens"]])
+    return spec
+
+
+def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    options = GPT2_SPECIAL_TOKENS | options
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     spec = {
         "version": "1.0",
-        "model": {"type": "BPE", "vocab": read_json(vocab), "merges": _read_merges(merges)},
+        "model": model,
         "normalizer": None,
         "pre_tokenizer": dict(byte_level),
         "decoder": byte_level,
     }
-    _check_model(spec["model"], vocab)
-    if _marks_ends_of_words(spec["model"]["vocab"]):
-        _check_is_gpt1s(spec["model"]["vocab"], vocab)
-        return _gpt1(spec["model"], given)
     spec["added_tokens"] = read_added_tokens(spec, options)
     before = options["bos_token"] if options.get("add_bos_token") else None
     after = options["eos_token"] if options.get("add_eos_token") else None
@@ -192,64 +203,30 @@ def _template(before: Any, after: Any, added: list[dict[str, Any]]) -> dict[str,
     }
 
 
-def _read_merges(path: Path) -> list[tuple[str, ...]]:
-    lines = read_text(path).removesuffix("\n").split("\n")
-    if lines[0].startswith("#version") or lines == [""]:
-        del lines[0]
-    return _pairs(lines, path)
-
-
-def _pairs(merges: list[Any], path: Path) -> list[tuple[str, ...]]:
-    """Merges as pairs of tokens, from "left right" or [left, right]."""
-    split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
-    if set(map(len, pairs)) - {2} or not all(chain.from_iterable(pairs)):
-        wrong = next(merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2 or not all(pair))
-        raise CheckpointError(f"The merge {wrong!r} in {path} must be two tokens; download it again.")
-    if set(map(type, chain.from_iterable(pairs))) - {str}:
-        raise CheckpointError(f"The merges in {path} must be made of strings; download it again.")
-    return pairs
-
-
 def _check_model(model: dict[str, Any], path: Path) -> None:
-    vocab = model.get("vocab")
     if model["type"] == "Unigram":
         return  # pairs of a token and its score, which the library checks
+    _check_vocabulary(model.get("vocab"), path)
+    _check_merges(model.get("merges") or [], model["vocab"], path)
+
+
+def _check_vocabulary(vocab: Any, path: Path) -> None:
     if not isinstance(vocab, dict) or not vocab:
-        raise CheckpointError(f"The tokenizer in {path} has no vocabulary; download it again.")
+        raise CheckpointError(f"the tokenizer in {path} has no vocabulary; {how_to_replace(path)}.")
     if set(map(type, vocab.values())) != {int} or min(vocab.values()) < 0:
-        raise CheckpointError(f"The vocabulary in {path} must give every token a whole number from 0 as its id.")
+        raise CheckpointError(f"the vocabulary in {path} must give every token a whole number from 0 as its id.")
     if len(set(vocab.values())) != len(vocab):
-        raise CheckpointError(f"The vocabulary in {path} gives one id to several tokens; download it again.")
-    merges = model.get("merges") or []
-    used = chain(chain.from_iterable(merges), map("".join, merges))
+        raise CheckpointError(f"the vocabulary in {path} gives one id to several tokens; {how_to_replace(path)}.")
+
+
+def _check_merges(pairs: Sequence[Pair], vocab: Mapping[str, int], path: Path) -> None:
+    used = chain(chain.from_iterable(pairs), map("".join, pairs))
     if (lacking := next(filterfalse(vocab.__contains__, used), None)) is not None:
         raise CheckpointError(
-            f"The vocabulary in {path} lacks {lacking!r}, which a merge uses or makes: vocabulary and merges "
+            f"the vocabulary in {path} lacks {lacking!r}, which a merge uses or makes: vocabulary and merges "
             "must come from one tokenizer."
         )
 
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError."""
-    try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(content).__name__} and must hold an object.")
-    return content
-
-
-def read_text(path: Path) -> str:
-    """The UTF-8 text in a file, line ends as one newline each. Raises CheckpointError."""
-    try:
-        return read_regular_text(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not UTF-8 at byte {error.start}; download it again.") from None

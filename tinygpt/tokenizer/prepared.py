@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.converted import PREPARED_FILE
 from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
 from tinygpt.tokenizer.added_token_files import added_token
@@ -21,7 +22,6 @@ from tinygpt.tokenizer.files import MALFORMED, read_tokenizer
 from tinygpt.tokenizer.tiktoken_ranks import NUM_BYTES
 from tinygpt.tokenizer_files import TOKENIZER_FILES
 
-PREPARED_FILE = "tokenizer.tinygpt"
 FORMAT = b"tinygpt tokenizer 1\n"  # another number whenever the same files are to give something else
 NUMBERS = "<u4"
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from tinygpt.converted import how_to_replace
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
 from tinygpt.tokenizer.characters import CharacterTokenizer, is_characters
@@ -78,8 +79,8 @@ class Tokenizer:
             raise
         except MALFORMED as error:
             raise CheckpointError(
-                f"The tokenizer's files in {path} do not have the form of a tokenizer ({error!r}); download them "
-                "again, or give token ids."
+                f"the tokenizer's files in {path} do not have the form of a tokenizer ({error!r}); "
+                f"{how_to_replace(Path(path), 'them')}, or give token ids."
             ) from error
 
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
@@ -94,12 +95,12 @@ class Tokenizer:
             split_special_tokens = self.split_special_tokens
         check_switch(split_special_tokens)
         if not isinstance(text, str):
-            raise RequestError(f"A text to encode must be a string; {type(text).__name__} was given.")
+            raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"The text holds a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, "
+                f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, "
                 "which is half of a character; decode the text again from its source, or remove it."
             ) from None
         return self._model.encode(text, split_special_tokens)
@@ -162,4 +163,4 @@ def check_switch(split_special_tokens: Any) -> None:
 def _check_token_id(token_id: Any, position: int) -> None:
     # __index__ admits NumPy's integers.
     if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or token_id < 0:
-        raise RequestError(f"A token id must be a whole number from 0; {token_id!r} was given at position {position}.")
+        raise RequestError(f"a token id must be a whole number from 0; {token_id!r} was given at position {position}.")

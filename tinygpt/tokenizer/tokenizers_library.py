@@ -25,7 +25,7 @@ class LibraryTokenizer:
             import tokenizers
         except ImportError:
             raise NoTokenizerError(
-                f"The tokenizer of this checkpoint is not byte-level BPE as GPT-2 has it: {reason}. The package "
+                f"the tokenizer of this checkpoint is not byte-level BPE as GPT-2 has it: {reason}. The package "
                 f"that runs it comes with: {how_to_install('tokenizers')}. Until then, token ids still work."
             ) from None
         own = {
@@ -35,7 +35,7 @@ class LibraryTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(own))
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointError(
-                f"The tokenizer of this checkpoint is refused by the package tokenizers: {error}. Token ids still work."
+                f"the tokenizer of this checkpoint is refused by the package tokenizers: {error}. Token ids still work."
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -53,7 +53,7 @@ class LibraryTokenizer:
                 return self._tokenizer.encode(text).ids
         except Exception as error:  # the library raises nothing narrower: a vocabulary without its unknown token, say
             raise RequestError(
-                f"The tokenizer of this checkpoint cannot encode the text: {error}. Give token ids, or load the "
+                f"the tokenizer of this checkpoint cannot encode the text: {error}. Give token ids, or load the "
                 "tokenizer with transformers and save it again."
             ) from error
 
@@ -67,7 +67,7 @@ class LibraryTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         if not self._is_byte_level:
             raise RequestError(
-                "The tokens of this checkpoint's tokenizer are not bytes, as guided texts need them: use a checkpoint "
+                "the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them: use a checkpoint "
                 "with byte-level BPE, or leave out the guided field."
             )
         return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")

@@ -107,7 +107,7 @@ def _check_names(file: Path, names: Iterable[str]) -> None:
 def existing_path(given: str | os.PathLike[str]) -> Path:
     """`given` as a path. Raises CheckpointError when nothing is there."""
     if not isinstance(given, (str, os.PathLike)) or not str(given):
-        raise CheckpointError(f"The adapter is {given!r} and must be the path of a folder.")
+        raise CheckpointError(f"the adapter is {given!r} and must be the path of a folder.")
     try:
         path = Path(given).expanduser()
         if path.exists():
@@ -116,7 +116,7 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
     is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(given), re.ASCII) is not None
     raise CheckpointError(
-        f"There is no folder or file {given}: check the path, or download an adapter from the Hub with "
+        f"there is no folder or file {given}: check the path, or download an adapter from the Hub with "
         f"`{_download_of(str(given) if is_id else None)}` and give that folder."
     )
 

@@ -29,7 +29,7 @@ class TooMuchWork(CheckpointError):
 
     def __init__(self):
         super().__init__(
-            "The regular expressions in the adapter's adapter_config.json are too many, too long or nested too deeply: "
+            "the regular expressions in the adapter's adapter_config.json are too many, too long or nested too deeply: "
             "name the modules in lists."
         )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.config import DTYPES, ModelConfig
+from tinygpt.converted import PACKED_FILE
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import FILES
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
@@ -26,7 +27,6 @@ from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors
 
-PACKED_FILE = "model.tinygpt.safetensors"
 FORMAT, VERSION = "tinygpt packed weights", "3"
 BOUNDARY = 64  # bytes: the widest vector, and a cache line
 CONVERT_AGAIN = "convert the original checkpoint again with `tinygpt convert`."

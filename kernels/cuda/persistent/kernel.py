@@ -141,7 +141,7 @@ def run_persistent(
     p.graphs.run(chunks, lambda: queue_persistent(p, params, kv_cache, w, chunks))
     state = w.device.read(p.state)
     if state[FAILED]:
-        raise RuntimeError("The blocks of the persistent kernel have waited for each other in vain: a bug in tinygpt.")
+        raise RuntimeError("the blocks of the persistent kernel have waited for each other in vain: a bug in tinygpt.")
     return state[-p.history.size :].reshape(MAX_STEPS, FUSED_TOKENS)[:num_steps, :count]
 
 

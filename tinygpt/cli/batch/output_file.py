@@ -137,7 +137,7 @@ class RecordFile:
             raise
         except OSError as error:
             raise TinyGPTError(
-                f"--output {self._path} cannot be written ({error.strerror}): mend that, and give the same command "
+                f"--output {self._path} cannot be written ({error.strerror}): fix that, and give the same command "
                 "again, which goes on behind the records that are in the file."
             ) from None
 

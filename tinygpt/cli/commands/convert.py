@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags.model import CHECKPOINT, add_flag, one_of_both
-from tinygpt.cli.flags.types import MEANINGS, dtype_of, lowered
+from tinygpt.cli.flags.types import MEANINGS, any_dtype, lowered
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.output.messages import elapsed, progress, say
 from tinygpt.config import DTYPES, STORAGE_DTYPE
 from tinygpt.disk import free_path
 from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.suggestions import nearest_dtype
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.calibration import Calibration
@@ -53,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=dtype_of(ALL_DTYPES, MEANINGS),
-        choices=ALL_DTYPES,
+        type=any_dtype(ALL_DTYPES, MEANINGS),
         metavar="DTYPE",
         help=f"precision of the weights: {_dtypes_by_format()}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, "
         "and float32 with --to)",
@@ -99,8 +99,14 @@ def run(args: argparse.Namespace) -> None:
         before, file = _convert(args, folder)
         after = file.stat().st_size
     made = target / file.name if args.to in ONE_FILE else target
-    use = "" if args.to == "npz" else f"; use it as --model {made}"
-    say(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
+    say(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{_use(args, made)}")
+
+
+def _use(args: argparse.Namespace, made: Path) -> str:
+    if args.to == "npz":  # which nothing here reads
+        return ""
+    how = ", and leave --dtype out: it computes in bfloat16" if args.dtype == STORAGE_DTYPE else ""
+    return f"; use it as --model {made}{how}"
 
 
 def _settle_source(args: argparse.Namespace) -> None:
@@ -145,12 +151,20 @@ def _name_new(path: str) -> str:
 def _check_format(args: argparse.Namespace) -> None:
     allowed = FORMATS[args.to]
     if args.dtype not in allowed:
-        having = [to for to in OTHERS if args.dtype in FORMATS[to]]
-        ways = ["leave out --to"] * (args.dtype in FORMATS[None]) + [f"give --to {' or '.join(having)}"] * bool(having)
         raise RequestError(
-            f"dtype is {args.dtype!r} and must be one of {', '.join(map(repr, allowed))}"
-            f"{f' with --to {args.to}' if args.to else ''}: choose one, or {', or '.join(ways)}."
+            f"dtype is {args.dtype!r} and must be one of {', '.join(allowed)}"
+            f"{f' with --to {args.to}' if args.to else ''}{_advice_for_dtype(args.dtype, args.to)}"
         )
+
+
+def _advice_for_dtype(dtype: str, to: str | None) -> str:
+    """For one that the format does not have: the formats that do, or what may have been meant."""
+    having = [other for other in OTHERS if dtype in FORMATS[other]]
+    ways = ["leave out --to"] * (dtype in FORMATS[None]) + [f"give --to {' or '.join(having)}"] * bool(having)
+    if ways:
+        return f": choose one, or {', or '.join(ways)}."
+    nearest = nearest_dtype(dtype, FORMATS[to])
+    return f": did you mean {nearest}?" if nearest else "."
 
 
 def _check_calibration(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from tinygpt.cli import loading
 from tinygpt.cli.flags.model import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.output.instructions import instructions
 from tinygpt.cli.output.messages import elapsed
-from tinygpt.cli.output.report import print_fields, print_json, size_text
+from tinygpt.cli.output.report import once, print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import logical_cores, thread_count
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     if of_checkpoint:
         from tinygpt.cli.commands.info import check_report
 
-        check_report(report["checkpoint"])
+        check_report(*(report["checkpoint"][name] for name in ("path", "refused", "tokenizer_error")))
 
 
 def _print_text(report: dict[str, dict[str, Any]]) -> None:
@@ -56,6 +56,9 @@ def _print_text(report: dict[str, dict[str, Any]]) -> None:
     del report["decode_limits"]["tokens_per_second"]
     for name in ("total", "available"):
         report["memory"][name] = size_text(report["memory"][name])
+    if checkpoint := report.get("checkpoint"):
+        error = once(checkpoint["tokenizer_error"], checkpoint["refused"])
+        report = {**report, "checkpoint": {**checkpoint, "tokenizer_error": error}}
     for title, values in report.items():
         print_fields(title, values)
 

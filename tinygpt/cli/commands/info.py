@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags.model import add_checkpoint, checkpoint_of
-from tinygpt.cli.output.report import print_fields, print_json, print_table, size_text
-from tinygpt.errors import CheckpointError
+from tinygpt.cli.output.report import once, print_fields, print_json, print_table, size_text
+from tinygpt.converted import PACKED_FILE, PREPARED_FILE
+from tinygpt.errors import CheckpointError, NoTokenizerError
 
 if TYPE_CHECKING:
     from tinygpt.config import ModelConfig
@@ -38,13 +39,15 @@ def run(args: argparse.Namespace) -> None:
         reader_of(path)  # what is in no format is no checkpoint
     report = describe(path)
     print_json(report) if args.json else _print_text(report)
-    check_report(report)
+    check_report(report["path"], report["refused"], report["tokenizer"]["error"])
 
 
-def check_report(report: dict[str, Any]) -> None:
-    """Behind the report on a checkpoint: CheckpointError for one that cannot be used, which the report says why."""
-    if report["refused"]:
-        error = CheckpointError(f'{report["path"]} cannot be used: the report says why, under "refused".')
+def check_report(path: str, refused: list[str], tokenizer_error: str | None) -> None:
+    """Behind the report on a checkpoint: CheckpointError for what of it cannot be used, which the report says why."""
+    if refused:
+        is_tokenizer = refused == [tokenizer_error]
+        what = f"the tokenizer of {path} cannot be used, only token ids" if is_tokenizer else f"{path} cannot be used"
+        error = CheckpointError(f'{what}: the report says why, under "refused".')
         error.is_late = True
         raise error
 
@@ -52,14 +55,13 @@ def check_report(report: dict[str, Any]) -> None:
 def describe(path: Path) -> dict[str, Any]:
     """The report on the checkpoint `path`. Each part is read by itself: what is wrong with one hides no other.
 
-    `refused` lists why the checkpoint cannot be loaded; fields such as `config` are None where that keeps them
-    from being known. Sizes are in bytes, as the tensors lie in the files; 0 for formats that are not known.
+    `refused` lists why the checkpoint, or its tokenizer, cannot be loaded; fields such as `config` are None where that
+    keeps them from being known. Sizes are in bytes, as the tensors lie in the files; 0 for formats that are not known.
     """
     from tinygpt.weights.containers.container import Container
     from tinygpt.weights.families.family import Source
     from tinygpt.weights.families.table import family_of
     from tinygpt.weights.matching import match
-    from tinygpt.weights.stored.packed import PACKED_FILE
 
     refused: list[str] = []
     unread: list[str] = []
@@ -75,7 +77,7 @@ def describe(path: Path) -> dict[str, Any]:
     elif config and container:
         checkpoint = _attempt(refused, match, source, family, config)
         tied = checkpoint.tied if checkpoint else None
-    files = _files(source)
+    files, tokenizer = _files(source), _tokenizer(refused, source, checkpoint, config)
     return {
         "path": str(path),
         "container": container.format if container else None,
@@ -86,7 +88,7 @@ def describe(path: Path) -> dict[str, Any]:
         "tensors": {name: _tensor(tensor) for name, tensor in source.container.tensors.items()},
         "ignored": list(checkpoint.ignored) if checkpoint else None,
         "quirks": list(checkpoint.quirks) if checkpoint else None,
-        "tokenizer": _tokenizer(source, checkpoint, config),
+        "tokenizer": tokenizer,
         "files": files,
         "content_hash": _hash_of_all(files),
         "refused": refused,
@@ -126,8 +128,10 @@ def _tensor(tensor: "StoredTensor") -> dict[str, Any]:
     }
 
 
-def _tokenizer(source: "Source", checkpoint: "Checkpoint | None", config: "ModelConfig | None") -> dict[str, Any]:
-    """Without a tokenizer a checkpoint still takes token ids, so that its error stands here.
+def _tokenizer(
+    refused: list[str], source: "Source", checkpoint: "Checkpoint | None", config: "ModelConfig | None"
+) -> dict[str, Any]:
+    """Without one a checkpoint still takes token ids, so that the reason stands here; a damaged one is refused.
 
     `outside_vocabulary` lists the tokens that the model has no row for, without which texts are read as ever.
     """
@@ -137,6 +141,7 @@ def _tokenizer(source: "Source", checkpoint: "Checkpoint | None", config: "Model
     try:
         tokenizer = load_tokenizer(checkpoint) if checkpoint else Tokenizer.from_folder(source.folder)
     except CheckpointError as error:
+        refused += [] if isinstance(error, NoTokenizerError) else [str(error)]
         return {"vocab_size": None, "special_ids": None, "outside_vocabulary": None, "error": str(error)}
     outside = tokenizer.ids_from(config.vocab_size) if config else None
     return {
@@ -149,7 +154,6 @@ def _tokenizer(source: "Source", checkpoint: "Checkpoint | None", config: "Model
 
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
-    from tinygpt.tokenizer.prepared import PREPARED_FILE
     from tinygpt.tokenizer_files import TOKENIZER_FILES
     from tinygpt.weights.hub import CONFIG_FILES
 
@@ -167,7 +171,6 @@ def _files(source: "Source") -> dict[str, dict[str, Any]]:
 def _without_tensors(source: "Source") -> list[Path]:
     """The file that holds none, or cannot be read: its hash says whether it is what was to be downloaded."""
     from tinygpt.weights.containers.formats import find_weights
-    from tinygpt.weights.stored.packed import PACKED_FILE
 
     if source.path.is_file():
         return [source.path]
@@ -202,7 +205,7 @@ def _print_text(report: dict[str, Any]) -> None:
     tokenizer = report["tokenizer"]
     kept = ("error",) if tokenizer["error"] else ("vocab_size", "special_ids")
     outside = {"outside_vocabulary": _shown(tokenizer["outside_vocabulary"])} if tokenizer["outside_vocabulary"] else {}
-    print_fields("tokenizer", {name: tokenizer[name] for name in kept} | outside)
+    print_fields("tokenizer", {name: once(tokenizer[name], report["refused"]) for name in kept} | outside)
     if report["files"]:
         print_table(
             "files", [(name, size_text(file["size"]), file["sha256"]) for name, file in report["files"].items()]

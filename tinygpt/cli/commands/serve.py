@@ -14,7 +14,7 @@ from tinygpt.cli import loading
 from tinygpt.cli.flags import model as model_flags
 from tinygpt.cli.flags.types import lowered, number, whole_number
 from tinygpt.cli.output.messages import say
-from tinygpt.errors import NoTokenizerError, RequestError, how_to_install
+from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, how_to_install
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
@@ -154,7 +154,15 @@ def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: s
     app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
     starting.close()  # what requests leave behind is looked for
     with ANNOUNCER.told(CompileLog()):
-        serve(app, listener, args.drain_seconds, lambda: say(f"serving {args.model} on {url}"))
+        serve(app, listener, args.drain_seconds, lambda: _announce(args.model, url, llm))
+
+
+def _announce(model: str, url: str, llm: "LLM") -> None:
+    say(f"serving {model} on {url}")
+    try:
+        _ = llm.tokenizer
+    except NoTokenizerError as error:
+        say(f"only token ids are served: {error}")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -178,8 +186,15 @@ def _load(args: argparse.Namespace) -> "LLM":
 
 def _check_tokenizer(llm: "LLM") -> None:
     """CheckpointError for one that is damaged. Without any, a server takes token ids."""
-    with suppress(NoTokenizerError):
+    try:
         _ = llm.tokenizer
+    except NoTokenizerError:
+        pass
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} serve needs a whole tokenizer, or none at all; with this one, token ids work in `generate "
+            "--input` and in the library."
+        ) from None
 
 
 def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "ServerConfig":

@@ -78,24 +78,38 @@ def dtype_of(
     return reader(_name_of(names, meanings, others), f"one of {', '.join(names)}")
 
 
+def any_dtype(names: tuple[str, ...], meanings: Mapping[str, str]) -> Callable[[str], str]:
+    """The same, where only other arguments tell which of `names` are possible: what is none of them stays as it is."""
+    return lambda text: _told(text, _own_name(text), meanings) if _own_name(text) in names else text
+
+
+def _own_name(text: str) -> str:
+    name = text.strip().lower()
+    return ALIASES.get(name, name)
+
+
+def _told(text: str, found: str, meanings: Mapping[str, str]) -> str:
+    """`found`, after what it means has been said where another name was typed."""
+    if found in meanings and found != text.strip().lower():
+        say(f"{text} is taken for {found}: {meanings[found]}")
+    return found
+
+
 def _name_of(names: tuple[str, ...], meanings: Mapping[str, str], others: tuple[str, ...]) -> Callable[[str], str]:
     """The same, with a ValueError for what is no precision at all."""
     listed = ", ".join(names)
 
     def read(text: str) -> str:
-        name = text.strip().lower()
-        found = ALIASES.get(name, name)
+        found = _own_name(text)
         if found == HALF and HALF not in names:
             raise argparse.ArgumentTypeError(
                 f"it is {text!r}, a precision that is not here: give bfloat16, which is as small, or one of {listed}."
             )
         if found not in (*names, *others):
-            if nearest := nearest_dtype(name, names):
+            if nearest := nearest_dtype(text, names):
                 raise argparse.ArgumentTypeError(f"it is {text!r} and must be one of {listed}: did you mean {nearest}?")
             raise ValueError
-        if found in meanings and found != name:
-            say(f"{text} is taken for {found}: {meanings[found]}")
-        return found
+        return _told(text, found, meanings)
 
     return read
 

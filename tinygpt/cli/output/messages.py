@@ -113,7 +113,7 @@ def put(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise TinyGPTError(f"stdout cannot be written ({error.strerror}): mend that, or send it elsewhere.") from None
+        raise TinyGPTError(f"stdout cannot be written ({error.strerror}): fix that, or send it elsewhere.") from None
 
 
 def say(message: str) -> None:

@@ -29,6 +29,11 @@ def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
         put(f"{INDENT}{line}".rstrip())
 
 
+def once(error: Any, refused: Sequence[str]) -> Any:
+    """What a text says of an error that it says among what is refused, too."""
+    return 'see "refused"' if error in refused else error
+
+
 def table_format() -> str:
     """How a table goes to stdout: "text", aligned by spaces, on a terminal, and "md" anywhere else."""
     return "text" if sys.stdout.isatty() else "md"

@@ -10,7 +10,7 @@ from typing import Any
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
 from tinygpt.regular_file import read_regular_text
 from tinygpt.tokenizer.added_token_files import content_of
-from tinygpt.tokenizer.files import read_json
+from tinygpt.tokenizer.text_files import read_json
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 MAX_CHARACTERS = 1_000_000  # of a prompt
@@ -34,7 +34,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (self._jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"The checkpoint's chat template cannot be read: {error}.") from None
+            raise CheckpointError(f"the checkpoint's chat template cannot be read: {error}.") from None
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTemplate | None":
@@ -75,6 +75,6 @@ def _jinja2() -> ModuleType:
         import jinja2.sandbox
     except ImportError:
         raise CheckpointError(
-            f"The checkpoint's chat template needs jinja2, which comes with: {how_to_install('serve')}."
+            f"the checkpoint's chat template needs jinja2, which comes with: {how_to_install('serve')}."
         ) from None
     return jinja2

@@ -6,13 +6,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import tinygpt
-from tinygpt.server.state import ServerState
+from tinygpt.server.state import CLOSES, ServerState
 
 
 def routes(state: ServerState) -> list[Route]:
     async def health(request: Request) -> JSONResponse:
         if state.is_draining:
-            return JSONResponse({"status": "draining"}, 503)
+            return JSONResponse({"status": "draining"}, 503, CLOSES)
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:

@@ -25,7 +25,7 @@ FLUSH_SECONDS = 2.0  # that clients have to read why their streams have ended
 
 
 def serve(app: Starlette, listener: socket.socket, drain_seconds: float, on_start: Callable[[], None]) -> None:
-    """Answer until SIGTERM or Ctrl-C, then take no new work, and return when what runs has ended.
+    """Answer until SIGTERM or Ctrl-C, then refuse new work, and return when what runs has ended.
 
     drain_seconds: after which it is ended, each stream with an event that says so. A second signal ends the process at
     once. on_start: called when the first request can come.
@@ -67,6 +67,14 @@ class Server(uvicorn.Server):
         """Before the first request, if it is not among the first: between others' turns."""
         for _ in self._state.unbuilt_models:
             await asyncio.sleep(0)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop listening: once it is told to end, and all that ran has ended.
+
+        Who connects until then, such as a load balancer, is told that the server is about to end.
+        """
+        is_told = await super().on_tick(counter)
+        return is_told and (self.force_exit or not self._state.num_open)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

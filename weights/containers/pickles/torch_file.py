@@ -112,7 +112,7 @@ def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iter
     """
     for key, value in structure.items():
         if next(visits) > MAX_VISITS:
-            raise CheckpointError("A torch file holds dictionaries in dictionaries without end: it is hostile.")
+            raise CheckpointError("a torch file holds dictionaries in dictionaries without end: it is hostile.")
         name = (*path, str(key))
         if isinstance(value, StridedView) or (isinstance(value, Stub) and _is_tensor(value)):
             yield ".".join(name), value

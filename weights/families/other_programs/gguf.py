@@ -134,7 +134,7 @@ def _ids(used: Iterable[tuple[int, str, int]]) -> dict[str, int]:
     ids: dict[str, int] = {}
     for i, token, _ in used:
         if ids.setdefault(token, i) != i:
-            raise NoTokenizerError(f"The tokenizer of the checkpoint has two tokens {shown(token)}: give token ids.")
+            raise NoTokenizerError(f"the tokenizer of the checkpoint has two tokens {shown(token)}: give token ids.")
     return ids
 
 
