@@ -69,6 +69,14 @@ class ServerState:
     def token_names(self) -> TokenNames:
         return TokenNames(self.tokenizer)
 
+    @cached_property
+    def unknown_tokens(self) -> list[str]:
+        """Tokens that a text may hold, and that the model has no row for."""
+        if self.tokenizer is None:
+            return []
+        ids = self.tokenizer.ids_from(self.llm.config.vocab_size)
+        return [self.tokenizer.decode([i]) for i in ids if i not in self.tokenizer.special_ids]
+
     @property
     def chat_template(self) -> ChatTemplate | None:
         return self.config.chat_template
