@@ -93,9 +93,8 @@ class ServerState:
 
     def new_generation(self, request: Request) -> Generation:
         record = record_of(request)
-        generation = self._new_generation(record.num_bytes)
-        record.generations.append(generation)
-        return generation
+        record.generation = self._new_generation(record.num_bytes)
+        return record.generation
 
     async def first_logprobs(self) -> dict[int, float] | None:
         """Log probabilities of all tokens behind BOS alone, the most probable first; None: there is no BOS.
