@@ -10,6 +10,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult
@@ -115,21 +116,34 @@ class Client:
         self._connection: _Connection | None = None
 
     async def record(self, path: str, body: dict[str, Any], leave_after: float | None = None) -> Recording:
-        """leave_after: seconds after which the client closes the connection."""
+        """leave_after: seconds after which the client closes the connection.
+
+        A server may close a connection that nobody uses, at the very moment that it is used again. So where nothing
+        comes by one that was kept, the request is sent once more, by a new one.
+        """
         data = json.dumps(body).encode()
         lines = [f"POST {self._url.path}{path} HTTP/1.1", f"host: {self._url.netloc}", "content-type: application/json"]
         request = "\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data
-        sent = time.perf_counter()
-        if self._connection is None:
+        sent, pieces, error = time.perf_counter(), [], None
+        if self._connection is not None:
+            with suppress(ConnectionError):
+                pieces, error = await self._ask(self._connection, request, leave_after)
+        if not pieces and error is None:
             self._connection = await _Connection.made(self._url, self._sockets)
-        connection = self._connection
+            pieces, error = await self._ask(self._connection, request, leave_after)
+        return Recording(sent, pieces, error, body.get("max_tokens", 0))
+
+    async def _ask(
+        self, connection: "_Connection", request: bytes, leave_after: float | None
+    ) -> tuple[list[tuple[float, bytes]], str | None]:
+        """What came, and an error if the client left before all of it had."""
         try:
             await connection.ask(request)
             done, _ = await asyncio.wait({connection.ended}, timeout=leave_after)
         finally:
             if not connection.is_kept:
                 self.close()
-        return Recording(sent, connection.pieces, None if done else "left", body.get("max_tokens", 0))
+        return connection.pieces, None if done else "left"
 
     def close(self) -> None:
         if self._connection is not None:

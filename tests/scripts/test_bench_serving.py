@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -97,6 +98,9 @@ def in_chunks(*events: dict, head: str = "") -> bytes:
 
 REFUSED = b"HTTP/1.1 429 Too Many\r\nContent-Length: 2\r\n\r\n{}"
 TOLD = in_chunks(choice("a"), choice("b", "length"))
+HEAD = TOLD[: TOLD.index(b"\r\n\r\n") + 4]
+PING = b": ping 10\r\n\r\n"  # a comment, which ends as some bodies do
+RESET = bytes([1, *[0] * 7])  # of SO_LINGER: a connection that is closed is reset
 
 
 @pytest.mark.parametrize(
@@ -104,10 +108,11 @@ TOLD = in_chunks(choice("a"), choice("b", "length"))
     [
         ([TOLD], 2, "ab"),
         ([TOLD[:150], TOLD[150:-3], TOLD[-3:]], 2, "ab"),
+        ([HEAD, b"%x\r\n%b" % (len(PING), PING), b"\r\n" + TOLD[len(HEAD) :]], 2, "ab"),
         ([in_chunks(choice("a", "length"), head="Connection: close\r\n")], 6, "a"),
         ([REFUSED[:-1], REFUSED[-1:]], 2, ""),
     ],
-    ids=["a stream", "in pieces", "closed by the server", "refused"],
+    ids=["a stream", "in pieces", "what looks like an end", "closed by the server", "refused"],
 )
 def test_a_client_keeps_its_connection(reply, num_connections, text):
     """Where the server keeps it: two clients ask six times."""
@@ -134,6 +139,57 @@ def test_a_client_keeps_its_connection(reply, num_connections, text):
     assert len(made) == num_connections
     assert [found.text for found in run.exchanges] == [text] * 6
     assert [found.status for found in run.exchanges] == [429 if reply[-1] == b"}" else 200] * 6
+
+
+@pytest.mark.parametrize("way", ["while nobody asks", "by a reset", "when it is asked", "amid the answer"])
+def test_a_client_asks_once_more_where_nothing_comes_by_a_connection_that_it_kept(way):
+    """The server has closed it meanwhile. Of an answer that has begun, nobody knows what is missing."""
+    made, is_closed = [], asyncio.Event()
+
+    async def answer(reader, writer):
+        made.append(writer)
+        while await reader.read(2**16):
+            writer.write(TOLD)
+            if len(made) == 1:
+                await writer.drain()
+                if way in ("when it is asked", "amid the answer"):
+                    is_closed.set()
+                    await reader.read(2**16)
+                    writer.write(TOLD[:-20] if way == "amid the answer" else b"")
+                if way == "by a reset":
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                break
+        writer.close()
+        is_closed.set()
+
+    async def ask() -> list[Exchange]:
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            url = urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            with client.Sockets() as sockets, closing(client.Client(url, sockets)) as asking:
+                found = [await asking.record("", {"max_tokens": 9})]
+                await is_closed.wait()
+                await asyncio.sleep(0.05)
+                found += [await asking.record("", {"max_tokens": 9}) for _ in range(2)]
+            return [recording.read() for recording in found]
+
+    texts = [found.text for found in asyncio.run(asyncio.wait_for(ask(), 20))]
+    assert texts == ["ab", "a" if way == "amid the answer" else "ab", "ab"]
+    assert len(made) == 2
+
+
+def test_a_client_does_not_ask_a_new_connection_twice():
+    made = []
+
+    async def answer(reader, writer):
+        made.append(await reader.read(2**16))
+        writer.close()
+
+    async def ask() -> Exchange:
+        async with await asyncio.start_server(answer, "127.0.0.1") as server:
+            return await exchange(urlsplit(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "", {})
+
+    assert not asyncio.run(asyncio.wait_for(ask(), 20)).is_complete
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(("count", "read_later"), [(1, 0), (2, 2)])

@@ -8,6 +8,8 @@ from support.demo import VOCAB_SIZE
 from support.serving import served
 from support.tiny_checkpoint import write_with_demo_tokenizer
 from tinygpt import LLM, SamplingParams
+from tinygpt.outputs import CompletionOutput
+from tinygpt.server.completions.suffix import text_ids
 from tinygpt.server.protocol.completions import CompletionChoice
 
 PROMPT = "Once upon a time"
@@ -347,12 +349,30 @@ def _hits(text: bytes) -> float:
     return float(line.rpartition(" ")[2])
 
 
-def test_a_candidate_that_spells_what_the_model_has_no_row_for_is_refused(tmp_path):
-    """To try the suffix on it, its text is read again."""
+def test_a_suffix_needs_candidates_that_can_be_read_again(tmp_path):
+    """What a stop string leaves of a text may hold a token that the model has no row for."""
     folder = write_with_demo_tokenizer(tmp_path / "extra", {"aa": VOCAB_SIZE})
     with LLM(str(folder), device="reference", max_num_seqs=4) as llm, served(llm) as server:
-        ends = {"stop": "aaa", "include_stop_str_in_output": True, "max_tokens": 9}
-        letters = llm.tokenizer.encode("a")
-        reply = server.complete(prompt="Once", suffix=" end", best_of=2, allowed_token_ids=letters, **ends)
-    assert reply.status == 400
-    assert f"token id {VOCAB_SIZE} is outside the vocabulary" in reply.json["error"]["message"]
+        asked = {"prompt": "Once", "suffix": " end", "best_of": 2, "max_tokens": 9}
+        asked["allowed_token_ids"] = llm.tokenizer.encode("a")
+        before = llm.engine.throughput
+        reply = server.complete(**asked, stop="aaa")
+        assert (reply.status, reply.error["param"]) == (400, "stop")
+        assert "no row for its tokenizer's 'aa'" in reply.error["message"]
+        assert llm.engine.throughput == before
+        assert server.complete(**asked).json["choices"][0]["text"] == "a" * 9
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "expected"),
+    [
+        (None, (), [5, 6, 7]),
+        (7, (), [5, 6]),
+        ("loop", (), [5, 6, 7]),
+        ("grammar", (), [5, 6, 7]),
+        ("loop", ("loop",), [4]),
+    ],
+)
+def test_a_candidate_is_read_without_what_ended_it(reason, stop, expected):
+    sample = CompletionOutput(0, "text", [5, 6, 7], "stop", reason, None, None, None, 0)
+    assert text_ids(sample, stop, lambda text: [len(text)]) == expected

@@ -1,12 +1,10 @@
 """Record: what is known of one HTTP request when it ends: for its line in the log, and for the metrics."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import Scope
 
-from tinygpt.outputs import RequestOutput
-from tinygpt.request.request import Progress
 from tinygpt.server.work.generation import Generation
 
 
@@ -18,14 +16,8 @@ class Record:
 
     id: str
     num_bytes: int = 0
-    generations: list[Generation] = field(default_factory=list)
+    generation: Generation | None = None
     num_prompt_tokens: int = 0
-
-    def outputs(self) -> list[RequestOutput]:
-        return [output for generation in self.generations for output in generation.finished()]
-
-    def unfinished(self) -> list[Progress]:
-        return [progress for generation in self.generations for progress in generation.unfinished()]
 
 
 def record_of(request: Request) -> Record:

@@ -70,6 +70,14 @@ class ServerState:
     def token_names(self) -> TokenNames:
         return TokenNames(self.tokenizer)
 
+    @cached_property
+    def unknown_tokens(self) -> list[str]:
+        """Tokens that a text may hold, and that the model has no row for."""
+        if self.tokenizer is None:
+            return []
+        ids = self.tokenizer.ids_from(self.llm.config.vocab_size)
+        return [self.tokenizer.decode([i]) for i in ids if i not in self.tokenizer.special_ids]
+
     @property
     def chat_template(self) -> ChatTemplate | None:
         return self.config.chat_template
@@ -86,9 +94,8 @@ class ServerState:
 
     def new_generation(self, request: Request) -> Generation:
         record = record_of(request)
-        generation = self._new_generation(record.num_bytes)
-        record.generations.append(generation)
-        return generation
+        record.generation = self._new_generation(record.num_bytes)
+        return record.generation
 
     async def first_logprobs(self) -> dict[int, float] | None:
         """Log probabilities of all tokens behind BOS alone, the most probable first; None: there is no BOS.

@@ -100,7 +100,7 @@ async def _read_suffix(state: ServerState, job: CompletionJob) -> Prompt | None:
     [suffix] = await read_prompts(
         state, [job.form.suffix], job.form.split_special_tokens, job.form.cache_salt, "suffix"
     )
-    check_suffix(job.prompts, suffix, job.params, state.llm.max_model_len)
+    check_suffix(job.prompts, suffix, job.params, state.llm.max_model_len, state.unknown_tokens)
     return suffix
 
 
@@ -115,4 +115,4 @@ async def _outputs(
         return await generation.run([(prompt, job.params) for prompt in job.prompts])
     candidates = replace(job.params, n=job.params.best_of, best_of=None)
     outputs = await generation.run([(prompt, candidates) for prompt in job.prompts])
-    return await choose(generation, outputs, suffix, job.params.n, state.encode)
+    return await choose(generation, outputs, suffix, job.params, state.encode)

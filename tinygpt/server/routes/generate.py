@@ -43,5 +43,5 @@ async def _events(generation: Generation, write: Write) -> None:
         write(b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks), is_last)
 
     await generation.follow(take)
-    [output] = generation.finished()
+    [output], _ = generation.outcome()
     write(event({"output": output_to_json(output)}), is_last=True)

@@ -60,19 +60,20 @@ class AccessLog:
 
     def _note_end(self, scope: Scope, record: Record, status: int, begun: float, ended: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"
-        outputs, unfinished = record.outputs(), record.unfinished()
         self._metrics.count_http(path, status)
+        outputs, unfinished, waited = [], [], 0.0
+        if record.generation is not None:
+            outputs, unfinished = record.generation.outcome()
+            waited = self._waited(begun, ended)
+            self._metrics.observe_gaps(record.generation.token_gaps())
         for output in outputs:
             self._metrics.observe(output)
         for progress in unfinished:
             self._metrics.observe_unfinished(progress)
-        for generation in record.generations:
-            self._metrics.observe_gaps(generation.token_gaps())
         if unfinished:
             self._metrics.count_abort()
         # A path may hold anything, in a terminal's own language too.
         fields = {"id": record.id, "method": scope["method"], "path": ascii(scope["path"])[1:-1], "status": status}
-        waited = self._waited(begun, ended) if record.generations else 0.0
         times = {"compile": round(waited, 6) or None, "seconds": round(ended - begun - waited, 6)}
         log.info("request", extra={"fields": {**fields, **_work(record, outputs, unfinished), **times}})
 

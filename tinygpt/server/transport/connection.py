@@ -13,6 +13,7 @@ from tinygpt.server.transport.gathering import GatheringTransport
 from tinygpt.server.transport.own import CONNECTION
 
 PATIENCE = 30.0  # seconds
+MAX_AHEAD = 2**16  # bytes of further requests that are read before there is a reply to the first
 
 
 class Connection(H11Protocol):
@@ -60,6 +61,7 @@ class Connection(H11Protocol):
         """Have `call` called when the client leaves, or at once if it has left. None: have nothing called."""
         self.flow.resume_reading()  # paused behind a long body, it would not see that the client leaves
         self._when_gone = call
+        self._num_ahead = 0
         if call is not None and self.is_gone:
             call()
 
@@ -70,6 +72,13 @@ class Connection(H11Protocol):
         self._full_since: float | None = None
         self._num_written = self._num_taken = 0  # bytes by `write`; of them, less what waited at the last look
         self._watch = self.loop.call_later(PATIENCE, self._look)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._when_gone is not None:  # uvicorn has paused reading, and would not see that the client leaves
+            self._num_ahead += len(data)
+            if self._num_ahead <= MAX_AHEAD:
+                self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()

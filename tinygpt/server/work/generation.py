@@ -121,13 +121,15 @@ class Generation:
         self._reason = reason
         self.cancel()
 
-    def finished(self) -> list[RequestOutput]:
-        """What has come to an end by itself so far."""
-        return [future.result() for future in self._futures if _is_finished(future)]
+    def outcome(self) -> tuple[list[RequestOutput], list[Progress]]:
+        """What has come to an end by itself so far; and how far all else has come, which its client has left, or the
+        server has stopped.
 
-    def unfinished(self) -> list[Progress]:
-        """How far all else has come, which its client has left, or the server has stopped."""
-        return [future.progress() for future in self._futures if not _is_finished(future)]
+        Each is looked at once: a step may just be ending it.
+        """
+        found = [future.result() if _is_finished(future) else future.progress() for future in self._futures]
+        outputs = [each for each in found if isinstance(each, RequestOutput)]
+        return outputs, [each for each in found if isinstance(each, Progress)]
 
     def token_gaps(self) -> Iterator[float]:
         """Seconds from each token of a streamed sample to its next one, without those in which kernels compiled."""
