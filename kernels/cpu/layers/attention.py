@@ -130,26 +130,33 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
     alibi: an Alibi of formats.py, by which scores lessen with the distance, or Nothing. Needs scratch_size values
     of the thread's scratch.
     """
-    heads, count = k_cache.shape[1], tiles.size - 1
+    heads, count, scratch = k_cache.shape[1], tiles.size - 1, team.scratch
     share = max(min(TILE_ROWS * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)
     items = max((heads + share - 1) // share * count, 1)
     item = claim(team, items)
     while item >= 0:
         head, tile = item // count * share, item % count
         first, last = tiles[tile], tiles[tile + 1]
-        for h in range(head, min(head + share, heads)):
+        slot, stop = token_slots[first], min(head + share, heads)
+        following = _block(k_cache, token_slots[tiles[(item + 1) % count]], (item + 1) // count * share, 0)
+        for h in range(head, stop):
             if _has_sequence(tile, tiles, token_slots):
                 _write_tile(first, last, h, k_cache, v_cache, qkv, positions, token_slots)
-            slot, scratch = token_slots[first], team.scratch
-            _attend_tile(first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, scratch)
+            after = _block(k_cache, slot, h + 1, 0) if h + 1 < stop else following
+            distance = after - _block(k_cache, slot, h, 0)
+            _attend_tile(first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, distance, scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
 
 
 @inline
-def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, scratch):
-    """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view."""
+def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, distance, scratch):
+    """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view.
+
+    What lies `distance` bytes behind the keys and values of this head, those of the next one, is asked for meanwhile:
+    so as many of them as this head has.
+    """
     rows, steps, columns = last - first, steps_of_key(k_cache), v_cache.shape[4]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
     q, q_bytes = address(scratch), bytes_of_query(k_cache)  # (TILE_ROWS,) of them
@@ -168,10 +175,9 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
     for block in range(newest // KEY_BLOCK + 1):
         first_key = block * KEY_BLOCK
         keys, values = _block(k_cache, slot, head, block), _block(v_cache, slot, head, block)
-        is_last = first_key + KEY_BLOCK > newest
-        following = _block(k_cache, slot, head + 1, 0) if is_last else _block(k_cache, slot, head, block + 1)
-        where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, values, LINE_BYTES
-        panel_tile(k_cache, rows, q, q_bytes, *where)
+        visible = min(KEY_BLOCK, newest + 1 - first_key)
+        where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, keys + distance, LINE_BYTES
+        panel_tile(k_cache, rows, (visible + LANES - 1) // LANES, q, q_bytes, *where)
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             total = float32_at(totals + r * columns * 4, columns)
@@ -180,8 +186,7 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             _softmax_step(row_scores, seen, r, highest, weight_sum, total)
             put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, keys + (steps + 1) * KEY_STEP_BYTES)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
-        visible = min(KEY_BLOCK, newest + 1 - first_key)
-        _add_values(v_cache, rows, weights, values, visible, totals, following)
+        _add_values(v_cache, rows, weights, values, visible, totals, values + distance)
 
     for r in range(rows):
         share = ONE / weight_sum[r]

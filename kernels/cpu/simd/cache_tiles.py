@@ -31,8 +31,8 @@ HIGH_BITS = 7  # of a weight's 14
 SCORE_STEP_BYTES = 4 if IN_FOURS else 8  # of a row of A
 
 
-def make_integer_code(vectors: int, adds: bool):
-    """What emits a tile of so many rows, as make_tile in tiles.py wants it.
+def make_integer_code(vectors: int, adds: bool, wide: int):
+    """What emits a tile of so many rows, as make_code in tiles.py wants it.
 
     If it `adds`, B are values: C += scale * A @ B. Else they are keys: C = scale * A @ B * scales; those of the
     columns, float32, lie behind the last step.
@@ -44,7 +44,7 @@ def make_integer_code(vectors: int, adds: bool):
     finish = _finish_values if adds else _finish_scores
 
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip = min(strip_of(rows * planes), vectors)
+        strip = strip_of(rows * planes, vectors)
 
         def size(n: int):
             return ir.Constant(a.type, n)
@@ -61,7 +61,7 @@ def make_integer_code(vectors: int, adds: bool):
             b_strip, c_strip = builder.add(b, columns), builder.add(c, columns)
 
             def step(k, sums):
-                first = builder.add(builder.mul(k, size(vectors)), builder.mul(number, size(strip)))
+                first = builder.add(builder.mul(k, size(wide)), builder.mul(number, size(strip)))
                 ask_ahead(builder, ahead, spacing, first, strip)
                 b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), builder.mul(k, size(step_bytes))
                 b_k = [load(builder, at(b_row, v * VECTOR_BYTES), INTS, 32) for v in range(strip)]

@@ -13,23 +13,24 @@ from tinygpt.kernels.cpu.simd.lane_steps import (
     load_register,
     repeat_any,
 )
-from tinygpt.kernels.cpu.simd.panels import ask_ahead
+from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ask_ahead
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES, load, repeat, store
 
 QUADS = VECTOR_BYTES // REGISTER_BYTES  # of a vector of 16 lanes
 
 
-def strip_of_lanes(rows: int) -> int:
+def strip_of_lanes(rows: int, vectors: int = PANEL_VECTORS) -> int:
     """Vectors of columns that a tile of this height takes at a time: as many as leave room for A, and two for B."""
-    return next(strip for strip in (4, 2, 1) if rows * (strip * QUADS + 1) + 2 <= TARGET.registers)
+    strips = (strip for strip in (4, 3, 2, 1) if vectors % strip == 0)
+    return next(strip for strip in strips if rows * (strip * QUADS + 1) + 2 <= TARGET.registers)
 
 
-def make_lane_code(vectors: int, adds: bool):
-    """What emits a tile of so many rows, as make_tile in tiles.py wants it; `step`: how a dtype multiplies."""
+def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
+    """What emits a tile of so many rows, as make_code in tiles.py wants it; `step`: how a dtype multiplies."""
 
-    def code(builder, rows: int, step: LaneStep, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip, together = min(strip_of_lanes(rows), vectors), step.together
+    def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
+        strip, together = strip_of_lanes(rows, vectors), step.together
         quads = range(strip * QUADS)
 
         def size(n: int):
@@ -51,7 +52,7 @@ def make_lane_code(vectors: int, adds: bool):
                 a_rows = [load_register(builder, at, step.register, count * step.bytes) for at in places]
                 for j in range(count):
                     k_j = builder.add(k, size(j))
-                    asked = builder.add(builder.mul(k_j, size(vectors)), builder.mul(number, size(strip)))
+                    asked = builder.add(builder.mul(k_j, size(wide)), builder.mul(number, size(strip)))
                     ask_ahead(builder, ahead, spacing, asked, strip)
                     b_row, new = builder.add(b_strip, builder.mul(k_j, ldb)), []
                     for q in quads:

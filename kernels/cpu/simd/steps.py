@@ -19,6 +19,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
+from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS
 from tinygpt.kernels.cpu.simd.targets import BYTES, FOURS, PAIRS, SHORTS, TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import (
     FLOATS,
@@ -155,10 +156,10 @@ INTEGER_STEPS = {
 }
 
 
-def strip_of(rows: int) -> int:
+def strip_of(rows: int, vectors: int = PANEL_VECTORS) -> int:
     """Vectors of columns that a tile of this height takes at a time: as many as leave room for B and A."""
     kept = 1 if rows > 1 else 0  # one row uses each vector of B once, from memory
-    return next((strip for strip in (4, 2) if has_room((rows + kept) * strip)), 1)
+    return next((strip for strip in (4, 3, 2) if vectors % strip == 0 and has_room((rows + kept) * strip)), 1)
 
 
 def has_room(vectors: int) -> bool:

@@ -48,18 +48,12 @@ def make_tile(vectors: int, adds: bool = True):
     steps >= 1. There is code for each number of rows. At each step, a cache line is asked for at each of the next
     `vectors` places, `spacing` apart, from `ahead` on.
     """
-    code = make_lane_code(vectors, adds) if TARGET.has_lanes else _make_code(vectors, adds)
-    integer_code = make_integer_code(vectors, adds)
 
     @intrinsic
     def tile(typingctx, like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
         def codegen(context, builder, signature, args):
             _, rows, *places = args
-            if like.dtype == types.uint8:
-                for_each_height(builder, integer_code, rows, *places)
-            else:
-                how = (LANE_STEPS if TARGET.has_lanes else PARTS)[like.dtype]
-                for_each_height(builder, code, rows, how, *places)
+            for_each_height(builder, make_code(like.dtype, vectors, adds, vectors), rows, *places)
             return context.get_dummy_value()
 
         return types.void(like, *[types.intp] * 10), codegen
@@ -67,11 +61,37 @@ def make_tile(vectors: int, adds: bool = True):
     return tile
 
 
-def _make_code(vectors: int, adds: bool):
-    """What emits a tile of so many rows."""
+@intrinsic
+def panel_tile(typingctx, like, rows, vectors, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
+    """A tile that does not add, of the first `vectors` vectors of a panel's columns, 1 <= vectors <= PANEL_VECTORS.
 
-    def code(builder, rows, parts, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip = min(strip_of(rows), vectors)
+    The places at which it asks are those of whole rows of a panel, of which it asks for as much as it reads of B.
+    """
+
+    def codegen(context, builder, signature, args):
+        _, rows, vectors, *places = args
+
+        def take(width: int):
+            for_each_height(builder, make_code(like.dtype, width, False, PANEL_VECTORS), rows, *places)
+
+        select(builder, vectors, PANEL_VECTORS, take)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.intp] * 11), codegen
+
+
+def make_code(dtype, vectors: int, adds: bool, wide: int):
+    """What emits a tile of so many rows: code(builder, rows, a, lda, ...), of the first `vectors` of `wide` vectors."""
+    if dtype == types.uint8:
+        return make_integer_code(vectors, adds, wide)
+    if TARGET.has_lanes:
+        return make_lane_code(vectors, adds, wide, LANE_STEPS[dtype])
+    return _make_code(vectors, adds, wide, PARTS[dtype])
+
+
+def _make_code(vectors: int, adds: bool, wide: int, parts):
+    def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
+        strip = strip_of(rows, vectors)
 
         def size(n: int):
             return ir.Constant(a.type, n)
@@ -83,7 +103,7 @@ def _make_code(vectors: int, adds: bool):
             b_strip, c_strip = builder.add(b, columns), builder.add(c, columns)
 
             def step(k, sums):
-                first = builder.add(builder.mul(k, size(vectors)), builder.mul(number, size(strip)))
+                first = builder.add(builder.mul(k, size(wide)), builder.mul(number, size(strip)))
                 ask_ahead(builder, ahead, spacing, first, strip)
                 b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), builder.mul(k, size(4 * len(parts)))
                 b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 32) for v in range(strip)]
@@ -110,18 +130,22 @@ def _make_code(vectors: int, adds: bool):
 
 def for_each_height(builder, code, rows, *arguments) -> None:
     """Emit `code(builder, n, *arguments)` for n = 1 to TILE_ROWS, and a jump to the one for `rows`."""
+    select(builder, rows, TILE_ROWS, lambda n: code(builder, n, *arguments))
+
+
+def select(builder, number, count: int, emit) -> None:
+    """Emit `emit(n)` for n = 1 to `count`, and a jump to the one for `number`."""
     done = builder.append_basic_block("done")
-    blocks = [builder.append_basic_block(f"rows{n}") for n in range(1, TILE_ROWS + 1)]
-    switch = builder.switch(rows, blocks[-1])
+    blocks = [builder.append_basic_block(f"case{n}") for n in range(1, count + 1)]
+    switch = builder.switch(number, blocks[-1])
     for n, block in enumerate(blocks, 1):
-        switch.add_case(ir.Constant(rows.type, n), block)
+        switch.add_case(ir.Constant(number.type, n), block)
         builder.position_at_end(block)
-        code(builder, n, *arguments)
+        emit(n)
         builder.branch(done)
     builder.position_at_end(done)
 
 
 # Module-level names: a cached kernel cannot reach an intrinsic through a closure.
-panel_tile = make_tile(PANEL_VECTORS, adds=False)
 panel_add = make_tile(PANEL_VECTORS)
 strip_add = make_tile(1)

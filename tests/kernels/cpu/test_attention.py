@@ -190,7 +190,7 @@ def test_an_int8_cache_of_one_extreme(value):
 
 @CACHES
 @pytest.mark.parametrize("size", [1, 5, 16, 20, 64, 80, 128])
-@pytest.mark.parametrize("length", [1, 6, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize("length", [1, 6, 20, 40, 63, 64, 65, 128, 129])
 def test_attend(length, size, dtype):
     """A whole prompt, the last tokens of one, and a decode step, beside each other."""
     run = random_run([length, length, length, 7], [0, max(length - 7, 0), length - 1, 3], 2, size, spread=1.3)

@@ -29,6 +29,7 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
 )
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, TILE_ROWS
+from tinygpt.kernels.cpu.simd.vector_ir import LANES
 
 F32 = np.float32
 ZERO_BELOW = 2.0**-120  # written out: a change of the kernels' own number must be seen
@@ -309,14 +310,15 @@ def test_grouped_tiles(dtype, rows, groups, ends):
 
 
 @jit
-def bf16_tile(like, rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
+def bf16_tile(like, rows, vectors, a, lda, b, ldb, steps, c, ldc):
+    tiles.panel_tile(like, rows, vectors, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 35, 64])
+@pytest.mark.parametrize("vectors", range(1, PANEL // LANES + 1))
 @pytest.mark.parametrize("rows", range(1, TILE_ROWS + 1))
-def test_a_tile_of_bfloat16_pairs(rows, steps):
-    """Exact where every sum is a whole number; else near float64, whatever the CPU's order within a pair."""
+def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
+    """A panel's first columns. Exact where every sum is a whole number; else near float64, in any order of a pair."""
     random = np.random.default_rng(steps)
     for a, b in (
         (random.integers(-8, 9, (rows, 2 * steps)), random.integers(-8, 9, (2 * steps, PANEL))),
@@ -334,12 +336,14 @@ def test_a_tile_of_bfloat16_pairs(rows, steps):
             c.ctypes.data,
             c.strides[0],
         )
-        bf16_tile(pairs, rows, *where)
+        bf16_tile(pairs, rows, vectors, *where)
         exact_a, exact_b = from_bits(a_bits).astype(float), from_bits(b_bits).astype(float)
         expected, scale = exact_a @ exact_b, np.abs(exact_a) @ np.abs(exact_b)
         is_whole = np.issubdtype(a.dtype, np.integer)
-        assert (np.abs(c[:rows] - expected) <= (0 if is_whole else 2.0**-20 * scale)).all()
+        columns, limit = vectors * LANES, 0 if is_whole else 2.0**-20 * scale
+        assert (np.abs(c[:rows] - expected) <= limit)[:, :columns].all()
         assert np.isnan(c[rows]).all()
+        assert np.isnan(c[:, columns:]).all()
 
 
 # Layout.

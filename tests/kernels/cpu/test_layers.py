@@ -41,7 +41,7 @@ ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for nam
 
 @jit
 def call_panel(like, rows, a, lda, b, ldb, steps, c, ldc):
-    tiles.panel_tile(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
+    tiles.panel_tile(like, rows, like.shape[1] // LANES, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
 @jit
@@ -54,7 +54,8 @@ def call_strip_add(like, rows, a, lda, b, ldb, steps, c, ldc):
     tiles.strip_add(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
-TILES = [(call_panel, PANEL, False), (call_panel_add, PANEL, True), (call_strip_add, LANES, True)]
+TILES = [(call_panel, columns, False) for columns in range(LANES, PANEL + 1, LANES)]
+TILES += [(call_panel_add, PANEL, True), (call_strip_add, LANES, True)]
 
 
 @pytest.mark.parametrize(("tile", "columns", "adds"), TILES)
