@@ -46,6 +46,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 KEY_BLOCK = PANEL  # a block of keys is a tile's panel
 KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES
 SCORE_BYTES = KEY_BLOCK * 4  # of a query's float32 scores of a block
+NEAR_BLOCKS = 4  # of a head: 4 to 128 KB
 # With one query a head's tile takes less than a microsecond, and claiming one 0.2: items of several heads, as long as
 # there are this many items to share out.
 ENOUGH_ITEMS = 32
@@ -143,19 +144,18 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
             if _has_sequence(tile, tiles, token_slots):
                 _write_tile(first, last, h, k_cache, v_cache, qkv, positions, token_slots)
             after = _block(k_cache, slot, h + 1, 0) if h + 1 < stop else following
-            distance = after - _block(k_cache, slot, h, 0)
-            _attend_tile(first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, distance, scratch)
+            _attend_tile(first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
 
 
 @inline
-def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, distance, scratch):
+def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch):
     """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view.
 
-    What lies `distance` bytes behind the keys and values of this head, those of the next one, is asked for meanwhile:
-    so as many of them as this head has.
+    after: where the keys begin that will be read next. While a block is read, as much is asked for: of the same block
+    there, or in a long sequence of this head's next block, as a whole head would be gone from the L2 cache again.
     """
     rows, steps, columns = last - first, steps_of_key(k_cache), v_cache.shape[4]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
@@ -171,12 +171,14 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
         highest[r], weight_sum[r] = -np.inf, ZERO
 
-    newest = positions[last - 1]
-    for block in range(newest // KEY_BLOCK + 1):
+    newest, stride = positions[last - 1], k_cache.strides[2]
+    blocks = newest // KEY_BLOCK + 1
+    for block in range(blocks):
         first_key = block * KEY_BLOCK
         keys, values = _block(k_cache, slot, head, block), _block(v_cache, slot, head, block)
         visible = min(KEY_BLOCK, newest + 1 - first_key)
-        where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, keys + distance, LINE_BYTES
+        ahead = after + block * stride if blocks <= NEAR_BLOCKS else keys + stride if block + 1 < blocks else after
+        where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, ahead, LINE_BYTES
         panel_tile(k_cache, rows, (visible + LANES - 1) // LANES, q, q_bytes, *where)
         for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
@@ -186,7 +188,7 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             _softmax_step(row_scores, seen, r, highest, weight_sum, total)
             put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, keys + (steps + 1) * KEY_STEP_BYTES)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
-        _add_values(v_cache, rows, weights, values, visible, totals, values + distance)
+        _add_values(v_cache, rows, weights, values, visible, totals, ahead + values - keys)
 
     for r in range(rows):
         share = ONE / weight_sum[r]
@@ -205,10 +207,11 @@ def _softmax_step(scores, visible, r, highest, weight_sum, total):
     for j in range(KEY_BLOCK):
         scores[j] = exp(scores[j] - new)
     if new > highest[r]:
-        shrink = exp(highest[r] - new)
-        weight_sum[r] *= shrink
-        for d in range(total.size):
-            total[d] *= shrink
+        if highest[r] > -np.inf:  # before there is nothing
+            shrink = exp(highest[r] - new)
+            weight_sum[r] *= shrink
+            for d in range(total.size):
+                total[d] *= shrink
         highest[r] = new
     weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)
 
