@@ -3,10 +3,6 @@
 QUEUES_STEPS = False  # the host waits for a step, or for several, and looks at nothing meanwhile
 
 
-def hurry(workspace, is_due: bool) -> None:
-    """A step that runs is the last of its call."""
-
-
 def check_device() -> None:
     """Every machine will do."""
 

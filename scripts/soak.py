@@ -116,12 +116,16 @@ class CountingRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
-        return 1  # samples are counted between steps
-
     def forward(self, batch: Any) -> Any:
-        self._report.most_samples = max(self._report.most_samples, num_samples(self._engine))
+        self._count()
         return self._runner.forward(batch)
+
+    def multi_step(self, *arguments: Any) -> Any:
+        self._count()
+        return self._runner.multi_step(*arguments)
+
+    def _count(self) -> None:
+        self._report.most_samples = max(self._report.most_samples, num_samples(self._engine))
 
 
 def num_samples(engine: Engine) -> int:

@@ -14,7 +14,7 @@ from tinygpt.kernels.cpu.kv_cache import (
     write_positions,
 )
 from tinygpt.kernels.cpu.model import forward
-from tinygpt.kernels.cpu.multi_step import hurry, multi_step
+from tinygpt.kernels.cpu.multi_step import multi_step, stop_early
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.params import load_params
 from tinygpt.kernels.cpu.sampling.processors import process_logits
@@ -33,7 +33,6 @@ __all__ = [
     "copy_positions",
     "filter_logits",
     "forward",
-    "hurry",
     "kv_cache_bytes",
     "kv_cache_dtypes",
     "load_params",
@@ -43,6 +42,7 @@ __all__ = [
     "process_logits",
     "read_positions",
     "sample",
+    "stop_early",
     "top_logprobs",
     "trace",
     "write_positions",

@@ -20,9 +20,8 @@ from tinygpt.kernels.cpu.layers.operands import convert
 from tinygpt.kernels.cpu.layers.projections import embed_rows, score_tokens
 from tinygpt.kernels.cpu.layers.trace import keep_rows
 from tinygpt.kernels.cpu.params import Params
-from tinygpt.kernels.cpu.runtime.team import atomic_load, begin_step, join_step
-from tinygpt.kernels.cpu.sampling.greatest import choose_greatest
-from tinygpt.kernels.cpu.simd.vector_ir import address
+from tinygpt.kernels.cpu.runtime.team import begin_step, join_step
+from tinygpt.kernels.cpu.sampling.greatest import choose_greatest, is_last_step
 from tinygpt.kernels.cpu.workspace import Workspace, fill, step_of
 
 
@@ -60,7 +59,7 @@ def take_steps(team, leads, params, kv_cache, buffers):
         head(team, params, x, step, buffers)
         choose_greatest(team, step, buffers.choices, buffers.logits[: step.logit_rows.size])
         to_take -= 1
-        if leads and (to_take <= 0 or atomic_load(address(buffers.choices.hurry))):
+        if leads and (to_take <= 0 or is_last_step(buffers.choices)):
             break
 
 

@@ -13,7 +13,7 @@ from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, 
 from tinygpt.kernels.cpu.layers.ranks import ALONE
 from tinygpt.kernels.cpu.packing.weights import head_dtype_of
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
-from tinygpt.kernels.cpu.sampling.greatest import Choices
+from tinygpt.kernels.cpu.sampling.greatest import MAX_ENDS, Choices
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, OPERAND_BYTES
 from tinygpt.kernels.cpu.simd.memory import zeros
 from tinygpt.kernels.cpu.simd.targets import TARGET
@@ -118,7 +118,10 @@ def new_workspace(
             wanted=np.zeros(1, np.int64),
             counts=np.zeros(r, np.int64),
             token_ids=np.zeros((MAX_STEPS, r), np.int32),
-            hurry=np.zeros(1, np.int64),
+            ends=np.zeros(MAX_ENDS, np.int32),
+            num_ends=np.zeros(1, np.int64),
+            has_ended=np.zeros(1, np.int64),
+            stop_early=np.zeros(1, np.int64),
         ),
         sizes=np.zeros(3, np.int64),
         ranks=ALONE,
@@ -167,7 +170,7 @@ def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
     step.token_slots[:n] = slots_of_tokens(batch)
     step.tiles[: tiles.size] = tiles
     step.logit_rows[:r] = batch.logit_rows
-    buffers.choices.wanted[0], buffers.choices.counts[:r] = num_steps, 0
+    buffers.choices.wanted[0], buffers.choices.counts[:r], buffers.choices.has_ended[0] = num_steps, 0, 0
     buffers.sizes[:] = n, tiles.size - 1, r
 
 

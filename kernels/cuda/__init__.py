@@ -14,7 +14,7 @@ from tinygpt.kernels.cuda.kv_cache import (
 )
 from tinygpt.kernels.cuda.memory import check_memory
 from tinygpt.kernels.cuda.model import forward
-from tinygpt.kernels.cuda.multi_step import hurry, multi_step
+from tinygpt.kernels.cuda.multi_step import multi_step, stop_early
 from tinygpt.kernels.cuda.params import check_model, load_params
 from tinygpt.kernels.cuda.runtime.device import check_device
 from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
@@ -32,7 +32,6 @@ __all__ = [
     "copy_positions",
     "filter_logits",
     "forward",
-    "hurry",
     "kv_cache_bytes",
     "kv_cache_dtypes",
     "load_params",
@@ -42,6 +41,7 @@ __all__ = [
     "process_logits",
     "read_positions",
     "sample",
+    "stop_early",
     "top_logprobs",
     "trace",
     "write_positions",

@@ -24,9 +24,18 @@ READ_STEPS = 4  # whose tokens the host reads together, and looks at while the G
 
 
 def multi_step(
-    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
+    params: Params,
+    batch,
+    kv_cache: KVCache,
+    workspace: Workspace,
+    warpers,
+    seeds,
+    sample_indices,
+    num_steps: int,
+    ends=(),
 ) -> Iterable[np.ndarray]:
     """Tokens (S,) of each step, which are the next one's input. The batch has one new token for each sequence.
+    Whatever the tokens are, so many steps are taken: `ends` is not looked at.
 
     All steps are queued at once; the tokens of the first are there before the last has been taken. The KV cache then
     holds the keys and values of all tokens but the last, whether or not the host accepts them.
@@ -37,8 +46,8 @@ def multi_step(
     return run_faster(run_steps, steps)
 
 
-def hurry(workspace: Workspace, is_due: bool) -> None:
-    """Steps that are queued are taken, whoever waits."""
+def stop_early(workspace: Workspace, is_wanted: bool) -> None:
+    """Nothing: what is queued is taken."""
 
 
 def run_steps(steps: DecodeSteps) -> Iterator[np.ndarray]:

@@ -3,7 +3,7 @@
 Imports NumPy and nothing of another backend. `model.py` is the page to read first.
 """
 
-from tinygpt.kernels.any_machine import QUEUES_STEPS, check_device, check_memory, check_model, hurry
+from tinygpt.kernels.any_machine import QUEUES_STEPS, check_device, check_memory, check_model
 from tinygpt.kernels.reference.kv_cache import (
     copy_positions,
     kv_cache_bytes,
@@ -30,7 +30,6 @@ __all__ = [
     "copy_positions",
     "filter_logits",
     "forward",
-    "hurry",
     "kv_cache_bytes",
     "kv_cache_dtypes",
     "load_params",
@@ -40,6 +39,7 @@ __all__ = [
     "process_logits",
     "read_positions",
     "sample",
+    "stop_early",
     "top_logprobs",
     "trace",
     "write_positions",
@@ -54,3 +54,7 @@ multi_step = None  # a step after another is easier to read
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
     """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
     return ("float32", "int8")
+
+
+def stop_early(workspace, is_wanted: bool) -> None:
+    """Nothing: a call is one step."""

@@ -34,7 +34,7 @@ def calls(llm, monkeypatch) -> list[int]:
     """The steps of each call, by a machine on which any number of them takes no time."""
     calls, multi_step = [], llm.engine.runner.multi_step
     monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: MAX_STEPS if seconds else 1)
-    monkeypatch.setattr(llm.engine.runner, "multi_step", lambda *on: calls.append(on[-1]) or multi_step(*on))
+    monkeypatch.setattr(llm.engine.runner, "multi_step", lambda *on: calls.append(on[-2]) or multi_step(*on))
     return calls
 
 
@@ -45,7 +45,7 @@ def outputs(llm: LLM, params) -> list:
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_are_those_of_single_steps(llm, calls, monkeypatch, kind):
     at_once = outputs(llm, KINDS[kind])
-    assert bool(calls) == (kind not in ("one token", "penalty", "logprobs", "lookup"))
+    assert bool(calls) == (kind not in ("one token", "stop string", "penalty", "logprobs", "lookup"))
     monkeypatch.setattr(llm.engine.runner, "steps_at_once", lambda *of: 1)
     calls.clear()
     assert outputs(llm, KINDS[kind]) == at_once
@@ -75,6 +75,25 @@ def test_a_sequence_that_ends_before_the_last_step_takes_no_more(llm, calls):
     assert ended.outputs[0].finish_reason == "stop"
     assert [output.outputs[0].token_ids for output in others] == whole[1:]
     assert calls[0] > last
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_no_step_is_wasted_on_those_that_have_ended(llm, calls, monkeypatch, heat):
+    """However many steps a call might take, they are as many as of single ones: a slot is free when its text ends."""
+    prompts = [[i] for i in range(30)]
+    free = SamplingParams(max_tokens=40, temperature=heat, seed=1, ignore_eos=True)
+    texts = [output.outputs[0].token_ids for output in llm.generate(prompts, free)]
+    ends = [token_ids[7 + i % 20] for i, token_ids in enumerate(texts)]
+    params = SamplingParams(max_tokens=40, temperature=heat, seed=1, ignore_eos=True, stop_token_ids=ends)
+    taken = []
+    monkeypatch.setattr(Pace, "note", lambda pace, seconds, steps: taken.append(steps))
+    at_once = llm.generate(prompts, params)
+    num_calls, num_steps = len(taken), sum(taken)
+    monkeypatch.setattr(llm.engine.runner, "steps_at_once", lambda *of: 1)
+    taken.clear()
+    single = llm.generate(prompts, params)
+    assert [output.outputs for output in at_once] == [output.outputs for output in single]
+    assert num_steps == len(taken) > num_calls
 
 
 def test_the_context_is_never_left(llm, calls):
@@ -132,7 +151,7 @@ def test_who_comes_or_leaves_waits_for_one_step(llm, calls, monkeypatch, what, h
     assert llm.engine.scheduler.running == first.sequences
     calls.clear()
     llm.engine.step(1.0)
-    assert calls == ([] if what == "add" else [MAX_STEPS])  # with the newcomer's prompt, or in no hurry any more
+    assert calls == ([] if what == "add" else [MAX_STEPS])  # with the newcomer's prompt, or nobody waits any more
     while llm.engine.scheduler.running:
         llm.engine.step(1.0)
     assert first.sequences[0].new_token_ids == alone[0].token_ids

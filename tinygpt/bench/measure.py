@@ -127,10 +127,10 @@ class TimedRunner:
             return self._timed((PROMPT,), self._runner.forward, batch)
         return self._timed(self._decoding(batch, 1), self._runner.forward, batch)
 
-    def multi_step(self, batch: Batch, warpers: Any, seeds: Any, indices: Any, steps: int) -> Any:
+    def multi_step(self, batch: Batch, warpers: Any, seeds: Any, indices: Any, steps: int, ends: Any) -> Any:
         self.num_steps += steps
         kinds = self._decoding(batch, steps)
-        return self._timed(kinds, self._runner.multi_step, batch, warpers, seeds, indices, steps)
+        return self._timed(kinds, self._runner.multi_step, batch, warpers, seeds, indices, steps, ends)
 
     def _decoding(self, batch: Batch, steps: int) -> tuple[str, ...]:
         if batch.token_ids.size != self._batch_size:

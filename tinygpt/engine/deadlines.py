@@ -16,6 +16,10 @@ class Deadlines:
         self._numbers = itertools.count()  # what orders equal deadlines
         self._size_to_prune = 64
 
+    def __bool__(self) -> bool:
+        """Whether there may be any."""
+        return bool(self._added or self._heap)
+
     def add(self, sequence: Sequence) -> None:
         if sequence.deadline is not None:
             self._added.append(sequence)

@@ -67,12 +67,12 @@ class Engine:
         for sequence in sequences:
             self._deadlines.add(sequence)
         self.scheduler.add(*sequences)
-        self.runner.hurry(True)
+        self.runner.stop_early(True)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Forget sequences, whether or not they have ended; their slots are free at once, or after the step."""
         self._removed.extend(sequences)
-        self.runner.hurry(True)
+        self.runner.stop_early(True)
         self._step_lock.tidy()
 
     def step(self, seconds: float = 0.0) -> None:
@@ -135,7 +135,7 @@ class Engine:
 
         Nothing changes before a step is recorded: one that is interrupted, as by Ctrl-C, is simply taken again.
         """
-        self._take_time()
+        self._allow_several_steps()
         self._end_finished()  # of a step that was interrupted
         self._expire(self._deadlines.pop_expired(time.perf_counter()))
         chunks = self.scheduler.schedule()
@@ -144,11 +144,11 @@ class Engine:
             self._advance_beams()
         self._end_finished()
 
-    def _take_time(self) -> None:
-        """Who is added or removed from here on waits for one pass, however many a step takes."""
-        self.runner.hurry(False)
+    def _allow_several_steps(self) -> None:
+        """Whoever is added or removed from here on waits for one pass, however many a step would take."""
+        self.runner.stop_early(False)
         if self._removed:  # while that was written
-            self.runner.hurry(True)
+            self.runner.stop_early(True)
 
     def _run(self, chunks: list[Chunk], seconds: float) -> None:
         if not chunks:  # another thread's step has finished everything
@@ -161,13 +161,18 @@ class Engine:
         self._pace.note(time.perf_counter() - started, num_steps)
 
     def _num_steps(self, chunks: list[Chunk], seconds: float) -> int:
-        sequences = [chunk.sequence for chunk in chunks]
-        if not all(sequence.new_token_ids for sequence in sequences):
-            seconds = 0.0  # so that a first token's time is its own
-        elif any(sequence.is_watched for sequence in sequences):
-            seconds = min(seconds, multi_step.STREAM_SECONDS)
-        on = self.runner, self._sampler, self._drafter, chunks, self.engine_config.max_model_len
-        return multi_step.num_steps(*on, self._pace.num_steps(seconds))
+        num_in_time = self._pace.num_steps(self._seconds_at_once(chunks, seconds))
+        return multi_step.num_steps(self.runner, self._sampler, chunks, self.engine_config.max_model_len, num_in_time)
+
+    def _seconds_at_once(self, chunks: list[Chunk], seconds: float) -> float:
+        """For how long steps may be taken in one call; 0: one by one, as somebody has to look at each token."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            is_first = not sequence.new_token_ids  # whose time is told
+            if is_first or sequence.may_end_by_its_text or self._drafter.num_wanted(chunk):
+                return 0.0
+        is_watched = self._deadlines or any(chunk.sequence.on_chunk for chunk in chunks)
+        return min(seconds, multi_step.STREAM_SECONDS) if is_watched else seconds
 
     def _run_one(self, chunks: list[Chunk]) -> None:
         step = StepInput.of(chunks, self._drafter.propose(chunks))

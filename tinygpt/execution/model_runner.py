@@ -82,18 +82,23 @@ class ModelRunner:
         return MAX_STEPS if self._backend.QUEUES_STEPS else min(num_in_time, MAX_STEPS)
 
     def multi_step(
-        self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int
+        self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
     ) -> Iterable[np.ndarray]:
-        """Take so many decode steps, or fewer: see `hurry`. The tokens (S,) of each, as they come; -1 where logits are
-        not finite."""
-        on = self._params, batch, self._kv_cache, self._workspace
-        return self._backend.multi_step(*on, warpers, seeds, indices, steps)
+        """Take so many decode steps: the tokens (S,) of each, as they come; -1 where logits are not finite.
 
-    def hurry(self, is_due: bool) -> None:
+        They may be fewer: after one in which a token is among `ends` (E,) int32, and after `stop_early`. Raises
+        CheckpointError as `forward` does.
+        """
+        self._check_file()
+        on = self._params, batch, self._kv_cache, self._workspace
+        return self._backend.multi_step(*on, warpers, seeds, indices, steps, ends)
+
+    def stop_early(self, is_wanted: bool) -> None:
         """Whether `multi_step`, running or not, takes no other step after the one that it is at. Any thread may call
         this."""
-        if self._workspace is not None:
-            self._backend.hurry(self._workspace, is_due)
+        workspace = self._workspace
+        if workspace is not None:  # it is given back by another thread
+            self._backend.stop_early(workspace, is_wanted)
 
     # Sampling: rows of logits (R, V) that `forward` has returned, or copies of them.
 

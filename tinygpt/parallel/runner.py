@@ -55,14 +55,14 @@ class ParallelRunner(ModelRunner):
     def forward(self, batch: Batch) -> Any:
         return self._ordered(lambda model: model.forward(batch), Order.FORWARD, batch=batch)
 
-    def hurry(self, is_due: bool) -> None:
+    def stop_early(self, is_wanted: bool) -> None:
         """What the stages have begun is brought to its end."""
 
     def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
         return GROUP_STEPS if self._stages > 1 and num_sequences >= self._stages * LEAST_GROUP else 1
 
     def multi_step(
-        self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int
+        self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
     ) -> Iterable[np.ndarray]:
         def begin(model: RankModel, group: Batch, first_row: int) -> Callable[[], np.ndarray]:
             self._lead.tell(Order.FORWARD, batch=group)

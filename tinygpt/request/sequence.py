@@ -76,7 +76,7 @@ class Sequence:
 
     def __post_init__(self):
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        self._end_token_ids = eos.union(self.params.stop_token_ids)
+        self.end_token_ids = eos.union(self.params.stop_token_ids)
         self._on_end: Callable[[], None] | None = None
         if self.window is not None:
             self.num_dropped = self.window.num_dropped(len(self))
@@ -108,9 +108,9 @@ class Sequence:
         return self.window is not None and self.window.num_dropped(len(self)) > self.num_dropped
 
     @property
-    def is_watched(self) -> bool:
-        """Whether it matters to somebody when each of its tokens comes."""
-        return self.on_chunk is not None or self.deadline is not None
+    def may_end_by_its_text(self) -> bool:
+        """Whether more than end_token_ids and the number of its tokens has to be looked at, to know that it has."""
+        return bool(self.params.stop) or self.params.repetition_detection is not None
 
     @property
     def is_finished(self) -> bool:
@@ -222,7 +222,7 @@ class Sequence:
 
     def _push(self, token_id: int) -> str:
         """The text that is certain with this token."""
-        is_silent = token_id in self._end_token_ids and not self.params.include_stop_str_in_output
+        is_silent = token_id in self.end_token_ids and not self.params.include_stop_str_in_output
         if self.text is None or is_silent:
             return ""
         if self.on_chunk is not None or self.params.stop:
@@ -234,7 +234,7 @@ class Sequence:
         """Why the last token is the last: the finish reason and the stop reason; None: it is not."""
         if self.params.stop and self.text.stop is not None:
             return "stop", self.text.stop
-        if self.new_token_ids[-1] in self._end_token_ids:
+        if self.new_token_ids[-1] in self.end_token_ids:
             return "stop", self.new_token_ids[-1]
         if self.guide is not None and self.guide.is_over:
             return "stop", "grammar"

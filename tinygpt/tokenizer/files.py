@@ -69,7 +69,7 @@ def _no_tokenizer(folder: Path) -> str:
     return (
         f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json "
         f"with vocab.bpe, or vocab.txt is needed, and {found} is there. Load the tokenizer with transformers "
-        "and save_pretrained it into this folder, which writes a tokenizer.json; until then, token ids work."
+        "and save it into this folder with save_pretrained, which writes a tokenizer.json; until then, token ids work."
     )
 
 

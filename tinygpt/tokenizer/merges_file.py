@@ -63,7 +63,8 @@ def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[st
         raise CheckpointError(
             f"{path} seems to have been cut short: none of its {len(pairs)} merges makes {lacking[0]!r}, nor "
             f"{len(lacking) - 1} more tokens of the vocabulary; {how_to_replace(path)}, or give token ids. If it is "
-            "whole, load the tokenizer with transformers and save_pretrained it, which writes a tokenizer.json."
+            "whole, load the tokenizer with transformers and save it with save_pretrained, which writes a "
+            "tokenizer.json."
         )
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
+from tinygpt.kernels.cpu.runtime.team import atomic_load, atomic_store, claim, complete, finish_phase
 from tinygpt.kernels.cpu.sampling.row import GREATEST_KEY, LEAST_KEY, key_of
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 
+MAX_ENDS = 64  # where there are more, a call is one step
 BLOCK = 1024  # scores, 4 KB: the winner is looked for in the L1 cache
 NOT_A_NUMBER = np.int32(0x7FFFFFFF)  # above every key
 ONE = np.int64(1)
@@ -23,7 +24,10 @@ class Choices(NamedTuple):
     wanted: np.ndarray  # (1,) int64: of each row; 0: a step's logits are all that is wanted
     counts: np.ndarray  # (R,) int64: how many there are
     token_ids: np.ndarray  # (steps, R) int32; -1: the row is not finite
-    hurry: np.ndarray  # (1,) int64: whether the step that runs is the last; other threads write it
+    ends: np.ndarray  # (MAX_ENDS,) int32: tokens behind which a sequence has ended
+    num_ends: np.ndarray  # (1,) int64: how many these are
+    has_ended: np.ndarray  # (1,) int64: whether a sequence has, so that this step is the last
+    stop_early: np.ndarray  # (1,) int64: the same, by whichever thread wants it
 
 
 @kernel
@@ -40,11 +44,27 @@ def choose_greatest(team, step, choices, logits):
             token_id = greatest(float32_at(address(logits) + row * logits.shape[1] * 4, logits.shape[1]))
             choices.token_ids[choices.counts[row], row] = token_id
             choices.counts[row] += ONE
+            if token_id < 0 or _is_end(token_id, choices):
+                atomic_store(address(choices.has_ended), ONE)
             step.token_ids[row] = max(token_id, 0)
             step.positions[row] += 1
         complete(team, items)
         row = claim(team, items)
     finish_phase(team)
+
+
+@kernel
+def _is_end(token_id, choices):
+    found = False
+    for i in range(choices.num_ends[0]):
+        found = found or choices.ends[i] == token_id
+    return found
+
+
+@kernel
+def is_last_step(choices):
+    """Whether no other step is to follow, however many are wanted."""
+    return atomic_load(address(choices.stop_early)) + atomic_load(address(choices.has_ended)) > 0
 
 
 @kernel
