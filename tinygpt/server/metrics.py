@@ -156,7 +156,8 @@ class _Histogram(Collector):
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._label))
         bounds = map(floatToGoString, (*self._bounds, math.inf))
-        family.add_metric(list(self._label.values()), list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._label.values()), buckets, self._sum)
         yield family
 
 
