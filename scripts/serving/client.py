@@ -73,8 +73,9 @@ class Recording:
 class Sockets:
     """What has come for all clients of a loop is read together.
 
-    To be woken for each piece takes longer than to read it, and a core from the server. Where several pieces have come,
-    more will: then it rests, and their times are late by that at most. `with` ends it.
+    To be woken for each piece takes longer than to read it, and a core from the server. Where there are several
+    clients, more will come behind the first piece: it rests before it reads, and their times are late by that at most.
+    `with` ends it.
     """
 
     def __init__(self) -> None:
@@ -96,16 +97,23 @@ class Sockets:
         self._selector.unregister(connection)
 
     def _wait(self) -> None:
+        self._loop.add_reader(self._selector.fileno(), self._rest)
+
+    def _rest(self) -> None:
+        if len(self._selector.get_map()) == 1:
+            self._read()
+            return
+        self._loop.remove_reader(self._selector.fileno())
+        self._loop.call_later(REST, self._read_and_wait)
+
+    def _read_and_wait(self) -> None:
         if self._selector.get_map() is not None:  # it has not ended meanwhile
-            self._loop.add_reader(self._selector.fileno(), self._read)
+            self._read()
+            self._wait()
 
     def _read(self) -> None:
-        ready = self._selector.select(0)
-        for key, _ in ready:
+        for key, _ in self._selector.select(0):
             key.data()
-        if len(ready) > 1:
-            self._loop.remove_reader(self._selector.fileno())
-            self._loop.call_later(REST, self._wait)
 
 
 class Client:

@@ -200,17 +200,19 @@ def test_who_left_the_queue_has_been_given_nothing(fresh, llm):
     assert figures(fresh)["tinygpt:generation_tokens_total", ""] == 4 * 5
 
 
-def test_times_between_tokens_are_counted_as_prometheus_client_would(llm):
-    gaps = [0.0, 0.0004, *metrics.TOKEN_SECONDS, 0.3, 7.0]
-    ours, registry = metrics.Metrics(llm, "demo"), CollectorRegistry()
-    ours.observe_gaps(gaps[:3])
-    ours.observe_gaps(gaps[3:])
-    name = "tinygpt:inter_token_latency_seconds"
-    theirs = Histogram(name, "", ["model_name"], buckets=metrics.TOKEN_SECONDS, registry=registry).labels("demo")
-    for gap in gaps:
-        theirs.observe(gap)
-    [found] = [metric for metric in ours.collect() if metric.name == name]
-    [expected] = registry.collect()
+@pytest.mark.parametrize("bounds", [metrics.SECONDS, metrics.TOKEN_SECONDS, metrics.TOKENS])
+def test_histograms_are_those_that_prometheus_client_would_make(llm, bounds):
+    values = [0, 0.0004, *bounds, 0.3, 7000.5]
+    registry = CollectorRegistry()
+    ours = metrics.Metrics(llm, "demo")._histogram("name", "What it is.", bounds)
+    theirs = Histogram("tinygpt:name", "What it is.", ["model_name"], buckets=bounds, registry=registry).labels("demo")
+    ours.observe(*values[:3])
+    for value in values[3:]:
+        ours.observe(value)
+    for value in values:
+        theirs.observe(value)
+    [found], [expected] = ours.collect(), registry.collect()
+    assert (found.name, found.documentation, found.type) == (expected.name, expected.documentation, expected.type)
     assert [sample for sample in expected.samples if not sample.name.endswith("_created")] == found.samples
 
 

@@ -64,10 +64,12 @@ def test_a_step_wakes_the_loop_once_and_each_reader_once(readers):
 
 def test_what_comes_before_its_reader_waits_for_him():
     inbox, found = Inbox(), []
-    inbox.put([1])
-    inbox.put([2])
+    for item in (1, 2):
+        inbox.put(item)
+        inbox.deliver()
     inbox.read_by(found.append)
-    inbox.put([3])
+    inbox.put(3)
+    inbox.deliver()
     assert found == [[1, 2], [3]]
 
 

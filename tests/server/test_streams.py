@@ -19,7 +19,7 @@ from tinygpt.server.chat.template import ChatTemplate
 from tinygpt.server.protocol.chat import ChatChunkChoice
 from tinygpt.server.transport import connection, event_stream
 from tinygpt.server.transport.gathering import GatheringTransport
-from tinygpt.server.work.generation import Generation, PromptChunk
+from tinygpt.server.work.generation import Generation
 from tinygpt.server.work.mailbox import Inbox
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -236,7 +236,7 @@ def test_what_has_read_a_stream_goes_with_it():
         generation = object.__new__(Generation)
         generation._futures, generation._inbox, generation._reason = [Future()], Inbox(), None
         generation._futures[0].set_result(None)
-        generation._inbox.put([PromptChunk(0, None)])
+        generation._inbox.put((0, None))
         await generation.follow(lambda chunks, is_last: None)
         return generation._inbox._read
 
@@ -259,6 +259,6 @@ def test_a_samples_first_token_and_the_end_are_urgent_and_no_other(llm):
         await asyncio.gather(*map(asyncio.wrap_future, generation._futures))
 
     asyncio.run(generated())
-    samples = [[urgent for item, urgent in posted if item.chunk and item.chunk.index == index] for index in (0, 1)]
+    samples = [[urgent for (_, chunk), urgent in posted if chunk and chunk.index == index] for index in (0, 1)]
     assert samples == [[True, False, False, False, False]] * 2
-    assert [urgent for item, urgent in posted if item.chunk is None] == [True]
+    assert [urgent for (_, chunk), urgent in posted if chunk is None] == [True]

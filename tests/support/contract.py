@@ -210,7 +210,13 @@ def _outputs() -> Iterator[str]:
 
 
 def _fields(cls: type) -> Iterator[str]:
-    """A dataclass's fields in their order, which that of records is too, and its properties."""
+    """A dataclass's fields in their order, which that of records is too, and its properties; or a named tuple's."""
+    if issubclass(cls, tuple):
+        yield f"{cls.__name__} (a tuple)"
+        for name in cls._fields:
+            default = f" = {cls._field_defaults[name]!r}" if name in cls._field_defaults else ""
+            yield f"{cls.__name__}.{name}{default}"
+        return
     yield f"{cls.__name__}{' (frozen)' * cls.__dataclass_params__.frozen}"
     for field in dataclasses.fields(cls):
         default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"

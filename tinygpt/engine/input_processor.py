@@ -3,7 +3,6 @@
 import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -196,7 +195,7 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
     def give(chunk: StreamChunk) -> None:
         for index in range(n):
             prompt_logprobs = None if index else chunk.prompt_logprobs
-            on_chunk(replace(chunk, index=index, logprobs=copied(chunk.logprobs), prompt_logprobs=prompt_logprobs))
+            on_chunk(chunk._replace(index=index, logprobs=copied(chunk.logprobs), prompt_logprobs=prompt_logprobs))
 
     return give
 

@@ -255,9 +255,10 @@ class Sequence:
     def _give(self, text: str, token: SampledToken | None) -> None:
         """Call on_chunk with the text and the token, or that there is none."""
         token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
-        is_first = len(self.new_token_ids) == (token is not None)
-        reported = self.prompt_logprobs.reported if is_first and self.prompt_logprobs is not None else None
-        prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None and len(self.new_token_ids) == (token is not None):  # the first chunk
+            reported = self.prompt_logprobs.reported
+            prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         try:
             self.on_chunk(
                 StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason)

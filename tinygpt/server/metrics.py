@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, disable_created_metrics
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -45,10 +45,9 @@ class Metrics:
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "Between a request's tokens, on average", TOKEN_SECONDS
         )
-        self._itl = _Gaps(
-            f"{OURS}inter_token_latency_seconds", "From a streamed token to the next, as they are made", model_name
+        self._itl = self._histogram(
+            "inter_token_latency_seconds", "From a streamed token to the next, as they are made", TOKEN_SECONDS
         )
-        self._own.register(self._itl)
         self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self._length = self._histogram("request_generation_tokens", "Tokens generated for a prompt", TOKENS)
         self._longest = self._histogram("request_max_num_generation_tokens", "Tokens of the longest sample", TOKENS)
@@ -118,7 +117,7 @@ class Metrics:
 
     def observe_gaps(self, seconds: Iterable[float]) -> None:
         """Between the tokens of a stream, each by itself: its average says nothing of a pause."""
-        self._itl.observe(seconds)
+        self._itl.observe(*seconds)
 
     def _engine_gauges(self, llm: LLM) -> None:
         engine, num_slots = llm.engine, llm.engine.engine_config.max_num_seqs
@@ -134,27 +133,31 @@ class Metrics:
     def _counter(self, name: str, help_: str) -> Counter:
         return Counter(f"{OURS}{name}", help_, ["model_name"], registry=self._own).labels(**self._label)
 
-    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"{OURS}{name}", help_, ["model_name"], buckets=buckets, registry=self._own)
-        return histogram.labels(**self._label)
+    def _histogram(self, name: str, help_: str, bounds: tuple[float, ...]) -> "_Histogram":
+        histogram = _Histogram(f"{OURS}{name}", help_, self._label, bounds)
+        self._own.register(histogram)
+        return histogram
 
 
-class _Gaps(Collector):
-    """A histogram of TOKEN_SECONDS of which many are observed at once: its own `observe` takes 1 µs for each."""
+class _Histogram(Collector):
+    """For the event loop alone, so that it needs no locks: those of prometheus_client take most of a microsecond for
+    each value, of which a request has a hundred."""
 
-    def __init__(self, name: str, help_: str, model_name: str):
-        self._name, self._help, self._model_name = name, help_, model_name
-        self._counts, self._sum = [0] * (len(TOKEN_SECONDS) + 1), 0.0
+    def __init__(self, name: str, help_: str, label: dict[str, str], bounds: tuple[float, ...]):
+        """bounds: of the buckets, which are for what is no greater."""
+        self._name, self._help, self._label, self._bounds = name, help_, label, bounds
+        self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
 
-    def observe(self, seconds: Iterable[float]) -> None:
-        for gap in seconds:
-            self._counts[bisect_left(TOKEN_SECONDS, gap)] += 1
-            self._sum += gap
+    def observe(self, *values: float) -> None:
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._sum += value
 
     def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._help, labels=["model_name"])
-        bounds = map(floatToGoString, (*TOKEN_SECONDS, math.inf))
-        family.add_metric([self._model_name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        family = HistogramMetricFamily(self._name, self._help, labels=list(self._label))
+        bounds = map(floatToGoString, (*self._bounds, math.inf))
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._label.values()), buckets, self._sum)
         yield family
 
 

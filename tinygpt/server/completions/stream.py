@@ -50,8 +50,8 @@ class CompletionStream:
                 self._echoes[i] = chunk.prompt_logprobs
                 self._num_unknown -= 1
         chunks = self._waiting + chunks
-        self._waiting = [item for item in chunks if self._echoes[item.prompt_index] is None]
-        return [item for item in chunks if self._echoes[item.prompt_index] is not None]
+        self._waiting = [(i, chunk) for i, chunk in chunks if self._echoes[i] is None]
+        return [(i, chunk) for i, chunk in chunks if self._echoes[i] is not None]
 
     def _event(self, i: int, chunk: StreamChunk) -> str:
         index = i * self._job.params.n + chunk.index

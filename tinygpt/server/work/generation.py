@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 from operator import sub
-from typing import NamedTuple
 
 from tinygpt.engine.service import SubmittedFuture
 from tinygpt.errors import RequestError
@@ -21,12 +20,7 @@ from tinygpt.server.refusals.errors import ApiError
 from tinygpt.server.work.mailbox import Inbox, Mailbox
 from tinygpt.server.work.threads import beside
 
-
-class PromptChunk(NamedTuple):
-    """A chunk of one of several prompts; None where that prompt has ended."""
-
-    prompt_index: int
-    chunk: StreamChunk | None
+PromptChunk = tuple[int, StreamChunk]  # which of the request's prompts, and a chunk of it
 
 
 class Generation:
@@ -87,11 +81,11 @@ class Generation:
         """
         ended, num_running = asyncio.get_running_loop().create_future(), len(self._futures)
 
-        def read(items: list[PromptChunk]) -> None:
+        def read(items: list[tuple[int, StreamChunk | None]]) -> None:
             nonlocal num_running
             if ended.done():  # or the client has left
                 return
-            chunks = [item for item in items if item.chunk is not None]
+            chunks = [item for item in items if item[1] is not None]
             num_running -= len(items) - len(chunks)
             try:
                 if chunks:
@@ -148,13 +142,14 @@ class Generation:
         return all(future.done() for future in self._futures)
 
     def _post(self, prompt_index: int, chunk: StreamChunk | None) -> None:
-        """By the thread that takes steps, which has more to do: what is not needed now is left to others."""
+        """By the thread that takes steps, which has more to do: what is not needed now is left to others. None: the
+        prompt has ended."""
         is_urgent = chunk is None  # the end, behind which a client asks again
         if chunk is not None and chunk.token_id is not None:
             times = self._token_times.setdefault((prompt_index, chunk.index), [])
             times.append(time.perf_counter())
             is_urgent = len(times) == 1
-        self._mailbox.post(self._inbox, PromptChunk(prompt_index, chunk), is_urgent)
+        self._mailbox.post(self._inbox, (prompt_index, chunk), is_urgent)
 
     def _raise_reason(self) -> None:
         if self._reason is not None:

@@ -11,24 +11,24 @@ MAX_REST = 0.06  # seconds, which nobody sees a text halt for
 
 
 class Inbox:
-    """What has come for one reader, for whom it waits. For the loop alone."""
+    """What has come for one reader, for whom it waits. Any thread may put; all else is the loop's."""
 
     def __init__(self):
-        self._waiting: list[Any] = []
+        self._items: deque[Any] = deque()
         self._read: Callable[[list[Any]], None] | None = None
 
-    def put(self, items: list[Any]) -> None:
-        if self._read is None:
-            self._waiting += items
-        else:
-            self._read(items)
+    def put(self, item: Any) -> None:
+        self._items.append(item)
 
     def read_by(self, read: Callable[[list[Any]], None]) -> None:
         """Have `read` called with what has come, and with whatever comes from now on. It must not raise."""
         self._read = read
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            read(waiting)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Have all that has come be read at once, if there is a reader."""
+        if self._items and self._read is not None:
+            self._read([self._items.popleft() for _ in range(len(self._items))])
 
 
 class Mailbox:
@@ -41,43 +41,33 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self._loop = loop
-        self._posted: deque[tuple[Inbox, Any, bool]] = deque()
+        self._changed: deque[Inbox] = deque()  # one several times: it is delivered the first time
+        self._urgent: deque[Inbox] = deque()
         self._is_called = False
-        # Of the loop:
-        self._is_resting = False
-        self._sorted: dict[Inbox, list[Any]] = {}  # what waits for the end of the rest
+        self._is_resting = False  # by the loop
 
     def post(self, inbox: Inbox, item: Any, is_urgent: bool = False) -> None:
-        self._posted.append((inbox, item, is_urgent))
+        inbox.put(item)
+        (self._urgent if is_urgent else self._changed).append(inbox)
         if not self._is_called and (is_urgent or not self._is_resting):
             self._is_called = True
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._is_called = False  # first: what is posted from here on is delivered now, or calls again
-        urgent = self._sort()
-        if self._is_resting:
-            for inbox in urgent:
-                inbox.put(self._sorted.pop(inbox))
-            return
         begun = time.thread_time()
-        found, self._sorted = self._sorted, {}
-        for inbox, items in found.items():
-            inbox.put(items)
-        self._is_resting = True
-        self._loop.call_later(min((time.thread_time() - begun) * REST, MAX_REST), self._end_rest)
+        _deliver_all(self._urgent)
+        if not self._is_resting:
+            _deliver_all(self._changed)
+            self._is_resting = True
+            self._loop.call_later(min((time.thread_time() - begun) * REST, MAX_REST), self._end_rest)
 
     def _end_rest(self) -> None:
         self._is_resting = False  # first, as above
-        if self._posted or self._sorted:
+        if self._changed:
             self._deliver()
 
-    def _sort(self) -> list[Inbox]:
-        """Sort what was posted by its readers. Returns those for whom something is urgent."""
-        urgent: dict[Inbox, None] = {}
-        while self._posted:
-            inbox, item, is_urgent = self._posted.popleft()
-            self._sorted.setdefault(inbox, []).append(item)
-            if is_urgent:
-                urgent[inbox] = None
-        return list(urgent)
+
+def _deliver_all(inboxes: deque[Inbox]) -> None:
+    for _ in range(len(inboxes)):  # and no more: others come meanwhile
+        inboxes.popleft().deliver()
