@@ -46,7 +46,9 @@ class Metrics:
             "request_time_per_output_token_seconds", "Between a request's tokens, on average", TOKEN_SECONDS
         )
         self._itl = self._histogram(
-            "inter_token_latency_seconds", "From a streamed token to the next, as they are made", TOKEN_SECONDS
+            "inter_token_latency_seconds",
+            "From a streamed token to the next, as the engine hands them out",
+            TOKEN_SECONDS,
         )
         self._prompt_length = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self._length = self._histogram("request_generation_tokens", "Tokens generated for a prompt", TOKENS)
