@@ -4,8 +4,10 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 
+import os
 import subprocess
 import sys
+import threading
 
 from support.paths import ROOT
 from support.serving import served, until
@@ -67,3 +69,10 @@ def test_a_request_finds_all_models_built(server, path):
     assert not Late.__pydantic_complete__
     server.ask(path, {"prompt": "a", "n": 0} if "completions" in path else None)
     assert Late.__pydantic_complete__
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has threads that take no core away")
+def test_the_loop_takes_no_core_from_a_kernel(server):
+    """Kernels let it run between their phases."""
+    assert os.sched_getscheduler(server.thread.native_id) == os.SCHED_BATCH
+    assert os.sched_getscheduler(threading.main_thread().native_id) == os.SCHED_OTHER

@@ -35,8 +35,9 @@ PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))  # indices into the
 GROUP = 8  # shares whose items are counted together first
 # Indices into a thread's own words: the phase it is in, the first one of the step it joined, which one of how many
 # members it is; of its phase: the items, those of its share that are done and not yet counted, the share that its item
-# was left in or -1, and its looks at the others' shares in vain; and how many items it has done in all.
-PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED = range(9)
+# was left in or -1, and its looks at the others' shares in vain; how many items it has done in all, and when it last
+# let others run.
+PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LET_RUN = range(10)
 SHIFT = np.int64(24)  # up to 16 million items a phase; 2**39 phases last for years
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
 ZERO, ONE, EIGHT = np.int64(0), np.int64(1), np.int64(8)
@@ -46,7 +47,8 @@ ROWS_PER_ITEM = 4  # of a phase over rows: a row takes less than a microsecond, 
 
 PATIENCE = 30  # looks at all shares, of 2 threads about a microsecond, before one begins those of others in a phase
 SPINS = 4000  # pauses, some 50 us, before a waiting thread lets others have its core
-IDLE_SPINS = 20000  # and before one without a step goes to sleep
+IDLE_SPINS = 60000  # and before one without a step goes to sleep: longer than Python takes between two calls
+TURN = 5_000_000  # ticks, some 2 ms, less than a turn of Linux' scheduler: to give others more would cost half a core
 
 
 class Team(NamedTuple):
@@ -190,6 +192,16 @@ def finish_phase(team):
         _relax(spins)
     team.own[PHASE] += ONE
     team.own[LOOKS] = ZERO
+    _let_others_run(team)
+
+
+@kernel
+def _let_others_run(team):
+    """Now and then, between two phases: a thread that the system takes the core from amid an item holds up its team."""
+    now = ticks()
+    if now - team.own[LET_RUN] > TURN:
+        team.own[LET_RUN] = now
+        yield_core()
 
 
 @kernel
@@ -276,6 +288,18 @@ def pause(typingctx):
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def ticks(typingctx):
+    """A clock that all cores share, of 2 to 4 thousand million ticks a second; 0 where none can be read at once."""
+
+    def codegen(context, builder, signature, args):
+        if "x86" not in builder.module.triple:  # ARM's counter of cycles is the system's alone
+            return ir.Constant(ir.IntType(64), 0)
+        return builder.call(declare(builder, "llvm.readcyclecounter", ir.IntType(64), []), [])
+
+    return types.int64(), codegen
 
 
 @intrinsic

@@ -16,6 +16,7 @@ from tinygpt.kernels.cpu.runtime import team as team_module
 from tinygpt.kernels.cpu.runtime.team import (
     DONE,
     GROUP,
+    LET_RUN,
     LOOKS,
     OPEN,
     PHASE,
@@ -32,6 +33,7 @@ from tinygpt.kernels.cpu.runtime.team import (
     join_step,
     new_teams,
     pause,
+    ticks,
 )
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
 from tinygpt.kernels.cpu.simd.vector_ir import address
@@ -299,6 +301,36 @@ def test_patience_is_had_once_a_phase():
         assert claims(lead, 5, 3) == [2, 3, 4]
         assert lead.own[LOOKS] == team_module.PATIENCE + 7
         finish_phase(lead)
+
+
+@jit
+def now():
+    return ticks()
+
+
+def test_others_get_the_core_between_phases_once_a_turn():
+    """And not amid a phase, where a team would wait for an item that was begun."""
+    if not now():
+        pytest.skip("no clock of this CPU can be read at once")
+    (team,) = members_apart(1)
+    begin_step(team)
+    assert claims(team, 2, 2) == [0, 1]
+    assert claim(team, 2) == -1
+    assert team.own[LET_RUN] == 0
+    before = now()
+    finish_phase(team)
+    assert before <= team.own[LET_RUN] <= now()
+    for _ in range(100):  # this thread may lose its core for a turn
+        begun = team.own[LET_RUN] = now()
+        assert claims(team, 1, 1) == [0]
+        finish_phase(team)
+        if now() - begun <= team_module.TURN:
+            break
+    assert team.own[LET_RUN] == begun
+    team.own[LET_RUN] -= team_module.TURN
+    assert claims(team, 1, 1) == [0]
+    finish_phase(team)
+    assert team.own[LET_RUN] > begun
 
 
 def test_a_single_item_is_the_leaders():

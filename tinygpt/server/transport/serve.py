@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
@@ -58,6 +58,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        _wait_for_cores()
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._on_start()
@@ -102,6 +103,17 @@ class Server(uvicorn.Server):
             )
         self._loop.call_later(self._drain_seconds, self._state.stop_all, _shutting_down())
         self._loop.call_later(self._drain_seconds + FLUSH_SECONDS, partial(setattr, self, "force_exit", True))
+
+
+def _wait_for_cores() -> None:
+    """Have this thread wait until another one lets it run, or has had its turn, rather than take a core away.
+
+    Most of what it would take a core from is a thread amid a kernel's item, for which all others would wait. Threads
+    that it starts are like it.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):  # a sandbox may not allow it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _shutting_down() -> ApiError:

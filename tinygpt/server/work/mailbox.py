@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 REST = 40  # times as long as a delivery has taken, the next one is put off: all of them take a fortieth of a core or so
-MAX_REST = 0.06  # seconds, which nobody sees a text halt for
+MAX_REST = 0.045  # seconds, less than a call of the engine brings tokens of: two rests would pass amid a call
 
 
 class Inbox:
