@@ -172,7 +172,9 @@ def test_a_client_asks_once_more_where_nothing_comes_by_a_connection_that_it_kep
                 found += [await asking.record("", {"max_tokens": 9}) for _ in range(2)]
             return [recording.read() for recording in found]
 
-    texts = [found.text for found in asyncio.run(asyncio.wait_for(ask(), 20))]
+    exchanges = asyncio.run(asyncio.wait_for(ask(), 20))
+    assert [found.is_complete for found in exchanges] == [True, way != "amid the answer", True]
+    texts = [found.text for found in exchanges]
     assert texts == ["ab", "a" if way == "amid the answer" else "ab", "ab"]
     assert len(made) == 2
 
