@@ -111,8 +111,8 @@ def _wait_for_cores() -> None:
     Most of what it would take a core from is a thread amid a kernel's item, for which all others would wait. Threads
     that it starts are like it.
     """
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with suppress(OSError):  # a sandbox may not allow it
+    with suppress(AttributeError, OSError):  # other systems have no such thing, and a sandbox may not allow it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
