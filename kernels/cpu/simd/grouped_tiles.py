@@ -47,6 +47,10 @@ OPERAND_BYTES = {dtype: 2 if step_name(dtype) == SHORTS else 1 for dtype in GROU
 EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # how much longer a panel is as the steps multiply it
 EXPANDS = {dtype: size > 1 or takes_lanes(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
 
+# Rows of B that a tile of one vector of columns takes in a turn of its loop: one is multiplied in so few cycles that
+# the turn's own instructions and its request lengthen them. Four have turned out slower than two.
+ROWS_IN_TURN = 2
+
 
 def make_grouped_tile(dtype: str):
     """The intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
@@ -82,8 +86,9 @@ def _make_code(dtype: str):
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         strip, keeps_totals = _strip_of(rows)
         per_load = EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
-        loads, strips = part_k // integer.k // per_load, PANEL_VECTORS // strip
-        lines = ROW_BYTES // LINE_BYTES // (EXPANSION[dtype] // per_load)
+        together = ROWS_IN_TURN if strip == 1 else 1  # rows of B that a turn of the loop takes
+        turns, strips = part_k // integer.k // per_load // together, PANEL_VECTORS // strip
+        lines = ROW_BYTES // LINE_BYTES * together // (EXPANSION[dtype] // per_load)
 
         def size(n: int):
             return ir.Constant(a.type, n)
@@ -104,17 +109,23 @@ def _make_code(dtype: str):
                 s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
                 a_rows = [builder.add(start, a_offset) for start in a_starts]
                 s_rows = [builder.add(start, s_offset) for start in s_starts]
-                first_load = builder.mul(number, size(loads))
+                first_turn = builder.mul(number, size(turns))
 
-                def step(i, sums):
-                    row = builder.add(first_load, i)
-                    asked = builder.add(builder.mul(row, size(strips)), strip_number)
+                def turn(i, sums):
+                    before = builder.add(first_turn, i)
+                    asked = builder.add(builder.mul(before, size(strips)), strip_number)
                     ask_part_ahead(builder, ahead, spacing, asked, lines, strips)
-                    b_row = builder.add(builder.add(b, columns), builder.mul(row, size(ROW_BYTES)))
+                    b_row = builder.add(builder.add(b, columns), builder.mul(before, size(together * ROW_BYTES)))
+                    a_first = builder.mul(i, size(4 * per_load * together))
+                    for row in range(together):
+                        sums = take_row(builder.add(b_row, size(row * ROW_BYTES)), a_first, row * per_load, sums)
+                    return sums
+
+                def take_row(b_row, a_first, done, sums):
                     b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 64) for v in range(strip)]
                     taken = [unpacked(builder, vector, dtype) if per_load > 1 else [vector] for vector in b_k]
                     for j in range(per_load):
-                        k, new = builder.add(builder.mul(i, size(4 * per_load)), size(4 * j)), []
+                        k, new = builder.add(a_first, size(4 * (done + j))), []
                         for r in range(rows):
                             a_k = broadcast(builder, load(builder, builder.add(a_rows[r], k), I32, 4))
                             new += [
@@ -124,7 +135,7 @@ def _make_code(dtype: str):
                     return sums
 
                 start = [first for s in s_rows for first in [_first_sum(builder, dtype, integer, s)] * strip]
-                sums = [integer.finish(builder, total) for total in repeat(builder, size(loads), step, start)]
+                sums = [integer.finish(builder, total) for total in repeat(builder, size(turns), turn, start)]
                 w_scales = builder.add(
                     builder.add(b_scales, builder.mul(number, size(WEIGHT_SCALES_BYTES))),
                     builder.mul(strip_number, size(strip * LANES * 2)),
