@@ -160,8 +160,8 @@ def rows_together(weight, blocks):
 def products(weight, x, tile, layer, segments, scratch):
     """scratch[segment, r, column] = the product over one segment of K, for a tile's rows; int8 columns unscaled.
 
-    More rows than one tile has take K in chunks, each of which stays in the L1 cache for all their tiles while the next
-    one is fetched. So memory and arithmetic take their time at once, not one after the other.
+    More rows than one tile has take K in chunks, each of which stays in a cache for all their tiles while the next one
+    is fetched. So memory and arithmetic take their time at once, not one after the other.
     """
     panel, unit = panel_address(weight.panels, layer, tile.panel), unit_of(weight)
     for s in range(segments.size - 1):
@@ -204,7 +204,10 @@ ALONE = TILE_ROWS if strip_of(TILE_ROWS) == PANEL_VECTORS else 1
 # How many tiles ask for a part of the next chunk each: all, as one tile's requests for all of it wait in a queue. But
 # in strips a tile has so many steps that each line would be asked for a dozen times.
 ASKING = ROW_BLOCK if strip_of(TILE_ROWS) == PANEL_VECTORS else 2
-FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
+# Where a tile goes straight through its panel, the L2 cache yields float32 and bfloat16 as fast as they are multiplied:
+# then a chunk fills a part of that one, and each tile is begun less often.
+PLAIN_CHUNK_BYTES = 4 * CHUNK_BYTES if ALONE > 1 else CHUNK_BYTES
+FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, PLAIN_CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
 INT8_UNIT, INT4_UNIT = (
     Unit(GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1) for dtype, size in GROUP_BYTES.items()
 )
