@@ -67,7 +67,7 @@ class Recording:
         try:
             _read([*self.pieces, (self.sent, b"")], result)  # nothing more has come, whoever ended it
         except h11.RemoteProtocolError as error:
-            result.error = result.error or f"the reply was cut off: {error}"
+            result.error = result.error or f"the reply was broken, or cut off: {error}"
         if not result.num_tokens:  # some servers tell no usage
             result.num_tokens = self.max_tokens if result.has_reached_limit else len(result.token_times)
         return result

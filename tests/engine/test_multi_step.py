@@ -115,7 +115,7 @@ def test_a_step_that_is_asked_for_is_one(llm, calls):
     ("run", "expected"),
     [
         (lambda llm: llm.generate(PROMPTS, SamplingParams(max_tokens=4)), CALL_SECONDS),
-        (lambda llm: llm.generate(PROMPTS, SamplingParams(max_tokens=4, max_time=60)), STREAM_SECONDS),
+        (lambda llm: llm.generate(PROMPTS, SamplingParams(max_tokens=4, max_time=60)), CALL_SECONDS),
         (lambda llm: list(llm.stream("The", SamplingParams(max_tokens=4))), STREAM_SECONDS),
         (lambda llm: llm.submit("The", SamplingParams(max_tokens=4)).result(60), STREAM_SECONDS),
         (lambda llm: llm.submit("The", SamplingParams(max_tokens=4), print).result(60), STREAM_SECONDS),
@@ -127,6 +127,25 @@ def test_who_waits_for_single_tokens_waits_less(llm, monkeypatch, run, expected)
     monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: asked.append(seconds) or 1)
     run(llm)
     assert set(asked) == {0.0, expected}  # the first tokens are waited for
+
+
+def test_a_call_ends_with_the_time_that_is_left(llm, monkeypatch):
+    """Of whichever request's: one that waits for a slot is told as well."""
+    asked, now = [], [100.0]
+    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: asked.append(seconds) or 1)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    times = [None, 3.0, 2.0]
+    requests = [llm._inputs.request([3], SamplingParams(max_tokens=9, ignore_eos=True, max_time=t)) for t in times]
+    llm.engine.add(requests[0].sequences)
+    llm.step()
+    for request in requests[1:]:
+        llm.engine.add(request.sequences)
+    llm.step()
+    asked.clear()
+    for now[0] in (100.5, 101.0, 102.5):
+        llm.engine.step(1.75)
+    assert asked == [1.5, 1.0, 0.5]
+    llm.engine.remove([sequence for request in requests for sequence in request.sequences])
 
 
 @pytest.mark.parametrize("what", ["add", "remove"])

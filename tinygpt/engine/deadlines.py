@@ -3,6 +3,7 @@
 import heapq
 import itertools
 from collections import deque
+from math import inf
 
 from tinygpt.request.sequence import Sequence
 
@@ -16,24 +17,28 @@ class Deadlines:
         self._numbers = itertools.count()  # what orders equal deadlines
         self._size_to_prune = 64
 
-    def __bool__(self) -> bool:
-        """Whether there may be any."""
-        return bool(self._added or self._heap)
-
     def add(self, sequence: Sequence) -> None:
         if sequence.deadline is not None:
             self._added.append(sequence)
 
     def pop_expired(self, now: float) -> list[Sequence]:
         """Those whose deadline lies before `now` and that have not ended, each once."""
-        while self._added:
-            sequence = self._added.popleft()
-            heapq.heappush(self._heap, (sequence.deadline, next(self._numbers), sequence))
+        self._sort_in()
         self._prune()
         expired = []
         while self._heap and self._heap[0][0] <= now:
             expired.append(heapq.heappop(self._heap)[2])
         return [sequence for sequence in expired if not sequence.is_finished]
+
+    def seconds_left(self, now: float) -> float:
+        """To the earliest; infinity: there is none."""
+        self._sort_in()
+        return self._heap[0][0] - now if self._heap else inf
+
+    def _sort_in(self) -> None:
+        while self._added:
+            sequence = self._added.popleft()
+            heapq.heappush(self._heap, (sequence.deadline, next(self._numbers), sequence))
 
     def _prune(self) -> None:
         """Let go of those that have ended long before their time, once they may be half of all."""

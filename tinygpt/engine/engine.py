@@ -171,8 +171,9 @@ class Engine:
             is_first = not sequence.new_token_ids  # whose time is told
             if is_first or sequence.may_end_by_its_text or self._drafter.num_wanted(chunk):
                 return 0.0
-        is_watched = self._deadlines or any(chunk.sequence.on_chunk for chunk in chunks)
-        return min(seconds, multi_step.STREAM_SECONDS) if is_watched else seconds
+        if any(chunk.sequence.on_chunk for chunk in chunks):
+            seconds = min(seconds, multi_step.STREAM_SECONDS)
+        return min(seconds, self._deadlines.seconds_left(time.perf_counter()))
 
     def _run_one(self, chunks: list[Chunk]) -> None:
         step = StepInput.of(chunks, self._drafter.propose(chunks))

@@ -14,7 +14,7 @@ from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.metadata import gather_warpers
 from tinygpt.sampling.sampler import Sampler, draws_of, sampled
 
-STREAM_SECONDS = 0.05  # of decode steps in one call, where somebody sees a text grow
+STREAM_SECONDS = 0.05  # of decode steps in one call, where somebody may wait for a token
 CALL_SECONDS = 0.1  # where all that is waited for is an end, with which the call ends, or Ctrl-C
 
 

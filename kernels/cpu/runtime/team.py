@@ -48,7 +48,7 @@ ROWS_PER_ITEM = 4  # of a phase over rows: a row takes less than a microsecond, 
 PATIENCE = 30  # looks at all shares, of 2 threads about a microsecond, before one begins those of others in a phase
 SPINS = 4000  # pauses, some 50 us, before a waiting thread lets others have its core
 IDLE_SPINS = 60000  # and before one without a step goes to sleep: longer than Python takes between two calls
-TURN = 5_000_000  # ticks, some 2 ms, less than a turn of Linux' scheduler: to give others more would cost half a core
+TURN = 5_000_000  # ticks, some 2 ms, about the least that Linux gives a thread: to give way more often costs the core
 
 
 class Team(NamedTuple):
@@ -199,7 +199,7 @@ def finish_phase(team):
 def _let_others_run(team):
     """Now and then, between two phases: a thread that the system takes the core from amid an item holds up its team."""
     now = ticks()
-    if now - team.own[LET_RUN] > TURN:
+    if not ZERO <= now - team.own[LET_RUN] <= TURN:  # the clock of a machine that was moved may jump back
         team.own[LET_RUN] = now
         yield_core()
 
@@ -292,10 +292,10 @@ def pause(typingctx):
 
 @intrinsic
 def ticks(typingctx):
-    """A clock that all cores share, of 2 to 4 thousand million ticks a second; 0 where none can be read at once."""
+    """A clock of 1 to 5 thousand million ticks a second, of this core alone on some machines; 0: none is known."""
 
     def codegen(context, builder, signature, args):
-        if "x86" not in builder.module.triple:  # ARM's counter of cycles is the system's alone
+        if "x86" not in builder.module.triple:  # what LLVM would read on ARM is the system's alone
             return ir.Constant(ir.IntType(64), 0)
         return builder.call(declare(builder, "llvm.readcyclecounter", ir.IntType(64), []), [])
 

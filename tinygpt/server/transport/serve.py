@@ -109,7 +109,7 @@ def _wait_for_cores() -> None:
     """Have this thread wait until another one lets it run, or has had its turn, rather than take a core away.
 
     Most of what it would take a core from is a thread amid a kernel's item, for which all others would wait. Threads
-    that it starts are like it.
+    that it starts are like it: the engine's, which leads the steps, takes no core away either.
     """
     with suppress(AttributeError, OSError):  # other systems have no such thing, and a sandbox may not allow it
         if os.sched_getscheduler(0) == os.SCHED_OTHER:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-REST = 40  # times as long as a delivery has taken, the next one is put off: all of them take a fortieth of a core or so
-MAX_REST = 0.045  # seconds, less than a call of the engine brings tokens of: two rests would pass amid a call
+REST = 40  # times as long as a delivery has taken, the next one is put off: a fortieth of a core, up to MAX_REST
+MAX_REST = 0.045  # seconds, shorter than a call of the engine, so that what the next one brings need not wait
 
 
 class Inbox:
