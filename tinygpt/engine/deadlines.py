@@ -23,7 +23,9 @@ class Deadlines:
 
     def pop_expired(self, now: float) -> list[Sequence]:
         """Those whose deadline lies before `now` and that have not ended, each once."""
-        self._sort_in()
+        while self._added:
+            sequence = self._added.popleft()
+            heapq.heappush(self._heap, (sequence.deadline, next(self._numbers), sequence))
         self._prune()
         expired = []
         while self._heap and self._heap[0][0] <= now:
@@ -31,14 +33,8 @@ class Deadlines:
         return [sequence for sequence in expired if not sequence.is_finished]
 
     def seconds_left(self, now: float) -> float:
-        """To the earliest; infinity: there is none."""
-        self._sort_in()
+        """To the earliest that `pop_expired` has left; infinity: there is none."""
         return self._heap[0][0] - now if self._heap else inf
-
-    def _sort_in(self) -> None:
-        while self._added:
-            sequence = self._added.popleft()
-            heapq.heappush(self._heap, (sequence.deadline, next(self._numbers), sequence))
 
     def _prune(self) -> None:
         """Let go of those that have ended long before their time, once they may be half of all."""
