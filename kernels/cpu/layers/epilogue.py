@@ -13,15 +13,14 @@ from tinygpt.kernels.cpu.layers.formats import Int8Weight
 from tinygpt.kernels.cpu.layers.operands import put, put_panel
 from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.simd.finished_rows import add_rows, put_rows, sum_2_segments, sum_4_segments
-from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ROW_BYTES
-from tinygpt.kernels.cpu.simd.steps import strip_of
-from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, PANEL, TILE_ROWS
+from tinygpt.kernels.cpu.simd.panels import ROW_BYTES
+from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, IN_STRIPS, LINE_BYTES, PANEL, TILE_ROWS
 from tinygpt.kernels.cpu.simd.vector_ir import address, expect_write, float32_at
 
 MAX_SEGMENTS = 4
 # Rows of x that a thread takes on at a time: enough to use each panel well while it is in the L2 cache. In strips each
 # block expands the panel's chunks, and fetches them into L1: larger ones pay.
-ROW_BLOCK = (8 if strip_of(TILE_ROWS) == PANEL_VECTORS else 16) * TILE_ROWS
+ROW_BLOCK = (16 if IN_STRIPS else 8) * TILE_ROWS
 SEGMENT_BYTES = ROW_BLOCK * PANEL * 4
 # The scratch of a product, in float32 values: segments; rows of 1, of -0 and of a last panel's biases, padded; a chunk
 # that had to be expanded.

@@ -35,13 +35,12 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int4,
     tile_int8,
 )
-from tinygpt.kernels.cpu.simd.steps import strip_of
 from tinygpt.kernels.cpu.simd.tiles import (
     AHEAD,
     CHUNK_BYTES,
+    IN_STRIPS,
     LINE_BYTES,
     PANEL,
-    PANEL_VECTORS,
     STEP_BYTES,
     TILE_ROWS,
     panel_add,
@@ -200,13 +199,13 @@ def _always(unit):
 STEP = PANEL * STEP_BYTES
 # Not where a tile of several rows takes its columns in strips, which would jump through the panel; nor in integers,
 # which are multiplied faster than the L2 cache yields them.
-ALONE = TILE_ROWS if strip_of(TILE_ROWS) == PANEL_VECTORS else 1
+ALONE = 1 if IN_STRIPS else TILE_ROWS
 # How many tiles ask for a part of the next chunk each: all, as one tile's requests for all of it wait in a queue. But
 # in strips a tile has so many steps that each line would be asked for a dozen times.
-ASKING = ROW_BLOCK if strip_of(TILE_ROWS) == PANEL_VECTORS else 2
+ASKING = 2 if IN_STRIPS else ROW_BLOCK
 # Where a tile goes straight through its panel, the L2 cache yields float32 and bfloat16 as fast as they are multiplied:
 # then a chunk fills a part of that one, and each tile is begun less often.
-PLAIN_CHUNK_BYTES = 4 * CHUNK_BYTES if ALONE > 1 else CHUNK_BYTES
+PLAIN_CHUNK_BYTES = CHUNK_BYTES if IN_STRIPS else 4 * CHUNK_BYTES
 FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, PLAIN_CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
 INT8_UNIT, INT4_UNIT = (
     Unit(GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1) for dtype, size in GROUP_BYTES.items()

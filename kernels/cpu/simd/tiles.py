@@ -32,6 +32,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 PANEL = PANEL_VECTORS * LANES
 # 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers; 6 x 16 fill 15 of AVX2's 16.
 TILE_ROWS = 6
+IN_STRIPS = strip_of(TILE_ROWS) < PANEL_VECTORS  # such a tile jumps through its panel
 STEP_BYTES = 4  # of a column of B that a step multiplies
 LINE_BYTES = 64  # of a cache: a vector
 # Bytes by which B is fetched ahead. The hardware does so by itself up to the end of a page of 4 KB, and starts anew in
