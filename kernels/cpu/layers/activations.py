@@ -39,7 +39,8 @@ def exp(x):
     polynomial (the coefficients of Cephes' expf). NaN stays NaN."""
     held = EXP_MIN if x < EXP_MIN else x  # NaN compares false
     held = EXP_MAX if held > EXP_MAX else held
-    n = fma(held, LOG2_E, ROUNDING) - ROUNDING
+    rounded = fma(held, LOG2_E, ROUNDING)  # n in its last bits
+    n = rounded - ROUNDING
     r = fma(n, -LN2_LOW, fma(n, -LN2_HIGH, held))
     p = fma(np.float32(1.9875691500e-4), r, np.float32(1.3981999507e-3))
     p = fma(p, r, np.float32(8.3334519073e-3))
@@ -47,7 +48,7 @@ def exp(x):
     p = fma(p, r, np.float32(1.6666665459e-1))
     p = fma(p, r, HALF)
     p = fma(p * r, r, r) + ONE
-    scale = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    scale = np.int32((np.float32(rounded).view(np.int32) + np.int32(127)) << np.int32(23)).view(np.float32)
     return ZERO if x < EXP_MIN else p * scale
 
 

@@ -33,6 +33,7 @@ from tinygpt.kernels.cpu.simd.tiles import (
 )
 from tinygpt.kernels.cpu.simd.vector_ir import (
     LANES,
+    VECTOR_BYTES,
     address,
     expect_write,
     float32_at,
@@ -58,7 +59,7 @@ def padded_head(head_size: int) -> int:
 
 def scratch_size(head_size: int) -> int:
     """float32 values that one thread needs: queries, scores, weights, the running weighted sum, its maximum and sum."""
-    return TILE_ROWS * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size) + 2)
+    return TILE_ROWS * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
 
 
 @kernel
@@ -161,15 +162,16 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
     size = qkv.shape[1] // (3 * k_cache.shape[1])
     q, q_bytes = address(scratch), bytes_of_query(k_cache)  # (TILE_ROWS,) of them
     scores = q + TILE_ROWS * q_bytes  # (TILE_ROWS, KEY_BLOCK)
-    weights = scores + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, KEY_BLOCK)
-    totals = weights + TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, columns)
-    highest = float32_at(totals + TILE_ROWS * columns * 4, TILE_ROWS)
-    weight_sum = float32_at(totals + TILE_ROWS * columns * 4 + TILE_ROWS * 4, TILE_ROWS)
+    weights = place_of_weights(v_cache, scores)  # (TILE_ROWS, KEY_BLOCK)
+    totals = scores + 2 * TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, columns)
+    after_totals = totals + TILE_ROWS * columns * 4
+    highest, weight_sum = float32_at(after_totals, LANES), float32_at(after_totals + VECTOR_BYTES, LANES)
+    factors = float32_at(after_totals + 2 * VECTOR_BYTES, LANES)
+    highest[:], weight_sum[:] = -np.inf, ZERO
     for r in range(rows):
         query = float32_at(address(qkv) + ((first + r) * qkv.shape[1] + head * size) * 4, size)
         put_query(k_cache, q + r * q_bytes, query, scale)
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
-        highest[r], weight_sum[r] = -np.inf, ZERO
 
     newest, stride = positions[last - 1], k_cache.strides[2]
     blocks = newest // KEY_BLOCK + 1
@@ -181,12 +183,16 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
         where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, ahead, LINE_BYTES
         panel_tile(k_cache, rows, (visible + LANES - 1) // LANES, q, q_bytes, *where)
         for r in range(rows):
+            row_scores, position = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK), positions[first + r]
+            add_distances(alibi, row_scores, head, first_key - position)
+            factors[r], highest[r] = highest[r], _highest_of(row_scores, position + 1 - first_key, highest[r])
+        _lessen(weight_sum, factors, highest)
+        for r in range(rows):
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
-            total = float32_at(totals + r * columns * 4, columns)
-            add_distances(alibi, row_scores, head, first_key - positions[first + r])
-            seen = positions[first + r] + 1 - first_key
-            _softmax_step(row_scores, seen, r, highest, weight_sum, total)
-            put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, keys + (steps + 1) * KEY_STEP_BYTES)
+            weight_sum[r] += _exp_of(row_scores, highest[r])
+            _multiply(float32_at(totals + r * columns * 4, columns), factors[r])
+            seen, value_scales = positions[first + r] + 1 - first_key, keys + (steps + 1) * KEY_STEP_BYTES
+            put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, value_scales)
         # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
         _add_values(v_cache, rows, weights, values, visible, totals, ahead + values - keys)
 
@@ -198,22 +204,38 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             target[d] = total[d] * share
 
 
-@kernel
-def _softmax_step(scores, visible, r, highest, weight_sum, total):
-    """Turn a block's scores (KEY_BLOCK,) into weights relative to the maximum so far, and rescale what came before."""
+@inline
+def _highest_of(scores, visible, before):
+    """The maximum of a block's scores (KEY_BLOCK,) and of those before it; the first `visible` count, the others become
+    -inf."""
     for j in range(max(visible, 0), KEY_BLOCK):
         scores[j] = -np.inf
-    new = max(highest[r], max_lanes(address(scores), KEY_BLOCK // LANES))
+    return max(before, max_lanes(address(scores), KEY_BLOCK // LANES))
+
+
+@inline
+def _lessen(weight_sum, highest, new):
+    """Rescale sums of weights that are relative to maxima `highest` to `new` ones; the factors take the former's place.
+
+    All are (LANES,), a vector: so all rows of a tile take as long as one, and nothing branches.
+    """
+    for r in range(LANES):
+        highest[r] = exp(highest[r] - new[r])
+        weight_sum[r] *= highest[r]
+
+
+@inline
+def _exp_of(scores, highest):
+    """Turn a block's scores (KEY_BLOCK,) into weights relative to the maximum so far; their sum."""
     for j in range(KEY_BLOCK):
-        scores[j] = exp(scores[j] - new)
-    if new > highest[r]:
-        if highest[r] > -np.inf:  # before there is nothing
-            shrink = exp(highest[r] - new)
-            weight_sum[r] *= shrink
-            for d in range(total.size):
-                total[d] *= shrink
-        highest[r] = new
-    weight_sum[r] += sum_lanes(address(scores), KEY_BLOCK // LANES)
+        scores[j] = exp(scores[j] - highest)
+    return sum_lanes(address(scores), KEY_BLOCK // LANES)
+
+
+@inline
+def _multiply(total, factor):
+    for d in range(total.size):
+        total[d] *= factor
 
 
 def _no_distances(alibi, scores, head, distance):
@@ -339,13 +361,29 @@ bytes_of_query = by_type(
 )
 
 
+def _at_the_scores(cache, scores):
+    return scores
+
+
+def _behind_the_scores(cache, scores):
+    return scores + TILE_ROWS * SCORE_BYTES
+
+
+# place_of_weights(cache, scores): where softmax weights lie for a tile. In float32 they are what the scores become.
+place_of_weights = by_type({types.float32: _at_the_scores}, otherwise=_behind_the_scores)
+
+
+def _leave_weights(cache, target, weights, seen, value_scales):
+    pass
+
+
 def _put_weights(cache, target, weights, seen, value_scales):
     put_query(cache, target, weights, ONE)
 
 
 # put_weights(cache, target, weights, seen, value_scales): put a block's softmax weights (KEY_BLOCK,) likewise, of which
 # the first `seen` are not 0; value_scales: where those of the block's values lie, if they have any.
-put_weights = by_type({types.uint8: int8_cache.put_weights}, otherwise=_put_weights)
+put_weights = by_type({types.float32: _leave_weights, types.uint8: int8_cache.put_weights}, otherwise=_put_weights)
 
 
 def _all_steps(cache):

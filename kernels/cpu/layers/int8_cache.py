@@ -17,6 +17,7 @@ from tinygpt.kernels.cpu.simd.cache_tiles import HEADER_BYTES, HIGH_BITS, IN_FOU
 from tinygpt.kernels.cpu.simd.tiles import PANEL, STEP_BYTES
 from tinygpt.kernels.cpu.simd.vector_ir import (
     ROUNDING,
+    ROUNDING_BITS,
     address,
     float32_at,
     fma,
@@ -31,7 +32,6 @@ PER_STEP = 4  # values
 SCALE_STEPS = 2
 WEIGHT_LEVELS = np.float32(2**14 - 1)
 SIZE, BYTE, OFFSET = np.uint32(0x7FFFFFFF), np.uint32(0xFF), np.uint32(0x80)
-ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))
 INFINITE, NAN = np.float32(np.inf), np.float32(np.nan)
 LOW = np.int32(2**HIGH_BITS - 1)
 COLUMN_STEP_BYTES = PANEL * STEP_BYTES  # from one step of a key to the next

@@ -23,8 +23,8 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     INTS,
     LANES,
     ROUNDING,
+    ROUNDING_BITS,
     VECTOR_BYTES,
-    add,
     add_int,
     address,
     broadcast,
@@ -32,13 +32,14 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     float32_at,
     fold,
     load,
-    maximum,
+    maximum_int,
     multiply_add,
     repeat,
     store,
     uint16_at,
 )
 
+INFINITE_BITS = 0x7F800000
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 UPPER_HALF, NAN = np.uint32(0xFFFF0000), np.uint32(0x7FC00000)
 NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
@@ -196,24 +197,23 @@ def _quantise(builder, values, kind, target, scales) -> None:
     def at(start, offset: int):
         return builder.add(start, ir.Constant(start.type, offset))
 
-    sizes = [builder.call(declare(builder, f"llvm.fabs.v{LANES}f32", FLOATS, [FLOATS]), [v]) for v in values]
-    largest = fold(builder, functools.reduce(functools.partial(maximum, builder), sizes), maximum)
-    zero, limit = ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)
+    # Sizes are in the order of their bits: an infinite one, or NaN, is larger than all others.
+    sizes = [builder.and_(builder.bitcast(v, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for v in values]
+    largest_bits = fold(builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int)
+    largest, zero, limit = builder.bitcast(largest_bits, F32), ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)
     is_zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, NOTHING))
     inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
-    rounding = ir.Constant(FLOATS, [ROUNDING] * LANES)
     sums = []
     for i, value in enumerate(values):
-        nearest = builder.fsub(multiply_add(builder, value, inverse, rounding), rounding)
-        whole = builder.fptosi(nearest, INTS)
+        nearest = multiply_add(builder, value, inverse, ir.Constant(FLOATS, [ROUNDING] * LANES))
+        whole = builder.sub(builder.bitcast(nearest, INTS), ir.Constant(INTS, [int(ROUNDING_BITS)] * LANES))
         store(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), at(target, i * LANES * kind.width // 8), 1)
         sums.append(whole)
     half = len(sums) // 2
     low, high = (fold(builder, builder.add(*part), add_int) for part in (sums[:half], sums[half:]))
-    # A maximum passes over NaN: 0 * x is NaN wherever x is not finite, and so is the scale then.
-    nothing = [builder.fmul(value, ir.Constant(FLOATS, [0.0] * LANES)) for value in values]
-    unfinite = fold(builder, functools.reduce(builder.fadd, nothing), add)
-    scale = builder.fadd(builder.select(is_zero, zero, builder.fdiv(largest, limit)), unfinite)
+    is_finite = builder.icmp_signed("<", largest_bits, ir.Constant(I32, INFINITE_BITS))
+    scale = builder.select(is_zero, zero, builder.fdiv(largest, limit))
+    scale = builder.select(is_finite, scale, ir.Constant(F32, float("nan")))
     store(builder, scale, scales, 4)
     store(builder, builder.mul(builder.add(low, high), ir.Constant(I32, -128)), at(scales, 4), 4)
     store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(scales, 8), 4)

@@ -10,6 +10,7 @@ LANES = 16
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 VECTOR_BYTES = 4 * LANES
 ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
+ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # what is above that number then
 
 
 def declare(builder, name: str, result, arguments):
@@ -109,6 +110,10 @@ def add_int(builder, x, y):
 
 def maximum(builder, x, y):
     return builder.select(builder.fcmp_ordered(">", y, x), y, x)
+
+
+def maximum_int(builder, x, y):
+    return builder.select(builder.icmp_signed(">", y, x), y, x)
 
 
 def _add_square(builder, total, x):

@@ -142,6 +142,19 @@ def test_a_group_of_next_to_nothing_is_one_of_zeros(n):
     assert operand_of(x, "int8").values.any(axis=1).tolist() == [True, False, True, False, True]
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [2, GROUP + 3])  # in a whole group, and in a part of one
+def test_a_group_that_is_not_finite_has_nan_as_its_scale(place, value):
+    """Not infinity: ReLU would make 0 of a product of -infinity."""
+    x = random_values(2, GROUP + 5)
+    x[1, place] = value
+    scales = operand_of(x, "int8").scales
+    has_nan = np.zeros((2, 2), bool)
+    has_nan[1, place // GROUP] = True
+    np.testing.assert_array_equal(np.isnan(scales[:, :, 0]), has_nan)
+    np.testing.assert_array_equal(np.isnan(scales[:, :, 2:].view(F32)).all(axis=2), has_nan)
+
+
 def check_activations(x: np.ndarray) -> None:
     """Each group of each row by itself; x * (127 / largest) is rounded once, the division apart."""
     operand = operand_of(x, "int8")
