@@ -30,6 +30,7 @@ from peers.prepare import Setup, prepare
 from peers.progress import say
 from peers.table import Agreement, Row, markdown
 
+from tinygpt.bench.work import CACHE_BYTES
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.weights.random_checkpoint import SHAPES
 
@@ -58,7 +59,7 @@ def main() -> None:
     for dtype in arguments.dtypes:
         for _ in run(setup, dtype, arguments, work / "logs", results):
             write_json(kept, setup, results, arguments)  # a run that is cut off keeps what it has found
-        complete(setup, results, dtype)
+        complete(setup, results, dtype, arguments.kv_cache_dtype)
     print(report(setup, results, arguments.threads))
     write_json(kept, setup, results, arguments)
     say(f"every time is in {kept}")
@@ -72,6 +73,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
     parser.add_argument(
         "--batch-sizes", nargs="+", type=int, metavar="N", help="decode alike at these, in place of all"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_BYTES,
+        help="of tinygpt and llama.cpp; the others have one of their own (default: each engine's own)",
     )
     parser.add_argument(
         "--isa",
@@ -96,7 +102,7 @@ def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, res
     repeats = dict.fromkeys(cases, arguments.repeats)
     if arguments.long:
         repeats |= dict.fromkeys(LONG_CASES, arguments.long_repeats)
-    with Engines(setup, dtype, arguments.threads, logs) as engines:
+    with Engines(setup, dtype, arguments.threads, logs, arguments.kv_cache_dtype) as engines:
         agreements = results.agreements.setdefault(dtype, {})
         for engine, logits in engines.last_logits():
             results.reference = results.reference or logits
@@ -119,12 +125,12 @@ def fits(case: Case, config: dict) -> bool:
     return has_room
 
 
-def complete(setup: Setup, results: Results, dtype: str) -> None:
+def complete(setup: Setup, results: Results, dtype: str, kv_cache_dtype: str | None) -> None:
     """Add to the rows of a dtype what its last turn tells: the machine's limit, and which engines are absent."""
     for row in results.rows:
         if row.dtype == dtype:
             if dtype in results.limits:
-                row.floor = floor(row.case, setup.config, dtype, results.limits[dtype])
+                row.floor = floor(row.case, setup.config, dtype, results.limits[dtype], kv_cache_dtype)
             row.absent = [engine for engine, absent_dtype in setup.absent if absent_dtype == dtype]
 
 

@@ -1,7 +1,8 @@
 """The process of one engine, in the engine's own environment: `python -m peers`, started by bench_peers.py.
 
     python -m peers make MODULE CHECKPOINT FOLDER DTYPE    write the peer's form of a checkpoint
-    python -m peers serve MODULE FOLDER DTYPE THREADS      answer requests, a JSON object a line, until stdin ends
+    python -m peers serve MODULE FOLDER DTYPE THREADS [KV_CACHE_DTYPE]
+                                                           answer requests, a JSON object a line, until stdin ends
 
 A request {"call": NAME, ...} is a call of the engine's method; the answer is {"result": ...} or {"error": ...}.
 """
@@ -20,9 +21,9 @@ def main(job: str, module: str, *arguments: str) -> None:
         checkpoint, folder, dtype = arguments
         peer.make(Path(checkpoint), Path(folder), dtype)
         return
-    folder, dtype, threads = arguments
+    folder, dtype, threads, *kv_cache_dtype = arguments
     answers = claim_stdout()
-    engine = peer.Engine(Path(folder), dtype, int(threads))
+    engine = peer.Engine(Path(folder), dtype, int(threads), *kv_cache_dtype)
     for line in sys.stdin:
         print(json.dumps(answer(engine, json.loads(line))), file=answers, flush=True)
 

@@ -47,7 +47,7 @@ class Floor:
     limit: str
 
 
-def floor(case: Case, config: dict, dtype: str, limits: dict[str, float]) -> Floor:
+def floor(case: Case, config: dict, dtype: str, limits: dict[str, float], kv_cache_dtype: str | None = None) -> Floor:
     """The larger of two times: reading each byte once at the machine's bandwidth, multiplying at our tiles' rate.
 
     config: config.json's content. limits: bytes a second "bandwidth", operations a second for each kind of tile.
@@ -56,17 +56,18 @@ def floor(case: Case, config: dict, dtype: str, limits: dict[str, float]) -> Flo
     in_blocks, in_head = (limits[kind] for kind in TILES[dtype])
     blocks = block_operations(config, new_tokens(case), cached_positions(case))
     seconds = {
-        "bandwidth": bytes_read(case, config, dtype) / limits["bandwidth"],
+        "bandwidth": bytes_read(case, config, dtype, kv_cache_dtype) / limits["bandwidth"],
         "tile peak": blocks / in_blocks + head_operations(config, case.batch) / in_head,
     }
     limit = max(seconds, key=seconds.__getitem__)
     return Floor(1e3 * seconds[limit], limit)
 
 
-def bytes_read(case: Case, config: ModelConfig, dtype: str) -> float:
+def bytes_read(case: Case, config: ModelConfig, dtype: str, kv_cache_dtype: str | None = None) -> float:
     if case.is_prefill:  # keys and values are written, and read again from the caches
         return weight_bytes(config, dtype)
-    return weight_bytes(config, dtype) + kv_cache_bytes(config, CACHES[dtype], case.batch * cached_positions(case))
+    positions = case.batch * cached_positions(case)
+    return weight_bytes(config, dtype) + kv_cache_bytes(config, kv_cache_dtype or CACHES[dtype], positions)
 
 
 def cached_positions(case: Case) -> float:

@@ -12,13 +12,14 @@ DTYPES = ("float32", "bfloat16", "int8", "int4")
 @dataclass(frozen=True)
 class Peer:
     """`module` (in this package) has make(checkpoint, folder, dtype), unless it reads the checkpoint as it is, and
-    Engine(folder, dtype, threads), see engine.py."""
+    Engine(folder, dtype, threads), see engine.py. It takes a kv_cache_dtype, too, if it `has_caches` to choose from."""
 
     name: str
     module: str
     requirements: tuple[str, ...]
     forms: dict[str, str]  # dtype -> what the peer calls it
     makes_files: bool = True
+    has_caches: bool = False
     environment: dict[tuple[str, str], str] = field(default_factory=dict)  # (dtype, variable) -> value
     build_environment: dict[str, str] = field(default_factory=dict)
     build: str = ""  # what sets an environment apart that was built differently
@@ -54,10 +55,11 @@ PEERS = (
         "with_llama_cpp",
         ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors", "numpy"),
         {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
+        has_caches=True,
         build_environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
     ),
 )
-OURS = Peer("tinygpt", "with_tinygpt", (), {dtype: dtype for dtype in DTYPES}, makes_files=False)
+OURS = Peer("tinygpt", "with_tinygpt", (), {dtype: dtype for dtype in DTYPES}, makes_files=False, has_caches=True)
 MACHINE = Peer("machine", "machine", (), {dtype: dtype for dtype in DTYPES}, makes_files=False)
 
 # For LLVM's x86-64-v3, which is what most laptops have. Each library chooses by its own variable.

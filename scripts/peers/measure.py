@@ -20,7 +20,7 @@ AGREEMENT_PROMPT = 50
 class Engines:
     """The processes of one dtype: only they are in memory. One that fails is absent from then on."""
 
-    def __init__(self, setup: Setup, dtype: str, threads: int, logs: Path):
+    def __init__(self, setup: Setup, dtype: str, threads: int, logs: Path, kv_cache_dtype: str | None = None):
         self.dtype, self.config, self.absent = dtype, setup.config, setup.absent
         self.limits: list[dict[str, float]] = []  # of the machine, turn by turn
         self._workers = {}
@@ -28,7 +28,9 @@ class Engines:
         for (engine, kind), place in setup.places.items():
             if kind == dtype:
                 log = logs / f"{place.peer.module}-{dtype}.log"
-                self._workers[engine] = Worker(place.python, place.peer, place.folder, dtype, threads, log)
+                self._workers[engine] = Worker(
+                    place.python, place.peer, place.folder, dtype, threads, log, kv_cache_dtype
+                )
 
     def __enter__(self) -> "Engines":
         return self

@@ -77,11 +77,21 @@ def last_line(log: Path) -> str:
 class Worker:
     """A process with one engine in it, asked over pipes."""
 
-    def __init__(self, python: Path, peer: Peer, folder: Path, dtype: str, threads: int, log: Path):
+    def __init__(
+        self,
+        python: Path,
+        peer: Peer,
+        folder: Path,
+        dtype: str,
+        threads: int,
+        log: Path,
+        kv_cache_dtype: str | None = None,
+    ):
         self._log = log
+        cache = [kv_cache_dtype] if kv_cache_dtype and peer.has_caches else []
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(python), "-m", "peers", "serve", peer.module, str(folder), dtype, str(threads)],
+                [str(python), "-m", "peers", "serve", peer.module, str(folder), dtype, str(threads), *cache],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -16,6 +16,11 @@ FILE_TYPES = {
     "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
     "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
 }
+CACHE_TYPES = {
+    "float32": llama_cpp.GGML_TYPE_F32,
+    "bfloat16": llama_cpp.GGML_TYPE_BF16,
+    "int8": llama_cpp.GGML_TYPE_Q8_0,
+}
 NAMES = {
     "wte.": "token_embd.",
     "wpe.": "position_embd.",
@@ -77,14 +82,14 @@ def gguf_name(name: str) -> str:
 
 
 class Engine(SteppingEngine):
-    def __init__(self, folder: Path, dtype: str, threads: int):
+    def __init__(self, folder: Path, dtype: str, threads: int, kv_cache_dtype: str | None = None):
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(str(folder / "model.gguf").encode(), params)
         if not self.model:
             raise RuntimeError("llama.cpp could not load the model")
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.threads, self.sizes, self.context = threads, None, None
+        self.threads, self.kv_cache_dtype, self.sizes, self.context = threads, kv_cache_dtype, None, None
         self.batch = llama_cpp.llama_batch_init(MAX_BATCH, 0, 1)
 
     def start(self, ids: list[list[int]]) -> None:
@@ -111,6 +116,8 @@ class Engine(SteppingEngine):
         params.n_seq_max = sequences
         params.n_batch = MAX_BATCH
         params.n_threads = params.n_threads_batch = self.threads
+        if self.kv_cache_dtype:  # its flash attention alone takes quantised values; by itself it chooses as it likes
+            params.type_k = params.type_v = CACHE_TYPES[self.kv_cache_dtype]
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp could not make a context for {sequences} sequences")

@@ -31,9 +31,9 @@ class StampedRunner:
 
 
 class Engine:
-    def __init__(self, folder: Path, dtype: str, threads: int):
+    def __init__(self, folder: Path, dtype: str, threads: int, kv_cache_dtype: str = "auto"):
         # The same prompts again and again: none may be found in the prefix cache.
-        self.llm = LLM(str(folder), dtype=dtype, threads=threads, prefix_cache_seqs=0)
+        self.llm = LLM(str(folder), dtype=dtype, kv_cache_dtype=kv_cache_dtype, threads=threads, prefix_cache_seqs=0)
 
     def prefill_ms(self, ids: list[list[int]]) -> float:
         return milliseconds(lambda: self._generate(ids, 1))

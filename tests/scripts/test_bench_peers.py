@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,8 @@ def test_floor_is_what_the_machine_allows(case, dtype, seconds, limit):
 def test_every_cached_position_of_every_sequence_is_read():
     at_0, at_1000 = (bytes_read(Case("", 8, prompt, 2), ModelConfig(), "bfloat16") for prompt in (0, 1000))
     assert at_1000 - at_0 == 8 * 1000 * 2 * 12 * 768 * 2
+    at_1000_in_int8 = bytes_read(Case("", 8, 1000, 2), ModelConfig(), "bfloat16", "int8")
+    assert at_1000_in_int8 - at_0 == 8 * 1001 * 2 * 12 * (768 + 12 * 4) - 8 * 2 * 12 * 768 * 2  # from position 1 on
 
 
 def test_share_of_the_limit():
@@ -191,6 +194,22 @@ def test_our_worker_measures(tmp_path, monkeypatch):
     for measured in rows:
         assert len(measured.ms["tinygpt"]) == 2
         assert min(measured.ms["tinygpt"]) > 0
+
+
+def test_the_kv_cache_is_of_the_dtype_asked_for_where_an_engine_has_a_choice(tmp_path):
+    checkpoint = provide_folder(tmp_path / "checkpoint", lambda to: make_random("tiny", to))
+
+    def logits(peer: Peer, *kv_cache_dtype: str) -> list[float]:
+        places = {("tinygpt", "float32"): Place(peer, Path(sys.executable), checkpoint)}
+        setup = Setup(checkpoint, {"vocab_size": 50257}, places)
+        with measure.Engines(setup, "float32", 1, tmp_path / "logs", *kv_cache_dtype) as engines:
+            [(_, found)] = engines.last_logits()
+        return found
+
+    own, int8 = logits(OURS), logits(OURS, "int8")
+    assert own != int8
+    assert own == pytest.approx(int8, abs=0.1)
+    assert logits(replace(OURS, has_caches=False), "int8") == own
 
 
 class CutOff:
