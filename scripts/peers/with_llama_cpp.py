@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import llama_cpp
 import numpy as np
+from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file
 
 from .engine import SteppingEngine
@@ -17,9 +18,9 @@ FILE_TYPES = {
     "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
 }
 CACHE_TYPES = {
-    "float32": llama_cpp.GGML_TYPE_F32,
-    "bfloat16": llama_cpp.GGML_TYPE_BF16,
-    "int8": llama_cpp.GGML_TYPE_Q8_0,
+    "float32": GGMLQuantizationType.F32,
+    "bfloat16": GGMLQuantizationType.BF16,  # which llama_cpp has no name for
+    "int8": GGMLQuantizationType.Q8_0,
 }
 NAMES = {
     "wte.": "token_embd.",
