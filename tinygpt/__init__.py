@@ -5,7 +5,6 @@
 """
 
 from importlib import import_module
-from pathlib import Path
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
@@ -16,11 +15,6 @@ _HOMES = {
     "SamplingParams": "sampling_params",
     "warmup": "compile_ahead",
 }
-
-# In a checkout, tinygpt.kernels and tinygpt.weights are the top-level folders beside this one.
-_root = Path(__file__).resolve().parent.parent
-if (_root / "setup.cfg").is_file():
-    __path__.append(str(_root))
 
 
 def __getattr__(name: str):
