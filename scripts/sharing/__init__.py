@@ -1,1 +1,0 @@
-"""What `scripts/many_threads.py` is made of."""
