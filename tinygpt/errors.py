@@ -1,64 +1,94 @@
-"""Errors that a user can act on. Each message says what was given, what is allowed and what to do."""
+"""Exceptions that a user can act on, and the sentences that more than one module builds."""
 
-import threading
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from typing import Any
 
 
 class TinyGPTError(ValueError):
-    """Base of every error that tinygpt raises on purpose; the command line prints it without a traceback."""
+    """Base of every deliberate error; the command line prints it without a traceback."""
 
-    is_late = False  # whether work was done before: then even what is refused has failed on the way
+    work_started = False  # True: the exit code is 1 instead of 2
 
 
 class CheckpointError(TinyGPTError):
-    """A folder, file or Hub id cannot be loaded: absent, damaged, incomplete or not implemented."""
+    """A folder, file or Hub id that cannot be loaded: absent, damaged, incomplete or not implemented."""
 
 
 class NoTokenizerError(CheckpointError):
-    """A checkpoint has no tokenizer that runs here: none at all, one of a kind that is not implemented, or one whose
-    package is not installed. It takes token ids."""
+    """A checkpoint without a usable tokenizer: absent, not implemented or its package is not installed.
+
+    The checkpoint still takes token ids.
+    """
 
 
 class LostFileError(CheckpointError):
-    """A file of a loaded checkpoint was cut short while it was in use."""
+    """A file of a loaded checkpoint that was cut short during use."""
 
-    is_late = True
+    work_started = True
 
 
 class RequestError(TinyGPTError):
-    """A prompt or a parameter cannot be served as asked."""
+    """A prompt, parameter or flag that cannot be served.
+
+    field: name of the refused field or flag, if there is one. `str()` is then "{field} {reason}".
+    value, allowed: the refused value and the allowed ones in words, for callers that build their own sentence.
+    """
+
+    def __init__(self, reason: str, field: str | None = None, value: Any = None, allowed: str | None = None):
+        super().__init__(reason if field is None else f"{field} {reason}")
+        self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
+
+    def __reduce__(self) -> tuple:  # Exception's own would pass the whole sentence as the reason
+        return _restored, (type(self), self.reason, self.field, self.value, self.allowed, self.work_started)
+
+    def named(self, name: str | None) -> "RequestError":
+        """Return the same error with another name for its field, for example "--temperature"."""
+        return _restored(type(self), self.reason, name, self.value, self.allowed, self.work_started)
 
 
 class FailedRequestError(TinyGPTError):
-    """A request that was begun could not go on; no other has noticed."""
+    """A request that failed after it had started; other requests are unaffected."""
 
-    is_late = True
+    work_started = True
 
 
 class ServerError(TinyGPTError):
-    """A server cannot be reached, wants another key, or is none that can be used."""
+    """A server that cannot be reached, needs another key, or is not a tinygpt server."""
 
 
 class QueueFullError(TinyGPTError):
-    """As many samples as max_queue allows are waiting: submit again later."""
+    """`max_queue` samples are waiting: submit again later."""
 
 
-@contextmanager
-def late_behind(work: Sized) -> Iterator[None]:
-    """What is raised in the block once there is any `work` is late."""
-    try:
-        yield
-    except TinyGPTError as error:
-        error.is_late = error.is_late or len(work) > 0
-        raise
+def _restored(kind: type[RequestError], reason, field, value, allowed, work_started) -> RequestError:
+    error = kind(reason, field, value, allowed)
+    error.work_started = work_started
+    return error
+
+
+def invalid(field: str, value: Any, allowed: str) -> RequestError:
+    """Return the error "{field} is {value} and must be {allowed}."; `allowed` starts as "at least 0" does."""
+    return RequestError(f"is {value!r} and must be {allowed}.", field, value, allowed)
 
 
 def how_to_install(extra: str) -> str:
-    """One of the package's extras. It is installed from its sources: what an index has by its name may be another's."""
-    return f'pip install ".[{extra}]" where tinygpt was cloned'
+    """Return the command that installs one of the package's extras."""
+    return f'pip install "tinygpt[{extra}]" (or pip install ".[{extra}]" in a clone)'
+
+
+@contextmanager
+def work_started_by(work: Sized) -> Iterator[None]:
+    """Mark an error of the block as one after work had started, if `work` is not empty by then."""
+    try:
+        yield
+    except TinyGPTError as error:
+        error.work_started = error.work_started or len(work) > 0
+        raise
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether an exception from a user's function may be Ctrl-C; Python raises that in the main thread only."""
+    """Return whether an exception from a user's function may be Ctrl-C, which only the main thread receives."""
+    import threading  # goes with the engine thread
+
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

@@ -100,7 +100,9 @@ def test_with_a_golden_file_and_without_transformers(capsys, monkeypatch, folder
     assert report["num_greedy_tokens"] == 4 * 6
     assert len(report["by_layer"]) == SIZES["n_layer"] + 1
     assert all(layer["largest"] < 1e-4 for layer in report["by_layer"])
-    assert 'pip install ".[parity]" where tinygpt was cloned, or give --golden' in say_no(capsys, folder)
+    assert 'pip install "tinygpt[parity]" (or pip install ".[parity]" in a clone), or give --golden' in say_no(
+        capsys, folder
+    )
 
 
 def test_a_terminal_shows_no_bar_of_the_greedy_runs(monkeypatch, folder, golden):

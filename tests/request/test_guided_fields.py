@@ -86,7 +86,7 @@ def test_a_text_is_guided_by_one_field():
 @pytest.mark.parametrize("name", ALL)
 def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_demo):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    install = 'pip install ".[guided]" where tinygpt was cloned'
+    install = 'pip install "tinygpt[guided]" (or pip install ".[guided]" in a clone)'
     sentence = f"{name} needs the package llguidance, which is not installed: {install}."
     with LLM(small_demo) as llm:
         monkeypatch.setattr(llm.engine, "add", None)

@@ -151,7 +151,7 @@ def _report(error: BaseException, flags: Mapping[str, str]) -> int:
         _complain(below_what_was_typed + line(f"{name}{': ' * bool(error.args)}{error}"))
         return code
     _complain(line(_printable(_sentence(error, flags)), "error"))
-    is_refused = isinstance(error, (RequestError, CheckpointError)) and not error.is_late
+    is_refused = isinstance(error, (RequestError, CheckpointError)) and not error.work_started
     return USAGE if is_refused else FAILED
 
 

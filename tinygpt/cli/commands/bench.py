@@ -12,7 +12,7 @@ from tinygpt.cli.flags.types import dtypes, lowered, one_of, whole_number, whole
 from tinygpt.cli.output.messages import counted, put, say
 from tinygpt.cli.output.report import table_format
 from tinygpt.cli.output.results_file import check_writable, write
-from tinygpt.errors import RequestError, TinyGPTError, late_behind
+from tinygpt.errors import RequestError, TinyGPTError, work_started_by
 
 SUMMARY = "measure speed: reading prompts and generating, beside what the machine could do"
 # Flags have no argparse default, so that one given beside another that makes it meaningless is noticed.
@@ -201,7 +201,7 @@ def _run_cases(args: argparse.Namespace) -> None:
     say(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
-        with late_behind(records):
+        with work_started_by(records):
             run_plan(plan, records, tell=say)
     finally:  # what was measured before an interruption is not lost
         if records:
@@ -223,7 +223,7 @@ def _run_preset(args: argparse.Namespace) -> None:
     say(f"{args.preset} with {args.model}")
     records: list[Record] = []
     try:
-        with late_behind(records):
+        with work_started_by(records):
             report = run_preset(args.preset, options, records)
     except BaseException:  # what was measured before an interruption is not lost
         if records:

@@ -12,7 +12,7 @@ from tinygpt.cli.flags.model import CPU_FLAGS, RANK_FLAGS, add_group
 from tinygpt.cli.flags.types import dtypes, lowered, whole_number
 from tinygpt.cli.output.messages import progress, put, say
 from tinygpt.cli.output.report import table_format
-from tinygpt.errors import RequestError, late_behind
+from tinygpt.errors import RequestError, work_started_by
 from tinygpt.evaluation.texts import read_rows, read_text
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         _check_dtypes(args)
     found: list[list[dict[str, Any]]] = []
     try:
-        with late_behind(found):
+        with work_started_by(found):
             for dtype in args.dtype:
                 found.append(_evaluate(args, dtype, given))
     finally:  # what was measured before an interruption is not lost

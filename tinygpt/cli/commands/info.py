@@ -48,7 +48,7 @@ def check_report(path: str, refused: list[str], tokenizer_error: str | None) -> 
         is_tokenizer = refused == [tokenizer_error]
         what = f"the tokenizer of {path} cannot be used, only token ids" if is_tokenizer else f"{path} cannot be used"
         error = CheckpointError(f'{what}: the report says why, under "refused".')
-        error.is_late = True
+        error.work_started = True
         raise error
 
 

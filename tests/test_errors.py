@@ -1,0 +1,28 @@
+"""RequestError: a sentence, and the field, value and allowed values that it is made of."""
+
+import pickle
+
+import pytest
+
+from tinygpt.errors import RequestError, invalid
+
+
+def test_an_error_says_field_value_and_allowed():
+    error = invalid("temperature", -1, "at least 0")
+    assert str(error) == "temperature is -1 and must be at least 0."
+    assert (error.field, error.value, error.allowed) == ("temperature", -1, "at least 0")
+    assert str(RequestError("the prompt is empty.")) == "the prompt is empty."
+
+
+@pytest.mark.parametrize("name, sentence", [("--top-k", "--top-k is 0 and must be"), (None, "is 0 and must be")])
+def test_another_name_keeps_the_rest(name, sentence):
+    error = invalid("top_k", 0, "at least 1")
+    error.work_started = True
+    renamed = error.named(name)
+    assert (str(renamed), renamed.field) == (f"{sentence} at least 1.", name)
+    assert (renamed.value, renamed.allowed, renamed.work_started) == (0, "at least 1", True)
+
+
+def test_an_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(invalid("top_k", 0, "at least 1")))
+    assert (str(error), error.field, error.value) == ("top_k is 0 and must be at least 1.", "top_k", 0)
