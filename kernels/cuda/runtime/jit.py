@@ -13,9 +13,7 @@ from tinygpt.kernels import compiling
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache
 from tinygpt.kernels.errors import DeviceError
 
-INSTALL = (
-    'pip install "tinygpt[cuda]" (or pip install ".[cuda]" in a clone)'  # as tinygpt.errors says it of the other extras
-)
+INSTALL = 'pip install "tinygpt[cuda]" (or pip install ".[cuda]" in a clone)'  # as tinygpt.errors
 OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older GPU was ever tried
 
 
