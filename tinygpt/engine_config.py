@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
+from tinygpt.weights.config import ModelConfig
 
 # Rows whose logits are computed together when all are wanted: 64 x 50257 x 4 bytes are 13 MB.
 LOGIT_ROWS = 64

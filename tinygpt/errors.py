@@ -4,28 +4,9 @@ from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
+from tinygpt.weights.errors import CheckpointError, LostFileError, NoTokenizerError, TinyGPTError, how_to_install
 
-class TinyGPTError(ValueError):
-    """Base of every deliberate error; the command line prints it without a traceback."""
-
-    work_started = False  # True: the exit code is 1 instead of 2
-
-
-class CheckpointError(TinyGPTError):
-    """A folder, file or Hub id that cannot be loaded: absent, damaged, incomplete or not implemented."""
-
-
-class NoTokenizerError(CheckpointError):
-    """A checkpoint without a usable tokenizer: absent, not implemented or its package is not installed.
-
-    The checkpoint still takes token ids.
-    """
-
-
-class LostFileError(CheckpointError):
-    """A file of a loaded checkpoint that was cut short during use."""
-
-    work_started = True
+__all__ = ["CheckpointError", "LostFileError", "NoTokenizerError", "TinyGPTError", "how_to_install"]
 
 
 class RequestError(TinyGPTError):
@@ -70,11 +51,6 @@ def _restored(kind: type[RequestError], reason, field, value, allowed, work_star
 def invalid(field: str, value: Any, allowed: str) -> RequestError:
     """Return the error "{field} is {value} and must be {allowed}."; `allowed` starts as "at least 0" does."""
     return RequestError(f"is {value!r} and must be {allowed}.", field, value, allowed)
-
-
-def how_to_install(extra: str) -> str:
-    """Return the command that installs one of the package's extras."""
-    return f'pip install "tinygpt[{extra}]" (or pip install ".[{extra}]" in a clone)'
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.safetensors.float8 import NAME as FLOAT8
 from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed
 from tinygpt.weights.tensor import Derived, Tensor

@@ -4,9 +4,9 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
 from tinygpt.weights.stored.packed import PackedCheckpoint
 

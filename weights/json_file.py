@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.converted import how_to_replace
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import read_regular_text
+from tinygpt.weights.errors import CheckpointError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

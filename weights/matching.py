@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.formats import read_weights
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.family import Family, Placed, Rule, Source
 from tinygpt.weights.families.table import family_of
 from tinygpt.weights.messages import listed, of_any_layer

@@ -5,10 +5,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from tinygpt.converted import PACKED_FILE
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.container import FILES
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import describe
 from tinygpt.weights.random_checkpoint import is_random, open_random
 from tinygpt.weights.stored.packed import PackedCheckpoint

@@ -4,7 +4,7 @@ Every family of checkpoints is brought to this form. As in Hugging Face's files,
 it; all others are (out, in), as the engine takes all matrices.
 """
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 EMBEDDING, POSITIONS, HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
 PROJECT_IN, PROJECT_OUT = "project_in.weight", "project_out.weight"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 
 PREFIX = "random:"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError
 
 MAX_CHARACTERS, MAX_DEPTH = 100_000, 100  # PyYAML takes time for each character, and the more the deeper it stands
 

@@ -10,7 +10,6 @@ import numpy as np
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.batch.output_file import Earlier, read_earlier
 from tinygpt.cli.input.prompts_file import PromptRecord, read_lines
-from tinygpt.config import ModelConfig
 from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.golden import Golden, load_goldens
 from tinygpt.execution.model_source import ModelSource
@@ -21,6 +20,7 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
 from . import seeds

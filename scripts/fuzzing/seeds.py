@@ -15,13 +15,13 @@ from safetensors.numpy import save
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.batch.records import record_line
-from tinygpt.config import ModelConfig
 from tinygpt.evaluation.golden import Golden, save_goldens
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import packed as packing
 from tinygpt.kernels.kernel_archive import export_kernels
 from tinygpt.kernels.kernel_files import KernelFiles
 from tinygpt.outputs import RequestMetrics
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.pickles.torch_file import MAGIC_NUMBER, PROTOCOL_VERSION
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 from tinygpt.weights.random_checkpoint import random_checkpoint

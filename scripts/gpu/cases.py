@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.bench.work import CACHES, block_operations, head_operations, kv_cache_bytes, weight_bytes
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.random_checkpoint import PREFIX, SHAPES
 
 MODELS = ("124M", "355M", "774M", "1.5B")

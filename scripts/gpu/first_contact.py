@@ -176,7 +176,7 @@ def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768
 
 def three_layers(device: Any, dtype: str) -> dict[str, Any]:
     """A small model: logits of a prompt, and greedy steps both ways."""
-    from tinygpt.config import ModelConfig
+    from tinygpt.weights.config import ModelConfig
     from tinygpt.weights.random_checkpoint import random_checkpoint
 
     config = ModelConfig(n_layer=3, vocab_size=1000, n_positions=256)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tinygpt.bench.work import CACHES, TILES, block_operations, head_operations, kv_cache_bytes, weight_bytes
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.hugging_face.gpt2 import model_config
 
 

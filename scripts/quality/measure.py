@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from tinygpt import LLM
-from tinygpt.config import DTYPES
+from tinygpt.weights.config import DTYPES
 
 INT8_CACHE = "int8 KV cache"  # beside float32 weights: the name of its results
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 RECORD = "training.json"
 CARD = """\

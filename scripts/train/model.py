@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.json_file import read_json_object
 
 from .card import RECORD, Training, write_card

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import TinyGPTError
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.hugging_face.gpt2 import model_config
 from tinygpt.weights.json_file import read_json_object
 

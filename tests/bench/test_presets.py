@@ -26,9 +26,9 @@ from tinygpt.bench.presets import rerun as rerun_module
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.rerun import Rerun, random_prompts
 from tinygpt.bench.remote_host import served
-from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import perplexity
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.random_checkpoint import SHAPES
 
 MODULES = (batch_inference, batching_notebook, cpu_study, onnx_study, fastertransformer)

@@ -22,13 +22,13 @@ from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.cli.output import messages
-from tinygpt.config import DTYPES
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import calibrate
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
 from tinygpt.tokenizer.prepared import PREPARED_FILE
 from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.config import DTYPES
 from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, write_packed

@@ -7,7 +7,7 @@ import pytest
 from tinygpt import suggestions
 from tinygpt.cli import main as cli
 from tinygpt.cli.parser import hyphenated
-from tinygpt.config import DTYPES
+from tinygpt.weights.config import DTYPES
 
 
 def parsed(line: str) -> dict:

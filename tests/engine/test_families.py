@@ -9,9 +9,9 @@ from support.family_models import T, V, write_family
 from support.golden_models import golden_ids
 from support.moe_models import moe_arrays, write_moe
 from tinygpt import LLM, SamplingParams
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.kernels_name import kernels_name
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
 NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "experts")

@@ -18,7 +18,7 @@ from support.parity import NEW_TOKENS, PROMPT_TOKENS, assert_same_greedy, assert
 from support.paths import DEMO
 from support.recipes import RECIPES, recipe
 from tinygpt import LLM, SamplingParams
-from tinygpt.config import ACTIVATIONS
+from tinygpt.weights.config import ACTIVATIONS
 from tinygpt.weights.families.config_fields import BOOLEANS
 
 DEVICES = ("cpu", "reference")

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from support.family_models import write_family
 from support.golden_models import write_model
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu.layers.formats import Norm
@@ -16,6 +15,7 @@ from tinygpt.kernels.cpu.packing.bias_correction import unpack
 from tinygpt.kernels.cpu.rank import load_part
 from tinygpt.parallel.cut import check_cut, part_of_rank, stage_layers
 from tinygpt.parallel.layout import Layout
+from tinygpt.weights.config import ModelConfig
 
 XL = ModelConfig(n_embd=1600, n_layer=48, n_head=25)
 

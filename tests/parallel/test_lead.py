@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from support.thread_world import Aborted, Threads, running
-from tinygpt.config import ModelConfig
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.parallel.ending import EndAtOnce
 from tinygpt.parallel.lead import Lead
 from tinygpt.parallel.plan import NO_PLAN, Order, plan_size
+from tinygpt.weights.config import ModelConfig
 
 SIZES = EngineConfig(max_num_seqs=2).for_model(ModelConfig(n_layer=1, n_embd=4, n_head=4, vocab_size=7), 8)
 PATIENCE = 60  # seconds for another thread

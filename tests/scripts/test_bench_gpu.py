@@ -20,7 +20,7 @@ from scripts.gpu.plan import DTYPES, ENGINES, Choice, plan
 from scripts.gpu.report import Bar, Results, Row, bars, closing, table_line
 from support.paths import ROOT
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 if HAS_TRANSFORMERS:
     import torch

@@ -18,8 +18,8 @@ from scripts.peers.engine import SteppingEngine
 from scripts.peers.prepare import Place, Setup
 from scripts.peers.processes import PeerError, Worker, make_form, provide_folder, run_logged
 from scripts.peers.table import Agreement, Row, markdown
-from tinygpt.config import ModelConfig
 from tinygpt.kernels.cpu.simd.targets import choose
+from tinygpt.weights.config import ModelConfig
 
 SMALL_GPT2 = {"n_layer": 12, "n_embd": 768, "n_inner": None, "vocab_size": 50257}
 DECODE_1, _, DECODE_32, PREFILL = CASES

@@ -10,11 +10,11 @@ import pytest
 from scripts.gpu import first_contact, probes
 from support.cuda_compile import compile_kernel, is_cooperative
 from support.cuda_device import SimulatedDevice, why_no_gpu
-from tinygpt.config import ModelConfig
 from tinygpt.kernels import cuda
 from tinygpt.kernels.cuda.persistent import kernel as persistent
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.peak import read_kernel
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.random_checkpoint import random_checkpoint
 
 SMALL = {

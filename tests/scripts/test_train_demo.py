@@ -27,7 +27,7 @@ from scripts.train.start import sizes_of
 from scripts.train.validation import validate
 from support.paths import ROOT
 from tinygpt import LLM
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 MARK = "<|endoftext|>"
 SMALL = "--merges 300 --layers 2 --width 32 --heads 2 --positions 64 --batch-tokens 512 --warmup-steps 5 --device cpu"

@@ -7,7 +7,7 @@ from tinygpt.bench.machine_limits import MachineLimits
 from tinygpt.bench.measure import Measurement, Run
 from tinygpt.bench.plan import make_plan
 from tinygpt.bench.records import Setup, record_of
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 # What llama-bench writes in any case, and what llama.cpp's compare-llama-bench.py refuses to read a file without.
 LLAMA_BENCH_KEYS = """

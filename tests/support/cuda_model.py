@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
+from tinygpt.weights.config import ModelConfig
 
 V, T, SLOTS = 29, 140, 4
 

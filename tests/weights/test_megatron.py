@@ -10,9 +10,9 @@ import pytest
 from support.megatron_writer import Form, megatron, nemo, nemo_members, ordered, rank_file, tar_bytes
 from support.tiny_checkpoint import write_json
 from support.torch_files import Call, own_bytes
-from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.random_checkpoint import RandomTensor

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from support.golden_adapters import NEED_PEFT
 from support.recorded import MISSING
-from tinygpt.config import ModelConfig
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+from tinygpt.weights.config import ModelConfig
 
 peft = pytest.importorskip("peft", reason=NEED_PEFT)
 torch = pytest.importorskip("torch", reason=MISSING)

@@ -15,7 +15,6 @@ from tinygpt.bench.measure import Measurement
 from tinygpt.bench.meter import meter_of
 from tinygpt.bench.records import Record, Setup, counts_of, record_of
 from tinygpt.bench.sweep import Case, cases_of, run_case
-from tinygpt.config import ModelConfig
 from tinygpt.engine.prefix_sharing import WORTH_WAITING
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import load_backend
@@ -23,6 +22,7 @@ from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
 from tinygpt.parallel.sources import open_sources
+from tinygpt.weights.config import ModelConfig
 
 NOT_ONE = (
     ", or 0, which is no generation: the first new token comes with the reading of the prompt, so that one alone "

@@ -37,7 +37,7 @@ from tinygpt.bench.work import (
     tiles_of,
     weight_bytes,
 )
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 # GGML's names.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}

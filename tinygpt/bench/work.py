@@ -1,7 +1,7 @@
 """The least work of a pass through the model: bytes read, and operations. A multiplication and an addition are two
 operations."""
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 # Bytes of one weight in the blocks, and of one in the head. The scales of int8 are too few to count; int4 has a
 # bfloat16 scale and offset for every 32 weights, and an int8 head.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from tinygpt.cli.flags.types import ALIASES
-from tinygpt.config import DTYPES
 from tinygpt.suggestions import ALREADY, argument_meant, is_meant, nearest_choice, nearest_flag, why_without
+from tinygpt.weights.config import DTYPES
 
 RESULTS = (".json", ".jsonl", ".csv", ".md")  # how names of files with results end
 _NO_VALUE = re.compile(r"argument (?P<flags>\S+): expected (?:one|at least one) argument")

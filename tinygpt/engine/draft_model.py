@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinygpt.config import ModelConfig
 from tinygpt.engine.kv_slots import Held, common_prefix
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
@@ -15,6 +14,7 @@ from tinygpt.execution.model_source import ModelSource
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.sampler import Sampler
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import ModelConfig
 
 
 class DraftModel:

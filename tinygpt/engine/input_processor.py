@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
-from tinygpt.config import ModelConfig
 from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.beams import Beams, beam_rules
 from tinygpt.engine.scoring import read_continuations, scoring_request
@@ -25,6 +24,7 @@ from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, 
 from tinygpt.tokenizer.text_stream import TextStream
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 OnChunk = Callable[[StreamChunk], None]

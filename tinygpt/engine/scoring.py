@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.outputs import ContinuationScore
 from tinygpt.request.prompts import Prompt, checked_ids, describe_positions, read_prompt
@@ -14,6 +13,7 @@ from tinygpt.request.soft_prompts import VirtualTokens
 from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.config import ModelConfig
 
 
 def read_continuations(

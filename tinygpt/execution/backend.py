@@ -4,10 +4,10 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-from tinygpt.config import STORAGE_DTYPE, ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.kernels.errors import DeviceError
 from tinygpt.suggestions import nearest_dtype
+from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/
 

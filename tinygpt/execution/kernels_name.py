@@ -1,6 +1,6 @@
 """A name for the kernels that a model runs on the CPU, by which it is remembered that they have been compiled."""
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 # What sets a model apart by a number that kernels are given.
 _NUMBERS = ("embed_scale",)

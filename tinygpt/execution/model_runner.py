@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import STRUCTURE, ModelConfig
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.backend import name_of
@@ -22,6 +21,7 @@ from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import host
 from tinygpt.kernels.errors import DeviceError
 from tinygpt.sampling_params import num_best
+from tinygpt.weights.config import STRUCTURE, ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import NoTokenizerError, RequestError
 from tinygpt.execution.backend import check_model, load_backend, name_of
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.checksum import begin_checksum
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.random_checkpoint import is_random

@@ -3,10 +3,10 @@
 from dataclasses import fields
 from itertools import pairwise
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.kernels.cpu.rank import Part, can_share, part_of
 from tinygpt.parallel.layout import Layout
+from tinygpt.weights.config import ModelConfig
 
 # Fields of ModelConfig that ranks know, whatever their value: sizes, switches, and what each rank does alike. What
 # another one adds to a model would have to be cut, too.

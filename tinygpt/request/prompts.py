@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import ModelConfig
 
 if TYPE_CHECKING:  # the command line imports this module, and answers --help without the tokenizer
     from tinygpt.tokenizer.tokenizer import Tokenizer

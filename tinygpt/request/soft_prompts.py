@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
+from tinygpt.weights.config import ModelConfig
 
 # Ids from here down belong to one request and never come again: what begins with one is of no use to a later one.
 SINGLE_USE_IDS = -(2**31)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.containers.mapped_file import STORED_AS
 from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.messages import describe, listed, shown
 

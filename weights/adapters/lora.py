@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.files import AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.adapters.model_in_files import ModelInFiles
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.gpt2 import is_ignored
 from tinygpt.weights.families.transforms import Transform

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.name_pattern import NamePatterns, TooMuchWork
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.field_checks import Checks, is_bool, is_number, is_whole, wrong_fields
 from tinygpt.weights.messages import shown
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError
 
 try:
     from re import _parser as sre_parse

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import FILES, Container
 from tinygpt.weights.containers.ft_folder import find_ft_folder, read_ft_folder
 from tinygpt.weights.containers.gguf.gguf_file import is_gguf, read_gguf
@@ -29,6 +28,7 @@ from tinygpt.weights.containers.ranks.nemo_archive import (
 from tinygpt.weights.containers.safetensors.safetensors_file import is_safetensors, read_safetensors
 from tinygpt.weights.containers.shards import INDEX, read_shards
 from tinygpt.weights.containers.tensorflow.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import NAMED, describe, listed
 
 Reader = Callable[[Path], Container]

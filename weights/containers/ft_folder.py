@@ -6,10 +6,10 @@ A tensor's name is its file's without `.bin`; one that is shared by several GPUs
 import configparser
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import read_regular_text
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import shown
 
 FORMAT, CONFIG = "FasterTransformer folder", "config.ini"

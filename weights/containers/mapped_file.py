@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError, LostFileError
 from tinygpt.regular_file import open_regular
+from tinygpt.weights.errors import CheckpointError, LostFileError
 
 # How each floating-point dtype lies in a file: little-endian, and bfloat16, unknown to NumPy, as its bits.
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}

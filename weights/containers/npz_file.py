@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.peek import Peek
+from tinygpt.weights.errors import CheckpointError
 
 # Of a zip archive's first entry: what it begins with, where it says how long its name is, and where that begins.
 ZIP, NAME_LENGTH, NAME = b"PK\x03\x04", slice(26, 28), 30

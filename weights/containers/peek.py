@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
+from tinygpt.weights.errors import CheckpointError
 
 HEAD, TAIL = 512, 48  # bytes
 

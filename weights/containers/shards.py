@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.json_file import read_json_object
 from tinygpt.weights.messages import listed, shown
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tinygpt.config import ACTIVATIONS, STRUCTURE, ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ACTIVATIONS, STRUCTURE, ModelConfig
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.field_checks import Checks, is_bool, is_number, is_whole, wrong_fields
 
 # The largest of each that is believed: beyond, config.json is damaged, or an attack on memory.

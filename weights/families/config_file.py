@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.hugging_face import gpt2
 from tinygpt.weights.json_file import read_json_object
 

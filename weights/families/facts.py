@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.family import Placed, Source
 
 # What no tensor shows. Where a file does not say it either, it is taken from a config.json beside the file.

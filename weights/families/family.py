@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.families.transforms import AS_IS, Shape, Transform
 from tinygpt.weights.json_file import read_json_object

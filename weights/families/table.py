@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.family import Family, Source
 from tinygpt.weights.families.hugging_face import gpt2
 from tinygpt.weights.families.hugging_face.biogpt import BIOGPT

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.tokenizer_files import TOKENIZER_FILES
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError, NoTokenizerError
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.families.table import comes_with_config
 from tinygpt.weights.hub import CONFIG_FILES

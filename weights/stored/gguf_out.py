@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
 from tinygpt.disk import sync
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS
 from tinygpt.weights.containers.gguf.gguf_file import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.byte_level import is_blooms_kind
 from tinygpt.weights.families.other_programs.gguf import (
     ARCHITECTURE,

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.config import DTYPES, ModelConfig
 from tinygpt.converted import PACKED_FILE
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import DTYPES, ModelConfig
 from tinygpt.weights.containers.container import FILES
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
 from tinygpt.weights.stored.tensor_file import Entry, write_tensors

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.family import Layout
 from tinygpt.weights.families.hugging_face.gpt2 import LAYOUT as GPT2_LAYOUT
 from tinygpt.weights.families.table import FAMILIES

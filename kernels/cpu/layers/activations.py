@@ -20,7 +20,7 @@ CUBIC = np.float32(0.044715)
 SQRT_HALF = np.float32(0.7071067811865476)
 QUICK = np.float32(1.702)
 
-# Numbers for the names in tinygpt.config.ModelConfig.activation; NONE for a linear layer without one. NumPy
+# Numbers for the names in tinygpt.weights.config.ModelConfig.activation; NONE for a linear layer without one. NumPy
 # scalars, since Numba would compile a kernel anew for each Python constant that it is called with.
 NONE, GELU_TANH, GELU, QUICK_GELU, RELU, SILU, TANH = np.arange(7)
 ACTIVATIONS = {

@@ -20,7 +20,6 @@ from support.demo import EOS
 from support.kernel_tools import operand_of, packed, random_values, solo_team, unwritten
 from support.paths import ROOT
 from tinygpt import LLM
-from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
 from tinygpt.kernels.cpu.layers import activations
@@ -29,6 +28,7 @@ from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, quarters
 from tinygpt.kernels.cpu.model import take_steps
 from tinygpt.kernels.cpu.params import NO_FACTORS, NOTHING
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
 

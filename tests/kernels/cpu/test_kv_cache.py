@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import check
-from tinygpt.config import ModelConfig
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
 from tinygpt.kernels.int8_rows import from_rows, to_rows
+from tinygpt.weights.config import ModelConfig
 
 BACKENDS = pytest.mark.parametrize(
     ("backend", "dtype"),

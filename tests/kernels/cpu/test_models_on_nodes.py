@@ -11,7 +11,6 @@ from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from support.memory_nodes import tell_cpus
 from tinygpt.cli import main as cli
-from tinygpt.config import ModelConfig
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import cpu
@@ -22,6 +21,7 @@ from tinygpt.kernels.cpu.rank import load_part
 from tinygpt.kernels.cpu.runtime import nodes, team_threads
 from tinygpt.kernels.cpu.runtime.nodes import place
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.random_checkpoint import random_checkpoint
 
 CONFIG = ModelConfig(vocab_size=333, n_positions=96, n_embd=256, n_layer=2, n_head=4)

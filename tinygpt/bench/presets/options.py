@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
+from tinygpt.weights.config import DTYPES
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from tinygpt.bench.picture import Picture, model_name
 from tinygpt.bench.presets.options import PresetOptions
 from tinygpt.bench.presets.report import ABSENT, PresetReport, Study
 from tinygpt.bench.work import num_parameters
-from tinygpt.config import ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import ModelConfig
 
 RANDOM_PROMPTS = (
     "Ours: prompts of the study's lengths, made of random tokens that begin differently, so that none of them is "

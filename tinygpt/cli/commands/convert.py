@@ -15,10 +15,10 @@ from tinygpt.cli.flags.model import CHECKPOINT, add_flag, one_of_both
 from tinygpt.cli.flags.types import MEANINGS, any_dtype, lowered
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.output.messages import elapsed, progress, say
-from tinygpt.config import DTYPES, STORAGE_DTYPE
 from tinygpt.disk import free_path
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.suggestions import nearest_dtype
+from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.calibration import Calibration

@@ -147,7 +147,7 @@ def _memory(threads: int) -> dict[str, Any]:
 def _decode_limits(bandwidth: float) -> dict[str, Any]:
     """What a sequence by itself can reach, where reading the weights is all that takes time, as it nearly is."""
     from tinygpt.bench.work import BYTES, weight_bytes
-    from tinygpt.config import ModelConfig
+    from tinygpt.weights.config import ModelConfig
 
     config = ModelConfig()
     rates = {dtype: bandwidth / weight_bytes(config, dtype) for dtype in BYTES}

@@ -14,8 +14,8 @@ from tinygpt.converted import PACKED_FILE, PREPARED_FILE
 from tinygpt.errors import CheckpointError, NoTokenizerError
 
 if TYPE_CHECKING:
-    from tinygpt.config import ModelConfig
     from tinygpt.weights.checkpoint import Checkpoint
+    from tinygpt.weights.config import ModelConfig
     from tinygpt.weights.containers.container import Container, StoredTensor
     from tinygpt.weights.families.family import Source
 

@@ -13,10 +13,10 @@ from tinygpt.cli.input.prompts_file import read_lines
 from tinygpt.cli.output.messages import elapsed, say
 from tinygpt.cli.output.report import print_fields, print_json, print_table
 from tinygpt.cli.output.results_file import check_writable
-from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import thread_count
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import DTYPES
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.golden import Golden

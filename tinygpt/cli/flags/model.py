@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from tinygpt.cli.flags.types import dtype, kv_cache_dtype, one_of, reader, whole_number
-from tinygpt.config import DTYPES
 from tinygpt.errors import RequestError
+from tinygpt.weights.config import DTYPES
 
 CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id'
 DTYPE = (

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from tinygpt.cli.output.messages import say
-from tinygpt.config import DTYPES, STORAGE_DTYPE
 from tinygpt.suggestions import nearest_choice, nearest_dtype
+from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 
 
 class Once(argparse.Action):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
+from tinygpt.weights.errors import CheckpointError
 
 AT_ONCE = 2**12  # blocks that are decoded together: what lies between fits in a cache
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container, StoredTensor
 from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
 from tinygpt.weights.containers.gguf.ggml_tensors import BlockTensor, UnreadableTensor
 from tinygpt.weights.containers.mapped_file import MAX_SIZE, MappedFile, MappedTensor, contiguous_strides, do_overlap
 from tinygpt.weights.containers.peek import Peek
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import shown
 from tinygpt.weights.tensor import shortest
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.containers.onnx.graph import DOMAINS, KEPT, Graph, Node
 from tinygpt.weights.containers.onnx.onnx_tensors import TensorReader, entry_of
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.protobuf import Message, message, number
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import shown
 
 MAX_DEPTH = 8  # of graphs in nodes, such as the branches of an If

@@ -7,7 +7,6 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.mapped_file import (
     MAX_DIMENSIONS,
@@ -17,6 +16,7 @@ from tinygpt.weights.containers.mapped_file import (
     contiguous_strides,
 )
 from tinygpt.weights.containers.protobuf import Message, message, number, numbers_of
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import shown
 
 # ONNX's numbers of the dtypes that can be read, with their sizes in bytes.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
 from tinygpt.weights.containers.mapped_file import MAX_DIMENSIONS, MAX_SIZE
+from tinygpt.weights.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor, VerifiedTensor, element_extent
 from tinygpt.weights.containers.peek import Peek
@@ -32,6 +31,7 @@ from tinygpt.weights.containers.pickles.pickle_reader import (
 )
 from tinygpt.weights.containers.pickles.zip_entries import read_entries
 from tinygpt.weights.containers.read_ahead import ReadAhead
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import listed, shown
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # how files of either form begin

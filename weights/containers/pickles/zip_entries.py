@@ -9,8 +9,8 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.mapped_file import MappedFile
+from tinygpt.weights.errors import CheckpointError
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of an entry: signature, lengths of its name and its extra field
 

@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.pickles.torch_file import read_training_checkpoint
 from tinygpt.weights.containers.ranks.megatron_folder import megatron_files
 from tinygpt.weights.containers.ranks.rank_files import Member, joined, rank_folders
+from tinygpt.weights.errors import CheckpointError
 
 # What all experts share, in a folder for each rank or beside one another, and the experts' own.
 FOLDER_FILE = "model_states.pt"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.ranks.rank_files import Member, joined, rank_folders
+from tinygpt.weights.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")

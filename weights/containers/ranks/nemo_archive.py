@@ -5,11 +5,11 @@ import tarfile
 from pathlib import Path
 from typing import BinaryIO
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.ranks.rank_files import Member, joined, rank_folders
+from tinygpt.weights.errors import CheckpointError
 
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 OLD_TORCH = {"sys_info", "pickle", "tensors", "storages"}  # members of such an archive

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import open_regular, read_regular_text
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.pickles.torch_file import read_training_checkpoint
+from tinygpt.weights.errors import CheckpointError
 
 # What folders of ranks are called: tensor parallel, then pipeline parallel where there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")

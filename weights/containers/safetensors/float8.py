@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.mapped_file import MappedTensor
+from tinygpt.weights.errors import CheckpointError
 
 FORMAT = "tinygpt float8"  # of a safetensors file, by its metadata
 NAME, IN_FILES, SCALE = "float8", "F8_E4M3", "_scale"

@@ -10,7 +10,6 @@ from typing import BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import name_of_open_file
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import (
@@ -23,6 +22,7 @@ from tinygpt.weights.containers.mapped_file import (
 from tinygpt.weights.containers.peek import Peek
 from tinygpt.weights.containers.safetensors.float8 import FORMAT as FLOAT8
 from tinygpt.weights.containers.safetensors.float8 import with_scales
+from tinygpt.weights.errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # bytes, as the library has it
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tinygpt.errors import CheckpointError
 from tinygpt.regular_file import read_regular_text
 from tinygpt.weights.containers.container import Container
 from tinygpt.weights.containers.mapped_file import (
@@ -27,6 +26,7 @@ from tinygpt.weights.containers.protobuf import Message, message, number
 from tinygpt.weights.containers.read_ahead import ReadAhead
 from tinygpt.weights.containers.tensorflow.crc32c import crc32c
 from tinygpt.weights.containers.tensorflow.sorted_table import MAGIC, masked, read_table
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.messages import shown
 
 INDEX = ".index"

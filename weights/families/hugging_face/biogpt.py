@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType

@@ -5,7 +5,7 @@ A head's queries, keys and values lie together, head by head.
 
 from typing import Any
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, only, written_eos
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType

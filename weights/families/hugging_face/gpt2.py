@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.config import STRUCTURE, ModelConfig
+from tinygpt.weights.config import STRUCTURE, ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, renamed, written_eos
 from tinygpt.weights.families.family import Family, Layout, Placed, Rule, Source, placed_by
 from tinygpt.weights.parameters import HEAD, parameter_shapes

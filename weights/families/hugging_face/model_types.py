@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.family import Family, Layout, Rule, Source, placed_by
 from tinygpt.weights.families.hugging_face.gpt2 import is_ignored
 from tinygpt.weights.parameters import HEAD

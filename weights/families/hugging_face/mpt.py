@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, only, renamed
 from tinygpt.weights.families.family import NO_BIAS, Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType

@@ -1,6 +1,6 @@
 """GPT-1, as transformers writes it (Radford et al., 2018): GPT-2 with its layer norms behind the blocks."""
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.gpt2 import ALIASES

@@ -8,7 +8,7 @@ the head, and embeddings that are narrower than the model.
 from collections.abc import Mapping
 from typing import Any
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.family import NO_BIAS, Rule
 from tinygpt.weights.families.hugging_face.model_types import Fields, ModelType

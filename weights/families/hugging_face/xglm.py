@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from tinygpt.config import ModelConfig
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.families.config_fields import checked_config, only, renamed
 from tinygpt.weights.families.family import Rule
 from tinygpt.weights.families.hugging_face.biogpt import embed_scale

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.ft_folder import FORMAT
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.family import Family, Placed, Rule, Source

@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.pickles.pickle_reader import fields_of
 from tinygpt.weights.containers.ranks.nemo_archive import members_of
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.family import NO_BIAS, Family, Rule, Source
 from tinygpt.weights.families.megatron.names import MODULES, has_names, is_ignored, megatron_name, parts_of, place

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source
 from tinygpt.weights.families.megatron.megatron_lm import rules_of
 from tinygpt.weights.families.megatron.names import is_ignored, name_of, parts_of, rank_of

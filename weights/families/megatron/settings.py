@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.pickles.pickle_reader import fields_of
 from tinygpt.weights.containers.ranks.nemo_archive import NEMO_CONFIG, members_of
 from tinygpt.weights.containers.ranks.rank_files import metadata_by_rank
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import Placed, Source

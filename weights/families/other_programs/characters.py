@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError
 
 
 def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError, NoTokenizerError
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError, NoTokenizerError
 from tinygpt.weights.families.byte_level import byte_level_tokenizer
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.pickles.pickle_reader import fields_of, read_plain_pickle
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import NO_BIAS, Family, Placed, Rule, Source, placed_by

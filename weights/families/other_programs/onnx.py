@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.onnx.graph import PRODUCTS, QUANTISED, Graph, Node
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import Family, Placed, Rule, Source

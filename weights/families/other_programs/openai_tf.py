@@ -2,8 +2,8 @@
 
 import re
 
-from tinygpt.config import ModelConfig
-from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config, renamed
 from tinygpt.weights.families.facts import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import Family, Rule, Source, as_named
