@@ -40,8 +40,8 @@ from serving.figures import ServiceLevel
 from serving.servers import Server, llama_cpp, llama_server, ours, transformers
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.bench.formats import table
 from tinygpt.bench.plot import save
+from tinygpt.bench.report import table
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.weights.open import open_checkpoint

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tinygpt.bench.formats import parameters_text, points_text, threads_text
 from tinygpt.bench.picture import Line, Panel, Picture, Point
 from tinygpt.bench.plot import save
+from tinygpt.bench.report import parameters_text, points_text, threads_text
 from tinygpt.bench.work import num_parameters
 from tinygpt.weights.families.hugging_face.gpt2 import model_config
 

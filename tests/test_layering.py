@@ -22,8 +22,8 @@ PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each b
 INTO_KERNELS = {
     "tinygpt.execution.backend": {"tinygpt.kernels.errors"},
     "tinygpt.execution.model_runner": {"tinygpt.kernels.errors", "tinygpt.kernels.host"},
-    "tinygpt.bench.machine_limits": {"tinygpt.kernels.cpu.simd.peak", "tinygpt.kernels.cuda.runtime.peak"},
-    "tinygpt.bench.meter": {"tinygpt.kernels.cuda.runtime.device"},
+    "tinygpt.bench.work": {"tinygpt.kernels.cpu.simd.peak", "tinygpt.kernels.cuda.runtime.peak"},
+    "tinygpt.bench.measure": {"tinygpt.kernels.cuda.runtime.device"},
     "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},
     "tinygpt.cli.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cuda.runtime.jit"},
     "tinygpt.cli.output.instructions": {"tinygpt.kernels.cpu.simd.targets"},
@@ -37,7 +37,6 @@ INTO_KERNELS = {
     "tinygpt.compile_ahead": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},
     "tinygpt.engine.engine": {"tinygpt.kernels.compiling"},
     "tinygpt.engine.throughput": {"tinygpt.kernels.compiling"},
-    "tinygpt.bench.measure": {"tinygpt.kernels.compiling"},
     "tinygpt.cli.commands.warmup": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.kernel_archive"},
 }
 # What each package imports from outside the standard library.

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import dataclass, field
 
-from tinygpt.bench.formats import table
+from tinygpt.bench.report import table
 
 from .cases import Case, Floor
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from tinygpt.bench.formats import table
+from tinygpt.bench.report import table
 
 from .checkpoints import EXTREMES, OUTLIERS
 from .measure import Quality

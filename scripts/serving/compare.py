@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import SplitResult
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.bench.formats import table
 from tinygpt.bench.picture import Line, Panel, Picture, Point
+from tinygpt.bench.report import table
 
 from . import newcomers
 from .figures import ServiceLevel, figures

@@ -9,11 +9,8 @@ from support.bench_records import LIMITS
 from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice
 from support.tiny_checkpoint import write_one_layer
-from tinygpt.bench import plan
-from tinygpt.bench.machine_limits import MachineLimits, measure_device_limits
-from tinygpt.bench.presets.options import PresetOptions
-from tinygpt.bench.presets.report import Study
-from tinygpt.bench.presets.rerun import Rerun
+from tinygpt.bench import sweep
+from tinygpt.bench.work import MachineLimits, measure_limits
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime import peak
@@ -39,8 +36,7 @@ def model(tmp_path_factory) -> str:
 @pytest.mark.slow
 def test_passes_are_timed_by_the_gpus_clock(model, device, monkeypatch, capsys, tmp_path):
     """The kernels of a step take as many seconds, in each repetition, however slow this machine simulates them."""
-    monkeypatch.setattr(plan, "measure_device_limits", lambda dtype: LIMITS)
-    monkeypatch.setattr(plan, "measure_limits", lambda *_: pytest.fail("the CPU was measured"))
+    monkeypatch.setattr(sweep, "measure_limits", lambda dtype, threads, device: LIMITS if device == "cuda" else None)
     file = tmp_path / "records.json"
     command = f"bench --device cuda --model {model} --dtype float32 {CASES} --output {file}"
     assert cli.main(command.split()) == 0
@@ -53,14 +49,6 @@ def test_passes_are_timed_by_the_gpus_clock(model, device, monkeypatch, capsys, 
     assert generation["ms_per_token"] == pytest.approx(1e3 * KERNELS_OF_A_DECODE_STEP)
     assert "a simulated GPU, build" in out
     assert "on the GPU" in out
-    assert "thread" not in out.split("\n\n")[1]
-
-
-def test_a_preset_runs_on_the_gpu_and_names_it(device):
-    study = Study("name", "title", "source", "hardware")
-    rerun = Rerun.prepare(study, PresetOptions("random:tiny", device="cuda"), [])
-    assert rerun.meter.has_multi_step
-    assert "a simulated GPU" in rerun.here
 
 
 @pytest.mark.parametrize(
@@ -82,7 +70,7 @@ def test_what_a_gpu_is_not_for_is_refused(flags, message, device, capsys):
 def test_ranks_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(cli, "start_ranks", lambda args, words: None)  # this is one of them
     assert cli.main(["bench", "--device", "cuda", "--tensor-parallel", "2"]) == 2
-    assert "are for the CPU: omit --device cuda." in capsys.readouterr().err
+    assert "are for cases on the CPU alone." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", ["", "--preset batching-notebook"])
@@ -112,7 +100,7 @@ def test_the_gpus_limits_are_counted(device, monkeypatch):
 def test_limits_are_of_what_multiplies_on_a_gpu(dtype, kind, monkeypatch):
     monkeypatch.setattr(peak, "read_bandwidth", lambda: 7.0)
     monkeypatch.setattr(peak, "tile_rate", {"float32": 1.0, "bfloat16": 2.0}.get)
-    assert measure_device_limits(dtype) == MachineLimits(7.0, {kind: {"float32": 1.0, "bfloat16": 2.0}[kind]})
+    assert measure_limits(dtype, 1, "cuda") == MachineLimits(7.0, {kind: {"float32": 1.0, "bfloat16": 2.0}[kind]})
 
 
 @pytest.mark.toolchain

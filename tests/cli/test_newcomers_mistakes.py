@@ -12,7 +12,7 @@ import pytest
 from support.bench_records import LIMITS
 from support.commands import Outcome
 from support.golden_adapters import write_lora, write_soft_prompt
-from tinygpt.bench import plan
+from tinygpt.bench import sweep
 
 pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
 SCRIPT = Path(__file__).with_name("newcomers_mistakes.txt")
@@ -82,7 +82,9 @@ NAMES = {*FILES, "new", "many/new"}  # which a user has, or makes up
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "measure_limits", lambda dtype, threads: LIMITS)  # not the machine's: it takes a while
+    monkeypatch.setattr(
+        sweep, "measure_limits", lambda dtype, threads, device: LIMITS
+    )  # not the machine's: it takes a while
     return tmp_path
 
 

@@ -1,31 +1,23 @@
-"""Records of bench that were counted by hand, of made-up times, and what they are made of."""
+"""Records of bench counted by hand, of made-up times."""
 
 from datetime import datetime, timezone
 
-from tinygpt.bench.build import Build
-from tinygpt.bench.machine_limits import MachineLimits
-from tinygpt.bench.measure import Measurement, Run
-from tinygpt.bench.plan import make_plan
-from tinygpt.bench.records import Setup, record_of
+from tinygpt.bench.measure import Case, Measurement, Run
+from tinygpt.bench.sweep import Plan, Test, make_plan, record_of
+from tinygpt.bench.work import MachineLimits
 from tinygpt.weights.config import ModelConfig
 
-# What llama-bench writes in any case, and what llama.cpp's compare-llama-bench.py refuses to read a file without.
+# Keys that llama-bench always writes, and that llama.cpp's compare-llama-bench.py requires.
 LLAMA_BENCH_KEYS = """
     build_commit build_number cpu_info gpu_info backends model_filename model_type model_size model_n_params
     n_batch n_ubatch n_threads type_k type_v n_prompt n_gen n_depth test_time avg_ns stddev_ns avg_ts stddev_ts
-"""
-SAMPLES = ["samples_ns", "samples_ts"]
-COMPARE_KEYS = """
     cpu_mask cpu_strict poll n_gpu_layers split_mode main_gpu no_kv_offload flash_attn tensor_split
     tensor_buft_overrides use_mmap embeddings
 """
+SAMPLES = ["samples_ns", "samples_ts"]
 LIMITS = MachineLimits(bandwidth=40e9, tile_rates={"float32": 200e9, "int4": 200e9, "int8": 100e9})
 TINY = ModelConfig(vocab_size=10, n_positions=5, n_embd=4, n_layer=2, n_head=1, n_inner=6)
 ENDED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
-
-
-def setup(dtype: str = "float32", kv_cache_dtype: str = "float32") -> Setup:
-    return Setup(Build("abcdef01", 7), "A CPU", "tiny", TINY, dtype, kv_cache_dtype, 2, 512, LIMITS)
 
 
 def run_of(**values: float) -> Run:
@@ -33,20 +25,24 @@ def run_of(**values: float) -> Run:
     return Run(**{**fields, **values})
 
 
+def record(case: Case, runs: list[Run], dtype: str = "float32", cache: str = "float32", peak_memory: int = 0) -> dict:
+    plan = Plan("tiny", {dtype: cache}, (2,), (case,), len(runs), TINY)
+    measurement = Measurement(tuple(runs), case.batch_size, case.prompt_length, case.new_tokens or 1, peak_memory)
+    return record_of(plan, Test(dtype, 2, case, measurement, ENDED), LIMITS)
+
+
 def prompt_record(dtype: str = "float32") -> dict:
     """4 prompts of 3 tokens, read in two passes."""
-    seconds = [2e-6, 1e-6, 4e-6]
-    runs = tuple(
-        run_of(prompt=s, first_token=2 * s, sampling=s, total=10 * s, num_steps=2, num_prompt_steps=2) for s in seconds
-    )
-    return record_of(setup(dtype), Measurement(runs, 4, 3, 1, 5_000_000), False, ENDED)
+    times = [{"prompt": s, "first_token": 2 * s, "sampling": s, "total": 10 * s} for s in (2e-6, 1e-6, 4e-6)]
+    runs = [run_of(**time, num_steps=2, num_prompt_steps=2) for time in times]
+    return record(Case(4, 3), runs, dtype, peak_memory=5_000_000)
 
 
 def generation_record(kv_cache_dtype: str = "bfloat16") -> dict:
     """4 sequences after 3 tokens: 6 new ones each, of which a pass of all decodes 5; and a pass of fewer."""
     times = {"generation": 12e-6, "together": 10e-6, "sampling": 1, "total": 4}
     run = run_of(**times, num_steps=7, num_prompt_steps=1, num_together=5)
-    return record_of(setup("int4", kv_cache_dtype), Measurement((run,), 4, 3, 6, 0), True, ENDED)
+    return record(Case(4, 3, 6), [run], "int4", kv_cache_dtype)
 
 
 def planned(model="random:tiny", **changes):

@@ -1,7 +1,5 @@
-"""How fast a model runs, and how near that is to what the machine allows: the core of `tinygpt bench`.
+"""Speed of a model next to the limits of the machine: the core of `tinygpt bench`.
 
-Belongs here: measuring speed, records of it, and tables and pictures of records. A bench is a `plan` of cases
-(`sweep`), each measured (`measure`) beside the machine's limits (`machine_limits`, `work`). They become `records`, and
-these become text (`formats`), a picture (`picture`, `plot`) or a comparison (`compare`). May import `evaluation` and
-whatever lies below it; only `plot` imports matplotlib.
+Belongs here: timing (`measure`), cases and their records (`sweep`), limits (`work`), published studies (`studies`,
+`study_runs`), and records as text (`report`) and pictures (`plot`, the only module that imports matplotlib).
 """

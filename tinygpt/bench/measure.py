@@ -1,42 +1,56 @@
-"""measure: a batch of prompts through LLM.generate, again and again, and where the time went."""
+"""Time a batch of prompts through LLM.generate, pass by pass."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tinygpt.bench.meter import HostMeter, Meter
-from tinygpt.engine.scheduler import Scheduler
-from tinygpt.execution.batch import Batch
-from tinygpt.execution.model_runner import ModelRunner
-from tinygpt.kernels.compiling import CompileClock
+import numpy as np
+
+from tinygpt.hardware.memory import forget_peak, peak_memory
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
-# What a span of time went to.
+# Kinds of time spans.
 PROMPT, GENERATION, TOGETHER, CHOICE = "prompt", "generation", "together", "choice"
 SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
 
 
 @dataclass(frozen=True)
-class Run:
-    """One repetition. Times are in seconds, without those in which kernels were compiled.
+class Case:
+    """Read `batch_size` prompts if new_tokens is 0; otherwise generate so many tokens after each of them."""
 
-    A pass in which any sequence is still in its prompt reads prompts, and others may decode beside it; all the other
-    passes decode. In some of these, sequences are missing: those that wait, or have ended. What is left of `total`
-    goes to scheduling, to bookkeeping and to making text. On a GPU, passes that are queued together choose tokens, too.
+    batch_size: int
+    prompt_length: int
+    new_tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        """Positions of a sequence: reading a prompt ends with its first new token."""
+        return self.prompt_length + max(self.new_tokens, 1)
+
+    def __str__(self) -> str:
+        return f"{self.batch_size} x {self.prompt_length}" + f" + {self.new_tokens}" * bool(self.new_tokens)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of one repetition.
+
+    A pass counts as prompt while any sequence is still in its prompt. On a GPU, passes that are queued together choose
+    their tokens in that time, too.
     """
 
     prompt: float  # forward passes that read prompts
     generation: float  # forward passes that decode
     sampling: float  # choosing tokens
-    first_token: float  # from the call of generate to the first token of the last prompt to get one
+    first_token: float  # from the call of generate to the first token of the last prompt
     total: float  # the whole LLM.generate
-    num_steps: int  # forward passes in all
-    num_prompt_steps: int = 0  # those that read prompts
-    together: float = 0.0  # passes in which all sequences decode, and each of them one token
-    num_together: int = 0  # how many these are
+    num_steps: int  # forward passes
+    num_prompt_steps: int = 0  # passes that read prompts
+    together: float = 0.0  # passes in which all sequences decode one token
+    num_together: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,65 +61,57 @@ class Measurement:
     batch_size: int
     prompt_length: int  # tokens of the longest prompt
     new_tokens: int
-    peak_memory: int  # bytes of the largest resident set of the process meanwhile, or of the GPU; 0 where none is known
+    peak_memory: int  # bytes of the process, or of the GPU; 0 if unknown
 
 
-def measure(
-    llm: LLM,
-    prompts: list[list[int]],
-    new_tokens: int,
-    repetitions: int,
-    warmups: int | None = None,
-    params: Any = None,
-    meter: Meter | None = None,
-) -> Measurement:
-    """Continue all prompts, given as token ids, with `new_tokens` each, `repetitions` times after some warm-ups.
+class HostMeter:
+    """The clock of the host and the memory of this process."""
 
-    warmups: None is as many as the meter wants. meter: of the LLM's device; None is the host's.
-    params: what `generate` takes; None is greedy, whatever token comes out. Give an LLM with prefix_cache_seqs=0, and
-    prompts that begin differently: what is known already is not computed again.
-    Raises RequestError, before any work, if the prompts cannot be served as asked.
-    """
-    if params is None:
-        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    meter = HostMeter() if meter is None else meter
-    for _ in range(meter.warmups if warmups is None else warmups):
-        llm.generate(prompts, params, use_tqdm=False)
-    meter.forget_peak()
-    runs = tuple(_run(llm, prompts, params, meter) for _ in range(repetitions))
-    return Measurement(runs, len(prompts), max(map(len, prompts), default=0), new_tokens, meter.peak_memory())
+    has_multi_step = False  # several steps in one call would be one pass to the clock
+    warmups = 1
+    gpu = ""
+
+    mark = staticmethod(time.perf_counter)
+    forget_peak = staticmethod(forget_peak)
+    peak_memory = staticmethod(peak_memory)
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
 
 
-def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:
-    clock = llm.engine.compile_clock
-    wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts), clock=clock, meter=meter)
-    with llm.engine.wrapped(wrap) as timed:
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        total = clock.since(start)
-    stamps = [output.metrics.first_token for output in outputs if output.metrics.first_token is not None]
-    first_tokens = [stamp - start - clock.seconds(start, stamp) for stamp in stamps]
-    times = *map(timed.seconds, (PROMPT, GENERATION, CHOICE)), max(first_tokens, default=0.0), total
-    return Run(*times, timed.num_steps, timed.num_prompt_steps, timed.seconds(TOGETHER), timed.num_together)
+class DeviceMeter:
+    """Events on the stream of the GPU, and its memory. Create it before the model is loaded."""
+
+    has_multi_step = True
+    warmups = 2  # the first run compiles kernels, the second captures a graph
+
+    def __init__(self):
+        from tinygpt.kernels.cuda.runtime.device import the_device
+
+        self._device = the_device()
+        self.gpu, self._free = self._device.name, self._device.free_bytes()
+        self.mark, self.seconds = self._device.mark, self._device.seconds  # a mark does not wait for the GPU
+
+    def forget_peak(self) -> None:
+        """Do nothing: buffers are reserved with the model and never grow."""
+
+    def peak_memory(self) -> int:
+        return max(self._free - self._device.free_bytes(), 0)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Something that was done between two marks of a meter; `waited` seconds of it went to compiling."""
+Meter = HostMeter | DeviceMeter
 
-    kinds: tuple[str, ...]
-    first: Any
-    last: Any
-    waited: float
+
+def meter_of(device: str) -> Meter:
+    return DeviceMeter() if device == "cuda" else HostMeter()
 
 
 class TimedRunner:
-    """A runner that is another one, with a meter for a batch of `batch_size`, which stands still while a kernel is
-    compiled. Marks are read at the end: to read one may be to wait for a GPU."""
+    """A model runner whose calls are timed. Marks are read at the end, because reading one may wait for the GPU."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, batch_size: int, clock: CompileClock, meter: Meter):
-        self._runner, self._scheduler, self._batch_size = runner, scheduler, batch_size
-        self._clock, self._meter, self._spans = clock, meter, []
+    def __init__(self, runner: Any, scheduler: Any, batch_size: int, meter: Meter):
+        self._runner, self._scheduler, self._batch_size, self._meter = runner, scheduler, batch_size, meter
+        self._spans: list[tuple[tuple[str, ...], Any, Any]] = []
         self.num_steps = self.num_prompt_steps = self.num_together = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -116,33 +122,101 @@ class TimedRunner:
         return self._runner.steps_at_once(num_sequences, num_in_time) if self._meter.has_multi_step else 1
 
     def seconds(self, kind: str) -> float:
-        """Of all spans of a kind."""
-        spans = (span for span in self._spans if kind in span.kinds)
-        return sum(self._meter.seconds(span.first, span.last) - span.waited for span in spans)
+        return sum(self._meter.seconds(first, last) for kinds, first, last in self._spans if kind in kinds)
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Any) -> Any:
         self.num_steps += 1
         if any(s.num_cached < len(s.prompt_token_ids) for s in self._scheduler.running):
             self.num_prompt_steps += 1
             return self._timed((PROMPT,), self._runner.forward, batch)
         return self._timed(self._decoding(batch, 1), self._runner.forward, batch)
 
-    def multi_step(self, batch: Batch, warpers: Any, seeds: Any, indices: Any, steps: int, ends: Any) -> Any:
+    def multi_step(self, batch: Any, warpers: Any, seeds: Any, indices: Any, steps: int, ends: Any) -> Any:
         self.num_steps += steps
         kinds = self._decoding(batch, steps)
         return self._timed(kinds, self._runner.multi_step, batch, warpers, seeds, indices, steps, ends)
 
-    def _decoding(self, batch: Batch, steps: int) -> tuple[str, ...]:
+    def _decoding(self, batch: Any, steps: int) -> tuple[str, ...]:
         if batch.token_ids.size != self._batch_size:
             return (GENERATION,)
         self.num_together += steps
         return GENERATION, TOGETHER
 
     def _timed(self, kinds: tuple[str, ...], function: Callable[..., Any], *arguments: Any) -> Any:
-        began, first = time.perf_counter(), self._meter.mark()
-        try:
-            return function(*arguments)
-        finally:
-            last = self._meter.mark()
-            waited = self._clock.seconds(began, time.perf_counter())
-            self._spans.append(Span(kinds, first, last, waited))
+        first = self._meter.mark()
+        result = function(*arguments)
+        self._spans.append((kinds, first, self._meter.mark()))
+        return result
+
+
+def run_case(llm: LLM, case: Case, repetitions: int, meter: Meter | None = None) -> Measurement:
+    """Measure a case with an LLM of prefix_cache_seqs=0 that has slots for the whole batch."""
+    if not case.new_tokens:
+        return measure(llm, prompts_to_read(llm.config.vocab_size, case), 1, repetitions, meter=meter)
+    prompts = prompts_to_continue(llm.config.vocab_size, case)
+    params = [_greedy(case.length - len(prompt)) for prompt in prompts]
+    return measure(llm, prompts, case.new_tokens, repetitions, params=params, meter=meter)
+
+
+def measure(
+    llm: LLM,
+    prompts: list[list[int]],
+    new_tokens: int,
+    repetitions: int,
+    warmups: int | None = None,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    meter: Meter | None = None,
+) -> Measurement:
+    """Continue all prompts with `new_tokens` each, `repetitions` times after the warm-ups, which compile kernels.
+
+    warmups: None is the meter's number. params: None is greedy, without an end of text. The LLM needs
+    prefix_cache_seqs=0 and prompts that begin differently, or cached tokens are not computed again.
+    """
+    params = _greedy(new_tokens) if params is None else params
+    meter = HostMeter() if meter is None else meter
+    for _ in range(meter.warmups if warmups is None else warmups):
+        llm.generate(prompts, params, use_tqdm=False)
+    meter.forget_peak()
+    runs = tuple(_run(llm, prompts, params, meter) for _ in range(repetitions))
+    return Measurement(runs, len(prompts), max(map(len, prompts), default=0), new_tokens, meter.peak_memory())
+
+
+def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:
+    wrap = partial(TimedRunner, scheduler=llm.engine.scheduler, batch_size=len(prompts), meter=meter)
+    with llm.engine.wrapped(wrap) as timed:
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        total = time.perf_counter() - start
+    stamps = [output.metrics.first_token for output in outputs if output.metrics.first_token is not None]
+    times = *map(timed.seconds, (PROMPT, GENERATION, CHOICE)), max(stamps, default=start) - start, total
+    return Run(*times, timed.num_steps, timed.num_prompt_steps, timed.seconds(TOGETHER), timed.num_together)
+
+
+def prompts_to_read(vocab_size: int, case: Case) -> list[list[int]]:
+    """Return random prompts; no two begin alike, as far as the vocabulary goes, so all tokens are computed."""
+    ids = np.random.default_rng(0).integers(vocab_size, size=(case.batch_size, case.prompt_length))
+    ids[:, 0] = np.arange(case.batch_size) % vocab_size
+    return ids.tolist()
+
+
+def prompts_to_continue(vocab_size: int, case: Case) -> list[list[int]]:
+    """Return prompts that differ in their last token alone: the shared tokens are computed once and copied.
+
+    The first of several lacks its last token. It is read first and decodes while the others read their last token:
+    from then on all are equally long and decode together to the end.
+    """
+    beginning = np.random.default_rng(0).integers(vocab_size, size=case.prompt_length - 1).tolist()
+    prompts = [[*beginning, i % vocab_size] for i in range(case.batch_size)]
+    return [beginning, *prompts[1:]] if beginning and len(prompts) > 1 else prompts
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
+    """Return token ids, the same at every call; no two prompts begin alike, as far as the vocabulary goes."""
+    generator = np.random.default_rng(0)
+    first = generator.permutation(vocab_size)
+    rest = [generator.integers(0, vocab_size, length - 1).tolist() for length in lengths]
+    return [[int(first[i % vocab_size]), *token_ids] for i, token_ids in enumerate(rest)]
+
+
+def _greedy(new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.bench.formats import aligned, records_table
+from tinygpt.bench.report import aligned, records_table
 from tinygpt.cli import loading
 from tinygpt.cli.flags.model import CPU_FLAGS, RANK_FLAGS, add_group
 from tinygpt.cli.flags.types import dtypes, lowered, whole_number

@@ -1,0 +1,134 @@
+"""Records as tables, CSV and JSON, their comparison and their pictures."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from support.bench_records import LLAMA_BENCH_KEYS, SAMPLES, generation_record, prompt_record
+from tinygpt.bench import plot
+from tinygpt.bench.report import (
+    COLUMNS,
+    FORMATS,
+    aligned,
+    compare,
+    comparison_table,
+    read_records,
+    significant,
+    table,
+    to_markdown,
+)
+from tinygpt.errors import RequestError
+
+
+@pytest.fixture
+def records():
+    return [prompt_record(), generation_record()]
+
+
+def test_json_is_an_array_and_jsonl_a_line_each(records):
+    assert json.loads(FORMATS["json"](records)) == records
+    assert [json.loads(line) for line in FORMATS["jsonl"](records).split("\n")] == records
+
+
+def test_csv_has_a_header_and_no_samples(records):
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"](records))))
+    assert len(rows) == 2
+    assert set(rows[0]) == set(records[0]) - set(SAMPLES) >= set(LLAMA_BENCH_KEYS.split())
+    assert float(rows[0]["avg_ts"]) == records[0]["avg_ts"]
+    assert (rows[0]["cpu_strict"], rows[1]["first_token_ms"]) == ("0", "")
+    rows = list(csv.DictReader(io.StringIO(FORMATS["csv"]([{"a": 1}, {"b": "x,y"}]))))
+    assert rows == [{"a": "1", "b": ""}, {"a": "", "b": "x,y"}]
+
+
+def test_markdown_has_a_row_for_each_record(records):
+    header, rule, *rows = to_markdown(records).split("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (header, rule, *rows)]
+    assert {len(row) for row in cells} == {len(COLUMNS)}
+    assert cells[0] == list(COLUMNS)
+    assert cells[2][:6] == ["tiny", "float32", "float32", "2", "4", "pp3"]
+    assert cells[2][6:8] == ["6000000 (3000000 to 12000000)", "0.0001667"]
+    assert (cells[2][-1], cells[3][5], cells[3][8], cells[3][-1], cells[3][-2]) == ("5", "tg6 @ d3", "", "", "75.0%")
+
+
+def test_notes_name_the_machine_and_its_limits(records):
+    text = to_markdown(records)
+    assert "medians of 3 runs" in text
+    assert "40.0 GB/s with 2 threads." in text
+    assert "200 in float32 with 2 threads, 200 in the blocks and 100 in the head in int4 with 2 threads." in text
+    assert "; single runs.\n" in to_markdown(records[1:])
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.012345, "0.01235"),
+        (1, "1.000"),
+        (12.345678, "12.35"),
+        (1234.5, "1234"),
+        (-3.14159, "-3.142"),
+        (0, "0"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_four_significant_digits(number, text):
+    assert significant(number) == text
+
+
+def test_a_terminal_has_columns_without_bars(records):
+    rows = [["a", "1.5", ""], ["bcd", "22.5", "x y"], ["", "", ""]]
+    markdown = table(["name", "n", "last"], rows, ["n"])
+    lines = ["# title", "", "name     n  last", "a      1.5", "bcd   22.5  x y", "", "", "- note | with a bar"]
+    assert aligned(f"# title\n\n{markdown}\n\n- note | with a bar").split("\n") == lines
+    assert "|" not in FORMATS["text"](records)
+
+
+def test_tests_in_both_files_are_compared(records, tmp_path):
+    faster = {**records[0], "samples_ts": [12e6, 24e6, 6e6]}
+    for form in ("json", "jsonl"):
+        (tmp_path / form).write_text(FORMATS[form]([faster, {**records[1], "n_threads": 3}]))
+        prompt, *others = compare(records, read_records(tmp_path / form))
+        assert (prompt["ratio"], prompt["old_ts"], prompt["new_ts"]) == (2, 6e6, 12e6)
+        assert (prompt["new_low_ts"], prompt["new_high_ts"], prompt["new_samples"]) == (6e6, 24e6, 3)
+        assert [(record["n_threads"], record["ratio"]) for record in others] == [(2, None), (3, None)]
+        assert (others[0]["new_ts"], others[1]["old_ts"]) == (None, None)
+    rows = comparison_table([prompt, *others]).splitlines()[2:5]
+    name = "| tiny, float32, KV cache f32, threads 2, batch 4, pp3 | "
+    assert rows[0] == name + "6000000 (3000000 to 12000000) | 12000000 (6000000 to 24000000) | +100.0% |"
+    assert rows[1].endswith("|  |  |")
+
+
+def test_llama_benchs_records_are_compared():
+    theirs = {"model_filename": "m.gguf", "model_type": "gpt2 0.1B F16", "type_k": "f16", "n_threads": 2}
+    theirs |= {"n_prompt": 512, "n_gen": 0, "n_depth": 0, "samples_ts": [5.0]}
+    assert compare([theirs], [theirs])[0]["ratio"] == 1
+    assert "m.gguf, gpt2 0.1B F16, KV cache f16, threads 2, pp512" in comparison_table(compare([theirs], [theirs]))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "no json", "[1]", '{"preset": "cpu-study", "model_filename": "x"}', "[" * 10**5]
+)
+def test_other_files_are_no_records(text, tmp_path):
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(RequestError, match="holds no records of bench"):
+        read_records(tmp_path / "x")
+    with pytest.raises(RequestError, match="cannot be read"):
+        read_records(tmp_path / "y")
+
+
+def test_records_are_drawn(records, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    drawn = []
+    monkeypatch.setattr(
+        plot, "_draw_panel", lambda axes, panel, draw=plot._draw_panel: drawn.append(panel) or draw(axes, panel)
+    )
+    found = [{**records[0], "batch_size": size} for size in (8, 1)] + records[1:]
+    plot.draw_records(found, tmp_path / "x.svg")
+    (prompt,) = drawn[0].lines
+    assert [panel.title for panel in drawn] == ["Reading prompts", "Generating"]
+    assert (prompt.label, prompt.points) == ("float32", [(size, records[0]["samples_ts"]) for size in (1, 8)])
+    assert drawn[0].x_label == "batch size (sequences)"
+    assert ">int4</text>" in (tmp_path / "x.svg").read_text()
+    plot.draw_records(found, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000

@@ -1,0 +1,197 @@
+"""The published studies: counts, tables and published figures, never how long anything took."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tinygpt import LLM
+from tinygpt.bench import study_runs
+from tinygpt.bench.measure import random_prompts
+from tinygpt.bench.studies import ABSENT, STUDIES
+from tinygpt.bench.study_runs import Options, records_of, run_study, study_text
+from tinygpt.errors import RequestError
+from tinygpt.evaluation.perplexity import perplexity
+
+TEXT = "The old king and the wolf went to the house, and it was dark. " * 40
+KEYS = {"preset", "model_filename", "dtype", "n_threads", "batch_size", "num_prompts", "n_prompt", "n_gen"}
+KEYS |= {"avg_ns", "stddev_ns", "samples_ns", "first_token_ns", "num_steps", "peak_memory"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Each study runs once, with fewer tokens: study, options, results and text by name."""
+    text_file = tmp_path_factory.mktemp("studies") / "text.txt"
+    text_file.write_text(TEXT, encoding="utf-8")
+    runs = {}
+    for name, study in STUDIES.items():
+        short = tuple({replace(case, new_tokens=min(case.new_tokens, 8)): None for case in study.small})
+        study = replace(study, small=short)
+        dtypes = ("int8", "auto") if name in ("fastertransformer", "onnx-study") else ("int8",)
+        text = text_file if name == "onnx-study" else None
+        options = Options("demo", dtypes, threads=2, repetitions=2, small=True, text=text)
+        results = []
+        notes = run_study(study, options, results)
+        runs[name] = study, options, results, study_text(study, options, results, notes)
+    return runs
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_runs_to_its_end(name, found):
+    study, options, results, text = found[name]
+    assert text.startswith(f"## {name}\n\nPublished: {study.source}")
+    assert "Here: demo, 0M parameters, 2 threads of " in text
+    assert "with fewer sizes and runs than the study has. This is another size than" in text
+    assert len(rows_of(text)) == len(results) + len(study.published_rows)
+    records = records_of(study, options, results)
+    assert json.loads(json.dumps(records)) == records
+    for record in records:
+        assert record.keys() >= KEYS
+        assert (record["preset"], record["model_filename"], record["n_threads"]) == (name, "demo", 2)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_its_picture_has_our_lines_and_the_published(name, found, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
+    drawn, draw = [], study_runs.draw
+    monkeypatch.setattr(study_runs, "draw", lambda *arguments: drawn.append(arguments) or draw(*arguments))
+    study, options, results, _ = found[name]
+    study_runs.draw_study(study, options, results, tmp_path / "picture.png")
+    (_, title, (panel,), note) = drawn[0]
+    assert (title, note) == (f"{name}, demo", f"Published: {study.source}.")
+    published = [line.label for line in panel.lines if line.is_published]
+    assert 0 < len(published) < len(panel.lines)
+    assert all(study.model in label for label in published)
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_small_is_less_of_the_same_study():
+    for study in STUDIES.values():
+        assert {(case.batch_size, case.new_tokens) for case in study.small} <= {
+            (case.batch_size, case.new_tokens) for case in study.cases
+        }
+        assert sum(case.total_tokens for case in study.small) * study.repetitions[1] < (
+            sum(case.total_tokens for case in study.cases) * study.repetitions[0]
+        )
+
+
+def test_the_studies_sizes():
+    """As published: the number of queries, their lengths, and the grid."""
+    sizes = {name: [case.key for case in study.cases] for name, study in STUDIES.items()}
+    assert sizes["batch-inference"] == [(1, 27, 64), (8, 27, 64)]
+    assert [len(case.prompt_lengths) for case in STUDIES["batch-inference"].cases] == [100, 100]
+    assert sum(STUDIES["batch-inference"].cases[0].prompt_lengths) == 10 * (3 + 9 + 27 + 10 + 10 + 9 + 12 + 9 + 14 + 4)
+    assert sizes["batching-notebook"] == [(size, 7, 10) for size in (1, 2, 4, 8, 16, 32, 64, 128)]
+    assert STUDIES["batching-notebook"].cases[2].prompt_lengths == (7, 5, 4, 7)
+    assert sizes["cpu-study"] == [(1, 13, 100)]
+    assert len(sizes["onnx-study"]) == 3 * 5 + 4
+    assert sizes["fastertransformer"][::7] == [(1, 128, 8), (1, 512, 32)]
+
+
+def test_batches_take_fewer_passes(found):
+    single, batched, *published = rows_of(found["batch-inference"][3])
+    assert (single["Method"], batched["Method"]) == ("tinygpt, int8, batch 1", "tinygpt, int8, batch 8")
+    assert single["Inference Count"] == single["Generated Token Count"] == str(20 * 8)
+    assert int(batched["Inference Count"]) < 20 * 8 / 4
+    assert single["Throughput comparing to Baseline"] == "1x"
+    assert [row["Execution Time"] for row in published] == ["63.05s", "12.07s", "78.04s", "4.86s"]
+
+
+def test_published_figures_stand_next_to_ours(found):
+    notebook = rows_of(found["batching-notebook"][3])
+    assert [row["published: throughput (tokens/ms)"] for row in notebook] == [ABSENT] * 4  # 8 tokens, not 10
+    full = STUDIES["batching-notebook"].published
+    assert (full[128, 7, 10], full[1, 7, 10]) == ((93.0, 13.8, 9.3), (59.8, 0.2, 6.0))
+    first = rows_of(found["fastertransformer"][3])[0]
+    assert (first["published: FT Latency (ms)"], first["published: Memory Usage (GB)"]) == ("25.43", "3.43")
+    assert STUDIES["fastertransformer"].published[64, 512, 32] == (529.18, 8.67)
+    log = [row for row in rows_of(found["onnx-study"][3]) if row["prompt length"] == "10"]
+    assert (log[0]["published: hf base (s)"], log[0]["published: nanoGPT (s)"]) == ("0.0348", "0.0639")
+    implementations = [row["implementation"] for row in rows_of(found["cpu-study"][3])]
+    assert implementations[0] == "tinygpt, int8"
+    assert len(implementations) == 4
+
+
+def test_the_perplexity_is_that_of_each_dtype(found):
+    results = found["onnx-study"][2]
+    for dtype in ("int8", "float32"):
+        with LLM("demo", dtype, threads=2) as llm:
+            expected = perplexity(llm, TEXT).token_perplexity
+        (found_perplexity,) = {result.perplexity for result in results if result.dtype == dtype}
+        assert found_perplexity == pytest.approx(expected)
+
+
+def test_an_interruption_leaves_what_was_measured(monkeypatch):
+    measured = []
+
+    def measure_once(*arguments):
+        if measured:
+            raise KeyboardInterrupt
+        return measured.append(arguments) or original(*arguments)
+
+    original = study_runs.measure
+    monkeypatch.setattr(study_runs, "measure", measure_once)
+    study, results = STUDIES["batching-notebook"], []
+    options = Options("random:tiny", threads=1, small=True, repetitions=1)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, options, results)
+    (row,) = rows_of(study_text(study, options, results, []))
+    assert (row["bs"], row["published: duration (ms)"]) == ("1", "59.8")
+
+
+def test_cases_that_do_not_fit_are_left_out(monkeypatch):
+    study = replace(STUDIES["onnx-study"], small=STUDIES["onnx-study"].cases)
+    monkeypatch.setattr(study_runs, "_run_local", lambda *arguments: arguments[-1].extend(arguments[3]))
+    results = []
+    (note,) = run_study(study, Options("demo", small=True), results)  # 512 positions
+    assert note.startswith("Left out: 100 + 500, 200 + 400, 200 + 500, 300 + 400, 300 + 500, 10 + 1000 tokens do not")
+    assert len(results) == 13
+    long = replace(study, small=study.cases[-1:])
+    with pytest.raises(RequestError, match="10 \\+ 1000 tokens do not fit the 512 positions of demo"):
+        run_study(long, Options("demo", small=True), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("cpu-study", {"text": "setup.cfg"}, "--text is for the perplexity of onnx-study and cpu-study has none"),
+        ("cpu-study", {"remote": True}, "--remote is for batch-inference"),
+        ("cpu-study", {"repetitions": 0}, "--repetitions is 0"),
+        ("onnx-study", {"text": "no-such-file"}, "--text no-such-file cannot be read"),
+        ("onnx-study", {"text": __file__}, "--text needs a tokenizer and random:tiny has none"),
+    ],
+)
+def test_impossible_options_are_refused(name, options, message, monkeypatch):
+    monkeypatch.setattr(study_runs, "LLM", lambda *arguments, **names: pytest.fail("work has begun"))
+    with pytest.raises(RequestError, match=message):
+        run_study(STUDIES[name], Options("random:tiny", threads=1, small=True, **options), [])
+
+
+def test_the_model_in_another_process_generates_as_much(monkeypatch):
+    pytest.importorskip("uvicorn", reason="needs a server: pip install -e '.[serve]'")
+    case = replace(STUDIES["batch-inference"].small[1], new_tokens=4)
+    study, results = replace(STUDIES["batch-inference"], small=(case,)), []
+    options = Options("random:tiny", ("int8",), threads=1, repetitions=1, small=True, remote=True)
+    run_study(study, options, results)
+    local, remote = rows_of(study_text(study, options, results, []))[:2]
+    assert remote["Method"] == "tinygpt, int8, remote, batch 8"
+    assert (remote["Generated Token Count"], remote["Inference Count"]) == (local["Generated Token Count"], ABSENT)
+    assert [record["remote"] for record in records_of(study, options, results)] == [False, True]
+
+
+def test_a_server_that_does_not_start_is_an_error():
+    with pytest.raises(RequestError, match="the server did not start"), study_runs._served("no-such-model", "int8", {}):
+        pass
+
+
+def test_prompts_begin_differently():
+    prompts = random_prompts([3, 9, 1] * 5, 20)
+    assert [len(prompt) for prompt in prompts] == [3, 9, 1] * 5
+    assert len({prompt[0] for prompt in prompts}) == 15
+    assert prompts == random_prompts([3, 9, 1] * 5, 20)

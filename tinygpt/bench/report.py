@@ -1,0 +1,209 @@
+"""Records as text: markdown, aligned columns, CSV, JSON and JSONL; and the comparison of two files of records.
+
+The markdown tables of all commands and scripts are made here.
+"""
+
+import csv
+import io
+import json
+import math
+import statistics
+import string
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tinygpt.errors import RequestError
+
+Record = dict[str, Any]
+
+# Title of a column -> its format for a record; `:4` is 4 significant digits.
+COLUMNS = {
+    "model": "{model_filename}",
+    "dtype": "{dtype}",
+    "KV cache": "{kv_cache_dtype}",
+    "threads": "{n_threads}",
+    "batch": "{batch_size}",
+    "test": "{test}",
+    "tokens/s": "{median_ts:4} ({low_ts:4} to {high_ts:4})",
+    "ms/token": "{ms_per_token:4}",
+    "first token, ms": "{first_token_ms:4}",
+    "GB/s read": "{read_gbs:4} ({bandwidth_share:.0%})",
+    "GFLOP/s": "{gflops:4} ({peak_share:.0%})",
+    "outside the model": "{outside_share:.1%}",
+    "peak MB": "{peak_megabytes:.0f}",
+}
+NUMBERS = tuple(COLUMNS)[6:]  # columns aligned to the right
+# Records of one test have these fields in common. llama-bench's own records have neither a dtype nor a batch size.
+TEST_FIELDS = ("model_filename", "model_type", "dtype", "type_k", "n_threads", "batch_size", "n_prompt", "n_gen")
+TEST_FIELDS += ("n_depth",)
+
+
+def to_markdown(records: Sequence[Record]) -> str:
+    """Return the table, the meaning of its columns and the measured limits."""
+    shown = [record | {"peak_megabytes": record["peak_memory"] and record["peak_memory"] / 1e6} for record in records]
+    return f"{records_table(shown, COLUMNS, NUMBERS)}\n\n{_notes(records)}"
+
+
+def to_csv(records: Sequence[Record]) -> str:
+    """Return a header and a line for each record, all quoted, as llama-bench does; lists are left out."""
+    fields = dict.fromkeys(name for record in records for name in record if not isinstance(record[name], list))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fields, extrasaction="ignore", quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: int(v) if isinstance(v, bool) else v for name, v in record.items()} for record in records)
+    return text.getvalue().rstrip("\n")
+
+
+FORMATS = {
+    "text": lambda records: aligned(to_markdown(records)),
+    "md": to_markdown,
+    "csv": to_csv,
+    "json": lambda records: json.dumps(list(records), indent=2, ensure_ascii=False),
+    "jsonl": lambda records: "\n".join(json.dumps(record, ensure_ascii=False) for record in records),
+}
+
+
+def records_table(records: Iterable[Record], columns: Mapping[str, str], numbers: Collection[str] = ()) -> str:
+    """Return a markdown table; `columns` maps the title of a column to its format."""
+    return table(columns, ([_cell(form, record) for form in columns.values()] for record in records), numbers)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]], numbers: Collection[str] = ()) -> str:
+    """Return a markdown table; columns with titles in `numbers` are aligned to the right."""
+    rule = ["---:" if title in numbers else "---" for title in header]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
+
+
+def aligned(markdown: str) -> str:
+    """Return the same text with the columns of its tables aligned by spaces, for a terminal."""
+    lines = []
+    for is_table, group in groupby(markdown.split("\n"), lambda line: line.startswith("| ")):
+        if not is_table:
+            lines += group
+            continue
+        header, rule, *rows = [line[2:-2].split(" | ") for line in group]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        forms = [f"{'>' if side.endswith(':') else '<'}{width}" for side, width in zip(rule, widths, strict=True)]
+        lines += ["  ".join(map(format, cells, forms)).rstrip() for cells in (header, *rows)]
+    return "\n".join(lines)
+
+
+def significant(number: float, digits: int = 4) -> str:
+    """Format a number with so many significant digits and no exponent: 0.01234, 12.34, 123456."""
+    if not math.isfinite(number) or number == 0:
+        return f"{number:g}"
+    return f"{number:.{max(digits - 1 - math.floor(math.log10(abs(number))), 0)}f}"
+
+
+def runs_text(count: int, spread: str = "") -> str:
+    return "single runs" if count == 1 else f"medians of {count} runs{spread}"
+
+
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def parameters_text(count: float) -> str:
+    return f"{count / 1e6:.0f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read a JSON or JSONL file of bench, or of llama-bench. Raise RequestError for anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        records = found if isinstance(found, list) else [found]
+        if records and all(record["samples_ts"] and record["model_filename"] for record in records):
+            return records
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise RequestError(f"{path} holds no records of bench: write them with --format json or jsonl, without --preset.")
+
+
+def compare(old: list[Record], new: list[Record]) -> list[Record]:
+    """Return a record for each test: tokens a second and their spread on both sides, null on a side without it."""
+    before, after = _by_test(old), _by_test(new)
+    found = []
+    for key in dict.fromkeys((*before, *after)):
+        sides = _side("old", before.get(key, [])) | _side("new", after.get(key, []))
+        ratio = sides["new_ts"] / sides["old_ts"] if sides["new_ts"] and sides["old_ts"] else None
+        found.append(dict(zip(TEST_FIELDS, key, strict=True)) | sides | {"ratio": ratio})
+    return found
+
+
+def comparison_table(compared: list[Record]) -> str:
+    """Return the comparison as markdown: medians, the change, and the slowest and fastest run of each side."""
+    header = ["test", "old, tokens/s", "new, tokens/s", "change"]
+    rows = [[_test_name(record), *_side_cells(record)] for record in compared]
+    note = "Medians, with the slowest and the fastest run in brackets. A change within both ranges may be noise."
+    return f"{table(header, rows, header[1:])}\n\n- {note}"
+
+
+def _by_test(records: list[Record]) -> dict[tuple, list[float]]:
+    found: dict[tuple, list[float]] = {}
+    for record in records:
+        found.setdefault(tuple(record.get(name) for name in TEST_FIELDS), []).extend(record["samples_ts"])
+    return found
+
+
+def _side(name: str, samples: list[float]) -> Record:
+    figures = (statistics.median(samples), min(samples), max(samples), len(samples)) if samples else (None,) * 4
+    return dict(zip((f"{name}_ts", f"{name}_low_ts", f"{name}_high_ts", f"{name}_samples"), figures, strict=True))
+
+
+def _test_name(record: Record) -> str:
+    kind = f"tg{record['n_gen']}" if record["n_gen"] else f"pp{record['n_prompt']}"
+    depth = f" @ d{record['n_depth']}" if record["n_depth"] else ""
+    parts = [record["model_filename"], record["dtype"] or record["model_type"], f"KV cache {record['type_k']}"]
+    batch = [] if record["batch_size"] is None else [f"batch {record['batch_size']}"]
+    return ", ".join([*parts, f"threads {record['n_threads']}", *batch, f"{kind}{depth}"])
+
+
+def _side_cells(record: Record) -> list[str]:
+    forms = [f"{{{side}_ts:4}} ({{{side}_low_ts:4}} to {{{side}_high_ts:4}})" for side in ("old", "new")]
+    change = "" if record["ratio"] is None else f"{record['ratio'] - 1:+.1%}"
+    return [*(_cell(form, record) for form in forms), change]
+
+
+class _Cells(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return significant(value) if format_spec == "4" else super().format_field(value, format_spec)
+
+
+def _cell(form: str, record: Record) -> str:
+    try:
+        return _Cells().vformat(form, (), record)
+    except TypeError:  # the value is None
+        return ""
+
+
+def _notes(records: Sequence[Record]) -> str:
+    first, gpu = records[0], records[0].get("gpu_info")
+    bandwidths, peaks = {}, {}
+    for record in records:
+        place = "on the GPU" if gpu else f"with {threads_text(record['n_threads'])}"
+        in_blocks, in_head = f"{record['block_peak_gflops']:.0f}", f"{record['head_peak_gflops']:.0f}"
+        rates = in_blocks if in_blocks == in_head else f"{in_blocks} in the blocks and {in_head} in the head"
+        bandwidths[place] = f"{record['bandwidth_gbs']:.1f} GB/s {place}"
+        peaks[f"in {record['dtype']} {place}"] = f"{rates} in {record['dtype']} {place}"
+    runs = runs_text(len(first["samples_ns"]), ", with the slowest and the fastest in brackets")
+    clock = " by the GPU's clock, sampling of queued steps included" if gpu else ", without tokenization and sampling"
+    memory = "of the GPU, all buffers" if gpu else "of the process, with what earlier rows touched"
+    return "\n".join(
+        (
+            f"- {gpu or first['cpu_info']}, build {first['build_commit']}; {runs}.",
+            f"- tokens/s and ms/token: of the forward passes{clock}. pp reads a prompt; tg generates after so many "
+            "cached tokens.",
+            "- first token: from the call to the first token of the last prompt; pp only.",
+            f"- GB/s read: weights, for tg the KV cache too; share of the measured {', '.join(bandwidths.values())}.",
+            f"- GFLOP/s: share of the tiles' measured peak, {', '.join(peaks.values())}.",
+            f"- outside the model: share of the time outside forward passes. peak MB: {memory}.",
+        )
+    )

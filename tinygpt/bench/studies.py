@@ -1,0 +1,312 @@
+"""Published studies of GPT-2's speed as rows of data: `bench --preset NAME` repeats one on this machine.
+
+A row of STUDIES holds a study's cases, the columns of its table, and the published figures with their source. A new
+study is one more row; `study_runs` measures it.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the command line reads the names before it sizes the thread pools
+    from tinygpt.bench.measure import Measurement
+
+NOT_PUBLISHED, ABSENT = "not published", "-"
+NUM_CHARACTERS = 10_000  # of a text for perplexity, as 10 passages of up to 1000
+NUM_CALLERS = 64  # connections to the model in another process
+
+
+@dataclass(frozen=True)
+class StudyCase:
+    """Prompts of these lengths, continued by `new_tokens` each, in batches of at most `batch_size`."""
+
+    batch_size: int
+    prompt_lengths: tuple[int, ...]
+    new_tokens: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.batch_size, max(self.prompt_lengths), self.new_tokens
+
+    @property
+    def length(self) -> int:
+        return max(self.prompt_lengths) + self.new_tokens
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.prompt_lengths) * self.new_tokens
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured case. baseline: median seconds of the first case of this dtype and place."""
+
+    dtype: str
+    case: StudyCase
+    measurement: "Measurement"
+    baseline: float | None = None
+    is_remote: bool = False
+    perplexity: float | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        return [run.total for run in self.measurement.runs]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def first_tokens(self) -> list[float]:
+        return [run.first_token for run in self.measurement.runs]
+
+    @property
+    def num_steps(self) -> int | None:
+        return None if self.is_remote else self.measurement.runs[-1].num_steps
+
+    @property
+    def name(self) -> str:
+        return f"tinygpt, {self.dtype}" + ", remote" * self.is_remote
+
+
+@dataclass(frozen=True)
+class Study:
+    """A published study. The first `small` cases are those of --small."""
+
+    name: str
+    summary: str
+    source: str
+    hardware: str
+    cases: tuple[StudyCase, ...]
+    small: tuple[StudyCase, ...]
+    repetitions: tuple[int, int]  # of the study, and of --small
+    columns: dict[str, Callable[[Result], str]]  # title -> cell of a row of ours
+    x: tuple[str, Callable[[Result], Any]]  # axis label, and value of a result
+    y: tuple[str, Callable[[Result], list[float]]]  # axis label, and samples of a result
+    published_columns: tuple[str, ...] = ()
+    published: dict[tuple[int, int, int], tuple[Any, ...]] = field(default_factory=dict)  # by StudyCase.key
+    published_rows: tuple[tuple[str, ...], ...] = ()  # of other implementations, below ours
+    published_lines: dict[str, list[tuple[Any, float]]] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    notes: tuple[str, ...] = ()
+    model: str = "GPT-2 124M"
+    num_parameters: float = 124e6
+    has_llm_per_case: bool = False  # with slots and memory of the case alone
+
+
+def _cases(
+    sizes: Iterable[int], lengths: tuple[int, ...], new_tokens: int, count: int | None = None
+) -> tuple[StudyCase, ...]:
+    """Return a case for each batch size, of `count` prompts (None: the batch size) whose lengths go in turns."""
+    return tuple(StudyCase(size, tuple(islice(cycle(lengths), count or size)), new_tokens) for size in sizes)
+
+
+def _mean_and_error(result: Result) -> str:
+    samples = result.seconds
+    error = f" ± {statistics.stdev(samples) / len(samples) ** 0.5:.4f}" if len(samples) > 1 else ""
+    return f"{statistics.mean(samples):.4f}{error}"
+
+
+def _ms_per_token(result: Result) -> str:
+    """Of the tokens after the first."""
+    rest = [run.total - run.first_token for run in result.measurement.runs]
+    return f"{1e3 * statistics.median(rest) / (result.case.new_tokens - 1):.3f}"
+
+
+def _memory(result: Result) -> str:
+    return f"{result.measurement.peak_memory / 1e9:.2f}" if result.measurement.peak_memory else "unknown"
+
+
+QUERY_LENGTHS = (3, 9, 27, 10, 10, 9, 12, 9, 14, 4)  # of batch-inference's ten texts in GPT-2's tokens
+TEXT_LENGTHS = (7, 5, 4)  # of batching-notebook's three texts
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+# (input, output) -> latency in ms and memory in GB of batch size 1, 2, 4 ... 64
+FT_LATENCY = {
+    (128, 8): (25.43, 26.42, 28.00, 32.56, 42.87, 62.61, 104.51),
+    (512, 32): (92.01, 97.87, 110.7, 136.45, 189.91, 296.15, 529.18),
+}
+FT_MEMORY = {(128, 8): (3.43, 3.46, 3.51, 3.61, 3.78, 4.13, 4.81), (512, 32): (3.57, 3.65, 3.78, 4.12, 4.8, 6.09, 8.67)}
+NOTEBOOK = (  # duration in ms, tokens/ms, latency in ms of batch size 1, 2, 4 ... 128
+    *((59.8, 0.2, 6.0), (59.9, 0.3, 6.0), (59.3, 0.7, 5.9), (61.6, 1.3, 6.2)),
+    *((64.4, 2.5, 6.4), (67.2, 4.8, 6.7), (75.6, 8.5, 7.6), (93.0, 13.8, 9.3)),
+)
+ONNX_LOG = {1: (0.0348, 0.0639), 10: (0.2157, 0.6021), 100: (2.1581, 6.6107), 1000: (26.4266, 291.9332)}
+
+STUDIES = {
+    study.name: study
+    for study in (
+        Study(  # docs of commit ca20ab04 (RTX 2080 Ti) and 5823a2d8 (V100)
+            name="batch-inference",
+            summary="100 queries of 64 new tokens, batch 8 against batch 1 (microsoft/batch-inference)",
+            source='microsoft/batch-inference, docs/examples/gpt_completion.rst, "GPT Completion"',
+            hardware="by Hugging Face in PyTorch on the GPU that is named",
+            cases=_cases((1, 8), QUERY_LENGTHS, 64, 100),
+            small=_cases((1, 8), QUERY_LENGTHS, 64, 20),
+            repetitions=(3, 1),
+            has_llm_per_case=True,
+            columns={
+                "Method": lambda r: f"{r.name}, batch {r.case.batch_size}",
+                "Query Count": lambda r: str(len(r.case.prompt_lengths)),
+                "Execution Time": lambda r: f"{r.median:.2f}s",
+                "Throughput comparing to Baseline": lambda r: f"{(r.baseline or r.median) / r.median:.2g}x",
+                "Max Batch Size": lambda r: str(r.case.batch_size),
+                "Avg Batch Size": lambda r: f"{r.case.total_tokens / r.num_steps:.3g}" if r.num_steps else ABSENT,
+                "Generated Token Count": lambda r: str(r.case.total_tokens),
+                "Inference Count": lambda r: str(r.num_steps) if r.num_steps else ABSENT,
+            },
+            published_rows=(
+                ("Baseline, RTX 2080 Ti", "100", "63.05s", "1x", "1", "1", "6400", "6400"),
+                ("With batch-inference, RTX 2080 Ti", "100", "12.07s", "5x", "8", "7.69", "6400", "832"),
+                ("Baseline, V100", "100", "78.04s", "1x", "1", "1", "6400", "6400"),
+                ("With batch-inference, V100", "100", "4.86s", "16x", "32", "25", "6400", "256"),
+            ),
+            published_lines={
+                "RTX 2080 Ti": [(1, 6400 / 63.05), (8, 6400 / 12.07)],
+                "V100": [(1, 6400 / 78.04), (32, 6400 / 4.86)],
+            },
+            x=("largest batch (sequences)", lambda r: r.case.batch_size),
+            y=("generated tokens/s", lambda r: [r.case.total_tokens / seconds for seconds in r.seconds]),
+            notes=(
+                "Avg Batch Size: generated tokens / forward passes. The study does not say how often it ran.",
+                f"remote (--remote): the model is behind `tinygpt serve`, which {NUM_CALLERS} connections of one "
+                f"RemoteLLM ask; its number of passes is unknown ({ABSENT}).",
+            ),
+        ),
+        Study(  # the notebook's output in commit b767e768
+            name="batching-notebook",
+            summary="batch 1 to 128: duration, throughput and latency (pkuwangh/mlsys, P02 - Batching)",
+            source='pkuwangh/mlsys, p02-batching.ipynb, "Throughput vs Latency"',
+            hardware="by Hugging Face in PyTorch on a GPU that is not named",
+            cases=_cases(SIZES, TEXT_LENGTHS, 10),
+            small=_cases(SIZES[:4], TEXT_LENGTHS, 10),
+            repetitions=(5, 3),
+            columns={
+                "implementation": lambda r: r.name,
+                "bs": lambda r: str(r.case.batch_size),
+                "duration (ms)": lambda r: f"{1e3 * r.median:.1f}",
+                "throughput (tokens/ms)": lambda r: f"{r.case.total_tokens / (1e3 * r.median):.2f}",
+                "avg latency (ms)": lambda r: f"{1e3 * r.median / r.case.new_tokens:.2f}",
+            },
+            published_columns=("duration (ms)", "throughput (tokens/ms)", "avg latency (ms)"),
+            published={
+                case.key: figures for case, figures in zip(_cases(SIZES, TEXT_LENGTHS, 10), NOTEBOOK, strict=True)
+            },
+            published_lines={
+                "a GPU that is not named": [
+                    (latency, 10 * size / duration)
+                    for size, (duration, _, latency) in zip(SIZES, NOTEBOOK, strict=True)
+                ]
+            },
+            x=("latency (ms/token)", lambda r: 1e3 * r.median / r.case.new_tokens),
+            y=("throughput (tokens/ms)", lambda r: [r.case.total_tokens / (1e3 * seconds) for seconds in r.seconds]),
+            notes=(
+                "The notebook's single run times tokenization and making text too.",
+                "avg latency is duration / 10 new tokens.",
+            ),
+        ),
+        Study(  # README.md of commit 46802a35
+            name="cpu-study",
+            summary="a 13-token prompt, 100 new tokens, top-k 40, ten runs, by dtype (bloomen/gpt-2-hf)",
+            source='bloomen/gpt-2-hf, README.md, "GPT-2 Performance Considerations"',
+            hardware="on the CPU, not named, of a Linux workstation",
+            cases=_cases((1,), (13,), 100),
+            small=_cases((1,), (13,), 100),
+            repetitions=(10, 3),
+            sampling={"temperature": 1.0, "top_k": 40, "seed": 42},
+            columns={
+                "implementation": lambda r: r.name,
+                "new tokens": lambda r: str(r.case.new_tokens),
+                "minimum inference time (s)": lambda r: f"{min(r.seconds):.3f}",
+                "median (s)": lambda r: f"{r.median:.3f}",
+                "time to first token (ms)": lambda r: f"{1e3 * statistics.median(r.first_tokens):.1f}",
+                "time per output token (ms)": _ms_per_token,
+                "tokens/s": lambda r: f"{r.case.new_tokens / r.median:.1f}",
+            },
+            published_rows=(
+                ("OpenAI's script, TensorFlow 1.15", "100", "3.4", *[NOT_PUBLISHED] * 4),
+                ("Hugging Face, PyTorch", "up to 87", "1.7", *[NOT_PUBLISHED] * 4),
+                ("Hugging Face, PyTorch, float16 quantisation", "up to 87", "1.5", *[NOT_PUBLISHED] * 4),
+            ),
+            published_lines={"minimum of 10": [("TensorFlow", 3.4), ("Hugging Face", 1.7), ("HF, float16", 1.5)]},
+            x=("implementation", lambda r: r.dtype),
+            y=("inference time (s)", lambda r: r.seconds),
+            notes=(
+                "Time per output token: of the tokens after the first.",
+                "The study's rows of Hugging Face's have max_length=100, which counts the prompt: at most 87 tokens "
+                "are new. They include making text; TensorFlow's is of the inference step.",
+            ),
+        ),
+        Study(  # commit 1c53a109; the log is in README.md of f27c8445
+            name="onnx-study",
+            summary="prompt x generation length, with perplexity by dtype (jdvin/whistle-stop)",
+            source="jdvin/whistle-stop, README.md and test_lab.ipynb",
+            hardware="on the CPU, not named, of a Mac",
+            cases=(
+                *(StudyCase(1, (prompt,), new) for prompt in (100, 200, 300) for new in (1, 100, 200, 400, 500)),
+                *(StudyCase(1, (10,), new) for new in ONNX_LOG),
+            ),
+            small=(
+                *(StudyCase(1, (prompt,), new) for prompt in (100, 200) for new in (1, 100, 200)),
+                *(StudyCase(1, (10,), new) for new in (1, 10, 100)),
+            ),
+            repetitions=(5, 5),
+            columns={
+                "model": lambda r: r.name,
+                "prompt length": lambda r: str(r.case.prompt_lengths[0]),
+                "generated tokens": lambda r: str(r.case.new_tokens),
+                "time (s)": _mean_and_error,
+                "perplexity": lambda r: ABSENT if r.perplexity is None else f"{r.perplexity:.4f}",
+            },
+            published_columns=("hf base (s)", "nanoGPT (s)"),
+            published={(1, 10, new): seconds for new, seconds in ONNX_LOG.items()},
+            published_lines={
+                name: [(new, seconds[i]) for new, seconds in ONNX_LOG.items()]
+                for i, name in enumerate(("hf base", "nanoGPT"))
+            },
+            x=("generation length (tokens)", lambda r: r.case.new_tokens),
+            y=("inference time (s)", lambda r: r.seconds),
+            notes=(
+                "Ours: mean ± standard error of the mean, as the study's error bars.",
+                "Published: a log that does not state its prompt; the notebook then had one of 10 tokens. The grid was "
+                "published as a graph without numbers.",
+                f"perplexity: per token, of the first {NUM_CHARACTERS} characters of --text FILE. The study's is a "
+                "graph of 10 passages of WikiText-2.",
+            ),
+        ),
+        Study(  # docs/gpt_guide.md of commit 07fdd2fc: the model nearest to GPT-2 355M
+            name="fastertransformer",
+            summary="batch x input x output length: latency and memory (NVIDIA/FasterTransformer)",
+            source='NVIDIA/FasterTransformer, docs/gpt_guide.md, "Performance of GPT-350M"',
+            hardware="24 layers, 1024 wide, FP16, on one A100-80GB",
+            model="GPT-350M",
+            num_parameters=355e6,
+            cases=tuple(case for prompt, new in FT_LATENCY for case in _cases(SIZES[:7], (prompt,), new)),
+            small=tuple(case for prompt, new in FT_LATENCY for case in _cases(SIZES[:3], (prompt,), new)),
+            repetitions=(5, 2),
+            sampling={"temperature": 1.0, "top_p": 0.9, "seed": 0},
+            columns={
+                "implementation": lambda r: r.name,
+                "Batch_size": lambda r: str(r.case.batch_size),
+                "Input Seqlen": lambda r: str(r.case.prompt_lengths[0]),
+                "Output Seqlen": lambda r: str(r.case.new_tokens),
+                "Latency (ms)": lambda r: f"{1e3 * r.median:.2f}",
+                "Memory Usage (GB)": _memory,
+            },
+            published_columns=("FT Latency (ms)", "Memory Usage (GB)"),
+            published={
+                (size, *lengths): (latency, memory)
+                for lengths, row in FT_LATENCY.items()
+                for size, latency, memory in zip(SIZES, row, FT_MEMORY[lengths], strict=False)
+            },
+            published_lines={
+                f"A100, {a} + {b}": [*zip(SIZES, row, strict=False)] for (a, b), row in FT_LATENCY.items()
+            },
+            x=("batch size (sequences)", lambda r: r.case.batch_size),
+            y=("latency (ms)", lambda r: [1e3 * seconds for seconds in r.seconds]),
+            notes=("Memory of ours: the peak of the process, Python and kernels included; published: the GPU's.",),
+            has_llm_per_case=True,
+        ),
+    )
+}
