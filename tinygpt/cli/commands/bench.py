@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--output", type=Path, metavar="FILE", help=about)
     about = "also draw them, into a file named .png or .svg (default: none)"
     output.add_argument("--plot", type=Path, metavar="FILE", help=about)
-    about = "compare two files of cases, in --format json or jsonl, and measure nothing (default: off)"
-    output.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help=about)
+    about = "show the change between two files of cases, as json or jsonl, and measure nothing (default: off)"
+    output.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help=about)
 
 
 def run(args: argparse.Namespace) -> None:
