@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tinygpt import LLM
 from tinygpt.cli import main as cli
-from tinygpt.cli.flags.sampling import params_of
+from tinygpt.cli.flags import params_of
 
 WIDTH = 110
 
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 40), metavar=("FIRST", "END"))
     parser.add_argument("--all", action="store_true", help="those without an end, too")
     arguments = parser.parse_args()
-    params = params_of(cli.build_parser().parse_args(["generate", arguments.prompt]))
+    params = params_of(cli.parse(["generate", arguments.prompt]))
     seeds = range(*arguments.seeds)
     with LLM(arguments.model) as llm:
         outputs = llm.generate([arguments.prompt] * len(seeds), [replace(params, seed=seed) for seed in seeds])

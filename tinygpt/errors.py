@@ -1,6 +1,6 @@
 """Exceptions that a user can act on, and the sentences that more than one module builds."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,14 @@ def _restored(kind: type[RequestError], reason, field, value, allowed, work_star
 def invalid(field: str, value: Any, allowed: str) -> RequestError:
     """Return the error "{field} is {value} and must be {allowed}."; `allowed` starts as "at least 0" does."""
     return RequestError(f"is {value!r} and must be {allowed}.", field, value, allowed)
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean NEAREST?" for a misspelled name, or "" if none of `names` is near."""
+    from difflib import get_close_matches
+
+    nearest = get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 @contextmanager

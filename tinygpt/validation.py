@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from tinygpt.errors import RequestError
-from tinygpt.suggestions import field_hint
+from tinygpt.errors import RequestError, suggest
 
 MAX_COUNT = 2**31 - 1
 
@@ -214,6 +213,4 @@ def known_keywords(noun: str, owner: str) -> Callable[[Callable], Callable]:
 
 
 def _with_hints(unknown: list[str], names: list[str], owner: str) -> str:
-    hints = {name: field_hint(name, names, repr) for name in unknown}
-    listed = [f"{name!r}" + (f" ({hint})" if hint else "") for name, hint in hints.items()]
-    return ", ".join(listed) + ("" if all(hints.values()) else f"; help({owner}) has all names")
+    return f"{', '.join(map(repr, unknown))}{suggest(unknown[0], names) or f'; help({owner}) has all names'}"

@@ -4,10 +4,9 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
+from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.kernels.errors import DeviceError
-from tinygpt.suggestions import nearest_dtype
-from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/
 
@@ -24,9 +23,7 @@ def load_backend(device: str, dtype: str) -> ModuleType:
         )
     if dtype not in ("auto", *backend.DTYPES):
         allowed = ", ".join(map(repr, backend.DTYPES))
-        nearest = nearest_dtype(dtype, backend.DTYPES)
-        hint = f": did you mean {nearest!r}?" if nearest else "."
-        raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only{hint}")
+        raise RequestError(f"dtype is {dtype!r} and device {device!r} computes in {allowed} only.")
     try:
         backend.check_device()
     except DeviceError as error:

@@ -6,10 +6,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from tinygpt.errors import QueueFullError, TinyGPTError
+from tinygpt.errors import QueueFullError, TinyGPTError, suggest
 from tinygpt.server.protocol.fields import Strict
 from tinygpt.server.refusals.wording import for_client
-from tinygpt.suggestions import nearest_choice
 
 # What a client's retries should do: its library retries these statuses unless it is told that waiting will not help.
 RETRIED = {408, 409, 429, 500, 503}
@@ -77,10 +76,9 @@ async def answer_http_error(request: Request, error: HTTPException) -> JSONRespo
 def _no_path(request: Request) -> str:
     """A base URL without its /v1 is what is wrong most often."""
     paths = [route.path for route in request.app.routes if "{" not in route.path]
-    nearest = nearest_choice(request.url.path, paths)
     # As in the log: a path may hold anything.
     path = ascii(request.url.path)[1:-1]
-    return f"there is no path {path}: " + (f"did you mean {nearest}?" if nearest else "/openapi.json lists all paths.")
+    return f"there is no path {path}{suggest(request.url.path, paths)}: /openapi.json lists all paths."
 
 
 def _no_method(request: Request, error: HTTPException) -> str:

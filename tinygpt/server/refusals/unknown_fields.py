@@ -2,11 +2,11 @@
 
 from inspect import signature
 
+from tinygpt.errors import suggest
 from tinygpt.llm import LLM
 from tinygpt.server.protocol.fields import Strict
-from tinygpt.suggestions import field_hint, field_meant
 
-# Beside what suggestions.py knows: a field, what more to say of it, and how other servers call it.
+# A field, what more to say of it, and how other servers call it.
 MEANT = (
     ("temperature", " 0 is greedy, and all above it draws", "do_sample sample greedy"),
     ("user", "", "user_id safety_identifier"),
@@ -37,6 +37,6 @@ def hint_for(name: str, form: type[Strict]) -> str | None:
             return f"did you mean {field}?{more}"
     if why := next((why for why, others in WITHOUT.items() if name in others.split()), None):
         return why
-    if field_meant(name, names) is None and (decided := field_meant(name, _OF_THE_START)):
-        return f"{decided} is decided when the server starts: leave it out"
-    return field_hint(name, names)
+    if name in _OF_THE_START:
+        return f"{name} is decided when the server starts: leave it out"
+    return suggest(name, names).removeprefix("; ") or None

@@ -1,45 +1,37 @@
-"""`tinygpt convert`: a checkpoint packed ahead of time, in another precision, instead of at every start."""
+"""`tinygpt convert`: a checkpoint packed ahead of time, in another dtype or format, instead of at every start."""
 
 import argparse
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags.model import CHECKPOINT, add_flag, one_of_both
-from tinygpt.cli.flags.types import MEANINGS, any_dtype, lowered
+from tinygpt.cli.flags import CHECKPOINT, add_argument, add_flag, dtype, one_of_both
 from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.output.messages import elapsed, progress, say
-from tinygpt.disk import free_path
-from tinygpt.errors import RequestError, TinyGPTError
-from tinygpt.suggestions import nearest_dtype
+from tinygpt.cli.output import elapsed, log, progress
 from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
+from tinygpt.errors import RequestError, TinyGPTError, invalid
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.calibration import Calibration
     from tinygpt.execution.model_source import ModelSource
     from tinygpt.weights.checkpoint import Checkpoint
-    from tinygpt.weights.stored.packed import PackedCheckpoint
 
 USAGE = "tinygpt convert [flags] SRC DST"
-FOLDER = "./converted"
+SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 ALPHA = 0.5
-FORMATS = {  # the dtypes that each can have; None is tinygpt's own
+FORMATS = {  # -> dtypes; None is tinygpt's own format
     None: (*DTYPES, STORAGE_DTYPE),
     "safetensors": ("float32", "float16", "bfloat16"),
     "gguf": ("float32", "float16", "bfloat16", "int8", "int4"),
     "npz": ("float32", "float16"),
 }
 OTHERS = tuple(filter(None, FORMATS))
-ALL_DTYPES = tuple(dict.fromkeys(chain(*FORMATS.values())))
-ONE_FILE = ("gguf", "npz")  # whose readers are given the file, and not its folder
+ONE_FILE = ("gguf", "npz")  # readers are given the file, and not its folder
 CALIBRATED = ("int8", "int4")
-SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,16 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "model", default=None, help="the same as SRC, as in all commands; DST is then the one argument")
     parser.add_argument(
         "--to",
-        type=lowered(*OTHERS),
+        type=str.lower,
         choices=OTHERS,
         help="a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)",
     )
-    parser.add_argument(
-        "--dtype",
-        type=any_dtype(ALL_DTYPES, MEANINGS),
+    by_format = "; ".join(f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items())
+    add_argument(
+        parser,
+        "dtype",
+        type=dtype,
         metavar="DTYPE",
-        help=f"precision of the weights: {_dtypes_by_format()}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, "
-        "and float32 with --to)",
+        help=f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and "
+        "float32 with --to)",
     )
     parser.add_argument(
         "--calibrate",
@@ -81,115 +75,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "threads")
 
 
-def _dtypes_by_format() -> str:
-    return "; ".join(f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items())
-
-
 def run(args: argparse.Namespace) -> None:
-    """Write DST, whole or not at all. RequestError, before any work, where there is something already."""
-    _settle_source(args)
+    """Write DST, complete or not at all. RequestError, before any work, if it exists already."""
+    if args.model is not None and args.target is None:
+        args.source, args.target = None, args.source
+    args.source = one_of_both("SRC", args.source, args.model)
+    if args.source is None or args.target is None:
+        raise RequestError(f"a checkpoint and the folder to make are needed: {USAGE}.")
     target = Path(args.target).expanduser().absolute()
     args.dtype = args.dtype or ("float32" if args.to else "int8")
-    _check_name(args, target)
-    _check_target(args.target, target)
-    _check_format(args)
-    _check_calibration(args)
+    _check(args, target)
     set_thread_pools(args.threads)
     with _becoming(target) as folder:
         before, file = _convert(args, folder)
         after = file.stat().st_size
     made = target / file.name if args.to in ONE_FILE else target
-    say(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{_use(args, made)}")
-
-
-def _use(args: argparse.Namespace, made: Path) -> str:
-    if args.to == "npz":  # which nothing here reads
-        return ""
     how = ", and leave --dtype out: it computes in bfloat16" if args.dtype == STORAGE_DTYPE else ""
-    return f"; use it as --model {made}{how}"
+    use = "" if args.to == "npz" else f"; use it as --model {made}{how}"  # tinygpt does not read .npz
+    log(f"{made}: {after / 1e6:.1f} MB of {args.dtype}, made from {before / 1e6:.1f} MB{use}")
 
 
-def _settle_source(args: argparse.Namespace) -> None:
-    """Have SRC and DST where they belong: with --model, the one argument is DST."""
-    if args.model is not None and args.target is None:
-        args.source, args.target = None, args.source
-    args.source = one_of_both("SRC", args.source, args.model)
-    if args.source is None or args.target is None:
-        raise RequestError(
-            f"{USAGE} takes two arguments, a checkpoint and the folder to make: give them, as in tinygpt convert "
-            f"{args.source or args.target or 'demo'} {FOLDER} --dtype int8."
-        )
-
-
-def _check_name(args: argparse.Namespace, target: Path) -> None:
-    """A folder that is named as the file of a format is in that format."""
-    ending = target.suffix.lower().removeprefix(".")
-    if ending in OTHERS and ending != args.to:
-        asked = "there is no --to" if args.to is None else f"--to is {args.to}"
-        raise RequestError(
-            f"DST {args.target} is named as a file of the format {ending}, and {asked}: give --to {ending}, which "
-            "makes a folder of this name with the file in it, or name the folder otherwise."
-        )
-
-
-def _check_target(given: str, target: Path) -> None:
-    """`given` is how the target was typed."""
+def _check(args: argparse.Namespace, target: Path) -> None:
+    """RequestError for impossible arguments."""
     if Path.cwd().is_relative_to(os.path.normpath(target)):
-        raise RequestError(f"DST {given} is the folder that this runs in, or one around it: {_name_new(FOLDER)}.")
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if os.path.lexists(target):
-        raise RequestError(f"DST {given} is there already, and not an empty folder: {_name_new(given)}.")
+        raise RequestError(f"DST {args.target} is the working folder, or one around it: name a new folder.")
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if os.path.lexists(target) and not is_empty:
+        raise RequestError(f"DST {args.target} is there already, and not an empty folder: name a new folder.")
     if not target.parent.is_dir():
         raise RequestError(f"the folder of DST {target} does not exist: create it first.")
-
-
-def _name_new(path: str) -> str:
-    return f"name a new folder, such as {shlex.quote(str(free_path(Path(path).expanduser())))}"
-
-
-def _check_format(args: argparse.Namespace) -> None:
-    allowed = FORMATS[args.to]
-    if args.dtype not in allowed:
-        raise RequestError(
-            f"dtype is {args.dtype!r} and must be one of {', '.join(allowed)}"
-            f"{f' with --to {args.to}' if args.to else ''}{_advice_for_dtype(args.dtype, args.to)}"
-        )
-
-
-def _advice_for_dtype(dtype: str, to: str | None) -> str:
-    """For one that the format does not have: the formats that do, or what may have been meant."""
-    having = [other for other in OTHERS if dtype in FORMATS[other]]
-    ways = ["leave out --to"] * (dtype in FORMATS[None]) + [f"give --to {' or '.join(having)}"] * bool(having)
-    if ways:
-        return f": choose one, or {', or '.join(ways)}."
-    nearest = nearest_dtype(dtype, FORMATS[to])
-    return f": did you mean {nearest}?" if nearest else "."
-
-
-def _check_calibration(args: argparse.Namespace) -> None:
-    given = [flag for flag in ("--calibrate", "--act-scales") if getattr(args, flag[2:].replace("-", "_")) is not None]
-    flags = given + ["--smooth"] * (args.smooth is not None)
-    if flags and args.to:
-        raise RequestError(f"{flags[0]} is for tinygpt's own format, and --to {args.to} is given: leave one out.")
-    if flags and args.dtype not in CALIBRATED:
-        raise RequestError(
-            f"dtype is {args.dtype!r}, whose activations are not quantised, and {flags[0]} is given: leave it out, or "
-            f"give --dtype {' or '.join(CALIBRATED)}."
-        )
-    if len(given) > 1:
-        raise RequestError("--calibrate and --act-scales are both given: give one, a text or sizes measured before.")
-    if flags == ["--smooth"]:
-        raise RequestError(
-            f"--smooth {args.smooth} has nothing to go by: give --calibrate TEXT or --act-scales FILE too."
-        )
+    ending = target.suffix.lower().removeprefix(".")
+    if ending in OTHERS and ending != args.to:
+        raise RequestError(f"DST {args.target} is named as a file of another format: give --to {ending}.")
+    if args.dtype not in FORMATS[args.to]:
+        raise invalid("--dtype", args.dtype, f"one of {', '.join(FORMATS[args.to])}")
+    flags = ("calibrate", "act_scales", "smooth")
+    given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag) is not None]
+    if given and (args.to or args.dtype not in CALIBRATED):
+        raise RequestError(f"{given[0]} is for tinygpt's own format in {' or '.join(CALIBRATED)}: leave it out.")
+    if given and (args.calibrate is None) == (args.act_scales is None):
+        raise RequestError("give --calibrate TEXT or --act-scales FILE, one of them.")
     if args.smooth is not None and not 0 <= args.smooth <= 1:
-        raise RequestError(f"--smooth is {args.smooth} and must be a number from 0 to 1: {ALPHA} is usual.")
+        raise invalid("--smooth", args.smooth, "a number from 0 to 1")
 
 
 @contextmanager
 def _becoming(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` once the block has succeeded: nobody ever sees half a checkpoint."""
+    """Yield a folder that is renamed to `target` if the block succeeds: no reader sees half a checkpoint."""
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
@@ -201,19 +133,8 @@ def _becoming(target: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-@contextmanager
-def _written(target: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TinyGPTError(
-            f"DST {target} cannot be written ({error.strerror or error}), and nothing is left of it: make room, or "
-            "name another folder."
-        ) from None
-
-
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
-    """Fill the folder; the size of the weights' files before, in bytes, and the file of the weights now."""
+    """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from tinygpt.tokenizer.prepared import write_prepared
     from tinygpt.weights.random_checkpoint import is_random
     from tinygpt.weights.stored.companions import write_companions
@@ -221,16 +142,19 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
     checkpoint, write = (_in_other_format if args.to else _in_own_format)(args, folder)
-    with elapsed(f"writing {args.target}"), _written(args.target):
-        file = write()
-        write_companions(folder, checkpoint)
-        if not args.to:
-            write_prepared(folder)
+    with elapsed(f"writing {args.target}"):
+        try:
+            file = write()
+            write_companions(folder, checkpoint)
+            if not args.to:
+                write_prepared(folder)
+        except OSError as error:
+            raise TinyGPTError(f"DST {args.target} cannot be written: {error.strerror or error}.") from None
     return sum(file.stat().st_size for file in checkpoint.files), file
 
 
 def _in_own_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
-    """The checkpoint, and what writes its weights."""
+    """Return the checkpoint, and a function that writes its weights."""
     from tinygpt.execution.model_source import ModelSource
     from tinygpt.weights.stored.float8 import write_float8
     from tinygpt.weights.stored.packed import write_packed
@@ -255,49 +179,43 @@ def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoin
     return checkpoint, partial(write, folder, checkpoint, args.dtype)
 
 
-def _unpacked(args: argparse.Namespace, checkpoint: "Checkpoint | PackedCheckpoint") -> "Checkpoint":
+def _unpacked(args: argparse.Namespace, checkpoint: Any) -> "Checkpoint":
     from tinygpt.execution.model_source import check_tokenizer
     from tinygpt.weights.stored.packed import PackedCheckpoint
     from tinygpt.weights.stored.plain import layout_of
 
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
-    layout_of(checkpoint)  # before any work, as all that may be refused
+    layout_of(checkpoint)  # raises before any work
     check_tokenizer(checkpoint)
     return checkpoint
 
 
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
-    """The tokenizer in the form of a tokenizer.json, where it is GPT-2's kind or BLOOM's. What is left out is said."""
+    """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
     from tinygpt.execution.model_source import read_spec
-    from tinygpt.tokenizer.byte_level_bpe import UnlikeGPT2
+    from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
     from tinygpt.weights.families.byte_level import is_blooms_kind
 
     try:
         spec = read_spec(checkpoint)
-        around, is_behind = ([], False) if is_blooms_kind(spec) else _put_around(spec)
-        is_more = is_behind or around not in ([], [checkpoint.config.bos_token_id])
+        before, has_suffix = [], False  # tokens that the tokenizer puts around a text
+        if not is_blooms_kind(spec):
+            bare = ByteLevelBPE({**spec, "post_processor": None}).encode("a", split_special_tokens=False)
+            whole = ByteLevelBPE(spec).encode("a", split_special_tokens=False)
+            before = whole[: len(whole) - len(bare)]
+            has_suffix = before + bare != whole
+        is_more = has_suffix or before not in ([], [checkpoint.config.bos_token_id])
         if is_more or spec["pre_tokenizer"].get("add_prefix_space"):
             raise UnlikeGPT2("it puts more around a text than the token that begins one")
     except (TinyGPTError, UnlikeGPT2) as error:
-        say(f"the file will have no tokenizer: {error}")
+        log(f"the file will have no tokenizer: {error}")
         return None
-    return {**spec, "add_bos_token": bool(around)}
-
-
-def _put_around(spec: dict[str, Any]) -> tuple[list[int], bool]:
-    """What a tokenizer of GPT-2's kind puts before a text, and whether it puts anything behind it."""
-    from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE
-
-    bare, whole = (
-        ByteLevelBPE(one).encode("a", split_special_tokens=False) for one in ({**spec, "post_processor": None}, spec)
-    )
-    before = whole[: len(whole) - len(bare)]
-    return before, before + bare != whole
+    return {**spec, "add_bos_token": bool(before)}
 
 
 def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, Any], dict[str, object]]:
-    """The arrays to write, and what the file says of them."""
+    """Return the arrays to write, and the metadata of the file."""
     from tinygpt.hardware.threads import thread_count
     from tinygpt.kernels.cpu import packed
     from tinygpt.kernels.cpu.params import load_calibrated
@@ -318,7 +236,7 @@ def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, An
 
 
 def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibration | None":
-    """What --calibrate or --act-scales ask for."""
+    """Return the channel sizes of --calibrate or --act-scales."""
     from tinygpt.evaluation.calibration import calibrate, read_act_scales
     from tinygpt.evaluation.texts import read_text
     from tinygpt.execution.model_source import load_tokenizer
@@ -331,5 +249,5 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibra
         return None
     text = read_text("--calibrate", args.calibrate)
     token_ids = encode(text, load_tokenizer(checkpoint), checkpoint.config.vocab_size)
-    say(f"calibrating on {args.calibrate}")
+    log(f"calibrating on {args.calibrate}")
     return calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))

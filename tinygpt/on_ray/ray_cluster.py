@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tinygpt.cli.output.messages import counted, elapsed, say
+from tinygpt.cli.output import counted, elapsed, log
 from tinygpt.errors import RequestError, TinyGPTError, how_to_install
 
 OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights
@@ -97,14 +97,14 @@ def _check_room(ray: Any, address: str, count: int, threads: int) -> None:
     room, asked = sum(cpus // threads for cpus in hosts), count * threads
     has = f"the Ray cluster at {address} has {sum(hosts)} on {counted(len(hosts), 'host')}"
     if room < count and not _may_grow():
-        fewer = f"--workers {room}" if room else f"--threads {max(hosts)} or fewer" if max(hosts) else "it another host"
+        fewer = f"--ray {room}" if room else f"--threads {max(hosts)} or fewer" if max(hosts) else "it another host"
         raise RequestError(
-            f"--workers {count} of --threads {threads} need {asked} CPUs and {has}, room for {room}: give {fewer}."
+            f"--ray {count} of --threads {threads} need {asked} CPUs and {has}, room for {room}: give {fewer}."
         )
     if room < count:
-        say(f"{count} workers need {asked} CPUs and {has}, room for {room}: the others wait until it adds hosts")
+        log(f"{count} actors need {asked} CPUs and {has}, room for {room}: the others wait until it adds hosts")
     elif (free := int(ray.available_resources().get("CPU", 0))) < asked:
-        say(f"{count} workers need {asked} CPUs and {has}, {free} of them free: some wait until others end")
+        log(f"{count} actors need {asked} CPUs and {has}, {free} of them free: some wait until others end")
 
 
 def _may_grow() -> bool:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.report import aligned, records_table
 from tinygpt.cli import loading
-from tinygpt.cli.flags.model import CPU_FLAGS, RANK_FLAGS, add_group
-from tinygpt.cli.flags.types import dtypes, lowered, whole_number
-from tinygpt.cli.output.messages import progress, put, say
-from tinygpt.cli.output.report import table_format
+from tinygpt.cli.flags import CPU_FLAGS, RANK_FLAGS, add_group, dtypes
+from tinygpt.cli.output import emit, log, progress, table_format
 from tinygpt.errors import RequestError, work_started_by
 from tinygpt.evaluation.texts import read_rows, read_text
 
@@ -52,7 +50,7 @@ FORMATS = ("text", "md", "jsonl")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "task",
-        type=lowered(*COLUMNS),
+        type=str.lower,
         choices=COLUMNS,
         metavar="TASK",
         help="what to measure: ppl, lambada or rouge, see below",
@@ -65,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        type=lowered(*FORMATS),
+        type=str.lower,
         choices=FORMATS,
         help="text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)",
     )
@@ -73,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ppl = parser.add_argument_group("ppl", "strided perplexity of a text")
     ppl.add_argument(
         "--stride",
-        type=whole_number,
+        type=int,
         metavar="N",
         help="tokens from one window to the next; fewer give each token more context, and take longer "
         "(default: a full window, without overlap)",
@@ -82,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lambada, rouge",
         "accuracy and perplexity of what ends each text, by word and by token; ROUGE of summaries (extra eval)",
     )
-    lambada.add_argument("--limit", type=whole_number, metavar="N", help="the first N rows alone (default: all)")
+    lambada.add_argument("--limit", type=int, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
     names = (*CPU_FLAGS, "max_model_len", "split_special_tokens", *RANK_FLAGS)
     group = add_group(parser, names, dtype={"type": dtypes, "metavar": "LIST"}, max_model_len=window)
@@ -118,10 +116,10 @@ def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
     records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
     if args.json or args.format == "jsonl":
         for record in records:
-            put(json.dumps(record, ensure_ascii=False))
+            emit(json.dumps(record, ensure_ascii=False))
     else:
         table = _table(args.task, records)
-        put(table if (args.format or table_format()) == "md" else aligned(table))
+        emit(table if (args.format or table_format()) == "md" else aligned(table))
 
 
 def _read(args: argparse.Namespace) -> "str | list[Any]":
@@ -163,7 +161,7 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
     ) as llm:
         if args.stride is not None:
             check_stride(llm, args.stride)
-        say(f"{args.task} of {args.file} by {args.model} in {llm.dtype}")
+        log(f"{args.task} of {args.file} by {args.model} in {llm.dtype}")
         about = {"task": args.task, "file": str(args.file), "model": args.model, "dtype": llm.dtype}
         if args.task == "ppl":
             return [about | _perplexity(llm, given, args.stride)]

@@ -11,10 +11,8 @@ from typing import Any
 
 import tinygpt
 from tinygpt.cli import loading
-from tinygpt.cli.flags.model import add_checkpoint, add_flag, one_of_both
-from tinygpt.cli.output.instructions import instructions
-from tinygpt.cli.output.messages import elapsed
-from tinygpt.cli.output.report import once, print_fields, print_json, size_text
+from tinygpt.cli.flags import add_checkpoint, add_flag, one_of_both
+from tinygpt.cli.output import elapsed, print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import logical_cores, thread_count
 
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     report = examine(thread_count(args.threads), given) | of_checkpoint
     print_json(report) if args.json else _print_text(report)
     if of_checkpoint:
-        from tinygpt.cli.commands.info import check_report
+        from tinygpt.cli.info import check_report
 
         check_report(*(report["checkpoint"][name] for name in ("path", "refused", "tokenizer_error")))
 
@@ -57,7 +55,7 @@ def _print_text(report: dict[str, dict[str, Any]]) -> None:
     for name in ("total", "available"):
         report["memory"][name] = size_text(report["memory"][name])
     if checkpoint := report.get("checkpoint"):
-        error = once(checkpoint["tokenizer_error"], checkpoint["refused"])
+        error = checkpoint["tokenizer_error"]
         report = {**report, "checkpoint": {**checkpoint, "tokenizer_error": error}}
     for title, values in report.items():
         print_fields(title, values)
@@ -74,7 +72,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "system": {"platform": platform.platform(), "machine": platform.machine()},
         "threads": _threads(threads, variables),
         "cpu": _cpu(),
-        "kernels": instructions(),
+        "kernels": _instructions(),
         "blas": _blas(),
         "memory": memory,
         "decode_limits": _decode_limits(memory["read_bandwidth"]),
@@ -85,7 +83,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
 def _checkpoint(model: str) -> dict[str, Any]:
     """Which one it is, and why it or its tokenizer cannot be loaded."""
-    from tinygpt.cli.commands.info import describe
+    from tinygpt.cli.info import describe
     from tinygpt.weights.open import resolve
 
     report = describe(resolve(model))
@@ -127,6 +125,17 @@ def _cpu() -> dict[str, Any]:
         "llvm_name": binding.get_host_cpu_name(),
         "features": [name for name in FEATURES if has_feature(name)],
     }
+
+
+def _instructions() -> dict[str, str]:
+    """Return the target of the kernels, and the instructions of each dtype's products with their width."""
+    from tinygpt.kernels.cpu.simd.targets import PRODUCTS, SINGLES, TARGET
+
+    steps = {"float32": SINGLES, "bfloat16": TARGET.bfloat16, "int8": TARGET.int8, "int4": TARGET.int4}
+    steps |= {"int8 KV cache": TARGET.int8_cache}
+    lanes = TARGET.vector_bytes // 4
+    shown = {dtype: f"{step}, {lanes * PRODUCTS[step]} products an instruction" for dtype, step in steps.items()}
+    return {"target": TARGET.name, **shown}
 
 
 def _blas() -> dict[str, Any]:

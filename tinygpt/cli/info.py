@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags.model import add_checkpoint, checkpoint_of
-from tinygpt.cli.output.report import once, print_fields, print_json, print_table, size_text
+from tinygpt.cli.flags import add_checkpoint, checkpoint_of
+from tinygpt.cli.output import print_fields, print_json, print_table, size_text
 from tinygpt.converted import PACKED_FILE, PREPARED_FILE
 from tinygpt.errors import CheckpointError, NoTokenizerError
 
@@ -205,7 +205,7 @@ def _print_text(report: dict[str, Any]) -> None:
     tokenizer = report["tokenizer"]
     kept = ("error",) if tokenizer["error"] else ("vocab_size", "special_ids")
     outside = {"outside_vocabulary": _shown(tokenizer["outside_vocabulary"])} if tokenizer["outside_vocabulary"] else {}
-    print_fields("tokenizer", {name: once(tokenizer[name], report["refused"]) for name in kept} | outside)
+    print_fields("tokenizer", {name: tokenizer[name] for name in kept} | outside)
     if report["files"]:
         print_table(
             "files", [(name, size_text(file["size"]), file["sha256"]) for name, file in report["files"].items()]

@@ -7,11 +7,8 @@ from pathlib import Path
 from tinygpt.bench.report import FORMATS, Record, aligned, compare, comparison_table, read_records
 from tinygpt.bench.studies import STUDIES
 from tinygpt.cli import loading
-from tinygpt.cli.flags.model import CHECKPOINT, DTYPE, FLAGS, RANK_FLAGS, add_flag
-from tinygpt.cli.flags.types import dtypes, lowered, one_of, whole_number, whole_numbers
-from tinygpt.cli.output.messages import counted, put, say
-from tinygpt.cli.output.report import table_format
-from tinygpt.cli.output.results_file import check_writable, write
+from tinygpt.cli.flags import CHECKPOINT, MODEL_FLAGS, RANK_FLAGS, add_flag, dtypes, whole_numbers
+from tinygpt.cli.output import check_writable, counted, emit, log, table_format, write_results
 from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
 
 SUMMARY = "measure speed: reading prompts and generating, beside what the machine could do"
@@ -28,12 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("-m", "--model", help=f"{CHECKPOINT} (default: demo)")
     about = "random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B, or tiny; no download (default: none)"
     source.add_argument("--random", metavar="SHAPE", help=about)
-    model.add_argument("--dtype", type=dtypes, metavar="LIST", help=f"{DTYPE} (default: auto)")
-    about = f"{FLAGS['kv_cache_dtype']['help'].partition(' (')[0]} (default: auto)"
+    model.add_argument("--dtype", type=dtypes, metavar="LIST", help=f"{MODEL_FLAGS['dtype']['help'].partition(' (default')[0]} (default: auto)")
+    about = f"{MODEL_FLAGS['kv_cache_dtype']['help'].partition(' (')[0]} (default: auto)"
     add_flag(model, "kv_cache_dtype", default=None, help=about)
     add_flag(model, "threads", type=whole_numbers, metavar="LIST")
     about = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
-    add_flag(model, "device", type=one_of("cpu", "cuda"), default=None, help=about)
+    add_flag(model, "device", choices=("cpu", "cuda"), default=None, help=about)
     for name in RANK_FLAGS:
         add_flag(model, name)
     cases = parser.add_argument_group("cases", "each combination is measured, with each dtype and number of threads.")
@@ -42,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "tokens to generate after the prompt, 2 or more; 0 for no generation (default: 64)"
     cases.add_argument("--new-tokens", type=whole_numbers, metavar="LIST", help=about)
     about = "runs of each case, after a warm-up (default: 5, and a preset's own)"
-    cases.add_argument("--repetitions", type=whole_number, metavar="N", help=about)
+    cases.add_argument("--repetitions", type=int, metavar="N", help=about)
     studies = parser.add_argument_group("published studies", "in place of the cases above; they have their own.")
     listed = "; ".join(f"{study.name}: {study.summary}" for study in STUDIES.values())
     about = f"repeat a study and show its figures: {listed} (default: none)"
-    studies.add_argument("--preset", type=lowered(*STUDIES), choices=STUDIES, metavar="NAME", help=about)
+    studies.add_argument("--preset", type=str.lower, choices=STUDIES, metavar="NAME", help=about)
     studies.add_argument("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
     about = "UTF-8 text, for the perplexity of onnx-study (default: none)"
     studies.add_argument("--text", metavar="FILE", help=about)
@@ -57,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text and md are tables; the others have llama-bench's keys and more (default: what the name of --output ends "
         "in, or md; text on a terminal)"
     )
-    output.add_argument("--format", type=lowered(*FORMATS), choices=FORMATS, help=about)
+    output.add_argument("--format", type=str.lower, choices=FORMATS, help=about)
     output.add_argument("--json", action="store_true", help="as --format json (default: off)")
     about = "also write the results into a file (default: none)"
     output.add_argument("--output", type=Path, metavar="FILE", help=about)
@@ -149,11 +146,11 @@ def _run_cases(args: argparse.Namespace) -> None:
     cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, args.repetitions
     ranks = args.tensor_parallel_size, args.pipeline_parallel_size
     plan = make_plan(args.model, args.dtype, args.threads, *cases, ranks, args.device, args.kv_cache_dtype)
-    say(f"{counted(len(plan), 'case')} of {args.model}")
+    log(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
         with work_started_by(records):
-            run_plan(plan, records, tell=say)
+            run_plan(plan, records, tell=log)
     finally:  # an interruption leaves the cases that were measured
         if records:
             _hand_over(args, records, lambda: draw_records(records, args.plot))
@@ -165,7 +162,7 @@ def _run_preset(args: argparse.Namespace) -> None:
     threads = None if args.threads is None else args.threads[0]
     how = args.repetitions, args.small, args.text, args.remote, args.device
     study, options = STUDIES[args.preset], Options(args.model, args.dtype or RUNS["dtype"], threads, *how)
-    say(f"{study.name} with {args.model}")
+    log(f"{study.name} with {args.model}")
     results, notes = [], ["Interrupted: cases are missing."]
     try:
         with work_started_by(results):
@@ -193,13 +190,13 @@ def _hand_over(
     finally:
         if args.plot is not None:
             draw()
-            say(f"{args.plot} is drawn")
+            log(f"{args.plot} is drawn")
 
 
 def _write(args: argparse.Namespace, records: list[Record], markdown: str | None = None) -> None:
     """`markdown` replaces the table of cases. With --output, stdout has the table too."""
     tables = {} if markdown is None else {"md": markdown, "text": aligned(markdown)}
-    write(tables.get(args.format) or FORMATS[args.format](records), args.output)
+    write_results(tables.get(args.format) or FORMATS[args.format](records), args.output)
     if args.output is not None:
-        put(tables.get(table_format()) or FORMATS[table_format()](records))
-        say(f"the results are in {args.output}")
+        emit(tables.get(table_format()) or FORMATS[table_format()](records))
+        log(f"the results are in {args.output}")

@@ -11,9 +11,8 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import model as model_flags
-from tinygpt.cli.flags.types import lowered, number, whole_number
-from tinygpt.cli.output.messages import say
+from tinygpt.cli.flags import MODEL_FLAGS, add_group
+from tinygpt.cli.output import log
 from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, how_to_install
 
 if TYPE_CHECKING:
@@ -34,26 +33,21 @@ SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests that name it; severa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Who has written the texts that come, nobody here knows: special tokens in them are plain text.
     parser.set_defaults(split_special_tokens=True, temperature=1.0)
-    names = [name for name in model_flags.FLAGS if name != "split_special_tokens"]
-    group = model_flags.add_group(parser, names, soft_prompt={"help": SOFT_PROMPT})
+    names = [name for name in MODEL_FLAGS if name != "split_special_tokens"]
+    group = add_group(parser, names, soft_prompt={"help": SOFT_PROMPT})
     group.add_argument(
         "--max-queue",
-        type=whole_number,
+        type=int,
         default=512,
         metavar="N",
         help="samples that may wait; more are refused with status 429 (default: %(default)s)",
-    )
-    group.add_argument(
-        "--cache-salt",
-        metavar="TEXT",
-        help="salt of prompts without their own: only those of one salt share what they begin with (default: none)",
     )
     _add_server_flags(parser.add_argument_group("server"))
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="(default: %(default)s, this machine)")
-    group.add_argument("--port", type=whole_number, default=8000, metavar="N", help="0 is any (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="0 is any (default: %(default)s)")
     group.add_argument(
         "--api-key",
         action="append",
@@ -79,14 +73,14 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-logprobs",
-        type=whole_number,
+        type=int,
         default=20,
         metavar="N",
         help="log probabilities of a token that a request may ask for (default: %(default)s)",
     )
     group.add_argument(
         "--drain-seconds",
-        type=number,
+        type=float,
         default=30.0,
         metavar="S",
         help="how long what runs may go on after SIGTERM or Ctrl-C (default: %(default)g)",
@@ -98,7 +92,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--log-format",
-        type=lowered(*LOG_FORMATS),
+        type=str.lower,
         choices=LOG_FORMATS,
         default="text",
         help="of the log on stderr (default: %(default)s)",
@@ -110,7 +104,6 @@ def run(args: argparse.Namespace) -> None:
     # As load_llm would, but before the server's modules, NumPy among them, are imported.
     loading.set_thread_pools(args.threads)
     with ExitStack() as starting:
-        starting.enter_context(loading.uncollected())
         _check_installed()
         from tinygpt.server.transport.listen import listen, url_of
 
@@ -158,11 +151,11 @@ def _serve(args: argparse.Namespace, llm: "LLM", listener: socket.socket, url: s
 
 
 def _announce(model: str, url: str, llm: "LLM") -> None:
-    say(f"serving {model} on {url}")
+    log(f"serving {model} on {url}")
     try:
         _ = llm.tokenizer
     except NoTokenizerError as error:
-        say(f"only token ids are served: {error}")
+        log(f"only token ids are served: {error}")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -181,7 +174,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> "LLM":
-    return loading.load_llm(args, _check_tokenizer, max_queue=args.max_queue, cache_salt=args.cache_salt)[0]
+    return loading.load_llm(args, max_queue=args.max_queue)[0]
 
 
 def _check_tokenizer(llm: "LLM") -> None:
@@ -208,7 +201,7 @@ def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "Serve
     if args.allowed_hosts:
         hosts = set(map(str.lower, args.allowed_hosts))
     if not is_local and not keys:
-        say(f"whoever reaches {args.host} may use this server: there is no --api-key")
+        log(f"whoever reaches {args.host} may use this server: there is no --api-key")
     return ServerConfig(
         served_model_names=tuple(args.served_model_name or [args.model]),
         api_keys=keys,

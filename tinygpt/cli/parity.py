@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags.model import add_checkpoint, add_flag, checkpoint_of
-from tinygpt.cli.flags.types import number, whole_number
-from tinygpt.cli.input.prompts_file import read_lines
-from tinygpt.cli.output.messages import elapsed, say
-from tinygpt.cli.output.report import print_fields, print_json, print_table
-from tinygpt.cli.output.results_file import check_writable
+from tinygpt.cli.flags import add_checkpoint, add_flag, checkpoint_of
+from tinygpt.cli.input import read_prompts, refuse_lines
+from tinygpt.cli.output import check_writable, elapsed, log, print_fields, print_json, print_table
+from tinygpt.weights.config import DTYPES
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import thread_count
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.config import DTYPES
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.golden import Golden
@@ -39,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "threads")
     tolerances = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
     parser.add_argument(
-        "--tolerance", type=number, metavar="X", help=f"what a logit may differ by (default: {tolerances})"
+        "--tolerance", type=float, metavar="X", help=f"what a logit may differ by (default: {tolerances})"
     )
     parser.add_argument(
         "--input",
@@ -50,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--max-tokens",
-        type=whole_number,
+        type=int,
         default=32,
         metavar="N",
         help="greedy tokens after each (default: %(default)s)",
@@ -154,7 +151,7 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
         goldens = compute_goldens(folder, prompts, num_greedy, thread_count(args.threads), args.layers)
     if args.save_golden is not None:
         save_goldens(Path(args.save_golden), goldens)
-        say(f"{args.save_golden} holds what transformers computes")
+        log(f"{args.save_golden} holds what transformers computes")
     return goldens
 
 
@@ -181,14 +178,14 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     """Their token ids. RequestError lists every line that cannot be used."""
     from tinygpt.request.prompts import read_ids
 
-    file, prompts, problems = read_lines(path, SamplingParams()), [], {}
-    for record in file.records:
+    prompts, problems = [], {}
+    for record in read_prompts(path, SamplingParams()):
         try:
             given = record.prompt, llm.config, lambda: llm.tokenizer, llm.max_model_len, record.split_special_tokens
             prompts.append(read_ids("logits", *given))
         except TinyGPTError as error:
             problems[record.line] = str(error)
-    file.refuse(problems)
+    refuse_lines(path, problems)
     if not prompts:
         raise RequestError(f"{path} holds no prompt.")
     return prompts

@@ -1,0 +1,400 @@
+"""`generate --input`: check all prompts of a file, skip those already answered, write each record as it finishes.
+
+Records go to stdout or are appended to the file of --output. The same command continues an interrupted run.
+"""
+
+import argparse
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinygpt.cli.input import PromptRecord, is_unicode, read_prompts, refuse_lines
+from tinygpt.cli.loading import load_llm, sigterm_raises
+from tinygpt.cli.output import RateLimiter, counted, emit, log, rates
+from tinygpt.disk import sync, sync_folder
+from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
+
+if TYPE_CHECKING:
+    from tinygpt.outputs import RequestOutput
+    from tinygpt.request.prompts import Prompt
+    from tinygpt.sampling_params import SamplingParams
+
+BEGINNING = b'{"id": '  # of every record: tells a half-written record from other text
+SYNC_SECONDS = 1.0  # between two fsyncs: a power cut may cost the records of a second
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt to answer; `index` is its place among the pending ones."""
+
+    index: int
+    record_id: str | int
+    prompt: "Prompt"
+    params: "SamplingParams"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The record of a task."""
+
+    index: int
+    line: str
+    is_failed: bool = False  # the record has an error in place of samples
+    is_truncated: bool = False
+    num_cut: int = 0  # guided samples that a limit ended
+
+    @classmethod
+    def of(cls, task: Task, model: str, dtype: str, found: "RequestOutput | FailedRequestError") -> "Answer":
+        if isinstance(found, FailedRequestError):
+            given = {"prompt": task.prompt.text, "prompt_token_ids": task.prompt.token_ids, "error": str(found)}
+            return cls(task.index, _json_line({"id": task.record_id, "model": model, "dtype": dtype, **given}), True)
+        line = record_line(task.record_id, model, dtype, found)
+        return cls(task.index, line, False, found.num_truncated_tokens > 0, num_cut(task.params, found))
+
+
+def record_line(record_id: str | int | None, model: str, dtype: str, output: "RequestOutput") -> str:
+    """Return one line of JSON: id, model as it was given, dtype of its weights, and RequestOutput's fields.
+
+    Times are in seconds since the prompt's arrival.
+    """
+    first = output.metrics.time_to_first_token
+    times = {
+        "time_to_first_token": None if first is None else round(first, 6),
+        "time_to_finish": round(output.metrics.time_to_finish, 6),
+    }
+    return _json_line({"id": record_id, "model": model, "dtype": dtype, **asdict(output), "metrics": times})
+
+
+def _json_line(record: dict[str, Any]) -> str:
+    line = json.dumps(record, ensure_ascii=False)
+    return line if is_unicode(line) else json.dumps(record)
+
+
+def num_cut(params: "SamplingParams", output: "RequestOutput") -> int:
+    """Return how many guided samples a limit has ended, so that they may be incomplete."""
+    return 0 if params.guidance is None else sum(sample.finish_reason == "length" for sample in output.outputs)
+
+
+def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
+    """Answer the prompts of --input; `params` apply if a line has no field of that name.
+
+    RequestError, before any work, lists every line that cannot be served. TinyGPTError, in the end, if a prompt failed.
+    """
+    with sigterm_raises():
+        source, target = Path(args.input), None if args.output is None else Path(args.output)
+        if target is not None:
+            check_output(target, source)
+        prompts = read_prompts(source, params)
+        if not prompts:
+            log(f"--input {source} holds no prompt, so there is nothing to do")
+        earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
+        pending = [prompt for prompt in prompts if prompt.id not in earlier.ids]
+        if len(pending) < len(prompts):
+            skipped = f"{len(prompts) - len(pending)} of {counted(len(prompts), 'prompt')} skipped"
+            log(f"{skipped}: {target} has their records; to make them with other flags, name another file")
+        if earlier.num_lost_bytes:
+            half = f"half a record of {counted(earlier.num_lost_bytes, 'byte')}"
+            log(f"{target} ends in {half}, as a run leaves it that is killed: its prompt is answered anew")
+        num_failed = earlier.num_failed
+        with _writer(target, earlier) as write:
+            if pending:
+                answer = _answer_on_ray if args.ray else _answer
+                num_failed += answer(
+                    args, pending, earlier, partial(_write_all, args, write, len(pending), len(prompts))
+                )
+        if num_failed:
+            failed = f'{num_failed} of {counted(len(prompts), "prompt")} failed: "error" in their records says why'
+            again = "" if target is None else f"; to have them tried again, remove these lines from {target}"
+            raise TinyGPTError(f"{failed}{again}.")
+
+
+@contextmanager
+def _writer(target: Path | None, earlier: "Earlier") -> Iterator[Callable[[str], None]]:
+    """Yield a function that writes a line: to the file, after its earlier records, or to stdout."""
+    if target is None:
+        yield partial(emit, file=sys.stdout)  # of now: Ray's own prints go to another one
+        return
+    with RecordFile(target, earlier) as file:
+        yield file.write
+
+
+def _answer(
+    args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[[Iterator], int]
+) -> int:
+    """Write the record of each pending prompt. Return how many have failed."""
+    llm, load_seconds = load_llm(args)
+    check_dtype(args.output, earlier, llm.dtype)
+    # generate_as_finished checks when it is called, and runs when it is iterated.
+    tasks = read_tasks(args.input, pending, llm.read_prompt, llm.generate_as_finished)
+    before = llm.engine.throughput
+    prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
+    outputs = llm.generate_as_finished(prompts, params, return_exceptions=True)
+    num_failed = write_all(Answer.of(tasks[i], args.model, llm.dtype, found) for i, found in outputs)
+    done = f"{counted(len(tasks), 'prompt')}: {rates(llm.engine.throughput - before)}"
+    log(f"{done}; load {load_seconds:.2f} s; seeds in their records")
+    return num_failed
+
+
+def _answer_on_ray(
+    args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[[Iterator], int]
+) -> int:
+    """As `_answer`, by actors of a Ray cluster."""
+    from tinygpt.on_ray.ray_actors import Setup, answers_on_ray
+
+    started = time.perf_counter()
+    setup, inputs = Setup.of(args)
+    check_dtype(args.output, earlier, setup.dtype)
+    tasks = read_tasks(args.input, pending, inputs.read_prompt, inputs.request)
+    count = min(args.ray, len(tasks))
+    with answers_on_ray(count, setup, tasks) as answers:
+        num_failed = write_all(answers)
+    seconds = time.perf_counter() - started
+    done = f"{counted(len(tasks), 'prompt')} by {counted(count, 'actor')} in {seconds:.2f} s"
+    log(f"{done}; seeds in their records")
+    return num_failed
+
+
+def read_tasks(source: str, records: list[PromptRecord], read: Callable, check: Callable) -> list[Task]:
+    """Encode and check each prompt. RequestError lists all lines that the model cannot serve.
+
+    read(prompt, split_special_tokens) encodes a prompt, check(prompt, params) raises RequestError.
+    """
+    tasks, problems = [], {}
+    for record in records:
+        try:
+            prompt = read(record.prompt, record.split_special_tokens)
+            check(prompt, record.params)
+            tasks.append(Task(len(tasks), record.id, prompt, record.params))
+        except RequestError as error:
+            problems[record.line] = str(error)
+    refuse_lines(Path(source), problems)
+    return tasks
+
+
+def _write_all(
+    args: argparse.Namespace, write: Callable[[str], None], num_pending: int, total: int, answers: Iterator[Answer]
+) -> int:
+    """Write each record as it comes and show the progress. Return how many are errors."""
+    from tqdm import tqdm
+
+    num_truncated, num_unfinished, num_failed, num_answered = 0, 0, 0, total - num_pending
+    limiter = RateLimiter()
+    # disable=None: no bar if stderr is not a terminal.
+    with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
+        try:
+            for answer in in_order(answers) if args.keep_order else answers:
+                write(answer.line)
+                num_answered += 1
+                num_truncated += answer.is_truncated
+                num_failed += answer.is_failed
+                num_unfinished += answer.num_cut
+                bar.update()
+                if limiter.is_due() and num_answered < total:
+                    log(f"{num_answered} of {counted(total, 'prompt')} answered")
+        except KeyboardInterrupt as stop:
+            answered = f"{num_answered} of {counted(total, 'prompt')} answered"
+            if args.output is None:
+                how = f"{answered}, on stdout; a run with --output FILE can be continued"
+            else:
+                how = f"{answered}, in {args.output}; give the same command again to go on behind them"
+            raise type(stop)(how) from None
+    if num_truncated:
+        log(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
+    if num_unfinished:
+        log(
+            f'{counted(num_unfinished, "guided text")} cut short by a limit: "finish_reason": "length" in their records'
+        )
+    return num_failed
+
+
+def in_order(answers: Iterator[Answer]) -> Iterator[Answer]:
+    """Yield the answers by their indices, which count from 0."""
+    early: dict[int, Answer] = {}
+    num_given = 0
+    for answer in answers:
+        early[answer.index] = answer
+        while num_given in early:
+            yield early.pop(num_given)
+            num_given += 1
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The records that an earlier run left in the output file."""
+
+    ids: frozenset[str | int] = frozenset()
+    num_failed: int = 0  # records with an error
+    dtype: str | None = None  # None: there are no records
+    size: int = 0  # bytes of the complete records
+    end: int = 0  # bytes of the file, a half-written last record included
+    lacks_newline: bool = False  # the last record is complete, but for the end of its line
+
+    @property
+    def num_lost_bytes(self) -> int:
+        return self.end - self.size
+
+
+def check_output(path: Path, input_path: Path) -> None:
+    """RequestError for an impossible output: a folder, a path in no folder, or the input."""
+    if path.is_dir():
+        raise RequestError(f"--output {path} is a folder: name a file in it.")
+    if not path.parent.is_dir():
+        raise RequestError(f"the folder of --output {path} does not exist: create it first.")
+    if path.exists() and input_path.exists() and path.samefile(input_path):
+        raise RequestError(f"--output {path} is the file of --input: name another one.")
+
+
+def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype: str) -> Earlier:
+    """Find which prompts the file already answers; `model` and `dtype` are those of the command line.
+
+    RequestError if the file holds anything else than records of these prompts, made by this model in this dtype.
+    A last line that is the beginning of a record, as a killed run leaves it, does not count.
+    """
+    if not path.is_file():  # not there yet, or a device such as /dev/null
+        return Earlier()
+    prompt_of = {record.id: record.prompt for record in prompts}
+    ids, num_failed, size, end, lacks_newline = set(), 0, 0, 0, False
+    try:
+        with path.open("rb") as file:
+            lines = file.readlines()
+    except OSError as error:
+        raise RequestError(f"--output {path} cannot be read: {error.strerror}.") from None
+    for number, line in enumerate(lines, 1):
+        place = f"line {number} of --output {path}"
+        end += len(line)
+        lacks_newline = not line.endswith(b"\n")
+        record = _record_in(line)
+        if record is None:
+            if not lacks_newline or not line.startswith(BEGINNING[: len(line)]):
+                raise RequestError(f"{place} is not a record of an earlier run: name another file.")
+            break
+        _check_record(place, record, prompt_of, model, dtype)
+        if record["id"] in ids:
+            raise RequestError(f"{place} answers id {record['id']!r} a second time: remove one of the two lines.")
+        dtype = record["dtype"]  # if "auto" was given, the first record decides for the others
+        ids.add(record["id"])
+        num_failed += "error" in record
+        size += len(line)
+    return Earlier(frozenset(ids), num_failed, dtype if ids else None, size, end, lacks_newline and size == end)
+
+
+def _record_in(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+        is_id = isinstance(record["id"], (str, int)) and not isinstance(record["id"], bool)
+        is_made_by = isinstance(record["model"], str) and isinstance(record["dtype"], str)
+        if is_id and is_made_by and {"prompt", "prompt_token_ids"} <= record.keys():
+            return record
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def _check_record(
+    place: str, record: dict[str, Any], prompt_of: dict[str | int, str | list[int]], model: str, dtype: str
+) -> None:
+    if record["id"] not in prompt_of:
+        raise RequestError(f"{place} answers id {record['id']!r}, which --input does not have: name another file.")
+    if prompt_of[record["id"]] not in (record["prompt"], record["prompt_token_ids"], []):  # [] became the BOS token
+        raise RequestError(f"{place} answers another prompt than the one with id {record['id']!r}: name another file.")
+    is_same = os.path.isdir(record["model"]) and os.path.isdir(model) and os.path.samefile(record["model"], model)
+    if record["model"] != model and not is_same:
+        raise RequestError(f"{place} was made by model {record['model']} and --model is {model}: name another file.")
+    if dtype not in ("auto", record["dtype"]):
+        raise RequestError(f"{place} was made with dtype {record['dtype']} and not {dtype}: name another file.")
+
+
+def check_dtype(output: str | None, earlier: Earlier, dtype: str) -> None:
+    """RequestError if the loaded model computes in another dtype than the one of the file's records."""
+    if earlier.dtype not in (None, dtype):
+        raise RequestError(
+            f"the records of --output {output} were made with dtype {earlier.dtype} and this run has {dtype}: give "
+            f"--dtype {earlier.dtype}, or name another file."
+        )
+
+
+class RecordFile:
+    """The output file, open for lines after its last complete record, and locked against other runs.
+
+    Nothing is buffered here: the system has each line. The disk has all lines each second, and at the end.
+    """
+
+    def __init__(self, path: Path, earlier: Earlier):
+        self._path = path
+        with self._explained():
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            try:
+                self._begin(earlier)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+
+    def _begin(self, earlier: Earlier) -> None:
+        self._is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)  # not a pipe or a device
+        self._synced = time.monotonic()
+        if self._is_regular:
+            _lock(self._path, self._descriptor)
+            if os.fstat(self._descriptor).st_size != earlier.end:
+                raise RequestError(f"--output {self._path} has been written to by another run meanwhile.")
+            sync_folder(self._path.parent)  # the name of a new file
+            if earlier.num_lost_bytes:
+                os.ftruncate(self._descriptor, earlier.size)
+            if earlier.lacks_newline:
+                os.write(self._descriptor, b"\n")
+
+    def write(self, line: str) -> None:
+        data = memoryview(f"{line}\n".encode())
+        with self._explained():
+            while data:  # a disk that becomes full takes a part
+                data = data[os.write(self._descriptor, data) :]
+            if time.monotonic() - self._synced >= SYNC_SECONDS:
+                self._sync()
+
+    def __enter__(self) -> "RecordFile":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        try:
+            with self._explained():
+                self._sync()
+        finally:
+            os.close(self._descriptor)
+
+    def _sync(self) -> None:
+        if self._is_regular:
+            sync(self._descriptor)
+            self._synced = time.monotonic()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # the reader has seen enough
+            raise
+        except OSError as error:
+            raise TinyGPTError(
+                f"--output {self._path} cannot be written ({error.strerror}): fix that, and give the same command "
+                "again, which goes on behind the records that are in the file."
+            ) from None
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    """Keep other runs from writing to the file until this one closes it. RequestError if one is writing."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(f"--output {path} is being written by another run: wait for its end.") from None
+    except OSError:  # a file system without locks
+        return

@@ -1,0 +1,357 @@
+"""Flags that several commands share: those of LLM, and those of SamplingParams.
+
+To add a flag of the model, add it to MODEL_FLAGS under the name of LLM's argument. A sampling flag is a line of
+SAMPLING_FLAGS. A flag of another program with the same meaning is an alias in ALIASES, which --help does not list.
+"""
+
+import argparse
+import secrets
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from tinygpt.weights.config import DTYPES
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
+
+# Flags of llama.cpp, vLLM, transformers, nanoGPT and FasterTransformer that mean the same. JSONL fields have them too.
+ALIASES = {
+    "max_tokens": ("n_predict", "predict", "max_new_tokens", "output_len"),
+    "min_tokens": ("min_new_tokens",),
+    "temperature": ("temp",),
+    "top_k": ("topk",),
+    "top_p": ("topp",),
+    "typical_p": ("typical",),
+    "seed": ("random_seed",),
+    "n": ("num_return_sequences", "num_samples"),
+    "stop": ("stop_strings",),
+    "num_beams": ("beam_width",),
+    "length_penalty": ("len_penalty",),
+    "guided_json": ("json_schema",),
+    "guided_grammar": ("grammar",),
+    "model": ("model_name_or_path",),
+    "dtype": ("torch_dtype",),
+    "max_num_seqs": ("parallel",),
+    "draft_model": ("model_draft", "speculative_model"),
+    "num_speculative_tokens": ("draft_max",),
+    "tensor_parallel_size": ("tensor_parallel_size", "tensor_para_size"),
+    "pipeline_parallel_size": ("pipeline_parallel_size", "pipeline_para_size"),
+    "split_special_tokens": ("split_special_tokens",),
+}
+DTYPE_ALIASES = {
+    **dict.fromkeys(("f32", "fp32", "float"), "float32"),
+    **dict.fromkeys(("f16", "fp16", "half"), "float16"),
+    "bf16": "bfloat16",
+}
+RANK_FLAGS = ("tensor_parallel_size", "pipeline_parallel_size")
+CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")  # of every command that loads a model on the CPU
+CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id'
+
+
+def dtype(text: str) -> str:
+    """Return the name of a dtype in lower case, with the aliases of other programs resolved."""
+    name = text.strip().lower()
+    return DTYPE_ALIASES.get(name, name)
+
+
+def dtypes(text: str) -> tuple[str, ...]:
+    return tuple(map(dtype, text.split(",")))
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def token_ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def bias(text: str) -> tuple[int, float]:
+    token_id, _, number = text.partition("=")
+    return int(token_id), float(number)
+
+
+def repetition(text: str) -> dict[str, int]:
+    size, count, least = [*map(int, text.split(",")), 1][:3]
+    return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
+
+
+def early_stopping(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise ValueError
+    return name, path
+
+
+# An argument of LLM -> what add_argument takes; "flag" and "short" are its names if they differ from the argument's.
+MODEL_FLAGS: dict[str, dict[str, Any]] = {
+    "model": {"short": "-m", "default": "demo", "help": f"{CHECKPOINT} (default: %(default)s)"},
+    "dtype": {
+        "type": dtype,
+        "default": "auto",
+        "help": f"precision of the weights: {', '.join(DTYPES)}; auto is the dtype of a converted checkpoint, and "
+        "float32 for any other (default: %(default)s)",
+    },
+    "kv_cache_dtype": {
+        "type": dtype,
+        "default": "auto",
+        "metavar": "DTYPE",
+        "help": "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, and "
+        "bfloat16 for all others (default: %(default)s)",
+    },
+    "threads": {
+        "short": "-t",
+        "type": int,
+        "metavar": "N",
+        "help": "threads that compute (default: one for each fast physical core)",
+    },
+    "device": {
+        "type": str.lower,
+        "default": "cpu",
+        "help": '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow (default: %(default)s)',
+    },
+    "max_num_seqs": {
+        "type": int,
+        "default": 32,
+        "metavar": "N",
+        "help": "samples that run at once; others wait (default: %(default)s)",
+    },
+    "max_num_batched_tokens": {
+        "type": int,
+        "metavar": "N",
+        "help": "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)",
+    },
+    "prefix_cache_seqs": {
+        "type": int,
+        "default": 4,
+        "metavar": "N",
+        "help": "finished samples kept in the KV cache for prompts that begin like them (default: %(default)s)",
+    },
+    "max_model_len": {
+        "type": int,
+        "metavar": "N",
+        "help": "positions reserved for each sample, prompt included (default: all that the model has)",
+    },
+    "lora": {"metavar": "PATH", "help": "a LoRA adapter in PEFT's layout to merge (default: none)"},
+    "soft_prompt": {
+        "action": "append",
+        "type": named_path,
+        "metavar": "NAME=PATH",
+        "help": "a soft prompt in PEFT's layout, put in front of every prompt; with --input, several may be given: a "
+        "line's field soft_prompt names one, and the first is used where there is no such field (default: none)",
+    },
+    "draft_model": {
+        "metavar": "MODEL",
+        "help": "a smaller model with the same tokens that drafts ahead: fewer steps, the same text (default: none)",
+    },
+    "num_speculative_tokens": {
+        "type": int,
+        "default": 4,
+        "metavar": "N",
+        "help": "tokens that it drafts at a time (default: %(default)s)",
+    },
+    "tensor_parallel_size": {
+        "flag": "--tensor-parallel",
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "processes that share each layer, up to 4, started by mpiexec: by this one, or by the one that has "
+        "started it (default: %(default)s)",
+    },
+    "pipeline_parallel_size": {
+        "flag": "--pipeline-parallel",
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "stages that the layers are dealt out to, each of --tensor-parallel processes (default: %(default)s)",
+    },
+    "split_special_tokens": {
+        "flag": "--no-special-tokens",
+        "action": "store_true",
+        "help": "read a special token that is written in a text, such as <|endoftext|>, as plain text: for texts of "
+        "unknown origin (default: it is that token)",
+    },
+}
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of SamplingParams or an argument of LLM."""
+    return MODEL_FLAGS.get(name, {}).get("flag", f"--{name.replace('_', '-')}")
+
+
+def add_argument(group: argparse._ActionsContainer, name: str, *short: str, **options: Any) -> None:
+    """Add the flag of `name`, and its aliases without help."""
+    flag = options.pop("flag", flag_of(name))
+    group.add_argument(*short, flag, dest=name, **options)
+    aliases = [f"--{alias.replace('_', '-')}" for alias in ALIASES.get(name, ())]
+    if aliases:
+        hidden = {key: options[key] for key in ("type", "action", "metavar") if key in options}
+        group.add_argument(*aliases, dest=name, help=argparse.SUPPRESS, default=argparse.SUPPRESS, **hidden)
+
+
+def add_group(
+    parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS, **changes: dict[str, Any]
+) -> argparse._ArgumentGroup:
+    """Add a group "model" with these flags; `changes` replace options of some of them."""
+    group = parser.add_argument_group("model")
+    for name in names:
+        add_flag(group, name, **changes.get(name, {}))
+    return group
+
+
+def add_flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
+    """Add one of MODEL_FLAGS, with `changes`."""
+    options = {**MODEL_FLAGS[name], **changes}
+    short = [options.pop("short")] if "short" in options else []
+    add_argument(parser, name, *short, **options)
+
+
+def add_checkpoint(parser: argparse._ActionsContainer, about: str = f"{CHECKPOINT} (default: demo)") -> None:
+    """Add CHECKPOINT, and --model, which means the same; `checkpoint_of` returns the given one."""
+    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=about)
+    add_flag(parser, "model", default=None, help="the same, as in all commands")
+
+
+def checkpoint_of(args: argparse.Namespace) -> str:
+    return one_of_both("CHECKPOINT", args.checkpoint, args.model) or "demo"
+
+
+def one_of_both(name: str, argument: str | None, model: str | None) -> str | None:
+    """Return the argument `name` or --model. RequestError if both were given."""
+    if argument is not None and model is not None:
+        raise RequestError(f"{name} is {argument} and --model is {model}: give one of them.")
+    return argument if model is None else model
+
+
+def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return LLM's arguments, from a command line with all MODEL_FLAGS."""
+    given = {name: getattr(args, name) for name in MODEL_FLAGS}
+    soft_prompts = dict(given.pop("soft_prompt") or ())
+    return {**given, "soft_prompts": soft_prompts}
+
+
+SHORT = {"max_tokens": "-n", "seed": "-s"}  # as in llama.cpp
+# Groups of --help -> fields of SamplingParams -> type, metavar and help of the flag.
+SAMPLING_FLAGS: dict[str, dict[str, tuple]] = {
+    "sampling": {
+        "max_tokens": (int, "N", "largest number of new tokens"),
+        "temperature": (float, "X", "0 is greedy, 1 the model's own distribution"),
+        "top_k": (int, "N", "keep the N most probable tokens; 0 is off"),
+        "top_p": (float, "P", "of those, keep the most probable that reach probability P; 1 is off"),
+        "seed": (int, "N", "the same seed gives the same text (default: drawn, and reported)"),
+        "n": (int, "N", "samples for each prompt, which --json tells apart in a file"),
+        "best_of": (
+            int,
+            "N",
+            "samples to make, of which the --n most probable per token are returned (default: as many as --n)",
+        ),
+    },
+    "where a sample ends": {
+        "stop": (str, "TEXT", "a text to end at, which is left out; may be given several times"),
+        "include_stop_str_in_output": (bool, None, "keep that text, or that of the stop token"),
+        "stop_token_ids": (token_ids, "ID,ID", "tokens to end at"),
+        "eos_token_id": (token_ids, "ID,ID", "end-of-text tokens in place of the model's (default: the model's)"),
+        "ignore_eos": (bool, None, "go on past the end-of-text token"),
+        "min_tokens": (int, "N", "not before N tokens"),
+        "max_time": (float, "SECONDS", "after this many seconds"),
+        "repetition_detection": (
+            repetition,
+            "SIZE,COUNT[,MIN]",
+            "when its last tokens are one pattern of at most SIZE tokens (and MIN or more), COUNT times in a row",
+        ),
+    },
+    "tokens to favour or avoid, sampling or not": {
+        "logit_bias": (bias, "ID=X", "add X to a token's score; may be given several times"),
+        "repetition_penalty": (float, "X", "divide the scores of tokens in the prompt or text by X; 1 is off"),
+        "frequency_penalty": (float, "X", "subtract X each time a token occurs in the text"),
+        "presence_penalty": (float, "X", "subtract X if a token occurs in the text"),
+        "no_repeat_ngram_size": (int, "N", "no run of N tokens occurs twice; 0 is off"),
+        "bad_words": (str, "TEXT", "a text that may not occur; may be given several times"),
+        "bad_words_ids": (token_ids, "ID,ID", "tokens that may not occur in a row; also several times"),
+        "allowed_token_ids": (token_ids, "ID,ID", "only these tokens may occur"),
+        "suppress_tokens": (token_ids, "ID,ID", "these tokens may not occur"),
+    },
+    "what the text has to be (one of these; pip install '.[guided]')": {
+        "guided_choice": (str, "TEXT", "this text; given several times, one of them"),
+        "guided_regex": (str, "REGEX", "what the whole of this regular expression matches"),
+        "guided_json": (str, "SCHEMA", 'JSON by this schema, such as \'{"type": "object"}\' or "$(cat schema.json)"'),
+        "guided_grammar": (str, "GRAMMAR", "by this grammar, in Lark's syntax or llama.cpp's"),
+    },
+    "more ways to leave tokens out, with --temperature above 0": {
+        "top_p_rule": (
+            str.lower,
+            "RULE",
+            "what happens to the token that reaches --top-p: hf, openai, fastertransformer",
+        ),
+        "top_p_decay": (float, "X", "multiply --top-p by X after each token; 1 is off"),
+        "top_p_min": (float, "P", "but not below P"),
+        "top_p_reset_ids": (token_ids, "ID,ID", "one of these tokens resets --top-p to its first value"),
+        "min_p": (float, "P", "leave out what is less than P times as probable as the most probable token"),
+        "typical_p": (float, "P", "keep the most typical tokens that reach probability P; 1 is off"),
+        "epsilon_cutoff": (float, "P", "leave out what is less probable than P; 0 is off"),
+        "eta_cutoff": (float, "P", "as --epsilon-cutoff, lower where the distribution is flat; 0 is off"),
+    },
+    "beam search": {
+        "num_beams": (int, "N", "beams; 1 is off, and more need --temperature 0"),
+        "length_penalty": (float, "X", "above 0 favours long texts, below 0 short ones"),
+        "early_stopping": (early_stopping, "WHEN", "when to end: true, false or never (default: false)"),
+        "num_beam_groups": (int, "N", "groups that avoid one another's tokens"),
+        "diversity_penalty": (float, "X", "how much they do"),
+    },
+    "speculative decoding, for fewer steps with the same result": {
+        "prompt_lookup_num_tokens": (int, "N", "draft N tokens found earlier in the text; 0 is off"),
+        "max_matching_ngram_size": (int, "N", "longest run of tokens before them that must match"),
+    },
+    "more tokens than positions": {
+        "overflow": (
+            str.lower,
+            "HOW",
+            "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: the "
+            "oldest tokens are dropped, and the rest is read again)",
+        ),
+        "stride": (int, "N", "tokens to drop at a time (default: half the positions)"),
+    },
+    "probabilities, in JSON records": {
+        "logprobs": (int, "N", "of each new token, and of the N most probable ones at its position; -1 is all"),
+        "prompt_logprobs": (int, "N", "of each token of the prompt"),
+        "logprobs_mode": (str.lower, "MODE", "raw: the model's own; processed: those that tokens were drawn from"),
+    },
+}
+APPENDED = ("stop", "logit_bias", "bad_words", "bad_words_ids", "guided_choice")  # flags that may be repeated
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+CLI_DEFAULTS = {**DEFAULTS, "max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
+SAMPLING_FIELDS = tuple(name for flags in SAMPLING_FLAGS.values() for name in flags)
+
+
+def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
+    for title, flags in SAMPLING_FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, (kind, metavar, about) in flags.items():
+            default = CLI_DEFAULTS[name]
+            if kind is bool:
+                options = {"action": "store_true"}
+            else:
+                options = {"type": kind, "metavar": metavar, "action": "append" if name in APPENDED else "store"}
+            short = [SHORT[name]] if name in SHORT else []
+            add_argument(group, name, *short, default=default, help=_with_default(about, default), **options)
+
+
+def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
+    """Return the SamplingParams of the flags. RequestError names every flag with an impossible value."""
+    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING_FIELDS}, **others)
+
+
+def with_seed(params: SamplingParams) -> SamplingParams:
+    """Return the params, with a seed drawn if there is none: 32 bits, exact for JSON readers that use float64."""
+    return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
+
+
+def _with_default(about: str, default: Any) -> str:
+    if "(default: " in about:
+        return about
+    shown = "none" if default is None else "off" if default is False else default
+    return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"

@@ -1,0 +1,182 @@
+"""`tinygpt generate`: text on stdout for one prompt, or records for a file of prompts."""
+
+import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from tinygpt.cli.batch import num_cut, record_line, run_batch
+from tinygpt.cli.flags import add_group, add_sampling_groups, flag_of, params_of, with_seed
+from tinygpt.cli.input import STDIN, decode, read_bytes, text_of_stdin
+from tinygpt.cli.interactive import run_interactive
+from tinygpt.cli.loading import load_llm
+from tinygpt.cli.output import counted, emit, log, rates
+from tinygpt.errors import RequestError
+
+if TYPE_CHECKING:
+    from tinygpt.llm import LLM
+    from tinygpt.request.prompts import Prompt
+    from tinygpt.sampling_params import SamplingParams
+
+USAGE = "tinygpt generate [flags] [PROMPT ...]"
+SUMMARY = "continue a prompt, or every prompt of a file"
+# Arguments that --help shows; --help-all shows the others too.
+EVERY_DAY = (
+    *("prompt", "prompt_text", "file", "input", "output", "json", "interactive", "echo"),
+    *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "repetition_penalty", "overflow"),
+    *("model", "dtype", "threads", "device"),
+)
+RARE = "; --guided-* among them say what form the text has to have"
+# Where a prompt may come from: the name of the argument -> how errors call it.
+SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "input": "--input"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="words, joined by a space; - is stdin (default: all of stdin is the prompt, as it is)",
+    )
+    group = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.")
+    group.add_argument(
+        "-p",
+        "--prompt",
+        dest="prompt_text",
+        metavar="TEXT",
+        help="the same as PROMPT, in one word (default: none)",
+    )
+    group.add_argument(
+        "-f", "--file", metavar="FILE", help="all of a text file is the prompt, as it is; - is stdin (default: none)"
+    )
+    add_sampling_groups(parser)
+    group = parser.add_argument_group("input and output")
+    group.add_argument(
+        "--input",
+        metavar="FILE",
+        help="JSONL, one object a line: prompt (a text or token ids), any sampling field or split_special_tokens to "
+        "override, and id (the line's number where there is none); - is stdin (default: none)",
+    )
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        help="JSONL, one record for each line of --input as soon as it is finished; ids already in it are skipped, so "
+        "that the same command continues an interrupted run; records of another --model or --dtype are refused, and "
+        "other settings are not compared (default: stdout, as -)",
+    )
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        type=int,
+        const=1,
+        metavar="N",
+        help="answer the prompts of --input by N actors (default: 1) of the Ray cluster at $RAY_ADDRESS, or else of "
+        "one that is started here; each host of it needs --model at the same path (default: this process)",
+    )
+    group.add_argument(
+        "--keep-order",
+        action="store_true",
+        help="write records in the order of --input, each when all before it are written (default: as they finish)",
+    )
+    group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
+    group.add_argument(
+        "--no-stream", action="store_true", help="print the text once it is complete (default: as it is made)"
+    )
+    group.add_argument(
+        "--interactive",
+        action="store_true",
+        help="read lines and continue after each, all in one text; :help there says more (default: off)",
+    )
+    group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
+    add_group(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what the flags ask for. RequestError, before any work, if that is impossible."""
+    if args.output == STDIN:
+        args.output = None
+    _check_combination(args)
+    params = params_of(args, soft_prompt=args.soft_prompt[0][0] if args.soft_prompt else None)
+    if args.input is not None:
+        run_batch(args, params)
+    elif args.interactive:
+        run_interactive(args, with_seed(params), _given_prompt(args))
+    else:
+        prompt = _given_prompt(args)
+        _run_prompt(args, text_of_stdin() if prompt is None else prompt, with_seed(params))
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    given = [called for name, called in SOURCES.items() if getattr(args, name) not in (None, [])]
+    if len(given) > 1:
+        raise RequestError(f"both {given[0]} and {given[1]} were given: give one of them.")
+    if args.output is not None and args.input is None:
+        redirected = shlex.quote(args.output)
+        raise RequestError(f"--output needs --input, or redirect the text of one prompt (> {redirected}).")
+    if args.ray is not None:
+        if args.input is None:
+            raise RequestError("--ray is for the prompts of a file: give it with --input.")
+        if args.ray < 1:
+            raise RequestError(f"--ray is {args.ray} and must be at least 1.")
+        if args.device != "cpu" or args.tensor_parallel_size * args.pipeline_parallel_size != 1:
+            raise RequestError("--ray is for single processes on CPUs: omit --device and the flags of parallelism.")
+    if args.echo and (args.json or args.input is not None):
+        raise RequestError("--echo is for text: a JSON record holds its prompt anyway.")
+    for name in ("logprobs", "prompt_logprobs"):
+        if not args.json and args.input is None and getattr(args, name) is not None:
+            raise RequestError(f"{flag_of(name)} is for records: give --json, or --input.")
+    if args.input is None and len(args.soft_prompt or ()) > 1:
+        raise RequestError("several --soft-prompt are for the lines of --input to choose from: give one of them.")
+    if args.interactive and STDIN in (*args.prompt, args.file):
+        raise RequestError("--interactive reads its lines from stdin: give the first one as a PROMPT, or none.")
+    not_interactive = [name for name in ("input", "json", "no_stream", "echo") if getattr(args, name)]
+    if args.interactive and not_interactive:
+        raise RequestError(f"{flag_of(not_interactive[0])} is not possible with --interactive.")
+
+
+def _given_prompt(args: argparse.Namespace) -> str | None:
+    """Return the text that the command line holds or names, or None."""
+    if args.prompt_text is not None:
+        return args.prompt_text
+    if args.prompt == [STDIN] or args.file == STDIN:
+        return text_of_stdin()
+    if args.file is not None:
+        return decode(f"--file {args.file}", read_bytes("--file", args.file))
+    return " ".join(args.prompt) if args.prompt else None
+
+
+def _run_prompt(args: argparse.Namespace, text: str, params: "SamplingParams") -> None:
+    llm, load_seconds = load_llm(args)
+    if not args.json:
+        _ = llm.tokenizer  # raises if there is none: the output is text
+    prompt = llm.read_prompt(text)
+    if num_truncated := llm.num_truncated_tokens(prompt, params):
+        log(f"the first {counted(num_truncated, 'token')} of the prompt had no room in the model's positions: left out")
+    front = text if args.echo else ""
+    before = llm.engine.throughput
+    is_one = params.n == params.num_beams == (params.best_of or 1) == 1
+    if is_one and not args.json and not args.no_stream:
+        _stream(llm, prompt, params, front)
+    else:
+        (output,) = llm.generate([prompt], params)
+        if args.json:
+            emit(record_line(None, args.model, llm.dtype, output))
+        else:
+            for sample in output.outputs:
+                if len(output.outputs) > 1:
+                    log(f"sample {sample.index + 1} of {len(output.outputs)}:")
+                emit(front + sample.text)
+        if num := num_cut(params, output):
+            log(f"{counted(num, 'guided text')} cut short by {flag_of('max_tokens')} or {flag_of('max_time')}")
+    seed = f"; seed {params.seed}" if params.temperature else ""
+    log(f"{rates(llm.engine.throughput - before)}; load {load_seconds:.2f} s{seed}")
+
+
+def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams", front: str) -> None:
+    emit(front, end="")
+    finish_reason = None
+    for chunk in llm.stream(prompt, params):
+        emit(chunk.text, end="")
+        finish_reason = chunk.finish_reason
+    emit()
+    if params.guidance is not None and finish_reason == "length":
+        log("1 guided text cut short by --max-tokens or --max-time")

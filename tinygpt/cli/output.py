@@ -1,0 +1,238 @@
+"""Output of the commands: results on stdout; messages, the log and progress on stderr; reports as text or JSON."""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tinygpt.errors import RequestError, TinyGPTError
+
+if TYPE_CHECKING:
+    from tinygpt.engine.throughput import Throughput
+
+INTERVAL = 20.0  # seconds between progress messages if stderr is not a terminal
+
+messages = logging.getLogger("tinygpt.cli")
+
+
+def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
+    """Write text to stdout (or to `file`) and flush. Raises TinyGPTError, or BrokenPipeError if the reader left."""
+    STATUS.text_written(text + end)
+    try:
+        print(text, end=end, flush=True, file=file)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TinyGPTError(f"stdout cannot be written ({error.strerror}): fix that, or send it elsewhere.") from None
+
+
+def log(message: str) -> None:
+    """Write a message line to stderr."""
+    messages.info(message)
+
+
+def print_error(message: str) -> None:
+    """Write an error line to stderr."""
+    messages.error(message)
+
+
+class StatusLine:
+    """The current line of the terminal: it may hold unfinished text of stdout or of a status."""
+
+    def __init__(self):
+        self.is_open = False
+
+    def text_written(self, text: str) -> None:
+        if text:
+            self.is_open = not text.endswith("\n") and sys.stdout is not None and sys.stdout.isatty()
+
+    def end(self) -> None:
+        """Begin a new line if the current one holds text."""
+        if self.is_open and sys.stderr.isatty():
+            print(file=sys.stderr)
+        self.is_open = False
+
+
+STATUS = StatusLine()
+
+
+class MessageHandler(logging.Handler):
+    """Write log records to the current stderr: as "tinygpt: message", or as one JSON object a line."""
+
+    def __init__(self, log_format: str = "text"):
+        super().__init__()
+        self.log_format = log_format
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message, level = self.format(record), record.levelname.lower()
+        if self.log_format == "json":
+            line = json.dumps({"time": record.created, "level": level, "message": message})
+        else:
+            line = f"tinygpt: {'error: ' * (level == 'error')}{message}"
+        with suppress(OSError):  # a full disk or a closed pipe does not end the work
+            STATUS.end()
+            print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def logging_to_stderr(is_debug: bool = False, log_format: str = "text") -> Iterator[None]:
+    """Show the log of the package on stderr while the block runs: from level INFO on, or DEBUG."""
+    root, handler = logging.getLogger("tinygpt"), MessageHandler(log_format)
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG if is_debug else logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+
+
+@contextmanager
+def elapsed(message: str) -> Iterator[None]:
+    """Show `message` while the block runs, and on a terminal the seconds that it took."""
+    if not sys.stderr.isatty():
+        log(message)
+        yield
+        return
+    started = time.perf_counter()
+    STATUS.end()
+    print(f"tinygpt: {message} ...", end="", file=sys.stderr, flush=True)
+    STATUS.is_open = True
+    try:
+        yield
+    finally:
+        if STATUS.is_open:
+            print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+        STATUS.is_open = False
+
+
+class RateLimiter:
+    """Limits progress messages to one in INTERVAL seconds, and to none on a terminal, which has a bar."""
+
+    def __init__(self):
+        self._last = time.perf_counter()
+
+    def is_due(self) -> bool:
+        now = time.perf_counter()
+        if sys.stderr.isatty() or now - self._last < INTERVAL:
+            return False
+        self._last = now
+        return True
+
+
+def progress(noun: str) -> Callable[..., Iterator[Any]]:
+    """Return a stand-in for tqdm: a bar on a terminal, and a message now and then anywhere else."""
+
+    def shown(items: Iterable[Any], total: int, **_: Any) -> Iterator[Any]:
+        from tqdm import tqdm
+
+        limiter = RateLimiter()
+        # disable=None: no bar if stderr is not a terminal.
+        for number, item in enumerate(tqdm(items, total=total, unit=noun, disable=None), 1):
+            if limiter.is_due() and number < total:
+                log(f"{number} of {counted(total, noun)} done")
+            yield item
+
+    return shown
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def rates(work: "Throughput") -> str:
+    """Return `prompt 4 tokens, 900.0 tokens/s; generation 127 tokens, 199.0 tokens/s`."""
+    measured = (("prompt", work.prompt_tokens, work.prompt_seconds), ("generation", work.new_tokens, work.new_seconds))
+    shown = (
+        f"{name} {counted(tokens, 'token')}" + (f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else "")
+        for name, tokens, seconds in measured
+    )
+    return "; ".join(shown)
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    emit(json.dumps(report, ensure_ascii=False, indent=2))
+
+
+def print_fields(title: str, values: Mapping[str, Any]) -> None:
+    """Print a section with a line for each value: None is "none", and lists are joined by commas."""
+    print_table(title, [(name, _shown(value)) for name, value in values.items()])
+
+
+def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
+    """Print a section with a line for each row, its columns aligned."""
+    cells = [[str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    emit(title)
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        emit(f"  {line}".rstrip())
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shown, value)) or "none"
+    return str(value)
+
+
+def table_format() -> str:
+    """Return the default format of tables on stdout: "text" on a terminal, "md" anywhere else."""
+    return "text" if sys.stdout.isatty() else "md"
+
+
+def size_text(size: int | None) -> str:
+    """Return a number of bytes with a decimal unit, as 13.9 MB; "unknown" for None."""
+    if size is None:
+        return "unknown"
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raise RequestError, before any work, if the file `path` cannot be written. An existing file stays as it is."""
+    if path.is_dir():
+        raise RequestError(f"{flag} {path} is a folder: name a file in it.")
+    if not path.absolute().parent.is_dir():
+        raise RequestError(f"the folder of {flag} {path} does not exist: create it first.")
+    was_there = os.path.lexists(path)
+    if was_there and not path.is_file():  # a device, or a pipe, which might wait for its reader
+        return
+    try:
+        path.open("ab").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise RequestError(f"{flag} {path} cannot be written: {error.strerror}.") from None
+
+
+def write_results(text: str, path: Path | None) -> None:
+    """Write results to the file, or to stdout if there is none or if the file fails, which raises TinyGPTError.
+
+    An existing file stays until the new one is complete.
+    """
+    if path is None:
+        emit(text)
+        return
+    from tinygpt.weights.stored.whole_file import replace_whole
+
+    data = f"{text}\n".encode()
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe
+            path.write_bytes(data)
+        else:
+            replace_whole(path.resolve(), data)
+    except OSError as error:
+        emit(text)
+        raise TinyGPTError(f"{path} could not be written ({error.strerror}): the results are on stdout.") from None

@@ -1,0 +1,117 @@
+"""`generate --ray`: the workers are an actor pool of Ray Data, on one host or many."""
+
+import argparse
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tinygpt.cli import loading
+from tinygpt.cli.batch import Answer, Task
+from tinygpt.cli.flags import llm_arguments
+from tinygpt.errors import FailedRequestError
+from tinygpt.hardware.threads import physical_cores
+from tinygpt.on_ray.ray_cluster import import_ray, joined
+
+ROUNDS = 2  # prompts of a batch for each that an actor can run at once: no slot waits for the next prompt
+
+
+@dataclass(frozen=True)
+class Setup:
+    """LLM's arguments for each actor, on other hosts and in other folders, and the model's name in the records."""
+
+    arguments: dict[str, Any]
+    model: str
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "tuple[Setup, Any]":
+        """Return the setup, and the InputProcessor that reads prompts without the model's weights."""
+        loading.set_thread_pools(args.threads)
+        from tinygpt.engine.input_processor import InputProcessor
+        from tinygpt.engine_config import EngineConfig
+        from tinygpt.execution.model_source import ModelSource
+
+        arguments = llm_arguments(args)
+        names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")
+        sizes = EngineConfig(**{name: arguments[name] for name in names})
+        source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora)
+        sizes = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
+        soft_prompts, split = arguments["soft_prompts"], arguments["split_special_tokens"]
+        inputs = InputProcessor(source.config, sizes, source.checkpoint, soft_prompts, split)
+        arguments |= {"threads": args.threads or max(physical_cores() // args.ray, 1), "dtype": source.dtype}
+        for name in ("model", "lora", "draft_model"):
+            arguments[name] = _whole_path(arguments[name])
+        arguments["soft_prompts"] = {name: _whole_path(path) for name, path in soft_prompts.items()}
+        return cls(arguments, args.model), inputs
+
+    @property
+    def dtype(self) -> str:
+        return self.arguments["dtype"]
+
+    @property
+    def batch_size(self) -> int:
+        return ROUNDS * self.arguments["max_num_seqs"]
+
+
+def _whole_path(name: str | None) -> str | None:
+    """Return the absolute path of a file or folder; any other name, such as demo, stays."""
+    is_path = name is not None and name != "demo" and os.path.exists(name)
+    return os.path.abspath(name) if is_path else name
+
+
+class Actor:
+    """One of the pool: an LLM that answers batches of tasks. These are pickled, as Arrow has no such types."""
+
+    def __init__(self, setup: Setup):
+        loading.set_thread_pools(setup.arguments["threads"])
+        from tinygpt.llm import LLM
+
+        self._llm, self._model = LLM(**setup.arguments), setup.model
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        tasks: list[Task] = [pickle.loads(task) for task in batch["task"]]
+        asked = [(task, self._llm.submit(task.prompt, task.params)) for task in tasks]  # all run together
+        return {"answer": [pickle.dumps(self._answer(task, future)) for task, future in asked]}
+
+    def _answer(self, task: Task, future: Any) -> Answer:
+        try:
+            found = future.result()
+        except FailedRequestError as error:
+            found = error
+        return Answer.of(task, self._model, self._llm.dtype, found)
+
+
+@contextmanager
+def answers_on_ray(count: int, setup: Setup, tasks: list[Task]) -> Iterator[Iterator[Answer]]:
+    """Yield an iterator of answers, the longest tasks first. Ray retries a lost actor's batches.
+
+    RequestError if there is no room for the actors; TinyGPTError if an actor raises or Ray gives up.
+    """
+    ray, threads = import_ray(), setup.arguments["threads"]
+    with joined(ray, count, threads), closing(_answers(ray, count, setup, tasks)) as answers:
+        yield answers
+
+
+def _answers(ray: Any, count: int, setup: Setup, tasks: list[Task]) -> Iterator[Answer]:
+    longest_first = sorted(tasks, key=_num_tokens, reverse=True)
+    rows = [{"task": pickle.dumps(task)} for task in longest_first]
+    # A batch may take long, and hosts may be long in coming: Ray notices a lost actor anyway.
+    ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
+    dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // setup.batch_size))
+    done = dataset.map_batches(
+        Actor,
+        fn_constructor_args=(setup,),
+        batch_size=setup.batch_size,
+        compute=ray.data.ActorPoolStrategy(size=count),
+        num_cpus=setup.arguments["threads"],
+    )
+    for row in done.iter_rows():
+        yield pickle.loads(row["answer"])
+
+
+def _num_tokens(task: Task) -> int:
+    """Return the number of tokens that a task may take."""
+    samples = max(task.params.best_of or task.params.n, task.params.num_beams)
+    return len(task.prompt.token_ids) + samples * task.params.max_tokens
