@@ -24,20 +24,17 @@ INTO_KERNELS = {
     "tinygpt.execution.model_runner": {"tinygpt.kernels.errors", "tinygpt.kernels.host"},
     "tinygpt.bench.work": {"tinygpt.kernels.cpu.simd.peak", "tinygpt.kernels.cuda.runtime.peak"},
     "tinygpt.bench.measure": {"tinygpt.kernels.cuda.runtime.device"},
-    "tinygpt.cli.commands.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},
-    "tinygpt.cli.commands.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cuda.runtime.jit"},
-    "tinygpt.cli.output.instructions": {"tinygpt.kernels.cpu.simd.targets"},
-    "tinygpt.cli.batch.workers": {"tinygpt.kernels.cpu.packed"},
+    "tinygpt.cli.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},
+    "tinygpt.cli.doctor": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.cuda.runtime.jit"},
     "tinygpt.cli.loading": {"tinygpt.kernels.compiling", "tinygpt.kernels.cpu.jit"},
-    "tinygpt.cli.output.compile_notice": {"tinygpt.kernels.compiling"},
-    "tinygpt.cli.commands.serve": {"tinygpt.kernels.compiling"},
+    "tinygpt.cli.serve": {"tinygpt.kernels.compiling"},
     "tinygpt.parallel.cut": {"tinygpt.kernels.cpu.rank"},
     "tinygpt.parallel.rank_model": {"tinygpt.kernels.cpu.rank", "tinygpt.kernels.cpu.jit"},
     "tinygpt.parallel.runner": {"tinygpt.kernels.compiling"},
     "tinygpt.compile_ahead": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.compiling"},
     "tinygpt.engine.engine": {"tinygpt.kernels.compiling"},
     "tinygpt.engine.throughput": {"tinygpt.kernels.compiling"},
-    "tinygpt.cli.commands.warmup": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.kernel_archive"},
+    "tinygpt.cli.warmup": {"tinygpt.kernels.cpu.jit", "tinygpt.kernels.kernel_archive"},
 }
 # What each package imports from outside the standard library.
 LIBRARIES = {
@@ -60,13 +57,13 @@ LIBRARIES = {
 FOREIGN = {
     "tinygpt.kernels.cuda.runtime.device": {"cuda"},
     "tinygpt.kernels.cuda.runtime.jit": {"cuda", "numba_cuda"},
-    "tinygpt.cli.commands.doctor": {"llvmlite"},
+    "tinygpt.cli.doctor": {"llvmlite"},
     "tinygpt.evaluation.golden": {"torch", "transformers"},
     "tinygpt.bench.plot": {"matplotlib"},
     "tinygpt.parallel.mpi": {"mpi4py"},
     "tinygpt.on_ray.application": {"ray", "pydantic", "starlette"},
     "tinygpt.on_ray.metrics": {"ray"},
-    "tinygpt.cli.batch.ray_cluster": {"ray"},
+    "tinygpt.on_ray.ray_cluster": {"ray"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
 

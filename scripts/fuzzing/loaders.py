@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli.batch.output_file import Earlier, read_earlier
-from tinygpt.cli.input.prompts_file import PromptRecord, read_lines
+from tinygpt.cli.batch import Earlier, read_earlier
+from tinygpt.cli.input import PromptRecord
 from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.golden import Golden, load_goldens
 from tinygpt.execution.model_source import ModelSource

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli.batch.records import record_line
+from tinygpt.cli.batch import record_line
 from tinygpt.evaluation.golden import Golden, save_goldens
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import packed as packing

@@ -23,11 +23,10 @@ from ray.experimental import internal_kv
 from support.commands import run_process
 from support.paths import ROOT
 from support.processes import below
-from tinygpt.cli.batch import ray_actors, ray_cluster
-from tinygpt.cli.batch.output_file import Earlier
-from tinygpt.cli.batch.run import _writer
-from tinygpt.cli.batch.workers import Setup
+from tinygpt.cli.batch import Earlier, _writer
 from tinygpt.errors import RequestError
+from tinygpt.on_ray import ray_actors, ray_cluster
+from tinygpt.on_ray.ray_actors import Setup
 
 # Without the tokens that clusters share by a file in the home folder, which is nothing of these tests'.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
@@ -90,8 +89,8 @@ def generate(address, *words, **options):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--workers", "3"], "--workers 3 of --threads 1 need 3 CPUs and {has}, room for 2: give --workers 2."),
-        (["-t", "3"], "--workers 1 of --threads 3 need 3 CPUs and {has}, room for 0: give --threads 2 or fewer."),
+        (["--ray", "3"], "--ray 3 of --threads 1 need 3 CPUs and {has}, room for 2: give --ray 2."),
+        (["-t", "3"], "--ray 1 of --threads 3 need 3 CPUs and {has}, room for 0: give --threads 2 or fewer."),
     ],
 )
 def test_actors_without_room_are_refused(address, given, flags, said):
@@ -106,7 +105,7 @@ def test_actors_without_room_are_refused(address, given, flags, said):
 def test_actors_that_just_fit_find_files_that_are_named_from_the_commands_folder(start, address, given, small_demo):
     """And nothing of Ray's is on stderr, but in its logs."""
     shutil.copytree(small_demo, given.parent / "model")
-    words = ["-m", "model", "--input", "in.jsonl", "--output", "out.jsonl", "--workers", "2"]
+    words = ["-m", "model", "--input", "in.jsonl", "--output", "out.jsonl", "--ray", "2"]
     result = generate(address, *words, cwd=given.parent)
     assert result.returncode == 1, result.stderr
     found = [json.loads(line) for line in (given.parent / "out.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -114,7 +113,7 @@ def test_actors_that_just_fit_find_files_that_are_named_from_the_commands_folder
     assert [record["id"] for record in found if "error" in record] == ["lost"]
     first, done, failed = result.stderr.splitlines()
     assert first == "tinygpt: starting Ray"
-    assert done.startswith("tinygpt: 10 prompts by 2 workers in ")
+    assert done.startswith("tinygpt: 10 prompts by 2 actors in ")
     assert failed.startswith("tinygpt: error: 1 of 10 prompts failed")
     logs = start.temporary / "session_latest" / "logs"
     assert "Starting execution of Dataset" in (logs / "ray-data" / "ray-data.log").read_text(encoding="utf-8")
@@ -136,9 +135,9 @@ def test_a_cluster_that_may_grow_is_waited_for(monkeypatch, capsys, types, is_v2
         ray_cluster._check_room(cluster, "here:1", 3, 2)
     has = "the Ray cluster at here:1 has 6 on 3 hosts, room for 2"
     if is_refused:
-        assert str(refused.value) == f"--workers 3 of --threads 2 need 6 CPUs and {has}: give --workers 2."
+        assert str(refused.value) == f"--ray 3 of --threads 2 need 6 CPUs and {has}: give --ray 2."
     else:
-        assert f"3 workers need 6 CPUs and {has}: the others wait until it adds hosts" in capsys.readouterr().err
+        assert f"3 actors need 6 CPUs and {has}: the others wait until it adds hosts" in capsys.readouterr().err
 
 
 def test_cpus_that_others_have_are_waited_for(capsys):
@@ -146,7 +145,7 @@ def test_cpus_that_others_have_are_waited_for(capsys):
         nodes=lambda: [{"Alive": True, "Resources": {"CPU": 8.0}}], available_resources=lambda: {"CPU": 3.0}
     )
     ray_cluster._check_room(cluster, "here:1", 2, 2)
-    said = "2 workers need 4 CPUs and the Ray cluster at here:1 has 8 on 1 host, 3 of them free: some wait until others"
+    said = "2 actors need 4 CPUs and the Ray cluster at here:1 has 8 on 1 host, 3 of them free: some wait until others"
     assert said in capsys.readouterr().err
 
 

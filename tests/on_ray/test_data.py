@@ -47,7 +47,7 @@ def records(path):
 
 def test_actors_write_the_records_of_one_process_in_order_and_go_on(small_demo, given, expected, tmp_path):
     out = tmp_path / "out.jsonl"
-    words = ["generate", "-m", small_demo, "--input", given, "--output", out, *FLAGS, "--ray", "--workers", "2"]
+    words = ["generate", "-m", small_demo, "--input", given, "--output", out, *FLAGS, "--ray", "2"]
     for answered in (0, 17):
         result = run_process(*words, "--keep-order", text=True, timeout=300)
         assert result.returncode == 0, result.stderr
@@ -62,13 +62,13 @@ def test_an_actor_that_is_killed_loses_and_doubles_no_row(small_demo, given, exp
     words = ["generate", "-m", small_demo, "--input", str(given), "--output", str(out), *FLAGS]
     # Steps as slow as a larger model's, so that there is a middle of the job.
     program = (
-        "import os, sys, time; from tinygpt.cli import main; from tinygpt.cli.batch import ray_actors; "
+        "import os, sys, time; from tinygpt.cli import main; from tinygpt.on_ray import ray_actors; "
         "call = ray_actors.Actor.__call__; "
         "ray_actors.Actor.__call__ = lambda self, batch: (time.sleep(1), call(self, batch))[1]; sys.exit(main.main())"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *words, "--ray", "--workers", "2"], env=environment, stderr=subprocess.PIPE
+        [sys.executable, "-c", program, *words, "--ray", "2"], env=environment, stderr=subprocess.PIPE
     )
     until(lambda: process.poll() is not None or (out.exists() and b"\n" in out.read_bytes()))
     assert process.poll() is None, process.stderr.read()

@@ -15,7 +15,7 @@ import pytest
 
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli.main import build_parser
+from tinygpt.cli.main import parse
 from tinygpt.kernels.cache_folder import find_folder
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -45,7 +45,7 @@ def served_with(*arguments: str):
     """What `serve` makes of the image's entry point and these; argparse ends the test if it does not know one."""
     entry = json.loads(dict(dockerfile())["ENTRYPOINT"])
     assert entry[:4] == ["python", "-m", "tinygpt", "serve"]
-    return build_parser().parse_args([*entry[3:], *arguments])
+    return parse([*entry[3:], *arguments])
 
 
 # --- the image

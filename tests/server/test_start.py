@@ -16,7 +16,7 @@ from tinygpt.server.protocol.fields import Model
 PROGRAM = """
 import sys
 import tinygpt.server.app, tinygpt.server.transport.serve
-from tinygpt.cli.commands.serve import _server_config
+from tinygpt.cli.serve import _server_config
 from tinygpt.server.protocol.fields import Model
 found, models = [Model], []
 while found:
@@ -34,7 +34,7 @@ def test_importing_the_server_builds_no_model_and_reads_no_jinja():
 
 ALONGSIDE = """
 import sys
-from tinygpt.cli.commands import serve
+from tinygpt.cli import serve
 serve._import_web()
 found = set(sys.modules)
 import tinygpt.server.app, tinygpt.server.transport.serve

@@ -73,7 +73,7 @@ def read(text: str) -> dict[str, list[str]]:
 
 def _flags(command: str) -> Callable[[], Iterator[str]]:
     def lines() -> Iterator[str]:
-        parser = sys.modules[main.__module__].build_parser().subparsers.choices[command]
+        parser = sys.modules[main.__module__].command_parser(command)
         for action in sorted(parser._actions, key=lambda action: action.option_strings):  # arguments stay in order
             yield _flag(action)
 
@@ -100,7 +100,7 @@ def _exit_codes() -> Iterator[str]:
     keyboard = mock.Mock(**{"isatty.return_value": False, "buffer.read.side_effect": KeyboardInterrupt})
     with mock.patch("sys.stdin", keyboard):
         yield f"interrupted: {_run('generate')[0]}"
-    with mock.patch("tinygpt.cli.batch.run.read_lines", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
+    with mock.patch("tinygpt.cli.batch.read_prompts", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
         yield f"terminated: {_run('generate --input ./nowhere')[0]}"
     yield f"done: {_run('info demo')[0]}"
     yield f"failed: {_run('info demo', FullDisk())[0]}"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.cli.flags import CHECKPOINT, add_argument, add_flag, dtype, one_of_both
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.output import elapsed, log, progress
-from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 from tinygpt.errors import RequestError, TinyGPTError, invalid
+from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.calibration import Calibration

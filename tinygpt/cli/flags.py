@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
-from tinygpt.weights.config import DTYPES
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import DTYPES
 
 # Flags of llama.cpp, vLLM, transformers, nanoGPT and FasterTransformer that mean the same. JSONL fields have them too.
 ALIASES = {
@@ -310,8 +310,8 @@ SAMPLING_FLAGS: dict[str, dict[str, tuple]] = {
         "overflow": (
             str.lower,
             "HOW",
-            "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: the "
-            "oldest tokens are dropped, and the rest is read again)",
+            "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: "
+            "the oldest tokens are dropped, and the rest is read again)",
         ),
         "stride": (int, "N", "tokens to drop at a time (default: half the positions)"),
     },

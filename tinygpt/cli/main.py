@@ -115,12 +115,9 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     )
     command.add_arguments(parser)
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
-    parser.add_argument(
-        "--debug",
-        "--verbose",
-        action="store_true",
-        help="show the log, and the traceback of an error (default: off)",
-    )
+    about = "show the log, and the traceback of an error (default: off)"
+    parser.add_argument("--debug", action="store_true", help=about)
+    parser.add_argument("--verbose", dest="debug", action="store_true", help=argparse.SUPPRESS)
     if hasattr(command, "EVERY_DAY") and not is_all:
         shown = (*command.EVERY_DAY, "help", "help_all")
         rare = [a for a in parser._actions if a.dest not in shown and a.help != argparse.SUPPRESS]

@@ -10,10 +10,10 @@ from tinygpt.cli import loading
 from tinygpt.cli.flags import add_checkpoint, add_flag, checkpoint_of
 from tinygpt.cli.input import read_prompts, refuse_lines
 from tinygpt.cli.output import check_writable, elapsed, log, print_fields, print_json, print_table
-from tinygpt.weights.config import DTYPES
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import thread_count
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import DTYPES
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.golden import Golden

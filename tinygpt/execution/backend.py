@@ -4,9 +4,9 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 from tinygpt.errors import RequestError
 from tinygpt.kernels.errors import DeviceError
+from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/
 
