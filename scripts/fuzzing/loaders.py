@@ -9,7 +9,7 @@ import numpy as np
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.batch import Earlier, read_earlier
-from tinygpt.cli.input import PromptRecord
+from tinygpt.cli.input import PromptRecord, read_prompts
 from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.golden import Golden, load_goldens
 from tinygpt.execution.model_source import ModelSource
@@ -100,9 +100,7 @@ def results(folder: Path) -> Earlier:
 
 
 def _records(folder: Path) -> list[PromptRecord]:
-    file = read_lines(folder / "prompts.jsonl", SamplingParams())
-    file.refuse({})
-    return file.records
+    return read_prompts(folder / "prompts.jsonl", SamplingParams())
 
 
 def golden(folder: Path) -> list[Golden]:

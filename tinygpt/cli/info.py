@@ -1,9 +1,9 @@
-"""`tinygpt info`: what is in a checkpoint, and whatever in it would be refused."""
+"""`tinygpt info`: the content of a checkpoint, and every reason why it cannot be loaded."""
 
 import argparse
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,11 @@ from tinygpt.errors import CheckpointError, NoTokenizerError
 if TYPE_CHECKING:
     from tinygpt.weights.checkpoint import Checkpoint
     from tinygpt.weights.config import ModelConfig
-    from tinygpt.weights.containers.container import Container, StoredTensor
     from tinygpt.weights.families.family import Source
 
 USAGE = "tinygpt info [flags] [CHECKPOINT]"
-NUM_SHOWN = 5  # of the tokens that the model lacks
 SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what would be refused"
+NUM_SHOWN = 5  # tokens without a row of the embedding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,20 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the report. CheckpointError where there is no checkpoint, and behind the report if it cannot be used."""
+    """Print the report. CheckpointError before it if there is no checkpoint, and after it if it cannot be used."""
     from tinygpt.weights.containers.formats import reader_of
     from tinygpt.weights.open import resolve
 
     path = resolve(checkpoint_of(args))
     if path.is_file():
-        reader_of(path)  # what is in no format is no checkpoint
+        reader_of(path)  # raises for a file in no format of weights
     report = describe(path)
     print_json(report) if args.json else _print_text(report)
     check_report(report["path"], report["refused"], report["tokenizer"]["error"])
 
 
 def check_report(path: str, refused: list[str], tokenizer_error: str | None) -> None:
-    """Behind the report on a checkpoint: CheckpointError for what of it cannot be used, which the report says why."""
+    """Raise CheckpointError, after the report, for a checkpoint that cannot be used."""
     if refused:
         is_tokenizer = refused == [tokenizer_error]
         what = f"the tokenizer of {path} cannot be used, only token ids" if is_tokenizer else f"{path} cannot be used"
@@ -53,12 +52,13 @@ def check_report(path: str, refused: list[str], tokenizer_error: str | None) -> 
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The report on the checkpoint `path`. Each part is read by itself: what is wrong with one hides no other.
+    """Return the report. Each part is read by itself: an error in one hides no other.
 
-    `refused` lists why the checkpoint, or its tokenizer, cannot be loaded; fields such as `config` are None where that
-    keeps them from being known. Sizes are in bytes, as the tensors lie in the files; 0 for formats that are not known.
+    `refused` lists why the checkpoint, or its tokenizer, cannot be loaded. Fields that are unknown for that reason are
+    None. Sizes are in bytes, as the tensors lie in the files; 0 for unknown formats.
     """
     from tinygpt.weights.containers.container import Container
+    from tinygpt.weights.containers.formats import read_weights
     from tinygpt.weights.families.family import Source
     from tinygpt.weights.families.table import family_of
     from tinygpt.weights.matching import match
@@ -66,18 +66,19 @@ def describe(path: Path) -> dict[str, Any]:
     refused: list[str] = []
     unread: list[str] = []
     is_packed = (path / PACKED_FILE).exists()
-    container = _attempt(unread, _container, path / PACKED_FILE if is_packed else path)
+    container = _attempt(unread, read_weights, path / PACKED_FILE if is_packed else path)
     source = Source(path, container or Container("unreadable weights", {}))
     family = _attempt(refused, family_of, source)
     config = _attempt(refused, family.config, source) if family else None
-    refused = [*refused, *unread] if family or container else unread  # what cannot be read is of no family either
+    refused = [*refused, *unread] if family or container else unread  # unreadable files are of no family either
     tied = dtype = checkpoint = None
     if config and container and is_packed:
-        dtype, tied = _attempt(refused, _check_packed, path) or (None, None)
+        dtype, tied = _attempt(refused, _load_packed, path) or (None, None)
     elif config and container:
         checkpoint = _attempt(refused, match, source, family, config)
         tied = checkpoint.tied if checkpoint else None
-    files, tokenizer = _files(source), _tokenizer(refused, source, checkpoint, config)
+    files = _files(source)
+    digests = "".join(f"{file['sha256']}  {name}\n" for name, file in sorted(files.items()))  # as sha256sum prints
     return {
         "path": str(path),
         "container": container.format if container else None,
@@ -85,18 +86,26 @@ def describe(path: Path) -> dict[str, Any]:
         "config": asdict(config) if config else None,
         "tied": tied,
         "converted_to": dtype,
-        "tensors": {name: _tensor(tensor) for name, tensor in source.container.tensors.items()},
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "size": tensor.nbytes,
+                "file": tensor.path.name,
+            }
+            for name, tensor in source.container.tensors.items()
+        },
         "ignored": list(checkpoint.ignored) if checkpoint else None,
         "quirks": list(checkpoint.quirks) if checkpoint else None,
-        "tokenizer": tokenizer,
+        "tokenizer": _tokenizer(refused, source, checkpoint, config),
         "files": files,
-        "content_hash": _hash_of_all(files),
+        "content_hash": hashlib.sha256(digests.encode()).hexdigest(),
         "refused": refused,
     }
 
 
 def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
-    """function(*arguments), or None and one more problem."""
+    """Return function(*arguments), or None and one more problem."""
     try:
         return function(*arguments)
     except CheckpointError as error:
@@ -104,14 +113,8 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
         return None
 
 
-def _container(path: Path) -> "Container":
-    from tinygpt.weights.containers.formats import read_weights
-
-    return read_weights(path)
-
-
-def _check_packed(path: Path) -> tuple[str, bool]:
-    """Load it, which is quick: its dtype, and whether it is tied."""
+def _load_packed(path: Path) -> tuple[str, bool]:
+    """Load a converted checkpoint, which checks it. Return its dtype, and whether the head is tied."""
     from tinygpt.execution.model_source import ModelSource
 
     source = ModelSource.open(str(path))
@@ -119,21 +122,12 @@ def _check_packed(path: Path) -> tuple[str, bool]:
     return source.dtype, source.checkpoint.tied
 
 
-def _tensor(tensor: "StoredTensor") -> dict[str, Any]:
-    return {
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "size": tensor.nbytes,
-        "file": tensor.path.name,
-    }
-
-
 def _tokenizer(
     refused: list[str], source: "Source", checkpoint: "Checkpoint | None", config: "ModelConfig | None"
 ) -> dict[str, Any]:
-    """Without one a checkpoint still takes token ids, so that the reason stands here; a damaged one is refused.
+    """Describe the tokenizer. `outside_vocabulary` lists its tokens without a row of the embedding.
 
-    `outside_vocabulary` lists the tokens that the model has no row for, without which texts are read as ever.
+    A checkpoint without a tokenizer takes token ids; a damaged tokenizer is refused.
     """
     from tinygpt.execution.model_source import load_tokenizer
     from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -153,77 +147,37 @@ def _tokenizer(
 
 
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
-    """The files that the checkpoint is read from, with their sizes and the hashes that the Hub shows too."""
+    """Return the files that the checkpoint is read from, with their sizes and SHA-256, as the Hub shows them."""
     from tinygpt.tokenizer_files import TOKENIZER_FILES
+    from tinygpt.weights.containers.formats import find_weights
     from tinygpt.weights.hub import CONFIG_FILES
 
-    folder, container = source.folder, source.container
-    weights = sorted({tensor.path for tensor in container.tensors.values()}) or _without_tensors(source)
-    tokenizer = (folder / name for name in (*TOKENIZER_FILES, PREPARED_FILE))
-    paths = [*(folder / name for name in CONFIG_FILES), *weights, *tokenizer]
-    return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": _hash_of_file(path)}
-        for path in paths
-        if path.is_file()
-    }
-
-
-def _without_tensors(source: "Source") -> list[Path]:
-    """The file that holds none, or cannot be read: its hash says whether it is what was to be downloaded."""
-    from tinygpt.weights.containers.formats import find_weights
-
-    if source.path.is_file():
-        return [source.path]
-    if (source.path / PACKED_FILE).exists():
-        return [source.path / PACKED_FILE]
-    found = _attempt([], find_weights, source.path)
-    return [found[0]] if found else []
-
-
-def _hash_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _hash_of_all(files: dict[str, dict[str, Any]]) -> str:
-    """SHA-256 of what `sha256sum` prints for the files in the order of their names."""
-    lines = (f"{file['sha256']}  {name}\n" for name, file in sorted(files.items()))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    folder, path = source.folder, source.path
+    weights = sorted({tensor.path for tensor in source.container.tensors.values()})
+    if not weights and path.is_file():  # an empty or a damaged file has a hash too
+        weights = [path]
+    elif not weights:
+        packed = path / PACKED_FILE
+        weights = [packed] if packed.exists() else (_attempt([], find_weights, path) or [])[:1]
+    names = [*(folder / name for name in CONFIG_FILES), *weights]
+    names += [folder / name for name in (*TOKENIZER_FILES, PREPARED_FILE)]
+    found = {}
+    for name in filter(Path.is_file, names):
+        digest = hashlib.sha256()
+        with name.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        found[name.relative_to(folder).as_posix()] = {"size": name.stat().st_size, "sha256": digest.hexdigest()}
+    return found
 
 
 def _print_text(report: dict[str, Any]) -> None:
     print_table(report["path"], [("content hash", report["content_hash"])])
     if report["config"]:
         print_fields("config", report["config"])
-    tensors = report["tensors"]
-    print_fields("weights", _summary(report))
-    if tensors:
-        print_table("tensors", _rows(tensors))
-    tokenizer = report["tokenizer"]
-    kept = ("error",) if tokenizer["error"] else ("vocab_size", "special_ids")
-    outside = {"outside_vocabulary": _shown(tokenizer["outside_vocabulary"])} if tokenizer["outside_vocabulary"] else {}
-    print_fields("tokenizer", {name: tokenizer[name] for name in kept} | outside)
-    if report["files"]:
-        print_table(
-            "files", [(name, size_text(file["size"]), file["sha256"]) for name, file in report["files"].items()]
-        )
-    print_fields("refused", {str(i): problem for i, problem in enumerate(report["refused"], 1)} or {"nothing": ""})
-
-
-def _shown(outside: list[dict[str, Any]]) -> str:
-    """The first tokens that the model has no row for, and what this means."""
-    first = ", ".join(f"{token['id']} {token['text']!r}" for token in outside[:NUM_SHOWN])
-    more = f" and {len(outside) - NUM_SHOWN} more" if len(outside) > NUM_SHOWN else ""
-    return f"{first}{more}, which the model has no row for: a text that holds one is refused"
-
-
-def _summary(report: dict[str, Any]) -> dict[str, Any]:
     tensors = report["tensors"].values()
-    is_known = report["tied"] is not None
-    return {
+    head = {True: "tied to wte", False: "its own", None: "unknown"}[report["tied"]]
+    summary = {
         "container": report["container"],
         "family": report["family"],
         "tensors": len(tensors),
@@ -231,14 +185,31 @@ def _summary(report: dict[str, Any]) -> dict[str, Any]:
         "size": size_text(sum(tensor["size"] for tensor in tensors)),
         "dtypes": sorted({tensor["dtype"] for tensor in tensors}),
         "converted_to": report["converted_to"],
-        "head": ("tied to wte" if report["tied"] else "its own") if is_known else "unknown",
+        "head": head,
         "ignored": report["ignored"],
         "quirks": report["quirks"],
     }
+    print_fields("weights", summary)
+    if tensors:
+        print_table("tensors", _rows(report["tensors"]))
+    tokenizer = report["tokenizer"]
+    kept = ("error",) if tokenizer["error"] else ("vocab_size", "special_ids")
+    shown = {name: tokenizer[name] for name in kept}
+    if tokenizer["error"] in report["refused"]:
+        shown["error"] = 'see "refused"'
+    if outside := tokenizer["outside_vocabulary"]:
+        first = ", ".join(f"{token['id']} {token['text']!r}" for token in outside[:NUM_SHOWN])
+        more = f" and {len(outside) - NUM_SHOWN} more" if len(outside) > NUM_SHOWN else ""
+        about = "which the model has no row for: a text that holds one is refused"
+        shown["outside_vocabulary"] = f"{first}{more}, {about}"
+    print_fields("tokenizer", shown)
+    if files := report["files"]:
+        print_table("files", [(name, size_text(file["size"]), file["sha256"]) for name, file in files.items()])
+    print_fields("refused", {str(i): problem for i, problem in enumerate(report["refused"], 1)} or {"nothing": ""})
 
 
-def _rows(tensors: dict[str, dict[str, Any]]) -> Iterable[tuple[str, ...]]:
-    """One row for what layers share: there are hundreds of tensors, of a dozen kinds."""
+def _rows(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield one row for the tensors of the same name, dtype and shape in several layers."""
     from tinygpt.weights.messages import of_any_layer
 
     groups: dict[tuple, list[str]] = {}
