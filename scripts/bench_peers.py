@@ -1,48 +1,259 @@
-"""tinygpt beside the engines a user would pick instead, in one run, on the same checkpoint and token ids.
+"""tinygpt next to other engines, in one run, on the same checkpoint and token ids.
 
     python scripts/bench_peers.py                          # random weights of GPT-2 124M's shape
-    python scripts/bench_peers.py --shape 355M --long      # and of the next size, deep in the context too
-    python scripts/bench_peers.py --model FOLDER           # a checkpoint of your own, "demo", or a Hub id
+    python scripts/bench_peers.py --model random:355M --long
+    python scripts/bench_peers.py --model FOLDER           # a checkpoint, "demo", or a Hub id
     python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
-    python scripts/bench_peers.py --batch-sizes 1 2 4 8 16 32 --json FILE    # for plot_peers.py to draw
+    python scripts/bench_peers.py --dtypes float32 int8 --batch-sizes 1 2 4 8 16 32 --plot tokens_per_second.svg
 
-Each peer is installed into a virtual environment of its own, and each engine and dtype runs in a process of its own.
-They take turns, so that a slow moment of the machine hits all. The table has milliseconds per decode step, without the
-prompt pass, or per prefill: the best of the repeats, and the median. The ratio is the best peer's best time over ours.
-The machine's limits are measured in the same turns. A peer that cannot be installed or fails is named, with the reason.
+Each peer is installed into a virtual environment of its own; each engine and dtype runs in its own process. Engines
+take turns, so that a slow moment of the machine hits all of them. The table has milliseconds for each decode step, or
+for a prefill: the best of the repeats, and the median. The ratio is the best peer's best time over ours. The limits of
+the machine are measured in the same turns. A peer that cannot be installed or fails is listed with the reason.
 """
 
 import argparse
 import json
 import os
+import random
+import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-# tinygpt lies beside scripts/, whether or not it is installed.
+# tinygpt is next to scripts/, installed or not.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from peers.cases import CASES, LONG_CASES, Case, decode_cases, floor
-from peers.catalogue import AVX2, DTYPES, OURS, PEERS, held_to_avx2
-from peers.measure import Engines
-from peers.prepare import Setup, prepare
-from peers.progress import say
-from peers.table import Agreement, Row, markdown
+from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare
 
-from tinygpt.bench.work import CACHE_BYTES
+from tinygpt.bench.report import parameters_text, table, threads_text
+from tinygpt.bench.work import (
+    CACHE_BYTES,
+    CACHES,
+    TILES,
+    block_operations,
+    head_operations,
+    kv_cache_bytes,
+    num_parameters,
+    weight_bytes,
+)
 from tinygpt.hardware.cpu import cpu_name
-from tinygpt.weights.random_checkpoint import SHAPES
+from tinygpt.weights.families.hugging_face.gpt2 import model_config
+
+PAUSE = 0.3  # seconds: OpenMP threads without work spin for 0.2 s
+AGREEMENT_PROMPT = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    """`new` tokens for each of `batch` prompts of `prompt` tokens; new = 1 is a prefill."""
+
+    name: str
+    batch: int
+    prompt: int
+    new: int
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.new == 1
+
+
+CASES = (
+    Case("decode, batch 1", 1, 50, 100),
+    Case("decode, batch 8", 8, 32, 64),
+    Case("decode, batch 32", 32, 32, 64),
+    Case("prefill 512", 1, 512, 1),
+)
+LONG_CASES = (Case("decode at 1000, batch 1", 1, 1000, 24), Case("decode at 1000, batch 8", 8, 1000, 24))
+
+
+@dataclass
+class Row:
+    """One case in one dtype: milliseconds of every repeat by engine, and the shortest time that the machine allows."""
+
+    case: str
+    dtype: str
+    batch: int
+    is_prefill: bool
+    ms: dict[str, list[float]]
+    floor_ms: float | None = None
+    limit: str | None = None
+
+    @property
+    def best_peer(self) -> str | None:
+        peers = {name: min(times) for name, times in self.ms.items() if name != OURS.name and times}
+        return min(peers, key=peers.__getitem__) if peers else None
+
+    @property
+    def ratio(self) -> float | None:
+        """The best peer's best time over ours: above 1, tinygpt is faster."""
+        ours = self.ms.get(OURS.name)
+        return min(self.ms[self.best_peer]) / min(ours) if ours and self.best_peer else None
 
 
 @dataclass
 class Results:
-    """What a run has found so far."""
-
     rows: list[Row] = field(default_factory=list)
-    agreements: dict[str, dict[str, Agreement]] = field(default_factory=dict)  # dtype, engine
+    agreement: dict[str, dict[str, str]] = field(default_factory=dict)  # dtype, engine -> distance of logits
     limits: dict[str, dict[str, float]] = field(default_factory=dict)  # dtype -> the best of each
-    reference: list[float] | None = None  # logits of the first engine and dtype: ours, in float32, if it is asked for
+    reference: list[float] | None = None  # logits of the first engine in the first dtype
+
+
+def floor(case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None) -> tuple[float, str]:
+    """Return the shortest time in milliseconds and its limit: reading all bytes once, or multiplying at the peak."""
+    model, (in_blocks, in_head) = model_config(config), (limits[kind] for kind in TILES[dtype])
+    # A prefill attends to half of its positions on average; it reads keys and values from the CPU's caches.
+    positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
+    tokens = case.batch * (case.prompt if case.is_prefill else 1)
+    cached = 0 if case.is_prefill else kv_cache_bytes(model, cache or CACHES[dtype], case.batch * positions)
+    operations = block_operations(model, tokens, positions) / in_blocks + head_operations(model, case.batch) / in_head
+    seconds = {
+        "bandwidth": (weight_bytes(model, dtype) + cached) / limits["bandwidth"],
+        "tile peak": operations,
+    }
+    limit = max(seconds, key=seconds.__getitem__)
+    return 1e3 * seconds[limit], limit
+
+
+class Engines:
+    """The processes of one dtype. An engine that fails is absent from then on."""
+
+    def __init__(self, setup: Setup, dtype: str, threads: int, logs: Path, cache: str | None = None):
+        logs.mkdir(parents=True, exist_ok=True)
+        self.setup, self.dtype, self.limits = setup, dtype, {}
+        places = {name: place for (name, kind), place in setup.places.items() if kind == dtype}
+        self.workers = {
+            name: Worker(place, dtype, threads, logs / f"{name}-{dtype}.log", cache) for name, place in places.items()
+        }
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+    def last_logits(self) -> dict[str, list[float]]:
+        """Return each engine's logits after one prompt, which show whether all run the same model."""
+        found, (ids,) = {}, self._token_ids(1, AGREEMENT_PROMPT)
+        for name in list(self.workers):
+            with self._absent_on_error(name):
+                found[name] = self.workers[name].call("last_logits", ids=ids)
+        return found
+
+    def measure(self, case: Case, repeats: int) -> Row:
+        """Time each engine in turn, `repeats` times after a warm-up."""
+        row = Row(case.name, self.dtype, case.batch, case.is_prefill, {name: [] for name in self.workers})
+        ids = self._token_ids(case.batch, case.prompt)
+        call = ("prefill_ms", {"ids": ids}) if case.is_prefill else ("step_ms", {"ids": ids, "new": case.new})
+        for turn in range(1 + repeats):
+            for name in list(self.workers):
+                time.sleep(PAUSE)
+                with self._absent_on_error(name):
+                    row.ms[name] += [self.workers[name].call(call[0], **call[1])] * (turn > 0)
+            if OURS.name in self.workers:
+                time.sleep(PAUSE)
+                with self._absent_on_error(OURS.name):
+                    now = self.workers[OURS.name].call("limits")
+                    self.limits = {kind: max(rate, self.limits.get(kind, 0)) for kind, rate in now.items()}
+        return row
+
+    @contextmanager
+    def _absent_on_error(self, name: str):
+        try:
+            yield
+        except PeerError as error:
+            self.setup.absent[name, self.dtype] = str(error)
+            say(f"{name} {self.dtype} is absent: {error}")
+            self.workers.pop(name).close()
+
+    def _token_ids(self, batch: int, prompt: int) -> list[list[int]]:
+        generator = random.Random(0)
+        return [[generator.randrange(self.setup.config["vocab_size"]) for _ in range(prompt)] for _ in range(batch)]
+
+
+def agreement(logits: list[float], reference: list[float]) -> str:
+    """Describe the distance of an engine's logits from the reference's."""
+    same = max(range(len(logits)), key=logits.__getitem__) == max(range(len(logits)), key=reference.__getitem__)
+    largest, std = max(abs(a - b) for a, b in zip(logits, reference, strict=True)), statistics.pstdev(reference)
+    return f"{'the same' if same else 'another'} top-1, largest difference {largest:.2g} (logits' std {std:.2g})"
+
+
+def markdown(rows: Iterable[Row], engines: list[str], absent: dict[tuple[str, str], str]) -> str:
+    """Return the table: best milliseconds, the median in brackets, the best peer's in bold."""
+    lines = []
+    for row in rows:
+        cells = []
+        for engine in engines:
+            times = row.ms.get(engine)
+            text = f"{min(times):.2f} ({statistics.median(times):.2f})" if times else "-"
+            text = "absent" if not times and (engine, row.dtype) in absent else text
+            cells.append(f"**{text}**" if engine == row.best_peer else text)
+        ours = row.ms.get(OURS.name)
+        share = f"{row.floor_ms / min(ours):.0%} ({row.limit})" if ours and row.floor_ms else "-"
+        lines.append([row.case, row.dtype, *cells, f"**{row.ratio:.2f}**" if row.ratio else "-", share])
+    return table(["case", "dtype", *engines, "best peer / ours", "of the limit"], lines)
+
+
+def report(setup: Setup, results: Results, threads: int) -> str:
+    sizes = ", ".join(f"{name} {setup.config[name]}" for name in ("n_layer", "n_embd", "vocab_size"))
+    lines = [
+        f"{sizes}; {threads_text(threads)}; ms, best (median). The ratio is that of the best times.\n",
+        markdown(results.rows, [OURS.name, *(peer.name for peer in PEERS)], setup.absent) + "\n",
+    ]
+    lines += [f"- {engine} {dtype} is absent: {why}" for (engine, dtype), why in setup.absent.items()]
+    for dtype, limits in results.limits.items():
+        rates = [f"{kind} tile {rate / 1e9:.0f} Gop/s" for kind, rate in limits.items() if kind != "bandwidth"]
+        lines.append(f"- {dtype} limits: reading {limits['bandwidth'] / 1e9:.1f} GB/s, {', '.join(rates)}")
+    for dtype, found in results.agreement.items():
+        lines += [f"- {engine} {dtype} compared with the first engine: {text}" for engine, text in found.items()]
+    return "\n".join(lines)
+
+
+def draw(setup: Setup, results: Results, threads: int, path: Path) -> None:
+    """Draw tokens/s by batch size of the decode rows, a panel for each dtype."""
+    from tinygpt.bench import plot
+
+    panels = []
+    for dtype in dict.fromkeys(row.dtype for row in results.rows):
+        lines: dict[str, plot.Line] = {}
+        for row in [row for row in results.rows if row.dtype == dtype and not row.is_prefill]:
+            limit = {"limit of the machine": [row.floor_ms]} if row.floor_ms else {}
+            for name, times in {**row.ms, **limit}.items():
+                line = lines.setdefault(name, plot.Line(name, is_published=name in limit))
+                line.points += [(row.batch, [1e3 * row.batch / ms for ms in times])] if times else []
+        drawn = [line for line in lines.values() if line.points]
+        panels.append(plot.Panel(dtype, "batch size (sequences)", "tokens/s", drawn))
+    size = parameters_text(num_parameters(model_config(setup.config)))
+    plot.draw(
+        path, f"Generating with GPT-2 {size}", panels, f"{cpu_name()}, {threads_text(threads)}. Points are medians."
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="random:124M", help="a folder, demo, a Hub id, or random:SHAPE (%(default)s)"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all")
+    parser.add_argument("--kv-cache-dtype", choices=CACHE_BYTES, help="of tinygpt and llama.cpp; others have no choice")
+    parser.add_argument("--isa", choices=["avx2"], help="hold every engine to these instructions")
+    parser.add_argument("--long", action="store_true", help="also decode from position 1000 of 1024, two repeats")
+    parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
+    parser.add_argument("--repeats", type=int, default=5)
+    cache = Path.home() / ".cache" / "tinygpt" / "peers"
+    parser.add_argument("--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)")
+    parser.add_argument("--json", type=Path, help="every time measured; default: results.json in the work folder")
+    parser.add_argument("--plot", type=Path, help="draw the decode rows into this .svg or .png file")
+    parser.add_argument("--prepare-only", action="store_true", help="install and convert everything, measure nothing")
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -50,129 +261,56 @@ def main() -> None:
     work = arguments.work.resolve()
     peers = [peer for peer in PEERS if arguments.peers is None or peer.name in arguments.peers]
     if arguments.isa == "avx2":
-        os.environ.update(AVX2)  # for every process that is started from here
+        os.environ.update(AVX2)  # for every process that is started
         peers = held_to_avx2(peers)
-    setup = prepare(work, arguments.model, arguments.shape, peers, arguments.dtypes)
+    setup = prepare(work, arguments.model, peers, arguments.dtypes, say)
     if arguments.prepare_only:
         return
     results, kept = Results(), arguments.json or work / "results.json"
     for dtype in arguments.dtypes:
-        for _ in run(setup, dtype, arguments, work / "logs", results):
-            write_json(kept, setup, results, arguments)  # a run that is cut off keeps what it has found
-        complete(setup, results, dtype, arguments.kv_cache_dtype)
+        run(setup, dtype, arguments, work / "logs", results, kept)
     print(report(setup, results, arguments.threads))
-    write_json(kept, setup, results, arguments)
     say(f"every time is in {kept}")
+    if arguments.plot:
+        draw(setup, results, arguments.threads, arguments.plot)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a local folder, demo, or a Hub id; default: random weights of --shape")
-    parser.add_argument("--shape", choices=SHAPES, default="124M")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
-    parser.add_argument(
-        "--batch-sizes", nargs="+", type=int, metavar="N", help="decode alike at these, in place of all"
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=CACHE_BYTES,
-        help="of tinygpt and llama.cpp; the others have one of their own (default: each engine's own)",
-    )
-    parser.add_argument(
-        "--isa",
-        choices=["avx2"],
-        help="hold every engine to these instructions (not onnxruntime, which has no switch, nor transformers in"
-        " bfloat16, which would take half an hour)",
-    )
-    parser.add_argument("--long", action="store_true", help="also decode from position 1000 of 1024")
-    parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--long-repeats", type=int, default=2, help="of --long, whose prompts take their time")
-    cache = Path.home() / ".cache" / "tinygpt" / "peers"
-    parser.add_argument("--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)")
-    parser.add_argument("--json", type=Path, help="every time measured; default: results.json in the work folder")
-    parser.add_argument("--prepare-only", action="store_true", help="install and convert everything, measure nothing")
-    return parser.parse_args()
-
-
-def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results) -> Iterator[Row]:
-    """Every case in one dtype; each row when it has been measured."""
-    cases = decode_cases(arguments.batch_sizes) if arguments.batch_sizes else CASES
-    repeats = dict.fromkeys(cases, arguments.repeats)
-    if arguments.long:
-        repeats |= dict.fromkeys(LONG_CASES, arguments.long_repeats)
-    with Engines(setup, dtype, arguments.threads, logs, arguments.kv_cache_dtype) as engines:
-        agreements = results.agreements.setdefault(dtype, {})
-        for engine, logits in engines.last_logits():
-            results.reference = results.reference or logits
-            agreements[engine] = Agreement.of(logits, results.reference)
-            say(f"{engine} {dtype}: {agreements[engine]}")
+def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results, kept: Path) -> None:
+    """Measure every case in one dtype, and write all results after each."""
+    cases = [Case(f"decode, batch {n}", n, 32, 64) for n in arguments.batch_sizes or ()] or CASES
+    repeats = dict.fromkeys(cases, arguments.repeats) | (dict.fromkeys(LONG_CASES, 2) if arguments.long else {})
+    engines = Engines(setup, dtype, arguments.threads, logs, arguments.kv_cache_dtype)
+    try:
+        logits = engines.last_logits()
+        results.reference = results.reference or next(iter(logits.values()), None)
+        results.agreement[dtype] = {name: agreement(found, results.reference) for name, found in logits.items()}
         for case, count in repeats.items():
-            if fits(case, setup.config):
-                say(f"measuring {case.name}, {dtype}")
-                results.rows.append(engines.measure(case, count))
-                yield results.rows[-1]
-        limits = engines.limits
-    if limits:
-        results.limits[dtype] = {name: max(turn[name] for turn in limits) for name in limits[0]}
+            if case.prompt + case.new > setup.config["n_positions"]:
+                say(f"{case.name} is left out: the model has {setup.config['n_positions']} positions")
+                continue
+            say(f"measuring {case.name}, {dtype}")
+            row = engines.measure(case, count)
+            if engines.limits:
+                results.limits[dtype] = engines.limits
+                row.floor_ms, row.limit = floor(case, setup.config, dtype, engines.limits, arguments.kv_cache_dtype)
+            results.rows.append(row)
+            kept.write_text(json.dumps(content(setup, results, arguments), indent=1))
+    finally:
+        engines.close()
 
 
-def fits(case: Case, config: dict) -> bool:
-    has_room = case.prompt + case.new <= config["n_positions"]
-    if not has_room:
-        say(f"{case.name} is left out: the model has {config['n_positions']} positions")
-    return has_room
-
-
-def complete(setup: Setup, results: Results, dtype: str, kv_cache_dtype: str | None) -> None:
-    """Add to the rows of a dtype what its last turn tells: the machine's limit, and which engines are absent."""
-    for row in results.rows:
-        if row.dtype == dtype:
-            if dtype in results.limits:
-                row.floor = floor(row.case, setup.config, dtype, results.limits[dtype], kv_cache_dtype)
-            row.absent = [engine for engine, absent_dtype in setup.absent if absent_dtype == dtype]
-
-
-def report(setup: Setup, results: Results, threads: int) -> str:
-    c = setup.config
-    lines = [
-        f"n_layer {c['n_layer']}, n_embd {c['n_embd']}, vocab_size {c['vocab_size']}; {threads} threads; ms, best "
-        "(median). The ratio is that of the best times.",
-        "",
-        markdown(results.rows, [OURS.name, *(peer.name for peer in PEERS)]),
-        "",
-    ]
-    lines += [f"- {engine} {dtype} is absent: {why}" for (engine, dtype), why in setup.absent.items()]
-    lines += [f"- {dtype} limits: {describe(limits)}" for dtype, limits in results.limits.items()]
-    for dtype, agreements in results.agreements.items():
-        lines += [f"- {engine} {dtype} beside the first engine: {text}" for engine, text in agreements.items()]
-    return "\n".join(lines)
-
-
-def describe(limits: dict[str, float]) -> str:
-    rates = [f"{kind} tile {rate / 1e9:.0f} Gop/s" for kind, rate in limits.items() if kind != "bandwidth"]
-    return ", ".join([f"reading {limits['bandwidth'] / 1e9:.1f} GB/s", *rates])
-
-
-def write_json(path: Path, setup: Setup, results: Results, arguments: argparse.Namespace) -> None:
-    content = {
+def content(setup: Setup, results: Results, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
         "command": sys.argv,
         "cpu": cpu_name(),
         "threads": arguments.threads,
         "config": setup.config,
         "peers": {peer.name: {"requirements": peer.requirements, "forms": peer.forms} for peer in PEERS},
-        "rows": [row.as_json() for row in results.rows],
+        "rows": [{**asdict(row), "best_peer": row.best_peer, "ratio": row.ratio} for row in results.rows],
         "limits": results.limits,
         "absent": [{"engine": e, "dtype": d, "why": why} for (e, d), why in setup.absent.items()],
-        "agreement": {
-            dtype: {engine: asdict(a) for engine, a in of_dtype.items()}
-            for dtype, of_dtype in results.agreements.items()
-        },
+        "agreement": results.agreement,
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1))
-    partial.replace(path)
 
 
 if __name__ == "__main__":

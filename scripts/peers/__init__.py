@@ -1,1 +1,1 @@
-"""The engines that bench_peers.py compares, one module each, and what it takes to run them side by side."""
+"""Engines that bench_peers.py measures, each in a process and a virtual environment of its own."""

@@ -1,0 +1,225 @@
+"""tinygpt, transformers, onnxruntime and CTranslate2 as engines of the benchmark. Each imports its library itself.
+
+An engine has prefill_ms(ids), step_ms(ids, new), last_logits(ids), and, if it needs a form of its own of the
+checkpoint, make(source, folder, dtype). ids: lists of token ids, of shape (batch, prompt). Decoding is greedy, without
+an end of text. A new peer is a class here or in a module next to it, and a row of PEERS in setup.py.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAX_STEP_TOKENS = 8192  # the prompts of the largest case
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+class SteppingEngine:
+    """An engine with `start(ids)`, the pass over the prompts, and `step()`, one more token for each sequence."""
+
+    def prefill_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self.start(ids))
+
+    def step_ms(self, ids: list[list[int]], new: int) -> float:
+        self.start(ids)
+
+        def run() -> None:
+            for _ in range(new - 1):
+                self.step()
+
+        return milliseconds(run) / (new - 1)
+
+
+class Tinygpt:
+    """LLM.generate, with scheduling and sampling; and the limits of the machine."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int, kv_cache_dtype: str = "auto"):
+        from tinygpt import LLM
+
+        self.dtype, self.threads = dtype, threads
+        # All turns have the same prompts, which a prefix cache would hold.
+        sizes = {"max_num_batched_tokens": MAX_STEP_TOKENS, "prefix_cache_seqs": 0}
+        self.llm = LLM(str(folder), dtype=dtype, kv_cache_dtype=kv_cache_dtype, threads=threads, **sizes)
+
+    def prefill_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self._generate(ids, 1))
+
+    def step_ms(self, ids: list[list[int]], new: int) -> float:
+        """Time from the first token to the last of all sequences, whose prompts are read in one step."""
+        metrics = [output.metrics for output in self._generate(ids, new)]
+        return 1e3 * (max(m.finished for m in metrics) - max(m.first_token for m in metrics)) / (new - 1)
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        return self.llm.logits(ids)[-1].tolist()
+
+    def limits(self) -> dict[str, float]:
+        """Measure the bytes read a second, "bandwidth", and the operations a second of each tile of the dtype."""
+        from tinygpt.bench.work import measure_limits
+
+        found = measure_limits(self.dtype, self.threads)
+        return {"bandwidth": found.bandwidth, **found.tile_rates}
+
+    def _generate(self, ids: list[list[int]], new: int) -> list:
+        from tinygpt import SamplingParams
+
+        return self.llm.generate(ids, SamplingParams(max_tokens=new, ignore_eos=True), use_tqdm=False)
+
+
+class Transformers(SteppingEngine):
+    """The forward pass with a KV cache and an argmax, without the overhead of `generate`."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        import torch
+        from transformers import GPT2LMHeadModel
+
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        self.torch = torch
+        self.model = GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    def start(self, ids: list[list[int]]) -> None:
+        self.tokens, self.cache = self.torch.tensor(ids), None
+        self.step()
+
+    def step(self) -> None:
+        out = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.tokens, self.cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        return self.model(self.torch.tensor([ids]), logits_to_keep=1).logits[0, -1].float().tolist()
+
+
+class Onnxruntime(SteppingEngine):
+    """The fused graph of onnxruntime's converter, which computes the logits of every position of a prompt."""
+
+    @staticmethod
+    def make(source: Path, folder: Path, dtype: str) -> None:
+        converter, precision = (
+            "onnxruntime.transformers.models.gpt2.convert_to_onnx",
+            {"float32": "fp32", "int8": "int8"},
+        )
+        flags = ["-o", "-p", precision[dtype], "--overwrite", "--test_cases", "1", "--test_runs", "1"]
+        command = [sys.executable, "-m", converter, "-m", str(source), *flags, "--output", str(folder / "model.onnx")]
+        subprocess.run(command, check=True, cwd=folder)  # it leaves files in the working directory
+        shutil.copy(source / "config.json", folder)
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        import onnxruntime
+
+        config = json.loads((folder / "config.json").read_text())
+        self.layers, self.heads = config["n_layer"], config["n_head"]
+        self.head_size = config["n_embd"] // self.heads
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        model = str(folder / "model.onnx")
+        self.session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        types = {"tensor(int32)": np.int32, "tensor(int64)": np.int64, "tensor(float)": np.float32}
+        self.types = {i.name: types[i.type] for i in self.session.get_inputs()}
+        self.outputs = [output.name for output in self.session.get_outputs()]
+        self.value = onnxruntime.OrtValue.ortvalue_from_numpy
+
+    def start(self, ids: list[list[int]]) -> None:
+        empty = np.zeros((2, len(ids), self.heads, 0, self.head_size), np.float32)
+        self.past, self.length, self.tokens = [self.value(empty)] * self.layers, 0, np.array(ids)
+        self.step()
+
+    def step(self) -> None:
+        self.tokens = self._forward(self.tokens)[:, -1:].argmax(-1)
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        self.start([ids[:-1]])
+        return self._forward(np.array([ids[-1:]]))[0, -1].tolist()
+
+    def _forward(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the logits (batch, new, vocabulary) of tokens (batch, new), and append these to the past."""
+        batch, new = tokens.shape
+        positions = np.broadcast_to(np.arange(self.length, self.length + new), (batch, new))
+        self.length += new
+        arrays = {"input_ids": tokens, "position_ids": positions, "attention_mask": np.ones((batch, self.length))}
+        inputs = {f"past_{i}": past for i, past in enumerate(self.past)}
+        for name, array in arrays.items():
+            inputs[name] = self.value(np.ascontiguousarray(array, self.types[name]))
+        logits, *self.past = self.session.run_with_ort_values(self.outputs, inputs)
+        return logits.numpy()
+
+
+class Ctranslate2:
+    """CTranslate2's generation loop, timed by a callback for each token."""
+
+    @staticmethod
+    def make(source: Path, folder: Path, dtype: str) -> None:
+        from ctranslate2.specs import Activation, TransformerDecoderModelSpec
+        from safetensors.numpy import load_file
+
+        config = json.loads((source / "config.json").read_text())
+        activations = {"gelu": Activation.GELU, "relu": Activation.RELU}
+        activation = activations.get(config["activation_function"], Activation.GELUTanh)
+        sizes = config["n_layer"], config["n_head"]
+        spec = TransformerDecoderModelSpec.from_config(*sizes, pre_norm=True, activation=activation)
+        fill_ctranslate2(spec.decoder, load_file(source / "model.safetensors"))
+        spec.register_vocabulary([str(i) for i in range(config["vocab_size"])])
+        for role in ("bos_token", "eos_token", "unk_token"):
+            setattr(spec.config, role, "0")
+        spec.validate()
+        spec.optimize(quantization=dtype)
+        spec.save(str(folder))
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        from ctranslate2 import Generator
+
+        self.generator = Generator(str(folder), compute_type=dtype, inter_threads=1, intra_threads=threads)
+
+    def prefill_ms(self, ids: list[list[int]]) -> float:
+        return milliseconds(lambda: self._generate(ids, 1))
+
+    def step_ms(self, ids: list[list[int]], new: int) -> float:
+        """Time from the last sequence's first token to its last."""
+        stamps: list[float] = []
+        self._generate(ids, new, callback=lambda result: stamps.append(time.perf_counter()))
+        if len(stamps) != new * len(ids):
+            raise RuntimeError(f"{len(stamps)} tokens instead of {new} x {len(ids)}")
+        return 1e3 * (stamps[-1] - stamps[len(ids) - 1]) / (new - 1)
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        return np.array(self.generator.forward_batch([ids]))[0, -1].tolist()
+
+    def _generate(self, ids: list[list[int]], new: int, **options: Any) -> None:
+        tokens = [[str(i) for i in row] for row in ids]
+        lengths = {"min_length": new, "max_length": new}
+        self.generator.generate_batch(tokens, **lengths, include_prompt_in_result=False, **options)
+
+
+def fill_ctranslate2(decoder: Any, tensors: dict[str, np.ndarray]) -> None:
+    """Copy Hugging Face's tensors, whose matrices of a block are (in, out), into a decoder of (out, in)."""
+
+    def norm(target: Any, name: str) -> None:
+        target.gamma, target.beta = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+
+    def linear(target: Any, name: str) -> None:
+        target.weight = np.ascontiguousarray(tensors[f"{name}.weight"].T)  # (out, in)
+        target.bias = tensors[f"{name}.bias"]
+
+    decoder.scale_embeddings = False
+    decoder.embeddings.weight = tensors["transformer.wte.weight"]
+    decoder.position_encodings.encodings = tensors["transformer.wpe.weight"]
+    decoder.projection.weight = tensors.get("lm_head.weight", tensors["transformer.wte.weight"])
+    norm(decoder.layer_norm, "transformer.ln_f")
+    for i, layer in enumerate(decoder.layer):
+        name = f"transformer.h.{i}"
+        norm(layer.self_attention.layer_norm, f"{name}.ln_1")
+        linear(layer.self_attention.linear[0], f"{name}.attn.c_attn")
+        linear(layer.self_attention.linear[1], f"{name}.attn.c_proj")
+        norm(layer.ffn.layer_norm, f"{name}.ln_2")
+        linear(layer.ffn.linear_0, f"{name}.mlp.c_fc")
+        linear(layer.ffn.linear_1, f"{name}.mlp.c_proj")

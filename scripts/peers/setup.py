@@ -1,0 +1,245 @@
+"""The peers, their virtual environments, their forms of a checkpoint, and the processes that run them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+SCRIPTS = Path(__file__).resolve().parents[1]
+POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+class PeerError(Exception):
+    """The reason for the absence of a peer, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """engine: module and class in this package. forms: dtype -> the peer's name of it.
+
+    source: format of the files that `make` reads, or None for an engine that reads the checkpoint itself. has_caches:
+    whether the engine takes a kv_cache_dtype. variables: environment variables of a dtype.
+    """
+
+    name: str
+    engine: tuple[str, str]
+    requirements: tuple[str, ...]
+    forms: dict[str, str]
+    source: str | None = None
+    has_caches: bool = False
+    variables: dict[str, dict[str, str]] = field(default_factory=dict)
+    build_variables: dict[str, str] = field(default_factory=dict)
+    build: str = ""  # suffix of the environment of another build
+
+
+OURS = Peer("tinygpt", ("engines", "Tinygpt"), (), {dtype: dtype for dtype in DTYPES}, has_caches=True)
+PEERS = (
+    Peer(
+        "transformers",
+        ("engines", "Transformers"),
+        ("transformers==5.23.0", "torch==2.13.0", "numpy"),
+        {"float32": "float32", "bfloat16": "bfloat16"},
+    ),
+    Peer(
+        "onnxruntime",
+        ("engines", "Onnxruntime"),
+        # The converter for GPT-2 needs this version of transformers.
+        ("onnxruntime==1.31.0", "onnx", "transformers==4.38.2", "torch==2.13.0", "sympy", "coloredlogs", "psutil"),
+        {"float32": "float32, fused", "int8": "int8, dynamic"},
+        source="safetensors",
+    ),
+    Peer(
+        "ctranslate2",
+        ("engines", "Ctranslate2"),
+        ("ctranslate2==4.8.5", "safetensors", "numpy"),
+        {"float32": "float32, MKL", "int8": "int8"},
+        source="safetensors",
+        variables={"float32": {"CT2_USE_MKL": "1"}},
+    ),
+    Peer(
+        "llama.cpp",
+        ("llama", "LlamaCpp"),
+        ("llama-cpp-python==0.3.36", "numpy"),
+        {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
+        source="gguf",
+        has_caches=True,
+        build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
+    ),
+)
+# LLVM's x86-64-v3, the instructions of most laptops. Each library has its own variable.
+AVX2 = {
+    "NUMBA_CPU_NAME": "x86-64-v3",
+    "NUMBA_CPU_FEATURES": "+avx2,+fma",
+    "CT2_FORCE_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+
+
+def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
+    """Return the peers as on a CPU without AVX-512.
+
+    onnxruntime has no switch, and torch in bfloat16 would take a second a step: both are left out.
+    """
+    flags = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
+    held = []
+    for peer in peers:
+        build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()}
+        forms = {
+            dtype: form for dtype, form in peer.forms.items() if (peer.name, dtype) != ("transformers", "bfloat16")
+        }
+        if peer.name != "onnxruntime":
+            held.append(replace(peer, forms=forms, build_variables=build, build="-avx2" if build else ""))
+    return held
+
+
+@dataclass
+class Setup:
+    """A plain checkpoint, and the Python and the files of each (engine, dtype), or the reason for its absence."""
+
+    checkpoint: Path
+    config: dict
+    places: dict[tuple[str, str], tuple[Peer, Path, Path]] = field(default_factory=dict)
+    absent: dict[tuple[str, str], str] = field(default_factory=dict)
+
+
+def prepare(work: Path, model: str, peers: Iterable[Peer], dtypes: Iterable[str], say: Callable[[str], None]) -> Setup:
+    """Make everything under `work` that is not there yet."""
+    folder = work / "models" / re.sub(r"\W+", "-", str(Path(model).resolve()) if Path(model).exists() else model)
+    checkpoint = provide_folder(folder / "safetensors", lambda to: make_checkpoint(model, to))
+    setup = Setup(checkpoint, json.loads((checkpoint / "config.json").read_text()))
+    for peer in (OURS, *peers):
+        say(f"preparing {peer.name}")
+        for dtype in [dtype for dtype in dtypes if dtype in peer.forms]:
+            try:
+                python = provide_python(peer, work)
+                setup.places[peer.name, dtype] = peer, python, provide_form(peer, python, checkpoint, dtype)
+            except (PeerError, OSError) as error:
+                setup.absent[peer.name, dtype] = str(error)
+                say(f"{peer.name} {dtype} is absent: {error}")
+    return setup
+
+
+def make_checkpoint(model: str, folder: Path) -> None:
+    """Write config.json and a float32 model.safetensors in Hugging Face's names."""
+    if not model.startswith("random:"):
+        convert(model, folder, "safetensors")
+        return
+    from safetensors.numpy import save_file
+
+    from tinygpt.weights.random_checkpoint import open_random
+
+    checkpoint = open_random(model)
+    sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", **sizes}
+    config |= {"layer_norm_epsilon": 1e-5, "n_inner": None, "n_positions": 1024, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = {f"transformer.{name}": tensor.float32() for name, tensor in checkpoint.stored.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def convert(source: Path | str, folder: Path, form: str) -> None:
+    folder.rmdir()  # convert makes it
+    command = [sys.executable, "-m", "tinygpt", "convert", str(source), str(folder), "--to", form, "--dtype", "float32"]
+    run_logged(command, folder.with_name(folder.name + ".log"), {"PYTHONPATH": str(SCRIPTS.parent)})
+
+
+def provide_folder(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return `folder`, filled once by `make`; an interrupted `make` leaves no folder of that name."""
+    if not folder.exists():
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        make(partial)
+        partial.rename(folder)
+    return folder
+
+
+def provide_form(peer: Peer, python: Path, checkpoint: Path, dtype: str) -> Path:
+    """Return the folder that the engine reads."""
+    if peer.source is None:
+        return checkpoint
+    source = checkpoint
+    if peer.source == "gguf":
+        source = provide_folder(checkpoint.with_name("gguf"), lambda to: convert(checkpoint, to, "gguf"))
+
+    def make(folder: Path) -> None:
+        command = [str(python), "-m", "peers", "make", *peer.engine, str(source), str(folder), dtype]
+        run_logged(command, folder.with_name(folder.name + ".log"), {})
+
+    return provide_folder(checkpoint.with_name(f"{peer.name}-{dtype}"), make)
+
+
+def provide_python(peer: Peer, work: Path) -> Path:
+    """Return the Python of the peer's virtual environment, which is made once; ours is this one."""
+    if not peer.requirements:
+        return Path(sys.executable)
+    folder = work / "environments" / (peer.name + peer.build)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    wanted, installed = "\n".join(peer.requirements), folder / "installed.txt"
+    if not installed.exists() or installed.read_text() != wanted:
+        venv.create(folder, clear=True, with_pip=True)
+        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *peer.requirements]
+        run_logged(command, folder / "install.log", peer.build_variables)
+        installed.write_text(wanted)
+    return python
+
+
+def run_logged(command: list[str], log: Path, variables: dict[str, str]) -> None:
+    """Run a command in scripts/. Raise PeerError with its last line if it fails."""
+    with log.open("w") as output:
+        status = subprocess.run(
+            command, stdout=output, stderr=output, env=os.environ | variables, cwd=SCRIPTS
+        ).returncode
+    if status:
+        raise PeerError(f"{' '.join(command[1:5])} ... failed with {status}: {last_line(log)} (all of it in {log})")
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+class Worker:
+    """A process with one engine, called over pipes."""
+
+    def __init__(self, place: tuple[Peer, Path, Path], dtype: str, threads: int, log: Path, cache: str | None = None):
+        peer, python, folder = place
+        caches = [cache] if cache and peer.has_caches else []
+        variables = {**dict.fromkeys(POOLS, str(threads)), **peer.variables.get(dtype, {})}
+        # Other peers do not get this folder: transformers imports any package named `kernels`.
+        variables |= {"PYTHONPATH": str(SCRIPTS.parent)} if python == Path(sys.executable) else {}
+        command = [str(python), "-m", "peers", "serve", *peer.engine, str(folder), dtype, str(threads), *caches]
+        self._log, pipe = log, subprocess.PIPE
+        with log.open("w") as errors:
+            pipes = {"stdin": pipe, "stdout": pipe, "stderr": errors, "text": True}
+            self._process = subprocess.Popen(command, cwd=SCRIPTS, env=os.environ | variables, **pipes)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Return the result of the engine's method. Raise PeerError if it fails or its process has ended."""
+        try:
+            self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise PeerError(f"the process ended with {self._process.wait()}: {last_line(self._log)}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """Kill the process: some engines hang or abort when their input ends."""
+        self._process.kill()
+        self._process.communicate()
