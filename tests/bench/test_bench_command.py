@@ -105,7 +105,7 @@ def test_the_format_is_the_ending_of_the_file(no_limits, tmp_path, name, more, b
         ("--small", "there is no --preset: omit --small"),
         ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: omit --batch-sizes"),
         ("--preset cpu-study --kv-cache-dtype int8", "--preset has cases of its own: omit --kv-cache-dtype"),
-        ("--kv-cache-dtype int4", "--kv-cache-dtype is 'int4' and must be one of"),
+        ("--kv-cache-dtype int4", "is 'int4' and must be one of"),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
         ("--preset onnx-study --text a --output a", "--output a is also read"),
         ("--compare a b --output ./tests/../a", "is also read"),
