@@ -1,227 +1,240 @@
-"""What continuous batching brings, and what it costs.
+"""The HTTP server under load, next to the library and to other servers, in turns.
 
-    python scripts/bench_serving.py                       # the demo checkpoint
-    python scripts/bench_serving.py --model FOLDER --dtype int8
-    python scripts/bench_serving.py --server              # the HTTP server under load, beside the library
+    python scripts/bench_serving.py                                   # the demo: 1, 8 and 32 clients
+    python scripts/bench_serving.py --model gpt2 --dtype int8 --rates 2 8
+    python scripts/bench_serving.py --other llama.cpp http://127.0.0.1:8080 '{"ignore_eos": true}'
+    python scripts/bench_serving.py --static                          # continuous batching next to static batches
 
-The mixed workload is 64 requests that arrive at once, prompts of 16 to 512 tokens, outputs of 8 to 128: all of them
-submitted to the engine, against static batches of 8 in the order of arrival, in two forms. A rectangular batch computes
-its longest prompt and its longest output for every row, as padded batches do; a ragged one only waits for its longest.
-All three run on this engine and take turns, and the table has medians of the new tokens asked for a second.
-
-The overhead is the part of a decode step at batch 32 that is spent outside the backend, in scheduling, in Python around
-sampling and in detokenising: all greedy, and with every control in use.
-
---server starts `tinygpt serve` and sends it streamed requests: of clients that ask again as soon as they are answered
-(--clients), of strangers who arrive by chance (--rates), and of newcomers beside the most clients (--newcomers). The
-library takes its turn with the same prompts. The same is asked of the servers of others that --llama-server,
---llama-cpp and --transformers name. Client and servers share this machine.
+`tinygpt serve` is started for the measurement; other servers with OpenAI's /v1/completions run already and are named
+by --other, with the fields that keep a text from ending early. Every load goes to each of them in turn, with the same
+prompts: closed loops (each client asks again as soon as it is answered) and open loops (requests arrive by chance, at a
+rate). Client and servers share this machine. The table has medians of the repeats.
 """
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from tqdm import tqdm
-
-# tinygpt lies beside scripts/, whether or not it is installed.
+# tinygpt is next to scripts/, installed or not.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from serving.compare import Plan, compare, markdown, of_clients, picture_of
-from serving.figures import ServiceLevel
-from serving.servers import Server, llama_cpp, llama_server, ours, transformers
-
 from tinygpt import LLM, SamplingParams
-from tinygpt.bench.plot import save
-from tinygpt.bench.report import table
+from tinygpt.bench.report import table, threads_text
+from tinygpt.bench.study_runs import served
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
-from tinygpt.weights.open import open_checkpoint
 
-STATIC_BATCH = 8
-BATCH = 32
-SPARE_SLOTS = 4  # for newcomers
-GREEDY = SamplingParams(max_tokens=100, ignore_eos=True)
-EVERY_CONTROL = SamplingParams(
-    max_tokens=100,
-    temperature=0.9,
-    top_k=200,
-    top_p=0.95,
-    min_p=0.001,
-    typical_p=0.98,
-    epsilon_cutoff=1e-5,
-    eta_cutoff=1e-4,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    no_repeat_ngram_size=4,
-    min_tokens=5,
-    bad_words_ids=[[5, 6], [7]],
-    logit_bias={9: -1.0},
-    suppress_tokens=[11],
-    seed=0,
-    ignore_eos=True,
-    logprobs=2,
-)
+WORDS = ("time", "way", "day", "man", "thing", "woman", "life", "child", "world", "hand", "part", "place", "case")
+OURS, LIBRARY = "tinygpt serve", "LLM.generate"
+STATIC_BATCH, STATIC_REQUESTS = 8, 64
+
+
+@dataclass
+class Reply:
+    """A streamed reply, with times of time.perf_counter()."""
+
+    sent: float
+    status: int = 0
+    token_times: list[float] = field(default_factory=list)  # of each event with a text
+    num_tokens: int = 0  # the server's count: some tokens have no text, and so no event
+    text: str = ""
+    error: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.status == 200 and not self.error and bool(self.token_times)
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.sent
+
+    @property
+    def tpot(self) -> float:
+        return (self.token_times[-1] - self.token_times[0]) / max(self.num_tokens - 1, 1)
+
+
+async def ask(url: str, body: dict[str, Any]) -> tuple[float, list[tuple[float, bytes]]]:
+    """Send a completion request. Return the time of sending and all received pieces with their times, not parsed.
+
+    HTTP/1.0 makes the server send the body without chunks until it closes the connection.
+    """
+    address, data = urlsplit(url), json.dumps(body).encode()
+    head = f"POST {address.path}/v1/completions HTTP/1.0\r\nhost: {address.netloc}\r\ncontent-type: application/json"
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        sent, pieces = time.perf_counter(), []
+        writer.write(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        while piece := await reader.read(2**16):
+            pieces.append((time.perf_counter(), piece))
+        return sent, pieces
+    finally:
+        writer.close()
+
+
+def parse(sent: float, pieces: list[tuple[float, bytes]]) -> Reply:
+    """Parse a reply after the measurement: parsing an event takes as long as some steps of a small model."""
+    reply, waiting, is_body = Reply(sent), b"", False
+    for arrived, piece in pieces:
+        waiting += piece.replace(b"\r\n", b"\n")
+        if not is_body and b"\n\n" in waiting:
+            head, _, waiting = waiting.partition(b"\n\n")
+            reply.status, is_body = int(head.split()[1]), True
+        if not is_body or reply.status != 200:
+            continue
+        *events, waiting = waiting.split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: {"):
+                read_event(json.loads(event[6:]), arrived, reply)
+    if reply.status != 200:
+        reply.error = waiting.decode(errors="replace")[:200] or "no reply"
+    return reply
+
+
+def read_event(event: dict[str, Any], arrived: float, reply: Reply) -> None:
+    reply.error = str(event.get("error", ""))[:200] or reply.error
+    for choice in event.get("choices", ()):
+        if choice.get("text") or choice.get("token_ids"):
+            reply.token_times.append(arrived)
+            reply.text += choice.get("text") or ""
+    reply.num_tokens = (event.get("usage") or {}).get("completion_tokens") or max(
+        reply.num_tokens, len(reply.token_times)
+    )
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Prompts of token ids, and how many tokens each request asks for."""
+class Work:
+    """Prompts of random words, continued greedily by `new_tokens`: the same for every server."""
 
-    prompts: list[list[int]]
-    params: list[SamplingParams]
+    prompt_words: int
+    new_tokens: int
 
-    @classmethod
-    def mixed(cls, count: int, vocab_size: int, n_positions: int) -> "Workload":
-        """Prompts of 16 to 512 tokens and 8 to 128 new ones, shorter where the model has fewer positions."""
+    def prompts(self) -> Iterator[str]:
         generator = random.Random(0)
-        new = [generator.randint(8, 128) for _ in range(count)]
-        longest = min(512, n_positions - 128)
-        prompts = [[generator.randrange(vocab_size) for _ in range(generator.randint(16, longest))] for _ in new]
-        return cls(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in new])
+        while True:
+            yield " ".join(generator.choice(WORDS) for _ in range(self.prompt_words))
 
-    @property
-    def num_new_tokens(self) -> int:
-        return sum(p.max_tokens for p in self.params)
+    def bodies(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        fixed = {"max_tokens": self.new_tokens, "temperature": 0, "stream": True, **fields}
+        return ({"prompt": prompt, **fixed} for prompt in self.prompts())
 
 
-class TimedRunner:
-    """A runner whose methods add up the seconds spent in them, and so takes one step at a time."""
+async def closed_loop(url: str, bodies: Iterator[dict[str, Any]], clients: int, count: int) -> list[Reply]:
+    """So many clients ask again as soon as they are answered, until `count` requests were sent."""
+    found, left = [], iter(range(count))
 
-    def __init__(self, runner: object):
-        self.seconds, self._runner = 0.0, runner
+    async def ask_again() -> None:
+        for _ in left:
+            found.append(await ask(url, next(bodies)))
 
-    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
-        return 1  # where several draw tokens, time is spent in reading what `multi_step` returned
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._runner, name)
-        if not callable(function):
-            return function
-
-        def timed(*arguments):
-            start = time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return timed
+    await asyncio.gather(*(ask_again() for _ in range(clients)))
+    return [parse(*reply) for reply in found]
 
 
-def continuous(llm: LLM, work: Workload) -> None:
-    futures = [llm.submit(prompt, params) for prompt, params in zip(work.prompts, work.params, strict=True)]
-    for future in futures:
-        future.result()
+async def open_loop(url: str, bodies: Iterator[dict[str, Any]], rate: float, count: int) -> list[Reply]:
+    """Requests arrive at `rate` a second on average (Poisson), answered or not."""
+    generator, tasks, arrival = random.Random(0), [], time.perf_counter()
+    for _ in range(count):
+        await asyncio.sleep(max(arrival - time.perf_counter(), 0))
+        tasks.append(asyncio.ensure_future(ask(url, next(bodies))))
+        arrival += generator.expovariate(rate)
+    return [parse(*reply) for reply in await asyncio.gather(*tasks)]
 
 
-def ragged(llm: LLM, work: Workload) -> None:
-    for prompts, params in batches(work):
-        llm.generate(prompts, params, use_tqdm=False)
+def figures(replies: list[Reply], ttft: float, tpot: float) -> dict[str, float]:
+    """Return rates a second, and medians and 99th percentiles in ms. Goodput: requests within both limits."""
+    done = [reply for reply in replies if reply.is_complete]
+    seconds = max((r.token_times[-1] for r in done), default=0.0) - min(r.sent for r in replies)
+    good = sum(reply.ttft <= ttft and reply.tpot <= tpot for reply in done)
+    found = {
+        "failed": len(replies) - len(done),
+        "tokens/s": sum(r.num_tokens for r in done) / seconds,
+        "goodput/s": good / seconds,
+    }
+    for name, values in (("TTFT", [r.ttft for r in done]), ("TPOT", [r.tpot for r in done])):
+        ordered = sorted(values) or [float("nan")]
+        for percent in (50, 99):
+            found[f"{name} p{percent}, ms"] = 1e3 * ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
+    return found
 
 
-def rectangular(llm: LLM, work: Workload) -> None:
-    for prompts, params in batches(work):
-        longest, new = max(map(len, prompts)), max(p.max_tokens for p in params)
-        padded = [[i] * (longest - len(prompt)) + prompt for i, prompt in enumerate(prompts)]  # nothing to share
-        llm.generate(padded, SamplingParams(max_tokens=new, ignore_eos=True), use_tqdm=False)
+def library_figures(llm: LLM, work: Work, clients: int, count: int) -> dict[str, float]:
+    """Return tokens/s of LLM.generate with as many prompts at once as there are clients."""
+    prompts, start = work.prompts(), time.perf_counter()
+    params = SamplingParams(max_tokens=work.new_tokens, temperature=0.0, ignore_eos=True)
+    for _ in range(count // clients):
+        llm.generate([next(prompts) for _ in range(clients)], params, use_tqdm=False)
+    return {"failed": 0, "tokens/s": count // clients * clients * work.new_tokens / (time.perf_counter() - start)}
 
 
-def batches(work: Workload) -> Iterator[tuple[list[list[int]], list[SamplingParams]]]:
-    for start in range(0, len(work.prompts), STATIC_BATCH):
-        part = slice(start, start + STATIC_BATCH)
-        yield work.prompts[part], work.params[part]
+def compare(args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a row for each load and server: medians of the repeats, after a warm-up."""
+    work, rows = Work(args.prompt_words, args.new_tokens), []
+    loads = [(f"{n} clients", closed_loop, n, n * args.each) for n in args.clients]
+    loads += [(f"{rate:g} requests/s", open_loop, rate, max(int(rate * args.seconds), 1)) for rate in args.rates]
+    for name, run, size, count in loads:
+        found: dict[str, list[dict[str, float]]] = {}
+        for turn in range(1 + args.repeats):
+            for server, (url, fields) in servers.items():
+                replies = asyncio.run(run(url, work.bodies(fields), size, count))
+                found.setdefault(server, []).extend([figures(replies, args.ttft, args.tpot)] * (turn > 0))
+            if run is closed_loop:
+                turns = [library_figures(llm, work, size, count)] * (turn > 0)
+                found.setdefault(LIBRARY, []).extend(turns)
+        for server, runs in found.items():
+            medians = {key: statistics.median(values[key] for values in runs) for key in runs[0]}
+            rows.append({"load": name, "server": server, **medians})
+    return rows
 
 
-def seconds_of(call: Callable, *arguments) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start
+def markdown(rows: list[dict[str, Any]]) -> str:
+    titles = list(max(rows, key=len))
+    cells = [
+        [f"{row[t]:.4g}" if isinstance(row.get(t), float) else str(row.get(t, "")) for t in titles] for row in rows
+    ]
+    return table(titles, cells, titles[2:])
 
 
-def throughput(llm: LLM, requests: int, repeats: int) -> dict[str, float]:
-    """New tokens a second of each way, medians of runs that alternate."""
-    work = Workload.mixed(requests, llm.config.vocab_size, llm.max_model_len)
-    runs = {"continuous": continuous, "static, rectangular": rectangular, "static, ragged": ragged}
-    seconds = {name: [] for name in runs}
-    for turn in tqdm(range(1 + repeats), desc="throughput", disable=None):
-        for name, run in runs.items():
-            took = seconds_of(run, llm, work)
-            if turn:  # the first compiles and touches memory
-                seconds[name].append(took)
-    return {name: work.num_new_tokens / statistics.median(took) for name, took in seconds.items()}
+def static_rates(llm: LLM, repeats: int) -> dict[str, float]:
+    """Return new tokens/s of mixed requests: submitted at once, and in static batches in the order of arrival.
 
+    A rectangular batch computes its longest prompt and output for every row; a ragged one waits for its longest.
+    """
+    generator, vocab_size = random.Random(0), llm.config.vocab_size
+    lengths = [
+        (generator.randint(16, llm.max_model_len - 128), generator.randint(8, 128)) for _ in range(STATIC_REQUESTS)
+    ]
+    prompts = [[generator.randrange(vocab_size) for _ in range(min(prompt, 512))] for prompt, _ in lengths]
+    params = [SamplingParams(max_tokens=new, ignore_eos=True) for _, new in lengths]
+    batches = [slice(i, i + STATIC_BATCH) for i in range(0, STATIC_REQUESTS, STATIC_BATCH)]
 
-def overhead(llm: LLM, params: SamplingParams, repeats: int) -> float:
-    """The share of the engine's steps at batch 32 that is spent outside the backend; the median of the repeats."""
-    generator, shares = random.Random(0), []
-    prompts = [[generator.randrange(llm.config.vocab_size) for _ in range(8)] for _ in range(BATCH)]
+    def rectangular() -> None:
+        for batch in batches:
+            longest, new = max(map(len, prompts[batch])), max(p.max_tokens for p in params[batch])
+            padded = [[i] * (longest - len(prompt)) + prompt for i, prompt in enumerate(prompts[batch])]
+            llm.generate(padded, SamplingParams(max_tokens=new, ignore_eos=True), use_tqdm=False)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "continuous": lambda: llm.generate(prompts, params, use_tqdm=False),
+        "static, rectangular": rectangular,
+        "static, ragged": lambda: [llm.generate(prompts[b], params[b], use_tqdm=False) for b in batches],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(1 + repeats):
-        with llm.engine.wrapped(TimedRunner) as runner:
-            seconds = seconds_of(partial(llm.generate, prompts, params, use_tqdm=False))
-        shares += [1 - runner.seconds / seconds] * (turn > 0)
-    return statistics.median(shares)
-
-
-def add_server_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--clients", type=int, nargs="*", default=[1, 8, 32], help="at once, in closed loops")
-    group.add_argument("--rates", type=float, nargs="*", default=[2.0, 8.0], help="requests a second, in open loops")
-    group.add_argument("--seconds", type=float, default=10.0, help="of an open loop")
-    group.add_argument("--prompt-words", type=int, default=32)
-    group.add_argument("--token-ids", action="store_true", help="as prompts, for models without a tokenizer")
-    group.add_argument("--new-tokens", type=int, default=64)
-    group.add_argument("--each", type=int, default=2, help="requests of each client")
-    group.add_argument("--ttft", type=float, default=0.5, help="seconds to the first token that are good service")
-    group.add_argument("--tpot", type=float, default=0.05, help="and for each token after it")
-    group.add_argument("--newcomers", type=int, default=20, help="that come beside the most clients, one at a time")
-    group.add_argument("--llama-server", nargs=2, metavar=("COMMAND", "GGUF"), help="llama.cpp's own, and the model")
-    group.add_argument("--llama-cpp", nargs=2, metavar=("PYTHON", "GGUF"), help="llama-cpp-python's, and the model")
-    group.add_argument("--transformers", nargs=2, metavar=("COMMAND", "FOLDER"), help="its command, and the model")
-    group.add_argument("--plot", type=Path, help="also draw tokens/s against clients, as .svg or .png")
-
-
-def servers_of(args: argparse.Namespace, llm: LLM, slots: int) -> list[Server]:
-    threads = thread_count(args.threads)
-    servers = [ours(args.model, args.dtype, args.threads, slots)]
-    if args.token_ids:
-        servers[0].more["return_token_ids"] = True  # or a token would have no event
-    if args.llama_server:
-        command, gguf = args.llama_server
-        servers.append(llama_server(command, Path(gguf), threads, slots, llm.max_model_len))
-    if args.llama_cpp:
-        python, gguf = args.llama_cpp
-        servers.append(llama_cpp(python, Path(gguf), threads, llm.max_model_len, llm.config.eos_token_ids))
-    if args.transformers:
-        servers.append(transformers(args.transformers[0], Path(args.transformers[1])))
-    return servers
-
-
-def measure_server(args: argparse.Namespace) -> None:
-    """Everything takes turns, and the table has the medians of the repeats."""
-    level = ServiceLevel(args.ttft, args.tpot)
-    sizes = args.prompt_words, args.new_tokens, args.each, args.seconds, args.repeats
-    vocab_size = open_checkpoint(args.model).config.vocab_size if args.token_ids else None
-    plan = Plan(tuple(args.clients), tuple(args.rates), *sizes, level, vocab_size, args.newcomers)
-    slots = max(args.clients) + SPARE_SLOTS
-    with LLM(args.model, args.dtype, threads=args.threads, max_num_seqs=slots) as llm:
-        rows = compare(servers_of(args, llm, slots), plan, llm)
-    print(f"{cpu_name()}, {thread_count(args.threads)} threads, {args.model} {args.dtype}\n")
-    print(markdown(rows))
-    if args.clients:
-        print(f"\n{of_clients(rows)}")
-    if args.json:
-        args.json.write_text(json.dumps({"cpu": cpu_name(), "rows": rows}, indent=1))
-    if args.plot:
-        save(picture_of(rows, f"{cpu_name()}, {thread_count(args.threads)} threads"), args.plot)
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            seconds[name] += [time.perf_counter() - start] * (turn > 0)
+    return {name: sum(p.max_tokens for p in params) / statistics.median(took) for name, took in seconds.items()}
 
 
 def main() -> None:
@@ -229,26 +242,38 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--server", action="store_true", help="measure the HTTP server instead")
-    add_server_arguments(parser.add_argument_group("with --server"))
+    parser.add_argument("--other", nargs=3, action="append", default=[], metavar=("NAME", "URL", "FIELDS"))
+    parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 32], help="of closed loops")
+    parser.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second, of open loops")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of an open loop")
+    parser.add_argument("--each", type=int, default=4, help="requests of each client")
+    parser.add_argument("--prompt-words", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--ttft", type=float, default=0.5, help="limit of goodput, seconds to the first token")
+    parser.add_argument("--tpot", type=float, default=0.05, help="limit of goodput, seconds a token after it")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--static", action="store_true", help="compare continuous batching with static batches instead")
+    parser.add_argument("--json", type=Path, help="also write the figures into this file")
     args = parser.parse_args()
-    if args.server:
-        measure_server(args)
-        return
-    with LLM(args.model, args.dtype, threads=args.threads, max_num_seqs=BATCH, prefix_cache_seqs=0) as llm:
-        rates = throughput(llm, args.requests, args.repeats)
-        shares = {name: overhead(llm, p, args.repeats) for name, p in (("greedy", GREEDY), ("all", EVERY_CONTROL))}
-    speeds = [(name, f"{rate:.0f}", f"{rates['continuous'] / rate:.2f}") for name, rate in rates.items()]
-    print(table(["mixed workload", "new tokens/s", "continuous is faster by"], speeds))
-    print()
-    outside = [(name, f"{share:.1%}") for name, share in shares.items()]
-    print(table(["controls at batch 32", "of a step outside the backend"], outside))
+    slots = max([*args.clients, 8]) + 4
+    print(f"{cpu_name()}, {threads_text(thread_count(args.threads))}, {args.model} {args.dtype}\n")
+    with ExitStack() as stack:
+        sizes = {"max_num_seqs": slots, "prefix_cache_seqs": 0}
+        llm = stack.enter_context(LLM(args.model, args.dtype, threads=args.threads, **sizes))
+        if args.static:
+            rates = static_rates(llm, args.repeats)
+            rows = [
+                {"batches": name, "new tokens/s": rate, "x": rate / rates["continuous"]} for name, rate in rates.items()
+            ]
+        else:
+            server = stack.enter_context(served(args.model, args.dtype, {**sizes, "threads": args.threads}))
+            servers = {OURS: (server.url, {"ignore_eos": True, "stream_options": {"include_usage": True}})}
+            servers |= {name: (url.rstrip("/"), json.loads(fields)) for name, url, fields in args.other}
+            rows = compare(args, llm, servers)
+    print(markdown(rows))
     if args.json:
-        args.json.write_text(json.dumps({"tokens_per_second": rates, "outside_backend": shares}, indent=1))
+        args.json.write_text(json.dumps({"cpu": cpu_name(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -186,7 +186,7 @@ def test_the_model_in_another_process_generates_as_much(monkeypatch):
 
 
 def test_a_server_that_does_not_start_is_an_error():
-    with pytest.raises(RequestError, match="the server did not start"), study_runs._served("no-such-model", "int8", {}):
+    with pytest.raises(RequestError, match="the server did not start"), study_runs.served("no-such-model", "int8", {}):
         pass
 
 

@@ -1,17 +1,32 @@
-"""scripts/soak.py: what it counts."""
+"""scripts/soak.py: a short run of both kinds, and the problems that it would report."""
 
-from scripts.soak import num_samples
-from support.gate import Gate
-from tinygpt import LLM
+import sys
+
+import pytest
+
+from scripts import soak
 
 
-def test_a_cancelled_sample_and_the_one_that_took_its_place_in_the_queue_count_once(small_demo):
-    with LLM(small_demo, threads=1, max_num_seqs=2, max_queue=2) as llm, llm.engine.wrapped(Gate) as gate:
-        futures = [llm.submit([5 + i], max_tokens=4) for i in range(4)]
-        gate.wait_until_asked(1)
-        assert num_samples(llm.engine) == 4
-        futures.pop(0).cancel()
-        futures.append(llm.submit([9], max_tokens=4))  # though the step still has the cancelled one
-        assert num_samples(llm.engine) == 4
-        gate.allow(1000)
-        assert [future.result().outputs[0].finish_reason is not None for future in futures] == [True] * 4
+@pytest.mark.parametrize("more", [[], ["--server"]])
+def test_a_short_run_loses_nothing(more, monkeypatch, capsys):
+    monkeypatch.setattr(soak, "ALLOWED_GROWTH", 2.0)  # buffers grow at the beginning
+    monkeypatch.setattr(sys, "argv", ["soak.py", "--requests", "192", *more])
+    assert soak.main() == 0
+    assert "192 requests in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, None),
+        ({"ends": soak.Counter(length=9)}, "9 of 10 requests ended"),
+        ({"ends": soak.Counter({"length": 9, "KeyError: x": 1})}, "KeyError: x"),
+        ({"differing": 1}, "1 repeated requests differed"),
+        ({"memory": [100 * 2**20] * 8 + [103 * 2**20] * 2}, "memory grew from 100.0 to 103.0 MB"),
+    ],
+)
+def test_problems_are_reported(changes, sentence):
+    fields = {"ends": soak.Counter(length=8, cancelled=2), "memory": [100 * 2**20] * 10}
+    found = soak.Report(**{**fields, **changes}).problems(10)
+    assert len(found) == (sentence is not None)
+    assert sentence is None or sentence in found[0]

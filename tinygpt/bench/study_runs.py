@@ -123,7 +123,11 @@ def _run_remote(
     prompts = random_prompts(case.prompt_lengths, config.vocab_size)
     params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True, **study.sampling)
     flags = {"max_num_seqs": case.batch_size, "max_model_len": case.length, "prefix_cache_seqs": 0}
-    with _served(options.model, dtype, {**flags, "threads": options.threads}) as remote:
+    flags["threads"] = options.threads
+    with (
+        served(options.model, dtype, flags) as server,
+        RemoteLLM(server.url, max_connections=NUM_CALLERS) as remote,
+    ):
         remote.generate(prompts[:NUM_WARMUP_PROMPTS], params)
         runs = []
         for _ in range(_repetitions(study, options)):
@@ -143,9 +147,17 @@ def _baseline(results: list[Result], dtype: str, is_remote: bool) -> float | Non
     return next((r.median for r in results if (r.dtype, r.is_remote) == (dtype, is_remote)), None)
 
 
+@dataclass(frozen=True)
+class Served:
+    """A process of `tinygpt serve`."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def _served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[RemoteLLM]:
-    """A model in a process of `tinygpt serve`, on a free port. Raise RequestError if it does not start."""
+def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[Served]:
+    """Serve a model in another process, on a free port. Raise RequestError if the server does not start."""
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--model", model, "--dtype", dtype]
     for name, value in flags.items():
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
@@ -162,8 +174,7 @@ def _served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[Re
                 if address is None and has_ended:
                     raise RequestError(f"the server did not start: {' '.join(said.splitlines()[-1:])}")
                 time.sleep(0.05)
-            with RemoteLLM(address[1], max_connections=NUM_CALLERS) as remote:
-                yield remote
+            yield Served(address[1], process.pid)
         finally:
             process.terminate()
             process.wait()
