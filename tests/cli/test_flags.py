@@ -1,4 +1,4 @@
-"""Flags of `generate`: each is its field, with the default of the contract, and reaches the model."""
+"""Flags of `generate`: each is its field, with the default of the README, and reaches the model."""
 
 import re
 from dataclasses import fields
@@ -6,64 +6,35 @@ from dataclasses import fields
 import pytest
 
 from tinygpt import SamplingParams
+from tinygpt.cli import loading
 from tinygpt.cli import main as cli
-from tinygpt.cli.flags import sampling
+from tinygpt.cli.flags import ALIASES, MODEL_FLAGS, params_of
 
-PROMPT = ["Once", "upon", "a", "time"]
-# A function and an array have no place on a command line; soft_prompt is a flag that loads it too.
+# A function and an array have no place on a command line; --soft-prompt loads a soft prompt and selects it.
 NOT_FLAGS = ("logits_processors", "prompt_embeds", "soft_prompt")
+BASE = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 
-def test_defaults_are_the_contract():
-    args = vars(cli.build_parser().parse_args(["generate", *PROMPT]))
-    own = {field.name: field.default for field in fields(SamplingParams)}
-    assert args == {
-        **{name: default for name, default in own.items() if name not in NOT_FLAGS},
-        "command": "generate",
-        "prompt": PROMPT,
-        "prompt_text": None,
-        "file": None,
-        "model": "demo",
-        "dtype": "auto",
-        "kv_cache_dtype": "auto",
-        "device": "cpu",
-        "threads": None,
-        "max_num_seqs": 32,
-        "max_model_len": None,
-        "max_num_batched_tokens": None,
-        "prefix_cache_seqs": 4,
-        "draft_model": None,
-        "num_speculative_tokens": 4,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "split_special_tokens": False,
-        "lora": None,
-        "soft_prompt": None,
-        "interactive": False,
-        "workers": 1,
-        "ray": False,
-        "keep_order": False,
-        "max_tokens": 128,
-        "temperature": 0.8,
-        "top_k": 40,
-        "top_p": 0.95,
-        "seed": None,
-        "n": 1,
-        "stop": None,
-        "ignore_eos": False,
-        "input": None,
-        "output": None,
-        "json": False,
-        "no_stream": False,
-        "echo": False,
-        "debug": False,
-    }
+def parse(*words: str):
+    return cli.parse(["generate", *words])
+
+
+def test_defaults():
+    args = vars(parse("Once", "upon"))
+    own = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_FLAGS}
+    assert {name: args.pop(name) for name in own} == own | BASE
+    model = {"model": "demo", "dtype": "auto", "kv_cache_dtype": "auto", "device": "cpu", "threads": None}
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": None, "prefix_cache_seqs": 4, "max_model_len": None}
+    others = {"lora": None, "soft_prompt": None, "draft_model": None, "num_speculative_tokens": 4}
+    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": False}
+    assert {name: args.pop(name) for name in MODEL_FLAGS} == model | sizes | others | ranks
+    sources = {"prompt": ["Once", "upon"], "prompt_text": None, "file": None, "input": None, "output": None}
+    switches = dict.fromkeys(("json", "no_stream", "interactive", "echo", "keep_order", "debug"), False)
+    assert args == sources | switches | {"command": "generate", "ray": None}
 
 
 def test_help_shows_the_default_of_every_flag(run):
-    result = run("--help-all")
-    assert result.code == 0
-    described = re.split(r"\n  (?=-|PROMPT)", result.out.split("positional arguments:")[1])
+    described = re.split(r"\n  (?=-|PROMPT)", run("--help-all").out.split("positional arguments:")[1])
     flags = {text.split()[0]: " ".join(text.split()) for text in described[1:]}
     assert len(flags) > 60
     assert [flag for flag, text in flags.items() if "(default: " not in text] == ["-h,", "--help-all"]
@@ -77,10 +48,11 @@ def test_help_shows_the_flags_of_every_day(run):
     assert shown < all_of_them
     (count,) = re.findall(r"--help-all shows (\d+) more flags", run("--help").out)
     assert int(count) == len(all_of_them) - len(shown)
-    assert "--guided-*" in run("--help").out
 
 
 FLAGS = {
+    "--max-tokens 9 --seed 3 --n 2 --ignore-eos": {"max_tokens": 9, "seed": 3, "n": 2, "ignore_eos": True},
+    "--top-k 3 --top-p 0.5 --temperature 2": {"top_k": 3, "top_p": 0.5, "temperature": 2.0},
     "--best-of 3 --temperature 1": {"best_of": 3, "temperature": 1.0},
     "--include-stop-str-in-output --stop e": {"include_stop_str_in_output": True, "stop": ("e",)},
     "--stop-token-ids 11,13": {"stop_token_ids": (11, 13)},
@@ -141,38 +113,43 @@ FLAGS = {
 
 
 def test_every_field_has_a_flag_that_is_tried():
-    plain = {"max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "ignore_eos"}
-    tried = plain.union(*FLAGS.values())
+    tried = set().union(*FLAGS.values())
     assert tried == {field.name for field in fields(SamplingParams)} - set(NOT_FLAGS)
 
 
 @pytest.mark.parametrize("arguments", FLAGS)
 def test_a_flag_is_its_field(arguments):
-    args = cli.build_parser().parse_args(["generate", *arguments.split()])
-    base = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
-    assert sampling.params_of(args) == SamplingParams(**{**base, **FLAGS[arguments]})
-
-
-def test_what_a_name_of_other_programs_means_is_said_of_weights_and_of_the_cache(capsys):
-    said = {"--dtype": "a byte a weight", "--kv-cache-dtype": "a byte for each number of keys and values, with"}
-    for flag, meaning in said.items():
-        args = cli.build_parser().parse_args(["generate", "Once", flag, "q8_0"])
-        assert (args.dtype if flag == "--dtype" else args.kv_cache_dtype) == "int8"
-        assert capsys.readouterr().err.startswith(f"tinygpt: q8_0 is taken for int8: {meaning}")
+    assert params_of(parse(*arguments.split())) == SamplingParams(**{**BASE, **FLAGS[arguments]})
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("others", "ours"),
     [
-        ("fp8", "it is 'fp8' and must be one of auto, float32, bfloat16, int8: did you mean int8?"),
-        ("f16", "it is 'f16', a precision that is not here: give bfloat16, which is as small, or one of auto, "),
-        ("x", "it is 'x' and must be one of auto, float32, bfloat16, int8.\n"),
+        ("--n-predict 9 --temp 0.5 --topk 3 --topp 0.5", "--max-tokens 9 --temperature 0.5 --top-k 3 --top-p 0.5"),
+        ("--max_new_tokens=9 --num_return_sequences 2", "--max-tokens 9 --n 2"),
+        ("--random-seed 4 --beam_width 2 --len_penalty 2", "--seed 4 --num-beams 2 --length-penalty 2"),
+        ("--stop-strings a --stop b", "--stop a --stop b"),
+        ("--torch_dtype bf16 --kv_cache_dtype FP32", "--dtype bfloat16 --kv-cache-dtype float32"),
+        ("--tensor-parallel-size 2 --pipeline_para_size 3", "--tensor-parallel 2 --pipeline-parallel 3"),
+        ("--split_special_tokens --parallel 4 --verbose", "--no-special-tokens --max-num-seqs 4 --debug"),
     ],
 )
-def test_a_dtype_that_no_cache_has(capsys, given, says):
-    with pytest.raises(SystemExit):
-        cli.build_parser().parse_args(["generate", "Once", "--kv-cache-dtype", given])
-    assert f"--kv-cache-dtype {says.removeprefix('it ')}" in capsys.readouterr().err
+def test_flags_of_other_programs_are_aliases(run, others, ours):
+    assert parse(*others.split()) == parse(*ours.split())
+    assert not re.search(r"--(n-predict|temp|topk|num-samples|json-schema|verbose)\b", run("--help-all").out)
+
+
+def test_aliases_are_no_names_of_ours():
+    names = {*(field.name for field in fields(SamplingParams)), *MODEL_FLAGS} - {"tensor_parallel_size"}
+    aliases = [alias for name, others in ALIASES.items() for alias in others if alias != name]
+    assert len({*aliases}) == len(aliases)
+    assert not names & {*aliases}
+
+
+def test_flags_and_words_may_stand_in_any_order():
+    expected = parse("Once", "upon", "--seed", "1")
+    assert parse("--seed", "1", "Once", "upon") == parse("Once", "--seed", "1", "upon") == expected
+    assert parse("--seed", "1", "--", "--temp", "max_tokens").prompt == ["--temp", "max_tokens"]
 
 
 def test_the_flags_of_the_model_reach_it(run, monkeypatch):
@@ -186,21 +163,29 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
     flags = "--max-num-seqs 3 --max-num-batched-tokens 9 --prefix-cache-seqs 2 --max-model-len 64 --lora a"
     more = "--soft-prompt n=p=q --draft-model d --num-speculative-tokens 7 --dtype int8 --kv-cache-dtype float32"
     assert run(f"Once --threads 1 --no-special-tokens {flags} {more}").code == cli.INTERRUPTED
-    assert given == {
-        "model": "demo",
-        "dtype": "int8",
-        "device": "cpu",
-        "threads": 1,
-        "max_num_seqs": 3,
-        "max_model_len": 64,
-        "kv_cache_dtype": "float32",
-        "max_num_batched_tokens": 9,
-        "prefix_cache_seqs": 2,
-        "draft_model": "d",
-        "num_speculative_tokens": 7,
-        "tensor_parallel_size": 1,  # another number would start processes: parallel/test_mpi.py
-        "pipeline_parallel_size": 1,
-        "split_special_tokens": True,
-        "lora": "a",
-        "soft_prompts": {"n": "p=q"},
-    }
+    model = {"model": "demo", "dtype": "int8", "device": "cpu", "threads": 1, "kv_cache_dtype": "float32"}
+    sizes = {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": 9, "prefix_cache_seqs": 2}
+    others = {"draft_model": "d", "num_speculative_tokens": 7, "lora": "a", "soft_prompts": {"n": "p=q"}}
+    # Another number of ranks would start processes: parallel/test_mpi.py.
+    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": True}
+    assert given == model | sizes | others | ranks
+
+
+def test_threads_size_every_pool(monkeypatch):
+    monkeypatch.delitem(loading.sys.modules, "numba", raising=False)
+    for name in loading.THREAD_POOLS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    loading.set_thread_pools(None)
+    pools = {name: loading.os.environ[name] for name in loading.THREAD_POOLS}
+    assert pools.pop("OMP_NUM_THREADS") == "3"
+    assert set(pools.values()) == {str(loading.thread_count())}
+    loading.set_thread_pools(7)
+    assert {loading.os.environ[name] for name in loading.THREAD_POOLS} == {"7"}
+
+
+def test_more_threads_than_cores_are_said_to_be_slower(run, monkeypatch):
+    monkeypatch.setattr(loading, "logical_cores", lambda: 2)
+    said = "tinygpt: --threads is 3 and there are 2 cores: more threads than cores are slower\n"
+    assert run("Once --max-tokens 1 --threads 3").err.count(said) == 1
+    assert "slower" not in run("Once --max-tokens 1 --threads 2").err

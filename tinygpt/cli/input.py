@@ -104,7 +104,7 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     fields = _read_object(line)
     unknown = [name for name in fields if name not in _FIELDS]
     if unknown:
-        raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS)}.")
+        raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS) or '.'}")
     record_id = fields.pop("id", number)
     if not _is_id(record_id):
         raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")

@@ -87,7 +87,7 @@ class Turns:
             self._session.rewind(self._starts.pop())
             log(f"the text ends with {self._session.text[-40:]!r}" if len(self._session) else "the text is empty")
         else:
-            log(f"unknown command {name}{suggest(name, COMMANDS)}; :help lists them")
+            log(f"unknown command {name}{suggest(name, COMMANDS) or '; :help lists them'}")
 
     def _log_truncated(self, params: SamplingParams) -> None:
         count = self._llm.num_truncated_tokens(self._session.token_ids, params)

@@ -19,6 +19,7 @@ from tinygpt.parallel.launched import launched_rank
 
 # Each is a module of tinygpt/cli, imported when it is asked for, or when all of them are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
+LISTED = ", ".join(COMMANDS)
 DONE, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM, as a shell reports others
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
@@ -73,7 +74,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         # --max_tokens, as other programs spell it; words after -- are text.
         end = words.index("--") if "--" in words else len(words)
         rest = [_with_hyphens(word) if word not in flags else word for word in words[1:end]] + [*words[end:]]
-        args, unknown = parser.parse_known_intermixed_args(rest)
+        # Intermixed: flags may stand between the words of a PROMPT; but it reads words after -- as flags.
+        read = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
+        args, unknown = read(rest)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), None)
             if flag is None:
@@ -96,10 +99,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if command is None:
         parser.print_help(sys.stderr)
         parser.exit(USAGE)
-    if not command.startswith("-"):
-        parser.error(f"unknown command {command}{suggest(command, COMMANDS)}; the commands are {', '.join(COMMANDS)}")
-    parser.parse_args(words)
-    parser.error(f"a command comes first: {', '.join(COMMANDS)}")
+    if command not in ("-h", "--help", "-V", "--version"):
+        parser.error(f"unknown command {command}{suggest(command, COMMANDS) or f'; give one of {LISTED}'}")
+    return parser.parse_args(words[:1])  # exits
 
 
 def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:

@@ -1,0 +1,262 @@
+"""The command line as a whole: commands, help, exit codes, errors, streams, and the modules that it imports."""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from support import tiny_checkpoint
+from support.commands import STATS, Outcome, run_process
+from support.paths import ROOT
+from tinygpt.cli import generate
+from tinygpt.cli import main as cli
+from tinygpt.errors import CheckpointError, LostFileError, RequestError, TinyGPTError
+
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs a POSIX system")
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+
+
+@pytest.fixture
+def call(capsys):
+    return lambda *words: Outcome(capsys, [*words])
+
+
+# --- Commands and help
+
+
+def test_version(call):
+    assert re.fullmatch(r"tinygpt \d+\.\d+\.\d+\n", call("--version").out)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help"]])
+def test_help_lists_the_commands(call, words):
+    result = call(*words)
+    assert result.code == 0
+    listed = re.findall(r"^    (\w+) ", result.out, re.MULTILINE)
+    assert tuple(listed) == cli.COMMANDS
+
+
+def test_no_command_is_a_usage_error(call):
+    result = call()
+    assert (result.code, result.out) == (2, "")
+    assert "COMMAND" in result.err
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_of_a_command(call, command):
+    result = call(command, "--help")
+    assert result.code == 0
+    assert result.out == call("help", command).out
+    assert result.out.startswith("usage: tinygpt " + command)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["genrate", "Once"], "unknown command genrate; did you mean generate?"),
+        (["frobnicate"], "unknown command frobnicate; give one of generate, serve"),
+        (["--model", "demo"], "unknown command --model; give one of"),
+        (["generate", "Once", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
+        (["generate", "Once", "--frobnicate=3"], "unknown flag --frobnicate\n"),
+        (["info", "demo", "more"], "unexpected argument 'more'"),
+        (["generate", "--max-tokens", "many"], "argument -n/--max-tokens: invalid int value: 'many'"),
+        (["generate", "--stop-token-ids", "1,x"], "argument --stop-token-ids: invalid token_ids value: '1,x'"),
+        (["generate", "--logit-bias", "11"], "argument --logit-bias: invalid bias value: '11'"),
+        (["generate", "--repetition-detection", "4"], "invalid repetition value: '4'"),
+        (["generate", "--soft-prompt", "x"], "invalid named_path value: 'x'"),
+        (["generate", "--top-k"], "argument --top-k: expected one argument"),
+        (["convert", "demo", "new", "--to", "docx"], "argument --to: invalid choice: 'docx'"),
+    ],
+)
+def test_a_malformed_command_line_is_a_usage_error(call, words, says):
+    result = call(*words)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("usage: tinygpt ")
+    assert says in result.err
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from tinygpt.cli.main import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "tinygpt.cli.generate" in result.stdout
+    assert not {"numpy", "numba", "tiktoken", "tqdm", "safetensors"} & set(result.stdout.split())
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "info"])
+def test_a_command_imports_no_other(command):
+    code = f"import sys; from tinygpt.cli.main import main\ntry: main(['{command}', '-h'])\nfinally: print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    others = {f"tinygpt.cli.{name}" for name in cli.COMMANDS if name != command}
+    assert not others & set(result.stdout.split())
+
+
+# --- Errors
+
+
+REFUSALS = [
+    ("--top-k -2", "--top-k "),
+    ("--temperature nan", "--temperature "),
+    ("--top-p 0 --max-tokens 0", "--max-tokens "),
+    ("--seed -2", "--seed "),
+    ("--n 0", "--n "),
+    ("--threads 0", "--threads is 0"),
+    ("--max-num-seqs 0", "--max-num-seqs is 0"),
+    ("--max-model-len 513", "512 positions"),
+    ("--dtype float8", "dtype is 'float8'"),
+    ("--dtype int3", "dtype is 'int3'"),
+    ("--device tpu", "device is 'tpu'"),
+    ("--kv-cache-dtype int4", "kv_cache_dtype is 'int4'"),
+    ("--max-tokens 600", "512 positions"),
+    ("--output out.jsonl", "--output needs --input"),
+    ("--input in.jsonl", "both a PROMPT and --input"),
+    ("--echo --json", "--echo is for text"),
+    ("--logprobs 2", "--logprobs is for records"),
+    ("--prompt-logprobs 2 --no-stream", "--prompt-logprobs is for records"),
+    ("--interactive --json", "--json is not possible with --interactive"),
+    ("--soft-prompt a=x --soft-prompt b=y", "several --soft-prompt"),
+    ("--ray", "--ray is for the prompts of a file"),
+    ("--num-beams 2", "num_beams"),
+    ("--stride 4", "stride"),
+    ("--overflow slid", "overflow"),
+    ("--early-stopping maybe", "early"),
+    ("--repetition-detection 2,1", "repetition"),
+    ("--logit-bias 9999=1", "9999"),
+    ("--max-num-batched-tokens 4", "4"),
+    ("--prefix-cache-seqs -1", "-1"),
+    ("--num-speculative-tokens 0", "0"),
+    ("--soft-prompt a=./nowhere", "nowhere"),
+    ("--lora ./nowhere", "nowhere"),
+    ("--draft-model ./nowhere", "nowhere"),
+    ("--model ./nowhere", "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), REFUSALS)
+def test_an_impossible_request_is_refused_with_a_sentence(call, flags, says):
+    result = call("generate", "Once", *flags.split())
+    assert (result.code, result.out) == (cli.USAGE, "")
+    assert result.err.startswith("tinygpt: error: ")
+    assert says in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_text_with_a_lone_surrogate_is_refused(call):
+    result = call("generate", "half a character: \ud83d")
+    assert (result.code, result.out) == (2, "")
+    assert "lone surrogate" in result.err
+
+
+def test_text_needs_a_tokenizer(call, tmp_path):
+    folder = str(tiny_checkpoint.write_checkpoint(tmp_path / "tiny"))
+    result = call("generate", "", "--model", folder, "--max-tokens", "2")
+    assert (result.code, result.out) == (2, "")
+    assert "tokenizer" in result.err
+    assert '"text": null' in call("generate", "", "--model", folder, "--max-tokens", "2", "--json").out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (RequestError("is 3 and must be 4.", "top_k"), 2, "error: --top-k is 3 and must be 4.\n"),
+        (RequestError("is 3 and must be 1.", "tensor_parallel_size"), 2, "error: --tensor-parallel is 3 and"),
+        (RequestError("is bad.", "no_flag"), 2, "error: no_flag is bad.\n"),
+        (MemoryError(), 1, "not enough memory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device", "out.jsonl"), 1, "No space left on device: 'out.jsonl'"),
+        (ZeroDivisionError("division by zero"), 1, "unexpected ZeroDivisionError: division by zero"),
+        (CheckpointError("a \x1b[2J\x07\x9b\nb"), 2, "a \\x1b[2J\\x07\\x9b\nb\n"),
+        (CheckpointError("a \u202eb\u2066"), 2, "a \\u202eb\\u2066\n"),
+        (LostFileError("model.safetensors was cut short"), 1, "error: model.safetensors was cut short\n"),
+        (TinyGPTError("no parity"), 1, "error: no parity\n"),
+        (CheckpointError("a" * 10_000), 2, f"{'a' * 8000} [...]\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_error_is_a_sentence_and_an_exit_code(call, monkeypatch, error, code, says):
+    def fail(args: argparse.Namespace):
+        raise error
+
+    monkeypatch.setattr(generate, "run", fail)
+    result = call("generate", "Once")
+    assert result.code == code
+    assert says in result.err
+    assert "Traceback" not in result.err
+    with pytest.raises(type(error)):
+        call("generate", "Once", "--debug")
+
+
+# --- Processes and their streams
+
+
+@pytest.mark.usefixtures("llm")  # its kernels are compiled
+def test_a_process_separates_stdout_and_stderr(small_demo):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    arguments = ["generate", "--model", small_demo, "--echo", "--seed", "7", "--max-tokens", "8"]
+    result = run_process(*arguments, env=environment, input="Été 🦊".encode())
+    assert result.returncode == 0
+    assert result.stdout.decode().startswith("Été 🦊")
+    assert STATS.fullmatch(result.stderr.decode().replace(os.linesep, "\n"))
+
+
+def test_a_process_ends_with_the_exit_code():
+    result = run_process("generate", "Once", "--n", "0")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.startswith(b"tinygpt: error: ")
+
+
+@POSIX
+@pytest.mark.parametrize(
+    ("arguments", "closed", "code", "says"),
+    [
+        (["--max-tokens", "1"], "<&-", 2, "no PROMPT was given and stdin is closed"),
+        (["Once", "--n", "0"], "2>&-", 2, ""),
+    ],
+)
+def test_a_closed_stream(arguments, closed, code, says):
+    command = shlex.join([sys.executable, "-m", "tinygpt", "generate", *arguments])
+    result = subprocess.run(f"{command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert says in result.stderr
+
+
+@POSIX
+def test_a_name_that_is_not_text_is_still_reported():
+    result = run_process("generate", "Once", "--model", b"./caf\xe9")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert rb"caf\udce9" in result.stderr
+
+
+@POSIX
+def test_a_closed_pipe_ends_the_run_quietly(small_demo):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--max-tokens", "8", "--model", small_demo]
+    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")
+
+
+@FULL
+@pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "2"], ["info"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_stdout_is_one_sentence(arguments, unbuffered, small_demo):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "tinygpt", *arguments, "--model", small_demo]
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert result.returncode == cli.FAILED
+    assert "tinygpt: error: stdout cannot be written (No space left on device)" in result.stderr.decode()
+
+
+@FULL
+@pytest.mark.parametrize(("max_tokens", "code"), [("2", cli.DONE), ("9999", cli.USAGE)])
+def test_a_full_stderr_changes_nothing(max_tokens, code, small_demo):
+    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--seed", "1", "--model", small_demo]
+    with open("/dev/full", "wb") as full:
+        command += ["--max-tokens", max_tokens]
+        result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full)
+    assert (result.returncode, bool(result.stdout.strip())) == (code, code == cli.DONE)
