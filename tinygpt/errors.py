@@ -69,10 +69,3 @@ def work_started_by(work: Sized) -> Iterator[None]:
     except TinyGPTError as error:
         error.work_started = error.work_started or len(work) > 0
         raise
-
-
-def is_ctrl_c(error: BaseException) -> bool:
-    """Return whether an exception from a user's function may be Ctrl-C, which only the main thread receives."""
-    import threading  # goes with the engine thread
-
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

@@ -5,17 +5,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from tinygpt.engine.draft_model import DraftModel, check_draft
-from tinygpt.engine.engine import Engine
+from tinygpt.engine.engine import Engine, RequestFuture
 from tinygpt.engine.input_processor import InputProcessor, OnChunk
-from tinygpt.engine.multi_step import CALL_SECONDS, STREAM_SECONDS
-from tinygpt.engine.probe import check_pooling
+from tinygpt.engine.probe import Probe, check_pooling
 from tinygpt.engine.scoring import score_of
-from tinygpt.engine.service import Service
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import FailedRequestError, RequestError
 from tinygpt.execution.model_runner import ModelRunner
@@ -26,7 +25,7 @@ from tinygpt.progress_bar import UseTqdm, with_bar
 from tinygpt.request.prompts import Prompt, checked_salt, params_list, params_or_fields, prompt_list
 from tinygpt.request.request import Request
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.session import Session, load_session
+from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.validation import known_keywords
 
@@ -115,8 +114,8 @@ class LLM:
         else:
             opened = model, dtype, device, kv_cache_dtype, lora
             runner = ranks.new_runner(source, opened, engine_config, threads)
-        self.engine = Engine(runner, engine_config, draft)
-        self._service = Service(self.engine)
+        self._probe = Probe(runner, engine_config)
+        self.engine = Engine(runner, engine_config, draft, owner=self)
         self._description = f"{model!r}, dtype={self.dtype!r}, device={device!r}, max_num_seqs={max_num_seqs}"
 
     def __repr__(self) -> str:
@@ -177,8 +176,8 @@ class LLM:
         A chunk's text never ends inside a character, and all chunks of a sample together are its text, tokens and
         logprobs in `generate`. Those of n samples come mixed, each with its index.
         """
-        chunks: deque[StreamChunk] = deque()
-        return self._stream(self._single_request(prompt, params_or_fields(params, fields), chunks.append), chunks)
+        chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
+        return self._stream(self._single_request(prompt, params_or_fields(params, fields), chunks.put), chunks)
 
     def submit(
         self,
@@ -187,17 +186,19 @@ class LLM:
         on_chunk: Callable[[StreamChunk], None] | None = None,
         **fields: Any,
     ) -> "Future[RequestOutput]":
-        """Continue one prompt while the caller does something else. Any thread may call this, at any time.
+        """Continue one prompt in the background. Any thread may call this.
 
-        Requests of all callers share the engine's steps, which a thread in the background takes. Cancelling the
-        future, before or during the run, frees what the request holds within a step.
-        on_chunk: called with each StreamChunk as it is made, by the thread that takes the step, which waits for it.
+        Cancelling the future, before or during the run, frees what the request holds within a step.
+        on_chunk: called with each StreamChunk by the engine's thread, which waits for it. It may submit requests, but
+            not run them.
         Raises, before any work, RequestError if the prompt cannot be served as asked, and QueueFullError if max_queue
         samples are waiting already.
         """
         if on_chunk is not None and not callable(on_chunk):
             raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
-        return self._service.submit(self._single_request(prompt, params_or_fields(params, fields), on_chunk))
+        future = RequestFuture(self._single_request(prompt, params_or_fields(params, fields), on_chunk))
+        self.engine.submit_queued(future)
+        return future
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
         """How many tokens of the prompt's beginning its overflow would leave out. Raises as `generate` does."""
@@ -218,34 +219,29 @@ class LLM:
         self.engine.check_open()
         return Session(self, [], checked_salt(cache_salt) or self._inputs.cache_salt)
 
-    def load_session(self, path: str | os.PathLike[str]) -> Session:
-        """What Session.save has written, its keys and values included. CheckpointError if it is of another model.
-
-        No other request ever begins with what the file holds, nor does another session but its forks.
-        """
-        self.engine.check_open()
-        return load_session(self, path)
-
     def logits(self, token_ids: Any) -> np.ndarray:
         """Teacher-forced logits, (T, V) float32: row t is what the model says after token_ids[: t + 1].
 
         Raises RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
-        return self.engine.probe.logits(self._read_ids("logits", token_ids))
+        token_ids = self._read_ids("logits", token_ids)
+        return self.engine.call(partial(self._probe.logits, token_ids))
 
     def hidden_states(self, token_ids: Any) -> np.ndarray:
         """(L + 1, T, C) float32, as Hugging Face's: the input of each layer, and last what ln_f makes of the output.
 
         Raises as `logits` does.
         """
-        return self.engine.probe.hidden_states(self._read_ids("hidden states", token_ids))
+        token_ids = self._read_ids("hidden states", token_ids)
+        return self.engine.call(partial(self._probe.hidden_states, token_ids))
 
     def attentions(self, token_ids: Any) -> np.ndarray:
         """(L, H, T, T) float32: how much each position attends to each at or before it, 4 L H T**2 bytes.
 
         Raises as `logits` does.
         """
-        return self.engine.probe.attentions(self._read_ids("attentions", token_ids))
+        token_ids = self._read_ids("attentions", token_ids)
+        return self.engine.call(partial(self._probe.attentions, token_ids))
 
     def embed(self, prompts: Any, pooling: str = "last") -> np.ndarray:
         """A vector for each text or list of token ids, (len(prompts), C) float32, made of its last hidden states.
@@ -256,7 +252,9 @@ class LLM:
         self.engine.check_open()
         check_pooling(pooling)
         given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
-        vectors = [self.engine.probe.embedding(token_ids, pooling) for token_ids in given]  # (C,) each
+        vectors = [
+            self.engine.call(partial(self._probe.embedding, token_ids, pooling)) for token_ids in given
+        ]  # (C,) each
         return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
 
     def score(
@@ -283,20 +281,14 @@ class LLM:
         return [score_of(request) for request in requests]
 
     def check_health(self) -> None:
-        """Raise what keeps requests of `submit` from running: TinyGPTError if the last step for them failed, as where
-        memory is short or a file was cut, or if the thread that takes them ended; RequestError once this is closed.
-        """
-        self.engine.check_open()
-        self._service.check_health()
+        """Raise TinyGPTError if the engine's last step failed, RequestError once the LLM is closed."""
+        self.engine.check_health()
 
     def close(self) -> None:
-        """Give the memory back. Any later call raises RequestError, and so does every future that is not done.
+        """Free the memory. Later calls and unfinished futures raise RequestError.
 
-        RequestError, and nothing is closed, in a function that the engine calls during a step.
+        A function that the engine calls during a step gets RequestError, and nothing is closed.
         """
-        self.engine.refuse_within_step()
-        self.engine.refuse_calls()
-        self._service.close()
         self.engine.close()
         self._inputs.close()
 
@@ -306,57 +298,36 @@ class LLM:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def step(self) -> None:
-        """Advance every running sequence: one forward pass, one new token for each that is not still in its prompt."""
-        self.engine.step()
-
     def _run(
         self, requests: list[Request], return_exceptions: bool = False
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
-        pending, finished = dict(enumerate(requests)), deque()
-        for i, request in pending.items():
-            request.when_finished(partial(finished.append, i))
+        self.engine.refuse_own_thread()
+        finished: SimpleQueue[int] = SimpleQueue()
+        futures = [RequestFuture(request) for request in requests]
+        for i, future in enumerate(futures):
+            future.add_done_callback(lambda _, i=i: finished.put(i))
         try:
-            for request in requests:
-                self.engine.add(request.sequences)
-            while pending:
-                self._step_for(requests[0], CALL_SECONDS)
-                while finished:  # by this thread's step or by another's
-                    i = finished.popleft()
-                    yield i, self._output(pending.pop(i), return_exceptions)
+            self.engine.submit(futures)
+            for _ in futures:
+                i = finished.get()
+                error = futures[i].exception()
+                yield i, error if return_exceptions and isinstance(error, FailedRequestError) else futures[i].result()
         finally:
-            for request in pending.values():
-                self.engine.remove(request.sequences)
+            for future in futures:
+                future.cancel()
 
-    def _output(self, request: Request, return_exceptions: bool) -> RequestOutput | FailedRequestError:
+    def _stream(self, request: Request, chunks: SimpleQueue) -> Iterator[StreamChunk]:
+        """Yield the chunks of a request, which its sequences put into the queue."""
+        self.engine.refuse_own_thread()
+        future = RequestFuture(request)
+        future.add_done_callback(lambda _: chunks.put(None))
         try:
-            return request.output(self.engine.compile_clock)
-        except FailedRequestError as error:
-            if not return_exceptions:
-                raise
-            return error
-
-    def _stream(self, request: Request, chunks: deque[StreamChunk]) -> Iterator[StreamChunk]:
-        """The chunks of a request, which puts them into the deque."""
-        ends: list[bool] = []
-        request.when_finished(lambda: ends.append(True))
-        try:
-            self.engine.add(request.sequences)
-            while True:
-                is_ended = bool(ends)  # before `chunks` is looked at: the last comes before the end
-                if chunks:
-                    yield chunks.popleft()
-                elif is_ended:
-                    break
-                else:
-                    self._step_for(request, STREAM_SECONDS)
-            request.raise_error()
+            self.engine.submit([future])
+            while (chunk := chunks.get()) is not None:
+                yield chunk
+            future.result()
         finally:
-            self.engine.remove(request.sequences)
-
-    def _step_for(self, request: Request, seconds: float) -> None:
-        request.check_process()
-        self.engine.step(seconds)
+            future.cancel()
 
     def _read_ids(self, what: str, token_ids: Any) -> list[int]:
         self.engine.check_open()

@@ -1,6 +1,7 @@
 """What a request gives back."""
 
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass
 from typing import Literal, NamedTuple
 
 
@@ -46,49 +47,62 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to one request, in seconds of time.perf_counter(). None: it never came to that.
+    """Moments of one request, in seconds of time.perf_counter().
 
-    A request ends without having been scheduled, or before its first token, where its max_time was over. The moments
-    are those of the clock; the times between them leave out how long kernels were compiled, or read from the disk.
+    The moment is None if the request ended before it, because its max_time was over. `num_steps` is the number of
+    tokens of the longest sample. Times include the compilation of kernels.
     """
 
     arrival: float
     scheduled: float | None  # its first sample got a slot of the KV cache
     first_token: float | None
     finished: float
-    num_steps: int  # tokens of the longest sample
-    queue_compile_time: float = 0.0  # how long kernels were compiled until `scheduled`
-    prefill_compile_time: float = 0.0  # from there until `first_token`
-    decode_compile_time: float = 0.0  # from there until `finished`
+    num_steps: int
 
     @property
     def queue_time(self) -> float:
-        return (self.finished if self.scheduled is None else self.scheduled) - self.arrival - self.queue_compile_time
+        return (self.finished if self.scheduled is None else self.scheduled) - self.arrival
 
     @property
     def prefill_time(self) -> float | None:
-        return None if self.first_token is None else self.first_token - self.scheduled - self.prefill_compile_time
+        return None if self.first_token is None else self.first_token - self.scheduled
 
     @property
     def decode_time(self) -> float | None:
-        return None if self.first_token is None else self.finished - self.first_token - self.decode_compile_time
+        return None if self.first_token is None else self.finished - self.first_token
 
     @property
     def time_to_first_token(self) -> float | None:
-        return None if self.first_token is None else self.queue_time + self.prefill_time
+        return None if self.first_token is None else self.first_token - self.arrival
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Of the tokens after the first; None where there are none."""
+        """Mean over the tokens after the first; None if there are none."""
         return self.decode_time / (self.num_steps - 1) if self.num_steps > 1 else None
 
     @property
     def time_to_finish(self) -> float:
-        return self.finished - self.arrival - self.compile_time
+        return self.finished - self.arrival
 
-    @property
-    def compile_time(self) -> float:
-        return self.queue_compile_time + self.prefill_compile_time + self.decode_compile_time
+
+@dataclass(frozen=True)
+class Throughput:
+    """Work of an engine's steps.
+
+    A text's first token counts as part of its prompt. The time of a step that both reads prompts and continues texts is
+    divided evenly among its tokens. Times include the compilation of kernels.
+    """
+
+    prompt_tokens: int = 0  # computed ones, once for a beam search; not those found in the KV cache
+    prompt_seconds: float = 0.0
+    new_tokens: int = 0  # after the first of each text; equal samples are one text, and so is a beam search
+    new_seconds: float = 0.0
+
+    def __add__(self, other: "Throughput") -> "Throughput":
+        return Throughput(*map(operator.add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: "Throughput") -> "Throughput":
+        return Throughput(*map(operator.sub, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, repr=False)

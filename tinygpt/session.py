@@ -1,6 +1,5 @@
 """Session: a text that the user and the model write in turns, and whose context stays computed."""
 
-import os
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -8,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.errors import RequestError
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.request.prompts import Prompt, checked_ids, params_or_fields, unsalted
-from tinygpt.request.truncation import Window, window_of
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.stored.session_file import SavedSession, checked_file, read_session, write_session
 
 if TYPE_CHECKING:  # LLM makes sessions
     from tinygpt.llm import LLM
@@ -21,9 +18,6 @@ class Session:
 
     Keys and values are kept where those of all ended samples are: in the LLM's prefix cache, of which the sessions that
     were used last have theirs. Of any other, the next call reads all tokens again: later, but the same.
-    Keys and values of a file are only as good as the file: a loaded session and its forks share nothing with any
-    other request, neither those nor what is computed upon them. Once others have taken their place, the model reads the
-    tokens again, and nothing of the file is left but these.
     A session is for one thread at a time. Several may run at once, and share the LLM's steps.
     """
 
@@ -31,7 +25,6 @@ class Session:
         self._llm = llm
         self._cache_salt = cache_salt  # of all its requests
         self._token_ids = token_ids  # another list after each change but those of a stream
-        self._window: Window | None = None  # of the last call
         self._is_closed = False
 
     @property
@@ -75,7 +68,6 @@ class Session:
         params = self._checked(params_or_fields(params, fields))
         (output,) = self._llm.generate([self._prompt()], params)
         self._token_ids = output.prompt_token_ids + output.outputs[0].token_ids
-        self._window = window_of(params, self._llm.max_model_len)
         return output
 
     def stream(self, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
@@ -92,7 +84,6 @@ class Session:
         """Another session with the same tokens so far, which goes its own way from here."""
         self._check_open()
         other = Session(self._llm, list(self._token_ids), self._cache_salt)
-        other._window = self._window
         return other
 
     def rewind(self, position: int) -> None:
@@ -104,18 +95,6 @@ class Session:
                 "0 to that."
             )
         self._token_ids = self._token_ids[:position]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tokens, keys and values to a safetensors file, for `LLM.load_session` of the same model.
-
-        The file is on the disk when this returns, and one of that name stays until then. Raises CheckpointError if it
-        cannot be written, RequestError if `path` is none.
-        """
-        path = checked_file(path)
-        first, cached = self._context()
-        probe = self._llm.engine.probe
-        k, v = probe.keys_and_values(cached, self._cache_salt)
-        write_session(path, SavedSession(self.token_ids, first, k, v), probe.origin())
 
     def close(self) -> None:
         """Forget the tokens; any later call raises RequestError. Keys and values go when others need their place."""
@@ -137,7 +116,6 @@ class Session:
         try:
             self._check_unchanged(before)
             self._token_ids = mine = list(prompt)
-            self._window = window_of(params, self._llm.max_model_len)
             for chunk in chunks:
                 self._check_unchanged(mine)
                 if chunk.token_id is not None:
@@ -153,15 +131,6 @@ class Session:
             raise RequestError(f"n is {params.n} and a session goes on with one sample: set n to 1, or fork it.")
         return params
 
-    def _context(self) -> tuple[int, list[int]]:
-        """The tokens that the next call will begin with, without the last, and how many come before them.
-
-        None where the session is longer than the model's positions: what stays of it depends on that call.
-        """
-        first = 0 if self._window is None else self._window.num_dropped(len(self))
-        context = self.token_ids[first:-1]
-        return (first, context) if len(context) < self._llm.max_model_len else (0, [])
-
     def _check_unchanged(self, token_ids: list[int]) -> None:
         if self._token_ids is not token_ids:
             raise RequestError("the session was changed while it streamed: read the stream first, or close it.")
@@ -169,12 +138,3 @@ class Session:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RequestError("this session has been closed: make a new one.")
-
-
-def load_session(llm: "LLM", path: str | os.PathLike[str]) -> Session:
-    """A session as it was saved. Raises CheckpointError if the file is damaged or another model's."""
-    path, probe = checked_file(path), llm.engine.probe
-    saved = read_session(path, probe.origin(), probe.no_keys(), llm.max_model_len)
-    session = Session(llm, saved.token_ids, cache_salt=object())  # equal to no other
-    probe.keep(saved.cached_token_ids, session._cache_salt, saved.k, saved.v)
-    return session

@@ -61,9 +61,9 @@ def test_passes_and_choices_are_told_apart(monkeypatch):
 
 def test_no_step_is_taken_unseen():
     """A backend that takes several steps at once is asked for one."""
-    runner = SimpleNamespace(steps_at_once=lambda num_sequences, num_in_time: 16)
+    runner = SimpleNamespace(choose_num_steps=lambda num_sequences, num_in_time: 16)
     timed = measure.TimedRunner(runner, SimpleNamespace(running=[]), 1, HostMeter())
-    assert timed.steps_at_once(1, 16) == 1
+    assert timed.choose_num_steps(1, 16) == 1
 
 
 def test_counts_of_one_prompt(llm):

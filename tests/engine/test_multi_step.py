@@ -46,7 +46,7 @@ def outputs(llm: LLM, params) -> list:
 def test_outputs_are_those_of_single_steps(llm, calls, monkeypatch, kind):
     at_once = outputs(llm, KINDS[kind])
     assert bool(calls) == (kind not in ("one token", "stop string", "penalty", "logprobs", "lookup"))
-    monkeypatch.setattr(llm.engine.runner, "steps_at_once", lambda *of: 1)
+    monkeypatch.setattr(llm.engine.runner, "choose_num_steps", lambda *of: 1)
     calls.clear()
     assert outputs(llm, KINDS[kind]) == at_once
     assert not calls
@@ -89,7 +89,7 @@ def test_no_step_is_wasted_on_those_that_have_ended(llm, calls, monkeypatch, hea
     monkeypatch.setattr(Pace, "note", lambda pace, seconds, steps: taken.append(steps))
     at_once = llm.generate(prompts, params)
     num_calls, num_steps = len(taken), sum(taken)
-    monkeypatch.setattr(llm.engine.runner, "steps_at_once", lambda *of: 1)
+    monkeypatch.setattr(llm.engine.runner, "choose_num_steps", lambda *of: 1)
     taken.clear()
     single = llm.generate(prompts, params)
     assert [output.outputs for output in at_once] == [output.outputs for output in single]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinygpt.engine.multi_step import STREAM_SECONDS
+from tinygpt.engine.step_loop import STREAM_SECONDS
 from tinygpt.server.work import mailbox as module
 from tinygpt.server.work.mailbox import MAX_REST, REST, Inbox, Mailbox
 

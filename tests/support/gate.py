@@ -19,7 +19,7 @@ class Gate:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
+    def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         return 1
 
     def forward(self, batch: Any) -> Any:

@@ -118,8 +118,8 @@ class TimedRunner:
         function = getattr(self._runner, name)
         return partial(self._timed, (CHOICE,), function) if name in SAMPLING else function
 
-    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
-        return self._runner.steps_at_once(num_sequences, num_in_time) if self._meter.has_multi_step else 1
+    def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
+        return self._runner.choose_num_steps(num_sequences, num_in_time) if self._meter.has_multi_step else 1
 
     def seconds(self, kind: str) -> float:
         return sum(self._meter.seconds(first, last) for kinds, first, last in self._spans if kind in kinds)

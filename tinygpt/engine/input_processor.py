@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
-from tinygpt.engine.after_fork import call_after_fork
 from tinygpt.engine.beams import Beams, beam_rules
 from tinygpt.engine.scoring import read_continuations, scoring_request
 from tinygpt.engine_config import EngineConfig
@@ -49,11 +48,6 @@ class InputProcessor:
         self._config, self._engine_config, self.cache_salt = config, engine_config, cache_salt
         self._soft_prompts = SoftPrompts(soft_prompts, config)
         self._tokenizer, self._tokenizer_error = _load_tokenizer(checkpoint, split_special_tokens)
-        self.begin_anew()
-        call_after_fork(self)
-
-    def begin_anew(self) -> None:
-        """Know no grammar: at first, and in a forked process, where another thread may have left one locked."""
         self._guidance: Guidance | None = None
 
     @property

@@ -51,17 +51,14 @@ class Scheduler:
         write_prefix: Callable[[Sequence], None] | None = None,
     ):
         self.max_num_tokens = max_num_tokens
-        self.waiting: deque[Sequence] = deque()  # other threads extend it
+        self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.slots = slots
         self._sharing = PrefixSharing(slots, copy_positions)
         self._write_prefix = write_prefix
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue sequences behind one another: beams hold slots while they wait for one another.
-
-        Other threads may add at any time.
-        """
+        """Queue sequences one after another: beams hold slots while they wait for one another."""
         self.waiting.extend(sequences)
 
     def schedule(self) -> list[Chunk]:
@@ -103,18 +100,9 @@ class Scheduler:
         beginning = sequence.context_token_ids[: sequence.num_reusable + 1]
         sequence.enter(*self.slots.take(beginning, sequence.cache_salt))
         if sequence.soft_prompt is not None and not sequence.num_cached:
-            self._put_prefix(sequence)
+            self._write_prefix(sequence)
         self.running.append(sequence)
         self._share(sequence)
-
-    def _put_prefix(self, sequence: Sequence) -> None:
-        try:
-            self._write_prefix(sequence)
-        except BaseException:  # Ctrl-C among others: the sequence stays the next one
-            self.slots.release(sequence.slot, [], sequence.cache_salt)
-            sequence.leave()
-            self.waiting.appendleft(sequence)
-            raise
 
     def _share(self, sequence: Sequence) -> None:
         self._sharing.share(sequence, self.running[: self.running.index(sequence)])

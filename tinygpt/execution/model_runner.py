@@ -71,7 +71,7 @@ class ModelRunner:
         self._check_file()
         return self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
 
-    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
+    def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         """How many decode steps of so many sequences `multi_step` is to take; 1: one, looked at before the next.
 
         num_in_time: how many those can wait for who watch the tokens. A GPU's come while the later steps are taken, and

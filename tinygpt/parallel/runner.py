@@ -58,7 +58,7 @@ class ParallelRunner(ModelRunner):
     def stop_early(self, is_wanted: bool) -> None:
         """What the stages have begun is brought to its end."""
 
-    def steps_at_once(self, num_sequences: int, num_in_time: int) -> int:
+    def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         return GROUP_STEPS if self._stages > 1 and num_sequences >= self._stages * LEAST_GROUP else 1
 
     def multi_step(

@@ -1,27 +1,14 @@
 """Request: a prompt and the sequences that continue it."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from tinygpt.errors import FailedRequestError, RequestError
+from tinygpt.errors import FailedRequestError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tinygpt.request.prompts import Prompt
 from tinygpt.request.sequence import Sequence, copied
 from tinygpt.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from tinygpt.kernels.compiling import CompileClock
-
-
-def refuse_fork(process: int) -> None:
-    """RequestError in any other process than that one: what was running at a fork goes on in the parent."""
-    if process != os.getpid():
-        raise RequestError(
-            "the request was made before this process was forked, and only its parent runs it: make it again."
-        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +30,6 @@ class Request:
     sequences: list[Sequence]
     arrival: float = field(default_factory=time.perf_counter)
     num_truncated: int = 0  # tokens of the prompt's beginning that are not read
-    process: int = field(default_factory=os.getpid)
 
     def when_finished(self, call: Callable[[], None]) -> None:
         """Have `call` called in the step that ends the last sequence, unless the request is removed before."""
@@ -56,38 +42,31 @@ class Request:
                 call()
 
         for sequence in self.sequences:
-            sequence.when_ended(end_one)
+            sequence.on_end = end_one
 
-    def check_process(self) -> None:
-        """RequestError in a process that was forked while the request ran."""
-        refuse_fork(self.process)
-
-    def output(self, compile_clock: "CompileClock") -> RequestOutput:
-        """What a finished request gives back; FailedRequestError, that of the first sequence which failed, if any did.
-
-        compile_clock: that of the engine that ran it.
-        """
+    def output(self) -> RequestOutput:
+        """Return the output of a finished request. Raise FailedRequestError if a sequence failed."""
         self.raise_error()
         wanted = self.sequences[0].prompt_logprobs
         return RequestOutput(
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=[_completion(rank, s) for rank, s in enumerate(self._best())],
-            metrics=self._metrics(compile_clock),
+            metrics=self._metrics(),
             prompt_logprobs=None if wanted is None else wanted.reported,
             prompt_cumulative_logprob=sum(wanted.logprobs) if wanted is not None and wanted.is_complete else None,
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
         )
 
-    def progress(self, compile_clock: "CompileClock") -> Progress:
+    def progress(self) -> Progress:
         """Any thread may ask."""
         count = sum(len(s.new_token_ids) for s in self.sequences)
         return Progress(
             num_prompt_tokens=len(self.prompt.token_ids),
             num_cached_tokens=self._num_cached_tokens(),
             num_new_tokens=count * self.params.n if len(self.sequences) == 1 else count,
-            metrics=self._metrics(compile_clock),
+            metrics=self._metrics(),
         )
 
     def raise_error(self) -> None:
@@ -115,7 +94,7 @@ class Request:
             return self.sequences
         return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]  # stable: the lowest index
 
-    def _metrics(self, compile_clock: "CompileClock") -> RequestMetrics:
+    def _metrics(self) -> RequestMetrics:
         scheduled = min((s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None)
         first_token = min((s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None)
         ends = [s.finished_time for s in self.sequences]
@@ -126,9 +105,6 @@ class Request:
             first_token=first_token,
             finished=finished,
             num_steps=max(len(s.new_token_ids) for s in self.sequences),
-            queue_compile_time=compile_clock.seconds(self.arrival, finished if scheduled is None else scheduled),
-            prefill_compile_time=compile_clock.seconds(scheduled, finished if first_token is None else first_token),
-            decode_compile_time=compile_clock.seconds(first_token, finished),
         )
 
 

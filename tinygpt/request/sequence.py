@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tinygpt.errors import is_ctrl_c
 from tinygpt.outputs import StreamChunk
 from tinygpt.request.loop_detection import is_looping
 from tinygpt.request.soft_prompts import VirtualTokens
@@ -50,6 +49,7 @@ class Sequence:
     soft_prompt: VirtualTokens | None = None  # what the ids below 0 stand for, which its prompt begins with
     prompt_logprobs: "PromptLogprobs | None" = None  # those of tokens that are given, where asked for
     guide: "Guide | None" = None  # where it stands in the grammar that its text has to follow
+    on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
     cache_salt: Hashable = None  # keys and values are shared with sequences of an equal one, and with no others
 
     # What was sampled, and what came of it.
@@ -77,7 +77,6 @@ class Sequence:
     def __post_init__(self):
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
         self.end_token_ids = eos.union(self.params.stop_token_ids)
-        self._on_end: Callable[[], None] | None = None
         if self.window is not None:
             self.num_dropped = self.window.num_dropped(len(self))
 
@@ -153,11 +152,7 @@ class Sequence:
         if token.error is not None:
             self.fail(token.error)
             return
-        try:
-            text = self._append(token)
-        except BaseException:  # Ctrl-C: who comes by it may not be who waits for this sequence, and it is half done
-            self.fail("it was interrupted while it was given a token.")
-            raise
+        text = self._append(token)
         if self.on_chunk is not None:
             self._give(text, token)
 
@@ -196,15 +191,6 @@ class Sequence:
     def fail(self, error: str) -> None:
         """End with an error that only this request's caller sees."""
         self.error = error
-
-    def when_ended(self, call: Callable[[], None] | None) -> None:
-        """Have `call` called once, when the sample has ended by itself; None: nobody wants to know any more."""
-        self._on_end = call
-
-    def tell_ended(self) -> None:
-        call, self._on_end = self._on_end, None
-        if call is not None:
-            call()
 
     def _append(self, token: SampledToken) -> str:
         """Note the token, and end if it is the last one. Returns the text that is certain now."""
@@ -264,8 +250,6 @@ class Sequence:
                 StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason)
             )
         except BaseException as error:  # it is a user's, and must not reach the step's other sequences
-            if is_ctrl_c(error):
-                raise
             self.fail(f"on_chunk raised {error!r}.")
 
 

@@ -44,20 +44,11 @@ class PromptLogprobs:
         """How many positions from `start` on may be computed at once where num_logits may have their logits."""
         return math.inf if self.is_complete else max(self.first - start, 0) + num_logits
 
-    def read(self, runner: ModelRunner, start: int, logits: np.ndarray) -> list[dict[int, float]]:
-        """What the logits (R, V) of position `start` and those behind it, from `first` on, say of their targets."""
-        index = self._index(start)
-        targets = self.targets[index : index + len(logits)]
-        rows = logits[: len(targets)]  # after the last position of a prompt comes no target
-        return [self._read_row(runner, row, target) for row, target in zip(rows, targets, strict=True)]
-
-    def note(self, start: int, found: list[dict[int, float]]) -> None:
-        """Note what `read` found from position `start` on; a second time, as after an interrupt, changes nothing."""
-        index = self._index(start)
-        self.found[index : index + len(found)] = found
-
-    def _index(self, start: int) -> int:
-        return max(start - self.first, 0)
+    def read(self, runner: ModelRunner, logits: np.ndarray) -> None:
+        """Note the log probabilities of the next targets, from the logits (R, V) of the positions before them."""
+        targets = self.targets[len(self.found) :][: len(logits)]
+        rows = logits[: len(targets)]  # no target follows the last position of a prompt
+        self.found += [self._read_row(runner, row, target) for row, target in zip(rows, targets, strict=True)]
 
     @property
     def logprobs(self) -> list[float]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import is_ctrl_c
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling.guided import compute_masks
@@ -170,8 +169,6 @@ def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: Sam
         returned = function(list(state.prompt_token_ids), list(sequence.new_token_ids), scores.copy())
         changed = np.asarray(returned, np.float32)
     except BaseException as error:  # whatever it is, it must not reach the step's other sequences
-        if is_ctrl_c(error):
-            raise
         return f"the logits processor {name} raised {error!r} at position {len(sequence)}."
     if changed.shape != scores.shape:
         return NOT_SCORES.format(name, f"an array of shape {changed.shape}", len(sequence), scores.size)

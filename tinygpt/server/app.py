@@ -24,7 +24,7 @@ def create_app(llm: LLM, config: ServerConfig) -> Starlette:
     paths = frozenset(route.path for route in routes)
     middleware = [
         Middleware(RestOfBody),
-        Middleware(AccessLog, state.metrics, llm.engine.compile_clock.seconds, paths),
+        Middleware(AccessLog, state.metrics, lambda start, stop: 0.0, paths),
     ]
     if config.allowed_hosts is not None:
         middleware.append(Middleware(HostCheck, config.allowed_hosts))

@@ -44,9 +44,6 @@ class GeneratedTimes(Strict):
     first_token: float | None
     finished: float
     num_steps: int
-    queue_compile_time: float
-    prefill_compile_time: float
-    decode_compile_time: float
 
 
 class Generated(Strict):

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
 from math import inf
 from operator import sub
 
-from tinygpt.engine.service import SubmittedFuture
+from tinygpt.engine.engine import RequestFuture
 from tinygpt.errors import RequestError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
@@ -33,7 +32,7 @@ class Generation:
         """num_bytes: of the request's body, which tells how much there may be to encode."""
         self._llm, self._mailbox, self._num_bytes = llm, mailbox, num_bytes
         self._inbox = Inbox()
-        self._futures: list[SubmittedFuture] = []
+        self._futures: list[RequestFuture] = []
         self._reason: ApiError | None = None  # why the server has stopped it
         self._token_times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when its tokens came
 
@@ -126,15 +125,9 @@ class Generation:
         return outputs, [each for each in found if isinstance(each, Progress)]
 
     def token_gaps(self) -> Iterator[float]:
-        """Seconds from each token of a streamed sample to its next one, without those in which kernels compiled."""
-        waited = self._llm.engine.compile_clock.seconds
+        """Seconds from each token of a streamed sample to its next one."""
         for times in list(self._token_times.values()):  # the thread that takes steps may add another sample
-            if len(times) < 2:  # or none: the first one may just be coming
-                continue
-            if waited(times[0], times[-1]):
-                yield from (after - before - waited(before, after) for before, after in pairwise(times))
-            else:
-                yield from map(sub, times[1:], times)
+            yield from map(sub, times[1:], times)
 
     @property
     def is_over(self) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tinygpt.engine.multi_step import STREAM_SECONDS
+from tinygpt.engine.step_loop import STREAM_SECONDS
 
 REST = 40  # times as long as a delivery has taken, the next one is put off: a fortieth of a core, up to MAX_REST
 MAX_REST = 0.9 * STREAM_SECONDS  # shorter than a call of the engine, so that what the next one brings need not wait
