@@ -8,7 +8,7 @@ import pytest
 from support import demo_tokenizer, examples, settled
 from support.cuda_compile import need_toolchain
 from support.golden_models import write_small_demo
-from tinygpt.engine.step_loop import StepLoop
+from tinygpt.engine.step_loop import StepTimer
 from tinygpt.weights import open as checkpoints
 
 
@@ -25,7 +25,7 @@ def pytest_configure(config):
 @pytest.fixture
 def single_steps(monkeypatch):
     """One step a call, as on a machine that is too slow for more."""
-    monkeypatch.setattr(StepLoop, "_choose_num_steps", lambda steps, chunks, seconds: 1)
+    monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: 1)
 
 
 def pytest_collection_modifyitems(config, items):

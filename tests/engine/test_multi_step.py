@@ -1,13 +1,15 @@
-"""Several steps in one call: the same outputs, no step too many, and nobody waits longer than he would."""
+"""Several steps in one call: the same outputs, no step too many, and no caller waits longer than for single steps."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from support.gate import paused
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.multi_step import CALL_SECONDS, STREAM_SECONDS, Pace
+from tinygpt.engine.step_loop import CALL_SECONDS, STREAM_SECONDS, StepTimer
 from tinygpt.execution.model_runner import MAX_STEPS
+from tinygpt.outputs import Throughput
 
 PROMPTS = ["Once upon a time", "The old", [5], "In the morning she went to the"]
 GREEDY = SamplingParams(max_tokens=30, seed=0)
@@ -33,7 +35,7 @@ def llm(small_demo):
 def calls(llm, monkeypatch) -> list[int]:
     """The steps of each call, by a machine on which any number of them takes no time."""
     calls, multi_step = [], llm.engine.runner.multi_step
-    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: MAX_STEPS if seconds else 1)
+    monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: MAX_STEPS if seconds else 1)
     monkeypatch.setattr(llm.engine.runner, "multi_step", lambda *on: calls.append(on[-2]) or multi_step(*on))
     return calls
 
@@ -86,7 +88,7 @@ def test_no_step_is_wasted_on_those_that_have_ended(llm, calls, monkeypatch, hea
     ends = [token_ids[7 + i % 20] for i, token_ids in enumerate(texts)]
     params = SamplingParams(max_tokens=40, temperature=heat, seed=1, ignore_eos=True, stop_token_ids=ends)
     taken = []
-    monkeypatch.setattr(Pace, "note", lambda pace, seconds, steps: taken.append(steps))
+    monkeypatch.setattr(StepTimer, "note", lambda timer, seconds, steps: taken.append(steps))
     at_once = llm.generate(prompts, params)
     num_calls, num_steps = len(taken), sum(taken)
     monkeypatch.setattr(llm.engine.runner, "choose_num_steps", lambda *of: 1)
@@ -102,104 +104,154 @@ def test_the_context_is_never_left(llm, calls):
     assert (len(output.outputs[0].token_ids), calls) == (20, [16, 3])
 
 
-def test_a_step_that_is_asked_for_is_one(llm, calls):
-    request = llm._inputs.request([3], SamplingParams(max_tokens=9, ignore_eos=True))
-    llm.engine.add(request.sequences)
-    for count in range(1, 10):
-        llm.step()
-        assert len(request.sequences[0].new_token_ids) == count
-    assert not calls
-
-
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
         (lambda llm: llm.generate(PROMPTS, SamplingParams(max_tokens=4)), CALL_SECONDS),
         (lambda llm: llm.generate(PROMPTS, SamplingParams(max_tokens=4, max_time=60)), CALL_SECONDS),
+        (lambda llm: llm.submit("The", SamplingParams(max_tokens=4)).result(60), CALL_SECONDS),
         (lambda llm: list(llm.stream("The", SamplingParams(max_tokens=4))), STREAM_SECONDS),
-        (lambda llm: llm.submit("The", SamplingParams(max_tokens=4)).result(60), STREAM_SECONDS),
         (lambda llm: llm.submit("The", SamplingParams(max_tokens=4), print).result(60), STREAM_SECONDS),
     ],
-    ids=["generate", "max_time", "stream", "submit", "on_chunk"],
+    ids=["generate", "max_time", "submit", "stream", "on_chunk"],
 )
-def test_who_waits_for_single_tokens_waits_less(llm, monkeypatch, run, expected):
+def test_a_caller_that_reads_single_tokens_waits_less(llm, monkeypatch, run, expected):
     asked = []
-    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: asked.append(seconds) or 1)
+    monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: asked.append(seconds) or 1)
     run(llm)
-    assert set(asked) == {0.0, expected}  # the first tokens are waited for
+    assert set(asked) == {0.0, expected}  # the first token is reported as soon as it is there
 
 
-def test_a_call_ends_with_the_time_that_is_left(llm, monkeypatch):
-    """Of whichever request's: one that waits for a slot is told as well."""
+def test_a_call_ends_with_the_time_that_is_left_to_any_request(llm, monkeypatch):
     asked, now = [], [100.0]
-    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: asked.append(seconds) or 1)
+    monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: asked.append(seconds) or 1)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     times = [None, 3.0, 2.0]
     requests = [llm._inputs.request([3], SamplingParams(max_tokens=9, ignore_eos=True, max_time=t)) for t in times]
-    llm.engine.add(requests[0].sequences)
-    llm.step()
-    for request in requests[1:]:
-        llm.engine.add(request.sequences)
-    llm.step()
-    asked.clear()
-    for now[0] in (100.5, 101.0, 102.5):
-        llm.engine.step(1.75)
-    assert asked == [1.5, 1.0, 0.5]
-    llm.engine.remove([sequence for request in requests for sequence in request.sequences])
+
+    def run() -> None:
+        steps = llm.engine._steps
+        for request in requests:
+            steps.add(request.sequences)
+        steps.step(1.75)
+        for now[0] in (100.5, 101.0, 102.5):
+            steps.step(1.75)
+        steps.remove([sequence for request in requests for sequence in request.sequences])
+
+    llm.engine.call(run)
+    assert asked[1:] == [1.5, 1.0, 0.5]
 
 
-@pytest.mark.parametrize("what", ["add", "remove"])
+@pytest.mark.parametrize("what", ["submit", "cancel"])
 @pytest.mark.parametrize("heat", [0.0, 1.0])
-def test_who_comes_or_leaves_waits_for_one_step(llm, calls, monkeypatch, what, heat):
+def test_a_new_or_cancelled_request_waits_for_one_step(llm, calls, monkeypatch, what, heat):
     params = SamplingParams(max_tokens=40, temperature=heat, seed=1, ignore_eos=True)
     alone = llm.generate([[3]], params)[0].outputs
-    first, second = (llm._inputs.request([token_id], params) for token_id in (3, 4))
-    llm.engine.add([*first.sequences, *(second.sequences if what == "remove" else [])])
-    llm.step()
-    multi_step = llm.engine.runner.multi_step
+    multi_step, counts, other = llm.engine.runner.multi_step, [], None
 
     def meanwhile(*on):
+        nonlocal other
         monkeypatch.setattr(llm.engine.runner, "multi_step", multi_step)
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(getattr(llm.engine, what), second.sequences).result()
-        return multi_step(*on)
+            other = pool.submit(lambda: llm.submit([4], params) if what == "submit" else other.cancel()).result()
+        counts.extend(len(sequence.new_token_ids) for sequence in llm.engine.scheduler.running)
+        for token_ids in multi_step(*on):
+            counts.append(1)
+            yield token_ids
 
-    monkeypatch.setattr(llm.engine.runner, "multi_step", meanwhile)
-    llm.engine.step(1.0)
-    assert len(first.sequences[0].new_token_ids) == 2
-    assert llm.engine.scheduler.running == first.sequences
-    calls.clear()
-    llm.engine.step(1.0)
-    assert calls == ([] if what == "add" else [MAX_STEPS])  # with the newcomer's prompt, or nobody waits any more
-    while llm.engine.scheduler.running:
-        llm.engine.step(1.0)
-    assert first.sequences[0].new_token_ids == alone[0].token_ids
-
-
-def test_a_stream_beside_a_call_is_waited_for(llm, monkeypatch):
-    asked = []
-    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: asked.append(seconds) or 1)
-    stream = llm.stream("The", SamplingParams(max_tokens=40, ignore_eos=True))
-    next(stream)
-    asked.clear()
-    llm.generate(["It"], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert asked == [0.0] + [STREAM_SECONDS] * 3
+    if what == "cancel":
+        with paused(llm):
+            monkeypatch.setattr(llm.engine.runner, "multi_step", meanwhile)
+            future, other = llm.submit([3], params), llm.submit([4], params)
+    else:
+        monkeypatch.setattr(llm.engine.runner, "multi_step", meanwhile)
+        future = llm.submit([3], params)
+    assert future.result(60).outputs == alone
+    assert counts[-1:] == [1]  # one pass, although the call may take MAX_STEPS
+    assert len(counts) == (2 if what == "submit" else 3)
 
 
 def test_as_many_steps_as_the_last_ones_would_have_taken_in_the_time():
-    pace = Pace()
-    assert pace.num_steps(1.0) == 1
-    pace.note(0.75, 3)
-    assert [pace.num_steps(seconds) for seconds in (0.0, 0.2, 0.25, 0.3, 1.0)] == [1, 1, 1, 1, 4]
-    pace.note(0.0, 1)
-    assert pace.num_steps(1.0) == 1
+    timer = StepTimer()
+    assert timer.num_steps(1.0) == 1
+    timer.note(0.75, 3)
+    assert [timer.num_steps(seconds) for seconds in (0.0, 0.2, 0.25, 0.3, 1.0)] == [1, 1, 1, 1, 4]
+    timer.note(0.0, 1)
+    assert timer.num_steps(1.0) == 1
 
 
-def test_the_pace_is_that_of_the_steps(llm, monkeypatch):
+def test_the_timer_notes_the_steps(llm, monkeypatch):
     noted, now = [], iter(range(10**6))
-    monkeypatch.setattr(Pace, "note", lambda pace, seconds, steps: noted.append((seconds, steps)))
-    monkeypatch.setattr(Pace, "num_steps", lambda pace, seconds: 3 if seconds else 1)
+    monkeypatch.setattr(StepTimer, "note", lambda timer, seconds, steps: noted.append((seconds, steps)))
+    monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: 3 if seconds else 1)
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
     llm.generate([[1], [2]], SamplingParams(max_tokens=8, ignore_eos=True))
     assert [steps for _, steps in noted] == [1, 3, 3, 1]
     assert all(seconds > 0 for seconds, _ in noted)
+
+
+# Throughput, which the step loop adds up.
+
+
+class SlowRunner:
+    """A runner whose passes take a second each."""
+
+    def __init__(self, runner, monkeypatch):
+        self._runner, self.now = runner, 0.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def choose_num_steps(self, num_sequences, num_in_time):
+        return 1
+
+    def forward(self, batch):
+        self.now += 1
+        return self._runner.forward(batch)
+
+
+@pytest.fixture
+def run(llm, monkeypatch):
+    def run(prompts, **params):
+        before = llm.engine.throughput
+        with llm.engine.wrapped(lambda runner: SlowRunner(runner, monkeypatch)):
+            llm.generate(prompts, SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **params}))
+            return llm.engine.throughput - before
+
+    return run
+
+
+def test_reading_and_decoding_are_counted_apart(run):
+    assert run([[1, 2, 3]]) == Throughput(prompt_tokens=3, prompt_seconds=1, new_tokens=3, new_seconds=3)
+
+
+def test_equal_samples_and_beams_are_one_text(run):
+    alone = run([[1, 2, 3]])
+    assert run([[1, 2, 3]], n=5) == alone
+    assert run([[1, 2, 3]], num_beams=3) == alone
+    assert run([[1, 2, 3]], n=5, temperature=1.0, seed=1).new_tokens == 5 * 3
+
+
+def test_drafted_tokens_count_and_their_steps_take_what_they_take(run):
+    params = {"max_tokens": 12, "allowed_token_ids": [3]}  # so that every draft is right
+    plain, drafted = (run([[3] * 4], prompt_lookup_num_tokens=n, **params) for n in (0, 4))
+    assert plain.new_tokens == drafted.new_tokens == 11
+    assert drafted.new_seconds < plain.new_seconds == 11
+
+
+def test_a_step_that_does_both_is_divided_among_its_tokens(llm, monkeypatch):
+    one, two = ([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)), ([7, 8, 9], SamplingParams(max_tokens=1))
+    requests = [llm._inputs.request(*given) for given in (one, two)]
+
+    def work():
+        steps = llm.engine._steps
+        steps.add(requests[0].sequences)
+        steps.step()
+        before = steps.throughput
+        steps.add(requests[1].sequences)
+        steps.step()  # one token of the first request and three of the second
+        return steps.throughput - before
+
+    with llm.engine.wrapped(lambda runner: SlowRunner(runner, monkeypatch)):
+        assert llm.engine.call(work) == Throughput(3, 0.75, 1, 0.25)

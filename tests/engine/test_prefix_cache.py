@@ -13,7 +13,6 @@ from support.demo import EOS
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.execution.model_runner import ModelRunner
-from tinygpt.kernels.compiling import CompileClock
 from tinygpt.outputs import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
@@ -93,20 +92,20 @@ def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
     while len(finished | gone) < len(visits):
         for i, visit in enumerate(visits):
             if visit.arrival == step:
-                llm.engine.add(requests[i].sequences)
+                llm.engine._steps.add(requests[i].sequences)
             if visit.patience is not None and visit.arrival + visit.patience == step and i not in finished:
-                llm.engine.remove(requests[i].sequences)
+                llm.engine._steps.remove(requests[i].sequences)
                 gone.add(i)
-        llm.step()
+        llm.engine._steps.step()
         step += 1
-    return [request.output(CompileClock()).outputs if i in finished else None for i, request in enumerate(requests)]
+    return [request.output().outputs if i in finished else None for i, request in enumerate(requests)]
 
 
 @given(visits=st.lists(visits, min_size=1, max_size=8))
 @settings(max_examples=12)
 def test_whoever_else_comes_and_goes(alone, busy, visits):
     """Tokens, texts, logprobs: equal, not close."""
-    got = run(busy, visits)
+    got = busy.engine.call(lambda: run(busy, visits))
     scheduler = busy.engine.scheduler
     assert (scheduler.running, len(scheduler.waiting)) == ([], 0)
     assert scheduler.slots.num_free == busy.engine.engine_config.max_num_seqs

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from support.demo import VOCAB_SIZE
+from support.gate import paused
 from tinygpt import LLM, AsyncLLM, SamplingParams
-from tinygpt.errors import RequestError
+from tinygpt.errors import FailedRequestError, RequestError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SECONDS = 120
@@ -26,7 +27,7 @@ def llm(small_demo):
 def nothing_is_left_behind(llm):
     """After every test each row is free and nobody waits."""
     yield
-    with llm.engine._step_lock.held():
+    with paused(llm):
         scheduler = llm.engine.scheduler
         assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
 
@@ -88,7 +89,7 @@ def test_a_cancelled_task_frees_its_slot(llm):
         return sequence
 
     sequence = run(main())
-    with llm.engine._step_lock.held():
+    with paused(llm):
         assert sequence.slot is None
     assert sequence.finish_reason is None
 
@@ -99,7 +100,7 @@ def test_a_stream_that_is_left_frees_its_slot(llm):
         await anext(stream)
         (sequence,) = llm.engine.scheduler.running
         await stream.aclose()
-        with llm.engine._step_lock.held():
+        with paused(llm):
             assert sequence.slot is None
             assert sequence.finish_reason is None
 
@@ -122,12 +123,10 @@ def test_errors_come_to_who_asked(llm):
             await door.generate([VOCAB_SIZE])
         with pytest.raises(RequestError, match="best_of is 2"):
             await read(door.stream([1], SamplingParams(best_of=2)))
-        with llm.engine._step_lock.held():
-            pending = asyncio.ensure_future(read(door.stream([1], LONG)))
-            await asyncio.sleep(0)
-            llm._service._fail_pending(RequestError("enough"))
-        with pytest.raises(RequestError, match="enough"):
-            await pending
+        bad = SamplingParams(allowed_token_ids=[5], suppress_tokens=[5])
+        for ask in (door.generate([1], bad), read(door.stream([1], bad))):
+            with pytest.raises(FailedRequestError, match="leave no token"):
+                await ask
 
     run(main())
 

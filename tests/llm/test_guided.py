@@ -166,8 +166,8 @@ def test_drafts_change_nothing_but_the_number_of_steps(llm, kind, monkeypatch, s
     plain = llm.generate(PROMPT, params_of(kind))[0]
     with LLM(small_demo, draft_model=small_demo) as fast:
         steps = []
-        step = fast.engine.step
-        monkeypatch.setattr(fast.engine, "step", lambda seconds: (steps.append(1), step(seconds)))
+        step = fast.engine._steps.step
+        monkeypatch.setattr(fast.engine._steps, "step", lambda seconds: (steps.append(1), step(seconds)))
         assert key(fast.generate(PROMPT, params_of(kind))[0]) == key(plain)
     assert len(steps) <= len(plain.outputs[0].token_ids) / 3 + 3  # five tokens each: drafts are guided too
 
@@ -251,7 +251,7 @@ def test_masks_are_computed_beside_the_step(llm, monkeypatch):
 
 def test_nothing_depends_on_the_thread_beside(llm, monkeypatch):
     beside = llm.generate(PROMPT, params_of("json"))[0]
-    monkeypatch.setattr(llm.engine._sampler, "compute_masks", lambda sequences: None)
+    monkeypatch.setattr(llm.engine._steps._sampler, "compute_masks", lambda sequences: None)
     assert key(llm.generate(PROMPT, params_of("json"))[0]) == key(beside)
 
 
@@ -271,7 +271,7 @@ def test_nothing_depends_on_the_thread_beside(llm, monkeypatch):
     ],
 )
 def test_what_is_no_grammar_is_refused_before_any_work(llm, fields, why, monkeypatch):
-    monkeypatch.setattr(llm.engine, "add", None)
+    monkeypatch.setattr(llm.engine, "submit", None)
     name = next(iter(fields))
     with pytest.raises(RequestError, match=f"^{name}=.* is not possible: .*{why}[^\n]*\\.$") as error:
         llm.generate(PROMPT, SamplingParams(**fields))

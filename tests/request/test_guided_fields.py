@@ -89,7 +89,7 @@ def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_d
     install = 'pip install "tinygpt[guided]" (or pip install ".[guided]" in a clone)'
     sentence = f"{name} needs the package llguidance, which is not installed: {install}."
     with LLM(small_demo) as llm:
-        monkeypatch.setattr(llm.engine, "add", None)
+        monkeypatch.setattr(llm.engine, "submit", None)
         with pytest.raises(RequestError) as error:
             llm.generate("a", SamplingParams(**{name: ALL[name]}))
         assert str(error.value) == sentence

@@ -1,7 +1,8 @@
-"""Gate and Held: an engine that takes steps, and a function that returns, only as the test allows."""
+"""Gate, Held and paused: an engine that takes steps, and a function that returns, only as the test allows."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SECONDS = 60
@@ -52,3 +53,22 @@ class Held:
         self.called.set()
         assert self.release.wait(SECONDS), "it was not released"
         return self._function(*arguments)
+
+
+@contextmanager
+def paused(llm: Any) -> Iterator[None]:
+    """Keep the engine's thread between two steps for the block."""
+    has_come, may_go = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        has_come.set()
+        may_go.wait(SECONDS)
+
+    thread = threading.Thread(target=llm.engine.call, args=(pause,))
+    thread.start()
+    assert has_come.wait(SECONDS)
+    try:
+        yield
+    finally:
+        may_go.set()
+        thread.join()

@@ -25,6 +25,19 @@ from tinygpt.sampling.sampler import Sampler, draws_of, sampled
 STREAM_SECONDS, CALL_SECONDS = 0.05, 0.1
 
 
+class StepTimer:
+    """An estimate of how many decode steps fit into a time, from the last ones."""
+
+    def __init__(self):
+        self._seconds = inf  # of a step
+
+    def note(self, seconds: float, num_steps: int) -> None:
+        self._seconds = seconds / num_steps
+
+    def num_steps(self, seconds: float) -> int:
+        return max(1, int(seconds / self._seconds)) if self._seconds else 1
+
+
 class StepLoop:
     """The sequences that run or wait, and the steps that advance them.
 
@@ -43,7 +56,7 @@ class StepLoop:
         self._drafter = Drafter(engine_config.max_num_batched_tokens, engine_config.max_num_logits, draft_model)
         self._timed: set[Sequence] = set()  # the sequences that have a deadline
         self._next_deadline = inf  # no later than the earliest of theirs
-        self._seconds_per_step = inf
+        self._timer = StepTimer()
 
     @property
     def runner(self) -> ModelRunner:
@@ -99,7 +112,7 @@ class StepLoop:
             num_steps = self._run_several(chunks, num_steps)
         else:
             self._run_one(chunks)
-        self._seconds_per_step = (time.perf_counter() - started) / num_steps
+        self._timer.note(time.perf_counter() - started, num_steps)
         for beams in dict.fromkeys(sequence.beams for sequence in self.scheduler.running):
             if beams is not None:
                 beams.advance(self._runner.copy_positions)
@@ -147,8 +160,7 @@ class StepLoop:
         if any(chunk.sequence.on_chunk for chunk in chunks):
             seconds = min(seconds, STREAM_SECONDS)
         seconds = min(seconds, self._next_deadline - time.perf_counter())
-        num_in_time = max(1, int(seconds / self._seconds_per_step)) if self._seconds_per_step else 1
-        steps = self._runner.choose_num_steps(len(chunks), num_in_time)
+        steps = self._runner.choose_num_steps(len(chunks), self._timer.num_steps(seconds))
         if steps == 1:
             return 1
         for chunk in chunks:

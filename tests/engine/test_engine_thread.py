@@ -1,0 +1,416 @@
+"""The engine's thread: callers share its steps, are refused, cancelled, interrupted and forked, and lose nothing."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+
+import numpy as np
+import pytest
+
+from support import tiny_checkpoint
+from support.demo import VOCAB_SIZE
+from support.gate import Gate, paused
+from support.paths import ROOT
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+SECONDS = 120  # a test that would wait forever fails after this time
+
+
+def params_for(i: int) -> SamplingParams:
+    return SamplingParams(max_tokens=3 + i % 7, temperature=i % 2, seed=i, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def llm(small_demo):
+    with LLM(small_demo, max_num_seqs=4, max_queue=80) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request):
+    """Check after every test that each slot of the shared engine is free."""
+    yield
+    if "llm" in request.fixturenames:
+        llm = request.getfixturevalue("llm")
+        with paused(llm):
+            scheduler = llm.engine.scheduler
+            assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
+        assert (llm.engine._pending, llm.engine._num_queued) == (set(), 0)
+
+
+# Callers share steps.
+
+
+def test_a_future_has_what_generate_gives(llm):
+    for prompt in ("Once", [5, 6, 7], ""):
+        future = llm.submit(prompt, params_for(1))
+        assert future.result(SECONDS).outputs == llm.generate(prompt, params_for(1))[0].outputs
+
+
+def test_64_threads_at_once_lose_nothing(llm):
+    prompts = [[i, i + 1, i + 2] for i in range(64)]
+    alone = [llm.generate([prompt], params_for(i))[0].outputs for i, prompt in enumerate(prompts)]
+    together = threading.Barrier(64)
+
+    def use(i: int):
+        together.wait(SECONDS)
+        if i % 3 == 0:
+            return llm.generate([prompts[i]], params_for(i))[0].outputs
+        return llm.submit(prompts[i], params_for(i)).result(SECONDS).outputs
+
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(use, range(64))) == alone
+
+
+@pytest.mark.usefixtures("single_steps")
+def test_callers_share_steps(llm, monkeypatch):
+    steps, forward = [], llm.engine.runner.forward
+    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: steps.append(len(batch.slots)) or forward(batch))
+    with paused(llm):
+        futures = [llm.submit([i], SamplingParams(max_tokens=10, ignore_eos=True)) for i in range(4)]
+    for future in futures:
+        future.result(SECONDS)
+    assert steps == [4] * 10
+
+
+def test_generate_and_streams_run_beside_submitted_requests(llm):
+    alone = llm.generate([[3], [4]], params_for(5))
+    stream = llm.stream([9, 9], params_for(6))
+    tokens = [next(stream).token_id]
+    futures = [llm.submit([i], params_for(5)) for i in (3, 4)]
+    assert [o.outputs for o in llm.generate([[3], [4]], params_for(5))] == [o.outputs for o in alone]
+    assert [future.result(SECONDS).outputs for future in futures] == [o.outputs for o in alone]
+    tokens += [chunk.token_id for chunk in stream]
+    assert tokens == llm.generate([[9, 9]], params_for(6))[0].outputs[0].token_ids
+
+
+def test_chunks_as_they_are_made(llm):
+    chunks = []
+    output = llm.submit("Once", params_for(3), on_chunk=chunks.append).result(SECONDS)
+    assert [chunk.token_id for chunk in chunks] == output.outputs[0].token_ids
+    assert "".join(chunk.text for chunk in chunks) == output.outputs[0].text
+    assert [chunk.finish_reason for chunk in chunks[-2:]] == [None, "length"]
+
+
+def test_after_step_is_called_once_for_each_call_of_the_engine(llm):
+    chunks, seen = [], []
+    llm.engine.after_step.append(lambda: seen.append(len(chunks)))
+    try:
+        llm.submit([1], params_for(6), on_chunk=chunks.append).result(SECONDS)
+        with paused(llm):
+            assert seen[0] == 1  # the first token comes alone
+            assert seen == sorted(set(seen))
+            assert seen[-1] == len(chunks)
+    finally:
+        llm.engine.after_step.clear()
+
+
+# The queue, and cancelling.
+
+
+def test_the_queue_is_bounded(small_demo):
+    with LLM(small_demo, max_num_seqs=2, max_queue=3) as llm:
+        with paused(llm):
+            futures = [llm.submit([i], params_for(i)) for i in range(5)]
+            with pytest.raises(QueueFullError, match=r"max_queue is 3 and the queue holds 3, so .* no room for 1 more"):
+                llm.submit([9])
+            futures.pop().cancel()
+            with pytest.raises(QueueFullError, match=r"the queue holds 2, .* room for 2 more"):
+                llm.submit([9], SamplingParams(n=2, temperature=1.0))
+            futures.append(llm.submit([9], params_for(4)))
+        assert len(llm.generate([[1]] * 9, params_for(1))) == 9  # max_queue is for `submit`
+        for future in futures:
+            assert future.result(SECONDS).outputs
+        assert llm.submit([9]).result(SECONDS).outputs
+
+
+@pytest.mark.parametrize("fields", [{"n": 6}, {"n": 1, "best_of": 6}], ids=str)
+def test_a_request_for_which_there_is_never_room(fields, small_demo):
+    with LLM(small_demo, max_num_seqs=2, max_queue=3) as llm:
+        with pytest.raises(RequestError, match="6 samples, but max_queue is 3 and max_num_seqs 2") as raised:
+            llm.submit([1], SamplingParams(temperature=1.0, **fields))
+        assert not isinstance(raised.value, QueueFullError)  # submitting again would not help
+        assert llm.submit([1], SamplingParams(n=5, max_tokens=1, temperature=1.0)).result(SECONDS).outputs
+
+
+def test_cancelling_before_the_run(llm):
+    with paused(llm):
+        future, other = llm.submit([1], LONG), llm.submit([2], params_for(2))
+        assert future.cancel()
+    assert wait([future], SECONDS).done == {future}
+    with pytest.raises(CancelledError):
+        future.result()
+    assert other.result(SECONDS).outputs
+
+
+def test_cancelling_during_the_run_frees_the_slot_within_a_step(llm):
+    with llm.engine.wrapped(Gate) as gate:
+        future = llm.submit([1], LONG)
+        gate.allow(1)
+        gate.wait_until_asked(2)
+        sequence = llm.engine.scheduler.running[0]
+        assert future.cancel()
+        gate.allow(1)
+    assert (llm.engine.scheduler.running, sequence.slot) == ([], None)
+    assert len(sequence.new_token_ids) == 2
+    assert future.cancelled()
+
+
+def test_cancelling_a_finished_request_does_nothing(llm):
+    future = llm.submit([1], params_for(0))
+    future.result(SECONDS)
+    assert not future.cancel()
+
+
+def test_closing_resolves_every_future(small_demo):
+    llm = LLM(small_demo, max_num_seqs=2)
+    futures = [llm.submit([i], LONG) for i in range(20)]
+    llm.close()
+    assert wait(futures, SECONDS).not_done == set()
+    for future in futures:
+        with pytest.raises(RequestError, match="closed before the request was finished"):
+            future.result()
+    for use in (lambda: llm.submit([1]), lambda: llm.generate([1]), lambda: llm.logits([1]), llm.check_health):
+        with pytest.raises(RequestError, match="has been closed"):
+            use()
+    llm.close()
+
+
+def test_a_forgotten_llm_is_collected(small_demo):
+    llm = LLM(small_demo)
+    llm.generate([1], params_for(1))
+    thread, seen = llm.engine._thread, [weakref.ref(part) for part in (llm, llm.engine)]
+    del llm
+    gc.collect()
+    thread.join(SECONDS)
+    gc.collect()
+    assert ([part() for part in seen], thread.is_alive()) == ([None, None], False)
+
+
+# Failures reach their own request.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([VOCAB_SIZE], None, "vocabulary"),
+        ("a", SamplingParams(max_tokens=600), "512 positions"),
+        (["a", "b"], None, "takes one"),
+    ],
+)
+def test_impossible_requests_are_refused_at_once(llm, prompt, params, message):
+    with pytest.raises(RequestError, match=message):
+        llm.submit(prompt, params)
+
+
+def test_an_error_reaches_its_request_alone(tmp_path):
+    tensors = tiny_checkpoint.random_tensors()
+    tensors["transformer.wpe.weight"][3:] = np.nan
+    folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    with LLM(str(folder), max_num_seqs=4) as llm:
+        good = llm.generate([[3]], params)[0].outputs[0].token_ids
+        with paused(llm):
+            futures = [llm.submit([3] * count, params) for count in (1, 3, 1)]
+        with pytest.raises(TinyGPTError, match="not finite"):
+            futures[1].result(SECONDS)
+        assert [futures[i].result(SECONDS).outputs[0].token_ids for i in (0, 2)] == [good, good]
+
+
+def raiser(error):
+    def function(*arguments):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("where", ["on_chunk", "processor"])
+@pytest.mark.parametrize("error", [KeyError("mine"), SystemExit(1), asyncio.CancelledError()], ids=repr)
+def test_a_function_that_raises_fails_its_request_alone(llm, where, error):
+    function = raiser(error)
+    params = SamplingParams(max_tokens=4, logits_processors=[function] if where == "processor" else [])
+    with paused(llm):
+        bad = llm.submit([1], params, function if where == "on_chunk" else None)
+        good = llm.submit([1], params_for(4))
+    with pytest.raises(TinyGPTError, match=f"raised {type(error).__name__}"):
+        bad.result(SECONDS)
+    assert good.result(SECONDS).outputs == llm.generate([[1]], params_for(4))[0].outputs
+
+
+@pytest.mark.parametrize(("error", "raised"), [(MemoryError("no more"), MemoryError), (SystemExit(1), RuntimeError)])
+def test_a_step_that_fails_ends_every_request_and_the_next_step_works(llm, monkeypatch, error, raised):
+    with monkeypatch.context() as patch:
+        with paused(llm):
+            patch.setattr(llm.engine.runner, "forward", raiser(error))
+            futures = [llm.submit([i], LONG) for i in range(6)]
+        for future in futures:
+            with pytest.raises(raised, match=r"no more|broken off by SystemExit\(1\)"):
+                future.result(SECONDS)
+        with pytest.raises(TinyGPTError, match="the engine has failed: "):
+            llm.check_health()
+    assert llm.submit([1], params_for(1)).result(SECONDS).outputs == llm.generate([[1]], params_for(1))[0].outputs
+    llm.check_health()
+
+
+@pytest.mark.parametrize("where", ["on_chunk", "processor"])
+@pytest.mark.parametrize("call", [lambda llm: llm.close(), lambda llm: llm.generate([2]), lambda llm: llm.logits([2])])
+def test_a_function_called_in_a_step_may_submit_but_not_run_or_close(llm, where, call):
+    submitted = []
+
+    def function(*arguments):
+        submitted.append(llm.submit([2], params_for(0)))
+        call(llm)
+
+    params = SamplingParams(logits_processors=[function] if where == "processor" else [])
+    with pytest.raises(TinyGPTError, match="may submit requests, but not run them or close the LLM"):
+        llm.submit([1], params, function if where == "on_chunk" else None).result(SECONDS)
+    assert submitted[0].result(SECONDS).outputs
+
+
+@pytest.mark.parametrize("on_chunk", [3, "print"])
+def test_on_chunk_must_be_a_function(llm, on_chunk):
+    with pytest.raises(RequestError, match=f"on_chunk is {on_chunk!r} and must be a function"):
+        llm.submit([1], on_chunk=on_chunk)
+
+
+# Ctrl-C and forks, in a process of their own.
+
+
+def run_program(program: str, model: str) -> None:
+    code = f"""
+import os, random, signal, sys, threading, time
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+llm = LLM(sys.argv[1], threads=2, max_num_seqs=4)
+short = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
+long = SamplingParams(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+want, want_long = (llm.generate("Once", p, use_tqdm=False)[0].outputs for p in (short, long))
+{program}
+print("done")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, model], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert (result.stdout, result.returncode) == ("done\n", 0), result.stderr
+
+
+def test_ctrl_c_ends_the_callers_requests_and_no_other(small_demo):
+    run_program(
+        """
+background, draw, num_interrupts = llm.submit("Once", long), random.Random(1), 0
+for i in range(12):
+    try:
+        threading.Timer(draw.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGINT)).start()
+        llm.generate(["a b"] * 40, long, use_tqdm=False) if i % 2 else [*llm.stream("a b", max_tokens=500)]
+        time.sleep(0.1)
+    except KeyboardInterrupt:
+        num_interrupts += 1
+    assert llm.generate(["Once"] * 3, short, use_tqdm=False)[1].outputs == want
+assert num_interrupts == 12
+assert background.result(60).outputs == want_long
+llm.engine.call(lambda: None)
+scheduler = llm.engine.scheduler
+assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
+""",
+        small_demo,
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_is_refused_and_makes_a_new_llm(small_demo):
+    run_program(
+        """
+def child(future):
+    for call in (future.result, lambda: llm.generate("a"), lambda: [*llm.stream("a")], lambda: llm.submit("a")):
+        try:
+            call()
+            return 1
+        except RequestError as error:
+            if "make a new one in the child" not in str(error):
+                return 2
+    future.cancel()
+    llm.close()
+    with LLM(sys.argv[1], threads=2, max_num_seqs=2) as new:
+        return int(new.generate("Once", short, use_tqdm=False)[0].outputs != want)
+
+for i in range(3):
+    future = llm.submit("Once", long)
+    time.sleep(0.005 * i)
+    if not (pid := os.fork()):
+        signal.alarm(60)
+        os._exit(child(future))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert future.result(60).outputs == want_long
+""",
+        small_demo,
+    )
+
+
+# Deadlines.
+
+
+@pytest.fixture
+def single(small_demo):
+    with LLM(small_demo, max_num_seqs=1) as llm:
+        yield llm
+
+
+def later(monkeypatch) -> None:
+    """Move the clock on by 1000 seconds."""
+    now = time.perf_counter
+    monkeypatch.setattr("time.perf_counter", lambda: now() + 1000)
+
+
+def test_a_running_sample_keeps_its_tokens_when_its_time_is_over(single, monkeypatch):
+    whole = single.generate("Once upon a time", LONG)[0].outputs[0]
+    chunks = []
+    with single.engine.wrapped(Gate) as gate:
+        params = SamplingParams(max_tokens=400, ignore_eos=True, max_time=500)
+        future = single.submit("Once upon a time", params, chunks.append)
+        gate.allow(4)
+        gate.wait_until_asked(5)
+        later(monkeypatch)
+        gate.allow(1)
+        (sample,) = future.result(SECONDS).outputs
+    assert [chunk.token_id for chunk in chunks] == [*whole.token_ids[:5], None]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 5 + ["length"]
+    assert whole.text.startswith("".join(chunk.text for chunk in chunks))
+    assert (sample.stop_reason, single.engine.scheduler.slots.num_free) == ("max_time", 1)
+
+
+def test_a_sample_that_waits_ends_without_a_token_when_its_time_is_over(single, monkeypatch):
+    with single.engine.wrapped(Gate) as gate:
+        running = single.submit("a", LONG)
+        waiting = single.submit([5, 6, 7], SamplingParams(max_time=500, prompt_logprobs=0, max_tokens=9))
+        last = single.submit("c", SamplingParams(max_tokens=1, max_time=5000))
+        gate.wait_until_asked(1)
+        later(monkeypatch)
+        gate.allow(1)
+        output = waiting.result(SECONDS)
+        running.cancel()
+        gate.allow(9)
+        assert last.result(SECONDS).outputs[0].stop_reason is None
+    (sample,) = output.outputs
+    assert (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason) == ([], "", "length", "max_time")
+    assert (output.prompt_logprobs, output.prompt_cumulative_logprob) == ([None], None)
+    metrics = output.metrics
+    assert (metrics.scheduled, metrics.first_token, metrics.time_to_first_token) == (None, None, None)
+    assert (metrics.prefill_time, metrics.time_per_output_token) == (None, None)
+    assert metrics.queue_time == metrics.finished - metrics.arrival
+
+
+def test_times_of_a_request(single):
+    outputs = single.generate(["a", "b"], SamplingParams(max_tokens=4, ignore_eos=True, max_time=500))
+    for metrics in (output.metrics for output in outputs):
+        assert metrics.arrival <= metrics.scheduled <= metrics.first_token <= metrics.finished
+        assert metrics.queue_time + metrics.prefill_time == pytest.approx(metrics.time_to_first_token)
+        assert 3 * metrics.time_per_output_token == pytest.approx(metrics.finished - metrics.first_token)
+    assert outputs[1].metrics.scheduled >= outputs[0].metrics.finished  # there is one slot
