@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -13,12 +14,12 @@ import time
 
 import pytest
 
+from support.gate import paused
 from support.golden_models import write_small_demo
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import loading
 from tinygpt.cli import main as cli
-from tinygpt.engine.engine import Engine
 
 BASE = {"max_tokens": 8, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "ignore_eos": True}
 FLAGS = ["--interactive", "--max-tokens", "8", "--seed", "7", "--ignore-eos"]
@@ -106,18 +107,6 @@ def test_reset_begins_a_new_text(talk, llm):
     assert out == f"{first}\n{second}\n"
 
 
-def test_save_and_load(talk, llm, tmp_path):
-    path = tmp_path / "a text"
-    _, out, err = talk("Once upon a time", f":save {path}", ":reset", "It was", f":load {path}", "And then")
-    first, _, third = out.splitlines()
-    session = llm.load_session(path)
-    assert f"{len(session.token_ids)} tokens saved" in err
-    assert f"{len(session.token_ids)} tokens loaded: the text ends with" in err
-    assert session.text == "Once upon a time" + first
-    session.extend("\nAnd then")
-    assert third == session.generate(SamplingParams(**BASE, seed=9)).outputs[0].text
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -126,11 +115,7 @@ def test_save_and_load(talk, llm, tmp_path):
         (":q", "':q' is no command: did you mean :quit? :help lists them."),
         (":undo", "':undo' is no command: did you mean :rewind? :help lists them."),
         (":rest", "':rest' is no command: did you mean :reset? :help lists them."),
-        (":save", "':save' is no command: :help lists them."),
-        (":save", "':save' is no command"),
         (":rewind 3", "':rewind 3' is no command"),
-        (":load nowhere", "nowhere cannot be read"),
-        (":save nowhere/file", "nowhere/file"),
     ],
 )
 def test_a_command_that_goes_wrong_ends_nothing(talk, line, says):
@@ -180,24 +165,25 @@ def test_what_no_turn_could_do_is_refused_at_once(talk, flags, says):
 
 
 def test_ctrl_c_ends_the_sample_and_keeps_what_was_written(talk, llm, monkeypatch):
-    steps, step = [], Engine.step
+    stream = llm.stream
 
-    def interrupted(self, seconds):
-        steps.append(1)
-        if len(steps) == 4:
-            raise KeyboardInterrupt
-        step(self)  # one, however many there would be time for
+    def interrupted(*arguments):
+        monkeypatch.setattr(llm, "stream", stream)
+        chunks = stream(*arguments)
+        yield from itertools.islice(chunks, 3)
+        chunks.close()
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr(llm, "stream", interrupted)
     code, out, _ = talk("Once", "And then")
-    monkeypatch.setattr(Engine, "step", step)
     session = llm.session()
     session.extend("Once")
     session.generate(SamplingParams(**{**BASE, "max_tokens": 3}, seed=7))
     first = session.text.removeprefix("Once")
     session.extend("\nAnd then")
     assert (code, out) == (0, f"{first}\n{session.generate(SamplingParams(**BASE, seed=8)).outputs[0].text}\n")
-    assert llm.engine.scheduler.running == []
+    with paused(llm):
+        assert llm.engine.scheduler.running == []
 
 
 def heed_interrupts() -> None:

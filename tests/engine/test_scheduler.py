@@ -317,25 +317,6 @@ def test_a_prompt_that_was_not_read_to_its_end_is_not_kept(num_steps, num_kept):
     assert scheduler.slots.num_free == 4
 
 
-def test_a_prefix_that_could_not_be_written_is_written_again():
-    calls = []
-
-    def write_prefix(sequence):
-        calls.append(sequence.slot)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    a, b = new_sequence(3, begin=7), new_sequence(3)
-    a.soft_prompt = object()
-    scheduler = Scheduler(SlotTable(1, 0), 10, Cache(1).copy_positions, write_prefix)
-    scheduler.add(a, b)
-    with pytest.raises(KeyboardInterrupt):
-        scheduler.schedule()
-    assert (a.slot, list(scheduler.waiting), scheduler.slots.num_free) == (None, [a, b], 1)
-    assert [chunk.sequence for chunk in scheduler.schedule()] == [a]
-    assert calls == [0, 0]
-
-
 @pytest.mark.parametrize("salts", [("red", "blue"), (None, "red"), ("red", None)], ids=str)
 def test_other_salts_share_nothing(salts):
     """Neither with one that runs, nor with what one has left; nor do they wait for one another."""

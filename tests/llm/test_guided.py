@@ -1,7 +1,6 @@
 """Guided texts are what was asked for, with everything else that a request may ask, alone and beside others."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.apart import printed
 from support.demo import EOS
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
@@ -296,24 +294,6 @@ def test_requests_of_one_grammar_compile_it_once(monkeypatch):
             llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))
         llm.generate(PROMPT, params_of("regex"))
     assert len(compiled) == 2
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_guides_too():
-    """The thread beside the steps stays behind."""
-    program = f"""
-import os
-from tinygpt import LLM
-llm = LLM("demo", threads=1)
-write = lambda: llm.generate({PROMPT!r}, max_tokens=9, guided_regex="[a-z ]+")[0].outputs[0].text
-text = write()
-child = os.fork()
-if not child:
-    os._exit(int(write() != text))
-assert os.waitpid(child, 0)[1] == 0
-print("done")
-"""
-    assert printed(program, patience=300) == "done\n"
 
 
 def test_other_threads_go_on_when_the_main_one_has_ended():

@@ -95,9 +95,9 @@ def test_the_prompts_come_with_the_first_chunk(llm):
 
 
 def test_equal_samples_are_computed_once(llm):
-    with_functions = SamplingParams(n=3, logits_processors=lambda prompt, new, scores: scores)  # which may change
-    for params, count in ((SamplingParams(n=3), 1), (SamplingParams(n=3, temperature=1.0), 3), (with_functions, 3)):
-        stream = llm.stream(PROMPT, params)
+    functions = {"logits_processors": lambda prompt, new, scores: scores}  # they may change a sample
+    for fields, count in (({}, 1), ({"temperature": 1.0}, 3), (functions, 3)):
+        stream = llm.stream(PROMPT, n=3, max_tokens=400, ignore_eos=True, **fields)
         next(stream)
         assert len(llm.engine.scheduler.running) == count
         stream.close()

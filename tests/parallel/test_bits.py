@@ -186,17 +186,9 @@ def test_an_int8_cache_is_cut_with_its_scales(monkeypatch, folders, tmp_path, dt
 
     with LLM(folders("five"), **OPTIONS, **options) as llm:
         expected, behind = everything(llm), behind_a_prefix(llm)
-        session = llm.session()
-        session.extend(range(5, 30))
-        session.generate(params)
-        session.save(tmp_path / "alone")
-        session.generate(params)
     with on_ranks(monkeypatch, layout, folders("five"), **options) as (llm, _):
         assert everything(llm) == expected
         assert behind_a_prefix(llm) == behind
-        loaded = llm.load_session(tmp_path / "alone")
-        loaded.generate(params)
-        assert loaded.token_ids == session.token_ids
 
 
 @pytest.mark.parametrize(("model", "layout"), [("small-xl", (2, 1)), ("five", (3, 2))])
@@ -236,28 +228,6 @@ def test_a_wrong_order_of_sums_is_seen(monkeypatch, folders, order, is_same):
         found = llm.logits(ids)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.array_equal(found, expected) == is_same
-
-
-def test_a_saved_session_goes_on_with_another_number_of_ranks(monkeypatch, folders, tmp_path):
-    """Keys and values of all ranks in one file, and its check that the model is the same."""
-    params = SamplingParams(max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
-    with LLM(folders("five"), **OPTIONS) as llm:
-        session = llm.session()
-        session.extend(range(5, 30))
-        session.generate(params)
-        session.save(tmp_path / "alone")
-        session.generate(params)
-        expected = session.token_ids
-    with on_ranks(monkeypatch, (2, 2), folders("five")) as (llm, _):
-        session = llm.load_session(tmp_path / "alone")
-        session.save(tmp_path / "ranks")
-        session.generate(params)
-        assert session.token_ids == expected
-    monkeypatch.undo()
-    with LLM(folders("five"), **OPTIONS) as llm:
-        session = llm.load_session(tmp_path / "ranks")
-        session.generate(params)
-        assert session.token_ids == expected
 
 
 def test_a_draft_model_is_rank_0s_alone(monkeypatch, folders):

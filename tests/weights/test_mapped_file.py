@@ -35,7 +35,6 @@ calls = {
     "submit": lambda: llm.submit([3], params).result().outputs,
     "logits": lambda: llm.logits([3]).shape,
     "hidden_states": lambda: llm.hidden_states([3]).shape,
-    "save": lambda: llm.session().save(folder + ".session"),
 }
 for name, call in calls.items():
     try:

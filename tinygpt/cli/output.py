@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tinygpt.errors import RequestError, TinyGPTError
 
 if TYPE_CHECKING:
-    from tinygpt.engine.throughput import Throughput
+    from tinygpt.outputs import Throughput
 
 INTERVAL = 20.0  # seconds between progress messages if stderr is not a terminal
 

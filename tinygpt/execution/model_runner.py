@@ -6,22 +6,18 @@ The engine runs one, a draft model is a second one, a benchmark wraps one, and w
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
-from tinygpt.execution.backend import name_of
 from tinygpt.execution.batch import Batch
-from tinygpt.execution.fingerprint import fingerprint
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import host
 from tinygpt.kernels.errors import DeviceError
 from tinygpt.sampling_params import num_best
-from tinygpt.weights.config import STRUCTURE, ModelConfig
+from tinygpt.weights.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -140,23 +136,6 @@ class ModelRunner:
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Put keys and values, as `read_positions` gives them, into a slot from position `start` on."""
         self._backend.write_positions(self._kv_cache, slot, start, keys, values)
-
-    @cached_property
-    def origin(self) -> dict[str, Any]:
-        """What keys and values depend on, beside the tokens. Reads all weights on first use."""
-        self._check_file()
-        return self._origin_with(self._params)
-
-    def _origin_with(self, params: Any) -> dict[str, Any]:
-        """`origin`, where these are the weights of the whole model."""
-        plain = {name: value for name, value in asdict(self.config).items() if name not in STRUCTURE}
-        about = {**plain, **self.config.structure, "device": name_of(self._backend)}
-        return {
-            **about,
-            "dtype": self.dtype,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "weights": fingerprint(params),
-        }
 
     def close(self) -> None:
         """Give the memory back; nothing can be run any more."""

@@ -4,7 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,12 +88,6 @@ class ParallelRunner(ModelRunner):
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
         self._ordered(lambda model: model.write_positions(slot, start, (keys, values)), Order.WRITE, slot, start)
-
-    @cached_property
-    def origin(self) -> dict[str, Any]:
-        """As one process has it. Rank 0 packs the whole model for that, once, and forgets it."""
-        self._check_file()
-        return self._origin_with(self._source.load_params(self._threads))
 
     def close(self) -> None:
         self._params = None

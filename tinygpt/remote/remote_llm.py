@@ -46,7 +46,6 @@ ELSEWHERE = {
     "attentions": _INSIDE,
     "check_health": "GET /health asks the server",
     "hidden_states": _INSIDE,
-    "load_session": "a session's keys and values lie in the memory of an LLM: use one",
     "logits": f"{_INSIDE}; logprobs and prompt_logprobs are there",
     "num_truncated_tokens": "outputs tell their num_truncated_tokens",
     "num_virtual_tokens": "the server counts them",
