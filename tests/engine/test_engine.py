@@ -8,7 +8,7 @@ import pytest
 
 from support import tiny_checkpoint
 from support.demo import EOS, VOCAB_SIZE
-from support.gate import paused
+from support.gate import Gate, paused
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, FailedRequestError, RequestError, TinyGPTError
 
@@ -382,17 +382,20 @@ def test_a_stream_is_the_text_of_generate_bit_by_bit(llm, params):
 
 
 def test_a_stream_comes_one_token_at_a_time(llm):
-    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
-    assert next(stream).text
-    (sequence,) = llm.engine.scheduler.running
-    assert len(sequence.new_token_ids) == 1
-    stream.close()
+    with llm.engine.wrapped(Gate) as gate:
+        stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
+        gate.allow(1)
+        assert next(stream).text
+        gate.wait_until_asked(2)
+        stream.close()
+        gate.allow(1)
+    with paused(llm):
+        assert llm.engine.scheduler.running == []
 
 
 def test_a_stream_that_is_closed_early_frees_its_slot(llm):
-    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
     next(stream)
-    assert llm.engine.scheduler.slots.num_free == 3
     stream.close()
     with paused(llm):
         assert llm.engine.scheduler.slots.num_free == 4
@@ -682,6 +685,6 @@ def test_a_closed_llm_refuses_everything(tiny_folder, use):
 
 def test_context_manager_closes(tiny_folder):
     with LLM(str(tiny_folder)) as llm:
-        assert llm.generate([3])
+        assert llm.generate([3], max_tokens=1)
     with pytest.raises(RequestError, match="closed"):
         llm.generate([3])

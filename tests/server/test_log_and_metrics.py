@@ -7,22 +7,17 @@ pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not ins
 import json
 import logging
 import time
-from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt.engine.service import SubmittedFuture
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.kernels.compiling import ANNOUNCER, begin_wait, end_wait
-from tinygpt.outputs import RequestOutput
-from tinygpt.request.request import Progress
 from tinygpt.server import compile_log, metrics
 from tinygpt.server.compile_log import CompileLog
 from tinygpt.server.transport.logs import JsonLines, TextLines
-from tinygpt.server.work.generation import Generation
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
@@ -245,23 +240,3 @@ def test_a_bug_is_one_json_object():
     made = record()
     made.exc_info = (ZeroDivisionError, ZeroDivisionError("nothing"), None)
     assert "ZeroDivisionError" in json.loads(JsonLines().format(made))["exception"]
-
-
-def test_gaps_of_samples_whose_tokens_are_just_coming():
-    """The client may leave between the moment a sample is known and the one its first token is."""
-    clock = SimpleNamespace(seconds=lambda *span: 0.0)
-    times = {(0, 0): [], (0, 1): [1.0], (0, 2): [1.0, 1.5, 2.5]}
-    generation = SimpleNamespace(_llm=SimpleNamespace(engine=SimpleNamespace(compile_clock=clock)), _token_times=times)
-    assert list(Generation.token_gaps(generation)) == [0.5, 1.0]
-
-
-def test_what_ends_while_it_is_counted_is_counted_once():
-    """A step may end one request between looks at two of them."""
-    output, progress = RequestOutput(None, [1], [], None, None, None, 0, 0), Progress(1, 0, 2, None)
-
-    def ends_the_other() -> Progress:
-        other.set_result(output)
-        return progress
-
-    first, other = SubmittedFuture(ends_the_other), SubmittedFuture(lambda: progress)
-    assert Generation.outcome(SimpleNamespace(_futures=[first, other])) == ([output], [progress])
