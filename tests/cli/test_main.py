@@ -88,7 +88,9 @@ def test_help_imports_nothing_heavy():
 
 @pytest.mark.parametrize("command", ["generate", "serve", "info"])
 def test_a_command_imports_no_other(command):
-    code = f"import sys; from tinygpt.cli.main import main\ntry: main(['{command}', '-h'])\nfinally: print(*sys.modules)"
+    code = (
+        f"import sys; from tinygpt.cli.main import main\ntry: main(['{command}', '-h'])\nfinally: print(*sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     others = {f"tinygpt.cli.{name}" for name in cli.COMMANDS if name != command}
     assert not others & set(result.stdout.split())
