@@ -1,4 +1,4 @@
-"""`tinygpt generate --input`: every line checked first, records as they finish, runs continued."""
+"""`tinygpt generate --input`: every line is checked first, records come as they finish, runs are continued."""
 
 import errno
 import io
@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +17,12 @@ from safetensors.numpy import save_file
 from support.demo import EOS, VOCAB_SIZE
 from support.paths import DEMO
 from tinygpt import LLM, SamplingParams
+from tinygpt.cli import batch, output
 from tinygpt.cli import main as cli
-from tinygpt.cli.batch import run as batch
-from tinygpt.cli.batch import tasks
-from tinygpt.cli.output import messages
-from tinygpt.cli.output.messages import counted
-from tinygpt.weights import hub
+from tinygpt.cli.batch import Earlier, RecordFile, read_earlier
+from tinygpt.cli.input import PromptRecord
+from tinygpt.cli.output import counted
+from tinygpt.errors import RequestError, TinyGPTError
 
 LINES = [
     {"id": "fox", "prompt": "The fox", "max_tokens": 12},
@@ -42,8 +44,8 @@ class Batch:
         self.write(LINES)
 
     def write(self, lines):
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        self.input.write_text("\n".join(texts) + "\n", encoding="utf-8")
+        texts = [line if isinstance(line, (str, bytes)) else json.dumps(line) for line in lines]
+        self.input.write_bytes(b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts))
 
     def run(self, *flags, output=True):
         target = ["--output", str(self.output)] if output else []
@@ -81,15 +83,7 @@ def no_model(monkeypatch):
     def load(*arguments):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(batch.loading, "load_llm", load)
-
-
-def test_a_line_may_have_a_cache_salt(jobs):
-    """Prompts share what they begin with where their salts are equal."""
-    prompt = list(range(1, 41))  # not from 0, with which a first run tries its kernels
-    jobs.write([{"prompt": prompt, **({} if salt is None else {"cache_salt": salt})} for salt in ("a", "b", "a", None)])
-    assert jobs.run("--max-num-seqs", "1") == 0
-    assert [record["num_cached_tokens"] for record in jobs.records().values()] == [0, 0, 39, 0]
+    monkeypatch.setattr(batch, "load_llm", load)
 
 
 def test_records_are_what_generate_returns(jobs):
@@ -156,7 +150,7 @@ def test_an_empty_file_gives_no_records(jobs, no_model):
 def test_a_second_run_does_nothing(jobs, monkeypatch):
     jobs.run()
     before = jobs.output.read_bytes()
-    monkeypatch.setattr(batch.loading, "load_llm", None)
+    monkeypatch.setattr(batch, "load_llm", None)
     assert jobs.run("--temperature", "0") == 0
     assert "4 of 4 prompts skipped" in jobs.err
     assert "to make them with other flags, name another file" in jobs.err
@@ -176,12 +170,12 @@ def test_an_interrupted_run_is_continued(jobs, monkeypatch):
         written.append(arguments[0])
         return batch_line(*arguments)
 
-    batch_line = tasks.record_line
+    batch_line = batch.record_line
     with monkeypatch.context() as patched:
-        patched.setattr(tasks, "record_line", record_line)
+        patched.setattr(batch, "record_line", record_line)
         assert jobs.run("--max-num-seqs", "2") == 130
     again = f"2 of 4 prompts answered, in {jobs.output}; give the same command again to go on behind them"
-    assert jobs.err.endswith(f"\ntinygpt: interrupted: {again}\n")
+    assert jobs.err == f"tinygpt: interrupted: {again}\n"
     assert list(jobs.records()) == written
     assert jobs.run("--max-num-seqs", "2") == 0
     assert "2 of 4 prompts skipped" in jobs.err
@@ -222,7 +216,7 @@ def test_an_added_prompt_is_answered(jobs):
         (b'[{"id": "fox"}]\n', "line 1 of --output"),
         (b'{"id": [], "prompt": "", "prompt_token_ids": []}\n', "line 1 of --output"),
         (b'{"id": ' + b"[" * 100_000 + b"\n", "line 1 of --output"),
-        (b'{"id": "fox", "prompt": "The fox", "prompt_token_ids": [1]}\n', "no record of an earlier run"),
+        (b'{"id": "fox", "prompt": "The fox", "prompt_token_ids": [1]}\n', "is not a record of an earlier run"),
         (record("fox", "The cat"), "another prompt"),
         (record("cat", "The cat"), "line 1 of --output {} answers id 'cat', which --input does not have"),
         (record("fox", "The fox", model="gpt2"), "was made by model gpt2 and --model is demo"),
@@ -251,7 +245,7 @@ def test_records_of_another_dtype_are_left_alone(jobs, no_model):
     content = b"".join(record(line.get("id", 2), line.get("prompt", ""), dtype="int8") for line in LINES[:3])
     jobs.output.write_bytes(content)
     assert jobs.run("--dtype", "bfloat16") == 2
-    assert "was made with dtype int8 and not bfloat16: give --dtype int8, or" in jobs.err
+    assert "was made with dtype int8 and not bfloat16" in jobs.err
     assert jobs.output.read_bytes() == content
 
 
@@ -309,20 +303,25 @@ def test_on_stdout_a_failure_is_a_record_too(jobs):
 
 BAD = [
     ("not json", "not JSON"),
-    ('{"prompt": "unfinished', "not JSON"),
+    ('{"prompt": "a", "n" 2}', "not JSON at character 21: Expecting ':' delimiter"),
     ('{"prompt": "a", "top_k": ' + "[" * 100_000, "not JSON"),
-    ('["a"]', "a JSON object"),
-    ({"prompt": "a", "frobnicate": 5}, 'unknown field "frobnicate"; fields are named as the flags'),
+    ('["a"]', "not a JSON object"),
+    (b'{"prompt": "caf\xe9"}', "not UTF-8 text: see its byte 15"),
+    ({"prompt": "a", "frobnicate": 5}, 'unknown field "frobnicate".'),
+    ({"prompt": "a", "temprature": 5}, 'unknown field "temprature"; did you mean temperature?'),
+    ({"prompt": "a", "logits_processors": []}, 'unknown field "logits_processors"'),
+    ({"prompt": "a", "self": 5}, 'unknown field "self"'),
     ({"id": "x"}, "one field prompt"),
     ({"prompt": "a", "prompt_token_ids": [1]}, "one field prompt"),
-    ({"prompt": 5}, "prompt is 5"),
-    ({"prompt": "a", "topk": 5}, 'unknown field "topk" (did you mean "top_k"?).'),
+    ({"prompt": 5}, "one field prompt"),
     ('{"prompt": "a", "prompt": "b"}', '"prompt" is there more than once'),
+    ({"prompt": "a", "temp": 1, "temperature": 0}, '"temperature" is there more than once'),
     ('{"prompt": "a", "logit_bias": {"1": 2, "1": 3}}', '"1" is there more than once'),
     ({"prompt": "a", "logit_bias": {"1" * 5000: 2}}, "logit_bias"),
-    ({"prompt": "a", "self": 5}, 'unknown field "self"'),
-    ({"prompt": "a", "temperature": -1}, '"temperature": -1 is not possible'),
-    ('{"prompt": "a", "top_p": NaN}', '"top_p": NaN'),
+    ({"prompt": "a", "logit_bias": {"eleven": 1}}, "logit_bias"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ('{"prompt": "a", "top_p": NaN}', "top_p"),
+    ({"prompt": "a", "split_special_tokens": "no"}, 'split_special_tokens is "no" and must be true or false.'),
     ({"prompt": "a", "id": 1.5}, "id is 1.5"),
     ({"prompt": "a", "id": True}, "id is true"),
     ({"prompt": "a", "id": "\ud800"}, "id is"),
@@ -331,172 +330,70 @@ BAD = [
 ]
 
 
-def test_every_bad_line_is_listed_before_any_work(jobs, no_model):
+def listed(err: str) -> list[str]:
+    headline, *problems = err.splitlines()
+    assert re.match(r"tinygpt: error: \d+ lines? of .* cannot be used, so nothing was generated:", headline)
+    return problems
+
+
+def test_every_bad_line_is_listed_before_any_work(jobs, no_model, monkeypatch):
+    monkeypatch.setattr("tinygpt.cli.input.MAX_LISTED", len(BAD))
     jobs.write([*LINES[:2], *(line for line, _ in BAD)])
     assert jobs.run() == 2
-    problems = jobs.err.splitlines()
-    assert problems[0].startswith(f"tinygpt: error: {len(BAD)} lines of ")
-    assert len(problems) == len(BAD) + 1
-    for number, (problem, (_, says)) in enumerate(zip(problems[1:], BAD, strict=True), 3):
+    problems = listed(jobs.err)
+    assert len(problems) == len(BAD)
+    for number, (problem, (_, says)) in enumerate(zip(problems, BAD, strict=True), 3):
         assert problem.startswith(f"  line {number}: ")
         assert says in problem
     assert not jobs.output.exists()
-
-
-def test_what_is_wrong_with_json_is_said_without_another_line_number(jobs, no_model):
-    jobs.write([{"prompt": "a"}, '{"prompt": "a", "n" 2}'])
-    assert jobs.run() == 2
-    assert jobs.err.count("line 1") == 0
-    assert "  line 2: not JSON at character 21: Expecting ':' delimiter. A line is a JSON object" in jobs.err
-
-
-def test_no_line_lists_all_fields(jobs, no_model):
-    jobs.write([{"prompt": "a", "topk": 5}, {"prompt": "a", "frobnicate": 5}])
-    assert jobs.run() == 2
-    assert max(map(len, jobs.err.replace(str(jobs.input), "").splitlines())) < 120
-    assert "logits_processors" not in jobs.err
-
-
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
-@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
-def test_utf_16_and_32_are_named(jobs, no_model, encoding, mark):
-    """Followed to the letter, the advice gives the text; with a mark, which the converter reads, it names no order."""
-    text = '{"prompt": "a"}\n'
-    jobs.input.write_bytes((mark + text).encode(encoding))
-    assert jobs.run() == 2
-    assert f"--input {jobs.input} is {encoding[:6]} text and must be UTF-8: convert it" in jobs.err
-    advised = re.search(r"iconv -f (\S+) -t", jobs.err)[1]
-    assert jobs.input.read_bytes().decode(advised) == text
-
-
-def test_a_binary_file_is_no_text(jobs, no_model):
-    jobs.input.write_bytes((60).to_bytes(8, "little") + b'{"wte.weight": {}}')
-    assert jobs.run() == 2
-    assert f"--input {jobs.input} is a binary file, with a zero as its byte 1: give one of plain text" in jobs.err
-
-
-@pytest.mark.parametrize("name", ["logits_processor", "logits_processors"])
-def test_functions_are_no_field(jobs, no_model, name):
-    jobs.write([{"prompt": "a", name: []}])
-    assert jobs.run() == 2
-    assert f'unknown field "{name}"' in jobs.err
-    assert "did you mean" not in jobs.err
-
-
-@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
-def test_numbers_are_written_as_in_json(jobs, no_model, name):
-    jobs.input.write_text(f'{{"prompt": "a", "temperature": {name}}}\n')
-    assert jobs.run() == 2
-    assert f'"temperature": {name} is not possible' in jobs.err
-
-
-def test_a_json_array_is_told_from_lines(jobs, no_model):
-    jobs.input.write_text('[\n  {"prompt": "a"},\n  {"prompt": "b"}\n]\n')
-    assert jobs.run() == 2
-    assert "is a JSON array: give one object a line" in jobs.err
-    assert "Expecting" not in jobs.err
-
-
-def test_a_mark_at_the_beginning_is_no_part_of_the_first_line(jobs):
-    jobs.input.write_bytes(b"\xef\xbb\xbf" + jobs.input.read_bytes())
-    assert jobs.run() == 0
-    assert set(jobs.records()) == set(IDS)
-
-
-def test_ctrl_c_without_a_file_says_how_a_run_can_be_continued(jobs, monkeypatch):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tasks, "record_line", stop)
-    assert jobs.run(output=False) == 130
-    assert jobs.err.endswith(
-        "interrupted: 0 of 4 prompts answered, on stdout; a run with --output FILE can be continued\n"
-    )
-
-
-def test_a_line_that_is_not_utf8(jobs, no_model):
-    jobs.input.write_bytes(b'{"prompt": "caf\xe9"}\n')
-    assert jobs.run() == 2
-    assert "line 1: not JSON, as it is not UTF-8 text: see its byte 15." in jobs.err
 
 
 def test_a_long_list_of_bad_lines_is_cut(jobs, no_model):
     jobs.write(["x"] * 50)
     assert jobs.run() == 2
     assert "50 lines" in jobs.err
-    assert "and 30 more\n" in jobs.err
-    assert len(jobs.err.splitlines()) == 23  # with the headline and what makes JSONL of text
+    assert listed(jobs.err)[-1] == "  and 30 more"
+    assert len(listed(jobs.err)) == 21
 
 
-def test_what_the_model_cannot_serve_is_listed_before_any_work(jobs):
-    jobs.write(
-        [
-            {"prompt": "fine"},
-            {"prompt": "long", "max_tokens": 600},
-            {"prompt": [VOCAB_SIZE]},
-            {"prompt": ["a"]},
-            {"prompt": "half \ud800"},
-        ]
-    )
+def test_the_model_refuses_all_lines_that_it_cannot_serve_at_once(jobs):
+    long, outside, no_id = {"prompt": "long", "max_tokens": 600}, {"prompt": [VOCAB_SIZE]}, {"prompt": ["a"]}
+    jobs.write([{"prompt": "fine"}, long, outside, no_id, {"prompt": "half \ud800"}])
     assert jobs.run() == 2
     says = ["512 positions", f"token id {VOCAB_SIZE}", "'a' where a token id", "lone surrogate"]
-    problems = jobs.err.splitlines()[1:]
-    assert len(problems) == len(says)
-    for number, (problem, text) in enumerate(zip(problems, says, strict=True), 2):
+    for number, (problem, text) in enumerate(zip(listed(jobs.err), says, strict=True), 2):
         assert problem.startswith(f"  line {number}: ")
         assert text in problem
     assert jobs.output.read_bytes() == b""
 
 
-def test_all_that_is_wrong_is_listed_at_once_whoever_finds_it(jobs, no_model):
-    """What no line may be, and what this model cannot serve, in the order of the lines, and no weights are read."""
-    wrong = [
-        ({"prompt": [VOCAB_SIZE]}, f"token id {VOCAB_SIZE}"),
-        *BAD[:2],
-        ({"prompt": "long", "max_tokens": 600}, "512 positions"),
-    ]
-    jobs.write([{"prompt": "fine"}, *(line for line, _ in wrong)])
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-32BE"])
+def test_other_encodings_are_named(jobs, no_model, encoding):
+    jobs.input.write_bytes('{"prompt": "a"}\n'.encode(encoding))
     assert jobs.run() == 2
-    problems = jobs.err.splitlines()[1:]
-    assert len(problems) == len(wrong)
-    for number, (problem, (_, says)) in enumerate(zip(problems, wrong, strict=True), 2):
-        assert problem.startswith(f"  line {number}: ")
-        assert says in problem
-    assert not jobs.output.exists()
+    assert f"--input {jobs.input} is {encoding[:6]} text and must be UTF-8" in jobs.err
 
 
-def test_for_a_file_that_is_refused_no_model_is_downloaded(jobs, no_model, monkeypatch):
-    """Nor is a model that is not there in the way of what is wrong with the lines."""
-    monkeypatch.setattr(hub, "download", None)
-    jobs.write([{"prompt": "fine"}, "not json"])
-    for model in ("gpt2", "./nowhere"):
-        assert jobs.run("--model", model) == 2
-        assert "  line 2: not JSON" in jobs.err
+def test_a_mark_at_the_beginning_is_not_part_of_the_first_line(jobs):
+    jobs.input.write_bytes(b"\xef\xbb\xbf" + jobs.input.read_bytes())
+    assert jobs.run() == 0
+    assert set(jobs.records()) == set(IDS)
 
 
-def test_flags_are_checked_once_for_all(jobs, no_model):
+def test_flags_are_checked_once_for_all_lines(jobs, no_model):
     assert jobs.run("--top-k", "-2") == 2
-    assert jobs.err.startswith("tinygpt: error: --top-k -2")
+    assert len(jobs.err.splitlines()) == 1
 
 
-def test_output_must_not_be_the_input(jobs, no_model):
-    jobs.output = jobs.input.parent / "." / "prompts.jsonl"
-    before = jobs.input.read_bytes()
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("./prompts.jsonl", "is the file of --input"), ("absent/out.jsonl", "does not exist"), (".", "is a folder")],
+)
+def test_an_output_that_cannot_be_one(jobs, no_model, path, says):
+    jobs.output, before = jobs.input.parent / path, jobs.input.read_bytes()
     assert jobs.run() == 2
-    assert "the file of --input" in jobs.err
+    assert says in jobs.err
     assert jobs.input.read_bytes() == before
-
-
-def test_the_output_folder_must_exist(jobs, no_model):
-    jobs.output = jobs.input.parent / "absent" / "out.jsonl"
-    assert jobs.run() == 2
-    assert "does not exist" in jobs.err
-
-
-def test_an_output_that_cannot_be_written_to(jobs, no_model):
-    jobs.output = jobs.input.parent
-    assert jobs.run() == 2
-    assert f"--output {jobs.output} is a folder: name a file in it." in jobs.err
 
 
 def test_an_input_that_is_not_there(jobs, no_model):
@@ -506,26 +403,25 @@ def test_an_input_that_is_not_there(jobs, no_model):
     assert not jobs.output.exists()
 
 
-def test_a_model_that_cannot_be_read_hides_no_line(jobs, no_model, monkeypatch):
-    def fail(*_, **__):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model")
-
-    monkeypatch.setattr("tinygpt.execution.model_source.open_checkpoint", fail)
-    jobs.write([{"prompt": "The fox"}, "{}"])
-    assert jobs.run() == 2
-    assert "1 line of" in jobs.err
-    assert "line 2: one field prompt" in jobs.err
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_reported(jobs):
-    jobs.output = jobs.input.parent.__class__("/dev/full")
+    jobs.output = Path("/dev/full")
     assert jobs.run() == 1
     assert "--output /dev/full cannot be written (No space left on device)" in jobs.err
 
 
+def test_ctrl_c_without_a_file_says_how_a_run_can_be_continued(jobs, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "record_line", stop)
+    assert jobs.run(output=False) == 130
+    again = "0 of 4 prompts answered, on stdout; a run with --output FILE can be continued"
+    assert jobs.err.endswith(f"interrupted: {again}\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that takes any bytes for a name")
-def test_a_folder_whose_name_is_no_text(jobs, tmp_path):
+def test_a_folder_whose_name_is_not_text(jobs, tmp_path):
     name = os.fsdecode(b"caf\xe9")
     shutil.copytree(DEMO, tmp_path / name)
     assert jobs.run("--model", str(tmp_path / name)) == 0
@@ -549,7 +445,7 @@ def test_a_log_has_a_line_now_and_then(jobs, monkeypatch):
     assert jobs.run() == 0
     assert "answered" not in jobs.err  # it takes less
     jobs.output.unlink()
-    monkeypatch.setattr(messages, "INTERVAL", 0.0)
+    monkeypatch.setattr(output, "INTERVAL", 0.0)
     assert jobs.run() == 0
     said = [line for line in jobs.err.splitlines() if "answered" in line]
     assert said == [f"tinygpt: {number} of 4 prompts answered" for number in (1, 2, 3)]
@@ -584,12 +480,6 @@ def test_lines_take_every_field(jobs, llm):
             assert records[number]["prompt_logprobs"] == json.loads(json.dumps(output.prompt_logprobs))
 
 
-def test_a_bias_for_what_is_no_token_id_is_refused(jobs, no_model):
-    jobs.write([{"prompt": "The fox", "logit_bias": {"eleven": 1}}])
-    assert jobs.run() == 2
-    assert 'line 1: "logit_bias": ' in jobs.err
-
-
 def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):
     ids = [11] * 40
     jobs.write([{"prompt": ids}, {"prompt": [5]}, {"prompt": ids, "overflow": "slide"}])
@@ -598,7 +488,7 @@ def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):
     assert "tinygpt: 2 prompts not read from the beginning" in jobs.err
     records = jobs.records()
     assert [records[i]["num_truncated_tokens"] for i in (1, 2, 3)] == [14, 0, 16]
-    monkeypatch.setattr(batch.loading, "load_llm", None)  # all are answered: the whole prompts are in the records
+    monkeypatch.setattr(batch, "load_llm", None)  # all are answered: the whole prompts are in the records
     assert jobs.run(*flags) == 0
 
 
@@ -632,7 +522,131 @@ def test_a_line_says_how_special_tokens_in_its_prompt_are_read(jobs, flags):
     assert ends == {"said": not flags, "split": False, "not split": True}
 
 
-def test_a_switch_of_a_line_that_is_none_is_refused(jobs, no_model):
-    jobs.write([{"prompt": "The fox", "split_special_tokens": "no"}])
-    assert jobs.run() == 2
-    assert 'line 1: split_special_tokens is "no" and must be true or false.' in jobs.err
+# --- The file of --output
+
+
+PROMPTS = [PromptRecord(*fields, None, SamplingParams()) for fields in ((1, 1, "The fox"), (2, "é", "It was"))]
+
+
+class Disk:
+    """Stands for the system: counts fsyncs, and fails as it is told."""
+
+    def __init__(self, monkeypatch):
+        self.synced: list[str] = []
+        self.now, self.room, self.sync_error = 0.0, None, None
+        self._fsync, self._write = os.fsync, os.write
+        monkeypatch.setattr(os, "fsync", self.fsync)
+        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(batch.time, "monotonic", lambda: self.now)
+
+    def fsync(self, descriptor: int) -> None:
+        if self.sync_error is not None:
+            raise OSError(self.sync_error, os.strerror(self.sync_error))
+        self._fsync(descriptor)
+        self.synced.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+
+    def write(self, descriptor: int, data) -> int:
+        if self.room is None:
+            return self._write(descriptor, data)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = self._write(descriptor, data[: self.room])
+        self.room -= count
+        return count
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+def test_records_are_on_the_disk_a_second_later(tmp_path, disk):
+    with RecordFile(tmp_path / "out", Earlier()) as file:
+        assert disk.synced == ["folder"]  # that the file is there at all
+        for now, count in [(0.1, 1), (0.9, 1), (1.0, 2), (1.5, 2), (30, 3)]:
+            disk.now = now
+            file.write("line")
+            assert len(disk.synced) == count, now
+    assert disk.synced == ["folder", *["file"] * 3]
+    assert (tmp_path / "out").read_text() == "line\n" * 5
+
+
+def test_an_interrupted_run_syncs_too(tmp_path, disk):
+    def run():
+        with RecordFile(tmp_path / "out", Earlier()) as file:
+            file.write("line")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert disk.synced == ["folder", "file"]
+
+
+@pytest.mark.parametrize("room", range(12))
+def test_a_full_disk_names_the_file(tmp_path, disk, room):
+    path, line = tmp_path / "out", '{"id": 1}'
+    disk.room = room
+    says = rf"--output {path} cannot be written \(No space left on device\): .* give the same command again"
+    with RecordFile(path, Earlier()) as file, pytest.raises(TinyGPTError, match=says):
+        file.write(f"{line}\n{line}")
+    assert path.read_text() == f"{line}\n{line}\n"[:room]
+
+
+def test_a_failing_sync_is_an_error(tmp_path, disk):
+    with pytest.raises(TinyGPTError, match=r"--output .* cannot be written"), RecordFile(tmp_path / "out", Earlier()):
+        disk.sync_error = errno.EIO
+
+
+def test_a_complete_record_without_the_end_of_its_line_is_kept(tmp_path):
+    path = tmp_path / "out"
+    line = record(1, "The fox").decode().rstrip()
+    path.write_text(line)
+    earlier = read_earlier(path, PROMPTS, "demo", "auto")
+    assert (earlier.ids, earlier.num_lost_bytes) == ({1}, 0)
+    with RecordFile(path, earlier) as file:
+        file.write("next")
+    assert path.read_text() == f"{line}\nnext\n"
+    for cut in range(1, len(line)):
+        path.write_text(line[:-cut])
+        found = read_earlier(path, PROMPTS, "demo", "auto")
+        assert (found.ids, found.num_lost_bytes, found.lacks_newline) == (frozenset(), len(line) - cut, False)
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path):
+    path = tmp_path / "out"
+    with RecordFile(path, Earlier()) as file:
+        file.write("first")
+        with pytest.raises(RequestError, match="is being written by another run: wait for its end"):
+            RecordFile(path, Earlier())
+    with pytest.raises(RequestError, match="has been written to by another run meanwhile"):
+        RecordFile(path, Earlier())  # it had looked before the first run wrote
+    with RecordFile(path, Earlier(size=6, end=6)) as file:
+        file.write("second")
+    assert path.read_text() == "first\nsecond\n"
+
+
+def test_an_id_that_is_answered_twice_is_refused(tmp_path):
+    path = tmp_path / "out"
+    path.write_bytes(record(1, "The fox") * 2)
+    with pytest.raises(RequestError, match=r"line 2 of --output .* answers id 1 a second time"):
+        read_earlier(path, PROMPTS, "demo", "auto")
+
+
+VALUES = ["1" * 5000, "-1", "0", "1e999", "NaN", "1.0", "true", "null", '"\\ud800"', '"a\\u0000b"', "[]", '""', "{}"]
+VALUES += ["[" * 3000 + "]" * 3000, '{"a": 1, "a": 2}', '"' + "x" * 5000 + '"', '"/dev/null"', '"é"']
+
+
+@pytest.mark.parametrize("field", ["id", "model", "dtype", "prompt", "prompt_token_ids"])
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:12])
+def test_odd_values_in_earlier_records_are_not_answers(tmp_path, field, value):
+    """Refused, or an answer if the field does not decide; never another error."""
+    fields = {"id": "1", "model": '"demo"', "dtype": '"float32"', "prompt": '"The fox"', "prompt_token_ids": "[1]"}
+    fields[field] = value
+    path = tmp_path / "out"
+    path.write_text("{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}\n", encoding="utf-8")
+    try:
+        said = read_earlier(path, PROMPTS, "demo", "auto")
+    except RequestError as error:
+        said = str(error)
+    is_answer = isinstance(said, Earlier) and said.ids == {1} and field in ("dtype", "prompt_token_ids")
+    assert is_answer or said.startswith(f"line 1 of --output {path}")

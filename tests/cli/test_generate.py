@@ -1,4 +1,4 @@
-"""`tinygpt generate` with one prompt: what it prints where."""
+"""`tinygpt generate` with one prompt: stdout, stderr, stdin, JSON and guided texts."""
 
 import io
 import json
@@ -12,35 +12,34 @@ import pytest
 from support.commands import STATS
 from support.demo import EOS
 from tinygpt import SamplingParams
-from tinygpt.cli import loading
 from tinygpt.cli import main as cli
 from tinygpt.kernels import cpu as kernels
 from tinygpt.outputs import RequestOutput
 
-PROMPT = ["Once", "upon", "a", "time"]
-pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled: stderr is free of the notice of a first run
+BASE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 7}
+pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled
 
 
 @pytest.mark.parametrize("how", [[], ["--no-stream"]], ids=["stream", "no-stream"])
 def test_text_on_stdout_and_stats_on_stderr(run, llm, how):
-    result = run([*PROMPT, "--seed", "7", "--max-tokens", "24", *how])
-    params = SamplingParams(max_tokens=24, temperature=0.8, top_k=40, top_p=0.95, seed=7)
+    result = run(["Once", "upon", "a", "time", "--seed", "7", "--max-tokens", "24", *how])
+    params = SamplingParams(max_tokens=24, **BASE)
     assert result.out == llm.generate("Once upon a time", params)[0].outputs[0].text + "\n"
     assert STATS.fullmatch(result.err).groups() == ("23", "7")
     assert result.code == 0
 
 
-def test_equal_samples_are_computed_once_and_count_once(run):
+def test_equal_samples_count_once(run):
     assert STATS.search(run("Once --temperature 0 --max-tokens 8 --n 4").err)[1] == "7"
     assert STATS.search(run("Once --temperature 0 --max-tokens 1").err)[1] == "0"
 
 
 def test_the_reported_seed_repeats_the_run(run):
-    first = run([*PROMPT, "--max-tokens", "24"])
+    first = run("Once upon --max-tokens 24")
     seed = STATS.fullmatch(first.err)[2]
-    again = run([*PROMPT, "--max-tokens", "24", "--seed", seed])
-    assert again.out == first.out
-    assert STATS.fullmatch(run([*PROMPT, "--max-tokens", "1"]).err)[2] != seed
+    assert run(f"Once upon --max-tokens 24 --seed {seed}").out == first.out
+    assert STATS.fullmatch(run("Once upon --max-tokens 1").err)[2] != seed
+    assert "seed" not in run("Once --temperature 0 --max-tokens 4").err
 
 
 @pytest.mark.parametrize(("how", "streams"), [([], True), (["--no-stream"], False)], ids=["stream", "no-stream"])
@@ -58,6 +57,21 @@ def test_text_appears_as_it_is_made(monkeypatch, how, streams):
     assert all(max(shown).startswith(text) for text in shown)
 
 
+def test_a_message_in_the_middle_of_a_text_has_its_own_line(monkeypatch):
+    from tinygpt.cli.output import emit, log, logging_to_stderr
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with logging_to_stderr():
+        emit("Once upon", end="")
+        log("compiling")
+        emit(" a time")
+        log("done")
+    assert terminal.getvalue() == "Once upon\ntinygpt: compiling\n a time\ntinygpt: done\n"
+
+
 def test_echo_puts_the_prompt_in_front(run):
     plain = run("Once --seed 7 --max-tokens 8").out
     assert run("Once --seed 7 --max-tokens 8 --echo").out == "Once" + plain
@@ -66,8 +80,7 @@ def test_echo_puts_the_prompt_in_front(run):
 
 def test_several_samples(run, llm):
     result = run("Once --seed 7 --max-tokens 8 --n 3 --echo")
-    params = SamplingParams(max_tokens=8, temperature=0.8, top_k=40, top_p=0.95, seed=7, n=3)
-    samples = llm.generate("Once", params)[0].outputs
+    samples = llm.generate("Once", SamplingParams(max_tokens=8, n=3, **BASE))[0].outputs
     assert len({sample.text for sample in samples}) == 3
     assert result.out == "".join(f"Once{sample.text}\n" for sample in samples)
     assert "sample 3 of 3" in result.err
@@ -91,12 +104,9 @@ def test_ignore_eos_goes_on(run, llm, small_demo, tmp_path):
     assert STATS.search(run([*arguments, "--ignore-eos"]).err)[1] == "7"
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_both_backends_say_the_same(run, backend):
-    assert (
-        run(f"Once --temperature 0 --max-tokens 6 --device {backend}").out
-        == run("Once --temperature 0 --max-tokens 6").out
-    )
+def test_the_reference_says_the_same(run):
+    arguments = "Once --temperature 0 --max-tokens 6"
+    assert run(f"{arguments} --device reference").out == run(arguments).out
 
 
 @pytest.mark.parametrize("how", ["", "--no-stream", "--json", "--overflow truncate"])
@@ -105,13 +115,30 @@ def test_the_prompt_is_encoded_once(run, encoded, how):
     assert encoded == ["Once upon"]
 
 
+@pytest.mark.parametrize("flag", ["-f", "--file"])
+def test_a_file_is_the_prompt_as_it_is(run, tmp_path, flag):
+    (path := tmp_path / "text").write_bytes("Il était\r\n".encode())
+    assert json.loads(run([flag, str(path), "-n", "1", "--json"]).out)["prompt"] == "Il était\r\n"
+    path.write_bytes(b"caf\xe9")
+    assert "byte 3" in run([flag, str(path)]).err
+    assert "cannot be read" in run([flag, str(tmp_path / "absent")]).err
+
+
 # --- stdin
 
 
 def test_stdin_is_the_prompt_as_it_is(run, give_stdin):
-    give_stdin("Il était\r\nune fois 🦊\n".encode())
-    result = run("--max-tokens 1 --json")
-    assert json.loads(result.out)["prompt"] == "Il était\r\nune fois 🦊\n"
+    for words in ("", "-"):
+        give_stdin("Il était\r\nune fois 🦊\n".encode())
+        result = run(f"--max-tokens 1 --json {words}")
+        assert json.loads(result.out)["prompt"] == "Il était\r\nune fois 🦊\n"
+
+
+def test_stdin_that_is_not_text(run, give_stdin):
+    give_stdin(b"caf\xe9")
+    result = run("--max-tokens 1")
+    assert (result.code, result.out) == (2, "")
+    assert "byte 3" in result.err
 
 
 @pytest.mark.parametrize("arguments", [["--json"], ["", "--json"]], ids=["stdin", "word"])
@@ -132,8 +159,7 @@ def test_a_terminal_is_told_how_to_end_the_prompt(run, give_stdin, monkeypatch):
 
 def test_json_is_one_record(run, llm):
     result = run("Once --seed 7 --n 2 --max-tokens 4 --json")
-    params = SamplingParams(max_tokens=4, temperature=0.8, top_k=40, top_p=0.95, seed=7, n=2)
-    expected = llm.generate("Once", params)[0]
+    (expected,) = llm.generate("Once", SamplingParams(max_tokens=4, n=2, **BASE))
     record = json.loads(result.out)
     assert list(record) == ["id", "model", "dtype", *(field.name for field in fields(RequestOutput))]
     assert (record["id"], record["prompt"]) == (None, "Once")
@@ -146,30 +172,27 @@ def test_json_is_one_record(run, llm):
     assert STATS.fullmatch(result.err)
 
 
-# --- flags at work
-
-
 def test_flags_reach_the_engine(run, llm):
     record = json.loads(run("Once --seed 7 --max-tokens 8 --json --logit-bias 11=9 --min-p 0.1 --logprobs 1").out)
-    base = {"max_tokens": 8, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 7}
-    (expected,) = llm.generate("Once", SamplingParams(**base, logit_bias={11: 9.0}, min_p=0.1, logprobs=1))
+    (expected,) = llm.generate(
+        "Once", SamplingParams(max_tokens=8, logit_bias={11: 9.0}, min_p=0.1, logprobs=1, **BASE)
+    )
     assert record["outputs"] == json.loads(json.dumps([vars(sample) for sample in expected.outputs]))
 
 
 @pytest.mark.parametrize("arguments", ["--temperature 0 --num-beams 3", "--best-of 3"])
-def test_what_is_chosen_among_several_is_not_streamed(run, arguments):
+def test_a_choice_among_several_samples_is_not_streamed(run, arguments):
     result = run(f"Once --seed 7 --max-tokens 8 {arguments}")
     record = json.loads(run(f"Once --seed 7 --max-tokens 8 --json {arguments}").out)
     assert result.out == record["outputs"][0]["text"] + "\n"
 
 
 @pytest.mark.parametrize("how", [[], ["--no-stream"], ["--json"]], ids=str)
-def test_what_is_cut_off_the_prompt_is_said(run, how):
+def test_a_truncated_prompt_is_reported(run, how):
     arguments = ["Once upon a time " * 30, "--max-model-len", "32", "--max-tokens", "8", "--overflow", "truncate", *how]
     result = run(arguments)
     assert result.code == 0
     assert re.match(r"tinygpt: the first \d+ tokens of the prompt had no room .*: left out\n", result.err)
-    assert "not read" not in run([*arguments, "--overflow", "slide", "--max-model-len", "512"]).err
 
 
 def test_time_that_is_over_before_the_first_token(run):
@@ -179,13 +202,9 @@ def test_time_that_is_over_before_the_first_token(run):
         assert result.err.startswith("tinygpt: prompt 0 tokens; generation 0 tokens; load ")
 
 
-def test_a_seed_that_decides_nothing_is_not_reported(run):
-    assert "seed" not in run("Once --temperature 0 --max-tokens 4").err
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float32", "int8"])
-def test_the_kv_cache_has_the_dtype_that_is_asked_for(run, monkeypatch, name):
-    """It is given one of float32, for which the step is compiled already."""
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_the_kv_cache_has_the_dtype_of_the_flag(run, monkeypatch, name):
+    """It is given one of float32, whose kernels are compiled."""
     made, new_kv_cache = [], kernels.new_kv_cache
     monkeypatch.setattr(
         kernels, "new_kv_cache", lambda *sizes: made.append(sizes) or new_kv_cache(*sizes[:-1], "float32")
@@ -202,9 +221,25 @@ def test_special_tokens_in_a_prompt(run, llm, flags, is_split):
     assert (prompt.token_ids[-1] == EOS) != is_split
 
 
-def test_more_threads_than_cores_are_said_to_be_slower(run, monkeypatch):
-    monkeypatch.setattr(loading, "logical_cores", lambda: 2)
-    said = "tinygpt: --threads is 3 and there are 2 cores: more threads than cores are slower\n"
-    assert run("Once --max-tokens 1 --threads 3").err.count(said) == 1
-    for flags in ("", "--threads 2", "--threads 5000"):  # the last is refused by itself
-        assert "slower" not in run(f"Once --max-tokens 1 {flags}").err
+# --- Guided texts
+
+
+@pytest.mark.parametrize(
+    ("flags", "allowed"),
+    [
+        (["--guided-choice", "yes", "--guided-choice", "no"], ("yes", "no")),
+        (["--guided-regex", "ab{3}"], ("abbb",)),
+        (["--guided-json", '{"type": "boolean"}'], ("true", "false")),
+        (["--grammar", 'start: "(" /x/ ")"'], ("(x)",)),
+    ],
+)
+def test_a_flag_guides_the_text(run, flags, allowed):
+    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+    assert run(["Once upon a time", *flags]).out.removesuffix("\n") in allowed
+
+
+@pytest.mark.parametrize(("how", "count"), [("", 1), ("--json", 1), ("--n 2", 2)])
+def test_a_guided_text_that_a_limit_ends_is_reported(run, how, count):
+    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+    assert f"{count} guided text" in run(f"Once -n 3 --guided-regex [a-c]{{9}}[d-f]{{9}} {how}").err
+    assert "cut short" not in run(f"Once -n 30 --guided-regex [a-c]{{3}} {how}").err

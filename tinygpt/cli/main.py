@@ -13,7 +13,7 @@ from types import ModuleType
 import tinygpt
 from tinygpt.cli.flags import flag_of
 from tinygpt.cli.loading import Terminated, start_ranks, warn_if_oversubscribed
-from tinygpt.cli.output import log, logging_to_stderr, print_error
+from tinygpt.cli.output import STATUS, log, logging_to_stderr, print_error
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError, suggest
 from tinygpt.parallel.launched import launched_rank
 
@@ -161,6 +161,7 @@ def _report(error: BaseException, args: argparse.Namespace) -> int:
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):
         name, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
+        STATUS.is_open = True  # the terminal shows ^C
         log(f"{name}{': ' * bool(error.args)}{error}")
         return code
     # A file may have put text into the sentence: it must not steer the terminal, nor fill it.
