@@ -1,1 +1,1 @@
-"""The parts of bench_gpu.py."""
+"""The first run on an unknown GPU: what the CUDA kernels rely on, one item after another."""

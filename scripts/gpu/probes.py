@@ -1,6 +1,5 @@
-"""The kernels of first_contact.py: each shows one thing that the engine's kernels rely on."""
+"""The kernels of first_contact.py: each tries one feature that the engine's kernels rely on."""
 
-from tinygpt.kernels.cuda.persistent.phases import Barrier, all_arrive, signal
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
@@ -10,7 +9,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     mma_bfloat16,
     prefetch,
     prefetch_run,
-    run_all_blocks_at_once,
     shared_address,
     wait_for_copies,
     wait_for_kernel_before,
@@ -21,7 +19,7 @@ from numba import cuda, float32, int32, uint32  # isort: skip
 
 @kernel
 def multiply(out, a, b):
-    """out (16, 8) float32 = a (16, 32) @ b (8, 32).T, of bfloat16, by one warp, as product.py reads its operands."""
+    """Compute out (16, 8) float32 = a (16, 32) @ b (8, 32).T of bfloat16 by one warp, as product.py does."""
     lane, zero = int32(cuda.threadIdx.x), float32(0)
     g, q = lane // int32(4), lane % int32(4)
     address = shared_address(cuda.shared.array(24 * 16, float32, alignment=16))  # rows of 64 bytes
@@ -43,7 +41,7 @@ def multiply(out, a, b):
 
 @kernel
 def reverse(out, values, count):
-    """out = values, the last one first, by way of a launch's shared memory. One block."""
+    """Write the values in reverse order through dynamic shared memory, by one block."""
     memory = cuda.shared.array(0, float32, alignment=16)
     for i in range(int32(cuda.threadIdx.x), count, int32(cuda.blockDim.x)):
         memory[i] = values[i]
@@ -62,23 +60,8 @@ def count_up(counts):
 
 @kernel
 def count_up_early(counts):
-    """The same, of a kernel whose blocks may be there before the kernel in front of it has ended."""
+    """Add 1 to the number of each block; blocks may start before the previous kernel ends."""
     let_next_kernel_begin()
     wait_for_kernel_before()
     if cuda.threadIdx.x == 0:
         counts[cuda.blockIdx.x] += int32(1)
-
-
-@kernel
-def meet(arrivals, failed, met, max_spins, times):
-    """All blocks at `times` barriers of the persistent kernel; met: how many each has passed."""
-    run_all_blocks_at_once()
-    barrier, goal, passed = Barrier(arrivals, failed, max_spins), int32(0), int32(0)
-    for _ in range(times):
-        signal(barrier)
-        goal += int32(cuda.gridDim.x)
-        if not all_arrive(barrier, goal):
-            return
-        passed += int32(1)
-    if cuda.threadIdx.x == 0:
-        met[cuda.blockIdx.x] = passed

@@ -1,0 +1,240 @@
+"""tinygpt next to torch on one GPU, on random checkpoints: decoding, a prefill, and the agreement of the results.
+
+    python scripts/bench_torch_gpu.py --models 124M 355M      # batch 1, 8 and 32 (needs torch and transformers)
+    python scripts/bench_torch_gpu.py --models tiny --device cpu --engines tinygpt eager    # a rehearsal
+
+Engines: tinygpt; transformers eager; transformers compiled with mode="reduce-overhead" and a static cache; and torch's
+operations in a CUDA graph that is captured by hand. Decoding is timed at a mean context of 160 (batch 1) or 512
+positions, a prefill is of 1023 tokens. The table has medians in milliseconds.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+
+# tinygpt is next to scripts/, installed or not.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.bench.report import table
+from tinygpt.weights.random_checkpoint import SHAPES, open_random
+
+PREFILL = 1023
+CHECK_PROMPT = 32
+
+
+def build_model(shape: str, dtype: str, device: str) -> GPT2LMHeadModel:
+    """Return transformers' GPT-2 with the tensors of random:SHAPE."""
+    checkpoint = open_random(f"random:{shape}")
+    sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head")}
+    with torch.device("meta"):  # draws no weights
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
+    tensors = {
+        f"transformer.{name}": torch.from_numpy(np.ascontiguousarray(t.float32())).to(device, getattr(torch, dtype))
+        for name, t in checkpoint.stored.items()
+    }
+    model.load_state_dict(tensors | {"lm_head.weight": tensors["transformer.wte.weight"]}, assign=True)
+    return model.eval()
+
+
+class Eager:
+    """The forward pass with a growing cache and an argmax, without the overhead of `generate`."""
+
+    def __init__(self, model: GPT2LMHeadModel):
+        self.model = model
+
+    def start(self, token_ids: list[list[int]], num_steps: int) -> None:
+        self.tokens, self.cache = torch.tensor(token_ids, device=self.model.device), None
+        self.step()
+
+    def step(self) -> None:
+        out = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.tokens, self.cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+
+class Compiled:
+    """torch.compile(mode="reduce-overhead") with transformers' static cache, as in its documentation."""
+
+    def __init__(self, model: GPT2LMHeadModel):
+        self.model, self.size = model, None
+        self.compiled = torch.compile(self._next, mode="reduce-overhead", dynamic=False)
+
+    def start(self, token_ids: list[list[int]], num_steps: int) -> None:
+        tokens = torch.tensor(token_ids, device=self.model.device)
+        size = tokens.shape[0], tokens.shape[1] + num_steps
+        if size != self.size:
+            self.cache, self.size = StaticCache(self.model.config, max_cache_len=size[1]), size
+            self._next(tokens[:, :1])  # allocates the cache before anything is compiled for it
+        self.cache.reset()
+        # A prompt before decoding is read eagerly; the prefill that is timed is compiled.
+        self.tokens = self._next(tokens) if num_steps else self._run(tokens)
+
+    def step(self) -> None:
+        self.tokens = self._run(self.tokens)
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return self.compiled(tokens).clone()  # the next run overwrites this output
+
+    def _next(self, tokens: Tensor) -> Tensor:
+        out = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1:].argmax(-1)
+
+
+class Graph:
+    """torch's operations with a static cache, replayed as CUDA graphs. Position and tokens stay on the device."""
+
+    def __init__(self, model: GPT2LMHeadModel):
+        self.model, self.size = model, None
+
+    def start(self, token_ids: list[list[int]], num_steps: int) -> None:
+        batch, length = len(token_ids), len(token_ids[0])
+        if self.size != (batch, length, num_steps):
+            self.size, config, device = (batch, length, num_steps), self.model.config, self.model.device
+            shape = config.n_layer, batch, config.n_head, length + num_steps, config.n_embd // config.n_head
+            self.keys, self.values = (torch.zeros(shape, device=device, dtype=self.model.dtype) for _ in range(2))
+            self.prompt = torch.zeros((batch, length), device=device, dtype=torch.long)
+            self.tokens = torch.zeros((batch, 1), device=device, dtype=torch.long)
+            self.position = torch.zeros(1, device=device, dtype=torch.long)
+            self.columns = torch.arange(length + num_steps, device=device)
+            self.prefill = self._captured(lambda: self._forward(self.prompt, None))
+            self.step = self._captured(self._decode) if num_steps else None
+        self.prompt.copy_(torch.tensor(token_ids))
+        self.prefill()
+        self.position.fill_(length)
+
+    def _decode(self) -> None:
+        self._forward(self.tokens, self.position)
+        self.position.add_(1)
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of `run`, captured after two runs in which libraries initialize."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.position.fill_(1)
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    def _forward(self, token_ids: Tensor, position: Tensor | None) -> None:
+        """Write the next tokens. position: of a decode step; None for prompts."""
+        gpt2, length = self.model.transformer, token_ids.shape[1]
+        positions = self.columns[:length] if position is None else position
+        mask = None if position is None else (self.columns <= position).view(1, 1, 1, -1)
+        x = gpt2.wte(token_ids) + gpt2.wpe(positions)  # (B, N, C)
+        for layer, block in enumerate(gpt2.h):
+            heads = block.attn.c_attn(block.ln_1(x)).view(len(x), length, 3 * block.attn.num_heads, -1)
+            q, k, v = heads.transpose(1, 2).chunk(3, dim=1)  # (B, H, N, D)
+            self.keys[layer].index_copy_(2, positions, k)
+            self.values[layer].index_copy_(2, positions, v)
+            if mask is not None:
+                k, v = self.keys[layer], self.values[layer]  # (B, H, T, D)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            x = x + block.attn.c_proj(attended.transpose(1, 2).reshape(x.shape))
+            x = x + block.mlp(block.ln_2(x))
+        self.tokens.copy_(self.model.lm_head(gpt2.ln_f(x[:, -1:])).argmax(-1))
+
+
+TORCH_ENGINES = {"eager": Eager, "compiled": Compiled, "graph": Graph}
+
+
+def torch_ms(engine: Any, prompts: list[list[int]], steps: int, repeats: int) -> list[float]:
+    """Return milliseconds of a step, or of the prefill if steps is 0, after a warm-up."""
+    wait, found = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None), []
+    for _ in range(1 + repeats):
+        if steps:
+            engine.start(prompts, steps)
+        wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        if not steps:
+            engine.start(prompts, 0)
+        wait()
+        found.append(1e3 * (time.perf_counter() - start) / max(steps, 1))
+    return found[1:]
+
+
+def tinygpt_ms(llm: LLM, prompts: list[list[int]], steps: int, repeats: int) -> list[float]:
+    params, found = SamplingParams(max_tokens=1 + steps, temperature=0.0, ignore_eos=True), []
+    for _ in range(2 + repeats):
+        start = time.perf_counter()
+        metrics = [output.metrics for output in llm.generate(prompts, params, use_tqdm=False)]
+        first, last = max(m.first_token for m in metrics), max(m.finished for m in metrics)
+        found.append(1e3 * ((last - first) / steps if steps else first - start))
+    return found[2:]
+
+
+def agreement(llm: LLM, model: GPT2LMHeadModel, steps: int = 200) -> str:
+    """Compare logits and greedy tokens with transformers'."""
+    ids = np.random.default_rng(99).integers(0, llm.config.vocab_size, 256).tolist()
+    theirs = model(torch.tensor([ids], device=model.device)).logits[0].float().cpu().numpy()  # (256, V)
+    difference = np.abs(llm.logits(ids) - theirs).max()
+    params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True)
+    tokens = llm.generate([ids[:CHECK_PROMPT]], params, use_tqdm=False)[0].outputs[0].token_ids
+    prompt = torch.tensor([ids[:CHECK_PROMPT]], device=model.device)
+    expected = model.generate(prompt, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=0)
+    same = np.flatnonzero(np.array(tokens) != expected[0, CHECK_PROMPT:].cpu().numpy())
+    num_equal = same[0] if same.size else steps
+    return f"logits differ by at most {difference:.2g}; {num_equal} of {steps} greedy tokens are equal"
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["124M"])
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument(
+        "--engines", nargs="+", choices=["tinygpt", *TORCH_ENGINES], default=["tinygpt", *TORCH_ENGINES]
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=128, help="timed together (default: 128)")
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    rows = []
+    for shape in args.models:
+        model = build_model(shape, args.dtype, args.device)
+        sizes = {"max_num_seqs": max(args.batches), "prefix_cache_seqs": 0, "device": args.device}
+        llm = LLM(f"random:{shape}", args.dtype, **sizes)
+        if "tinygpt" in args.engines:
+            print(f"{shape} {args.dtype}, tinygpt next to transformers: {agreement(llm, model)}", flush=True)
+        cases = [
+            (f"decode, batch {n}", n, (160 if n == 1 else 512) - args.steps // 2, args.steps) for n in args.batches
+        ]
+        for case, batch, length, steps in [*cases, (f"prefill of {PREFILL}", 1, PREFILL, 0)]:
+            prompts = np.random.default_rng(0).integers(0, llm.config.vocab_size, (batch, length)).tolist()
+            cells = []
+            for name in args.engines:
+                measured = (llm, tinygpt_ms) if name == "tinygpt" else (TORCH_ENGINES[name](model), torch_ms)
+                try:
+                    ms = statistics.median(measured[1](measured[0], prompts, steps, args.repeats))
+                    cells.append(f"{ms:.3f}")
+                except Exception as error:  # of one engine: the others go on
+                    cells.append(type(error).__name__)
+                    print(f"{shape}, {case}, {name}: {error}", file=sys.stderr, flush=True)
+                del measured
+                gc.collect()
+            rows.append([shape, case, *cells])
+        llm.close()
+    print(f"\n{table(['model', 'case', *args.engines], rows, args.engines)}")
+
+
+if __name__ == "__main__":
+    main()
