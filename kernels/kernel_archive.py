@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.kernels.kernel_files import KernelFiles
-from tinygpt.regular_file import open_regular
+from tinygpt.weights.files import open_regular
 
 MAGIC = b"tinygpt kernel archive 1\n"
 SIZE_BYTES, DIGEST_BYTES = 8, 32

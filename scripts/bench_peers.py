@@ -42,7 +42,7 @@ from tinygpt.bench.work import (
     weight_bytes,
 )
 from tinygpt.hardware.cpu import cpu_name
-from tinygpt.weights.families.hugging_face.gpt2 import model_config
+from tinygpt.weights.families.gpt2 import model_config
 
 PAUSE = 0.3  # seconds: OpenMP threads without work spin for 0.2 s
 AGREEMENT_PROMPT = 50

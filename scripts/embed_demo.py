@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save
 
 from tinygpt.weights.containers.formats import read_weights
-from tinygpt.weights.families.hugging_face.gpt2 import model_config
-from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.families.gpt2 import model_config
+from tinygpt.weights.files import read_json_object
 
 DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
 CORPUS = "TinyStories"

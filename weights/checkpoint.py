@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.safetensors.float8 import NAME as FLOAT8
+from tinygpt.weights.containers.float8 import NAME as FLOAT8
 from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed
-from tinygpt.weights.tensor import Derived, Tensor
+from tinygpt.weights.tensor import LazyTensor, Tensor
 
 
 @dataclass(frozen=True)
@@ -63,4 +63,4 @@ class Checkpoint:
 
     def _parameter(self, name: str) -> Tensor:
         tensor = self.stored[EMBEDDING if self.tied and name == HEAD else name]
-        return Derived(np.transpose, (tensor,)) if is_transposed(name) else tensor
+        return LazyTensor(np.transpose, (tensor,)) if is_transposed(name) else tensor

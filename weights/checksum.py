@@ -4,10 +4,9 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-from tinygpt.regular_file import open_regular
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
+from tinygpt.weights.files import crc32_of, in_a_thread, open_regular
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 CHUNK = 2**20  # bytes

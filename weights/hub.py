@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tinygpt.tokenizer_files import TOKENIZER_FILES
-from tinygpt.weights.containers.container import FILES
-from tinygpt.weights.containers.shards import INDEX, shard_of_each_tensor
+from tinygpt.weights.containers.formats import INDEX, shard_of_each_tensor
+from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.files import TOKENIZER_FILES
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 ADAPTER_FILES = ("adapter_config.json",)  # which say that the id is no checkpoint's

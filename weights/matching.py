@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.checks import listed, of_any_layer
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.container import StoredTensor
 from tinygpt.weights.containers.formats import read_weights
+from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.family import Family, Placed, Rule, Source
+from tinygpt.weights.families.family import Family, NamedTensor, Rule, Source
 from tinygpt.weights.families.table import family_of
-from tinygpt.weights.messages import listed, of_any_layer
 from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
-from tinygpt.weights.tensor import MadeUp, Tensor
+from tinygpt.weights.tensor import DefaultTensor, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 ROWS = 256  # of a tensor, that are compared together
@@ -35,7 +35,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
     used. Ties are transformers' own: a tied checkpoint may keep the matrix under either name, and a head that is
     there and differs from the embedding is used whatever `tie_word_embeddings` says.
     """
-    placed = list(family.place(source))
+    placed = list(family.named(source))
     found = _Found(family, placed, family.parts(source))
     rules = family.rules(source, config)
     if config.tie_word_embeddings and HEAD in rules:
@@ -65,10 +65,10 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
 class _Found:
     """The tensors that are not ignored, by their names in the family's rules and the parts they lie in."""
 
-    def __init__(self, family: Family, placed: list[Placed], parts: int):
+    def __init__(self, family: Family, placed: list[NamedTensor], parts: int):
         self.parts = parts
-        self.twice: list[Placed] = []
-        self.tensors: dict[str, dict[int, Placed]] = {}
+        self.twice: list[NamedTensor] = []
+        self.tensors: dict[str, dict[int, NamedTensor]] = {}
         for one in placed:
             if family.is_ignored(one.name):
                 continue
@@ -80,7 +80,7 @@ class _Found:
 
     def parameter(self, rule: Rule, shape: tuple[int, ...]) -> Tensor:
         if self._is_left_out(rule):
-            return MadeUp(shape, rule.default)
+            return DefaultTensor(shape, rule.default)
         parts = self._parts_of(rule)
         return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
 

@@ -4,12 +4,12 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from tinygpt.converted import PACKED_FILE
 from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers.container import FILES
+from tinygpt.weights.checks import describe
+from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.messages import describe
+from tinygpt.weights.files import PACKED_FILE
 from tinygpt.weights.random_checkpoint import is_random, open_random
 from tinygpt.weights.stored.packed import PackedCheckpoint
 

@@ -4,10 +4,14 @@ Every family of checkpoints is brought to this form. As in Hugging Face's files,
 it; all others are (out, in), as the engine takes all matrices.
 """
 
+import re
+from collections.abc import Mapping
+
 from tinygpt.weights.config import ModelConfig
 
 EMBEDDING, POSITIONS, HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
 PROJECT_IN, PROJECT_OUT = "project_in.weight", "project_out.weight"
+_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")  # of a layer
 
 
 def is_transposed(name: str) -> bool:
@@ -58,3 +62,20 @@ def _linear(name: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
 
 def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def split_name(parameter: str) -> tuple[int | None, str, str]:
+    """The layer of a parameter (None: of none), its module and whether it is a weight or a bias."""
+    found = _PARAMETER.fullmatch(parameter)
+    if found is None:
+        module, kind = parameter.rsplit(".", 1)
+        return None, module, kind
+    return int(found[1]), found[2], found[3]
+
+
+def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
+    """A parameter's name where layers are `layers`.3, from the names of modules and of what is in no layer."""
+    if parameter in top:
+        return top[parameter]
+    layer, module, kind = split_name(parameter)
+    return f"{layers}.{layer}.{modules[module]}.{kind}"

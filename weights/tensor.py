@@ -18,7 +18,7 @@ class Tensor(Protocol):
 
 
 @dataclass(frozen=True)
-class Derived:
+class LazyTensor:
     """What `make` returns for the arrays of `sources`: a matrix transposed, or several joined into one."""
 
     make: Callable[..., np.ndarray]
@@ -33,7 +33,7 @@ class Derived:
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class DefaultTensor:
     """What stands for a parameter that files leave out: `make` gives an array of that shape."""
 
     shape: tuple[int, ...]

@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 
 from tinygpt.tokenizer.prepared import PREPARED_FILE
-from tinygpt.weights.families.hugging_face.gpt2 import canonical_name
+from tinygpt.weights.families.gpt2 import canonical_name
 
 from . import binary_mutators
 from .seeds import base_tensors

@@ -22,7 +22,7 @@ from tinygpt.kernels.kernel_archive import export_kernels
 from tinygpt.kernels.kernel_files import KernelFiles
 from tinygpt.outputs import RequestMetrics
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.pickles.torch_file import MAGIC_NUMBER, PROTOCOL_VERSION
+from tinygpt.weights.containers.torch import MAGIC_NUMBER, PROTOCOL_VERSION
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 from tinygpt.weights.random_checkpoint import random_checkpoint
 from tinygpt.weights.stored.packed import PACKED_FILE, write_packed

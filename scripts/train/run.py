@@ -9,7 +9,7 @@ import torch
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.files import read_json_object
 
 from .card import RECORD, Training, write_card
 from .corpus import CorpusError, Tokens, load_tokens, prepare

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.families.hugging_face.gpt2 import model_config
-from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.families.gpt2 import model_config
+from tinygpt.weights.files import read_json_object
 
 from .corpus import CorpusError
 

@@ -29,7 +29,7 @@ from tinygpt.kernels.cpu import params as load
 from tinygpt.tokenizer.prepared import PREPARED_FILE
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.config import DTYPES
-from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint, write_packed
 

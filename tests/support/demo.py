@@ -1,8 +1,8 @@
 """What tests know of the embedded demo, as its own files say it: another model may take its place."""
 
 from support.paths import DEMO
-from tinygpt.weights.families.hugging_face.gpt2 import model_config
-from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.families.gpt2 import model_config
+from tinygpt.weights.files import read_json_object
 
 CONFIG = model_config(read_json_object(DEMO / "config.json"))
 VOCAB_SIZE = CONFIG.vocab_size

@@ -15,8 +15,7 @@ from scripts.fuzzing import loaders, seeds
 from tinygpt.kernels import kernel_files
 from tinygpt.tokenizer import prepared
 from tinygpt.weights.containers import shards
-from tinygpt.weights.containers.pickles import torch_file
-from tinygpt.weights.containers.pickles.pickle_reader import PickleReader
+from tinygpt.weights.containers.torch import PickleReader
 from tinygpt.weights.stored import packed
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from support.recorded import HAS_TRANSFORMERS
-from tinygpt.weights.containers.pickles.torch_file import MAGIC_NUMBER, PROTOCOL_VERSION
+from tinygpt.weights.containers.torch import MAGIC_NUMBER, PROTOCOL_VERSION
 
 
 def torch_bytes(value: Any, is_legacy: bool = False) -> bytes:

@@ -13,7 +13,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.tokenizer import prepared
 from tinygpt.tokenizer.prepared import PREPARED_FILE, write_prepared
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.tokenizer_files import TOKENIZER_FILES
+from tinygpt.weights.files import TOKENIZER_FILES
 
 TEXT = "abab c<|endoftext|> abcab\n <m>é"
 

@@ -9,11 +9,10 @@ import pytest
 from support.tiny_checkpoint import LAYERS, C, T, random_tensors, write_checkpoint, write_config
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers import formats
-from tinygpt.weights.containers.container import Container
+from tinygpt.weights.containers.mapped_file import Container
 from tinygpt.weights.families import table
-from tinygpt.weights.families.family import Family, Placed, Rule
-from tinygpt.weights.families.hugging_face.gpt2 import model_config
-from tinygpt.weights.families.transforms import Transform, transposed
+from tinygpt.weights.families.family import Family, NamedTensor, Rule, Transform, transposed
+from tinygpt.weights.families.gpt2 import model_config
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import is_transposed, parameter_shapes
 
@@ -44,7 +43,7 @@ SPLIT = Family(
         {**source.config_json, "model_type": "gpt2", "n_embd": source.config_json["width"]}
     ),
     rules=lambda source, config: {name: rule_of(name) for name in parameter_shapes(config)},
-    place=lambda source: [Placed(name, name, tensor) for name, tensor in source.container.tensors.items()],
+    place=lambda source: [NamedTensor(name, name, tensor) for name, tensor in source.container.tensors.items()],
 )
 
 

@@ -14,7 +14,7 @@ from support.tiny_checkpoint import CONFIG, C, V, random_tensors, write_checkpoi
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.mapped_file import MappedFile
-from tinygpt.weights.families.hugging_face.gpt2 import canonical_name, is_ignored
+from tinygpt.weights.families.gpt2 import canonical_name, is_ignored
 from tinygpt.weights.open import DEMO, open_checkpoint
 from tinygpt.weights.parameters import is_transposed
 

@@ -12,7 +12,7 @@ from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.model_source import load_tokenizer
-from tinygpt.weights.containers.container import FILES
+from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed
 

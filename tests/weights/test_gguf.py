@@ -14,9 +14,7 @@ from support.gguf_writer import gguf_bytes, plain
 from support.tiny_checkpoint import random_tensors
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
-from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS, NOT_IMPLEMENTED
-from tinygpt.weights.containers.gguf.ggml_tensors import AT_ONCE
-from tinygpt.weights.containers.gguf.gguf_file import read_gguf
+from tinygpt.weights.containers.gguf import AT_ONCE, BLOCKS, NOT_IMPLEMENTED, read_gguf
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.open import open_checkpoint
 

@@ -18,11 +18,10 @@ from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_config
 from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError
-from tinygpt.regular_file import open_regular
 from tinygpt.weights.containers import mapped_file
-from tinygpt.weights.containers.pickles.pickle_reader import PickleReader
-from tinygpt.weights.containers.pickles.torch_file import read_torch
-from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.containers.safetensors import read_safetensors
+from tinygpt.weights.containers.torch import PickleReader, read_torch
+from tinygpt.weights.files import open_regular
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors()

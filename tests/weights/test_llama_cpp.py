@@ -9,7 +9,7 @@ from support.family_models import CHARACTERS, write_family
 from support.paths import DEMO
 from tinygpt import LLM
 from tinygpt.cli import main as cli
-from tinygpt.weights.families.byte_level import byte_level_tokenizer
+from tinygpt.weights.families.tokenizers import byte_level_tokenizer
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import parameter_shapes
 

@@ -8,7 +8,7 @@ from support.foreign import NEED_ONNX, PAST, linear, onnx, onnx_nodes, onnx_tens
 from support.tf_writer import field
 from support.tiny_checkpoint import CONFIG, random_tensors, write_json
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.onnx.onnx_file import read_onnx
+from tinygpt.weights.containers.onnx import read_onnx
 from tinygpt.weights.containers.protobuf import Message
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed

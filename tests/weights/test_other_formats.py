@@ -14,7 +14,7 @@ from support.torch_files import own_bytes
 from tinygpt.cli import main as cli
 from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, parameter_shapes
 from tinygpt.weights.random_checkpoint import RandomTensor
@@ -176,7 +176,7 @@ def test_a_padded_vocabulary_has_a_token_for_each_row(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         (source / name).write_bytes((DEMO / name).read_bytes())
     assert convert(source, tmp_path / "there", "--to", "gguf") == 0
-    from tinygpt.weights.containers.gguf.gguf_file import read_gguf
+    from tinygpt.weights.containers.gguf import read_gguf
 
     metadata = read_gguf(tmp_path / "there" / "model.gguf").metadata
     assert len(metadata["tokenizer.ggml.tokens"]) == 8200

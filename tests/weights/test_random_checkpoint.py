@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-
 from scripts.peers.checkpoints import make_random
+
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.work import num_parameters
 from tinygpt.cli import main as cli

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.read_ahead import AHEAD, AHEAD_BYTES, ReadAhead
+from tinygpt.weights.containers.mapped_file import AHEAD, AHEAD_BYTES, ReadAhead
 
 
 @dataclass

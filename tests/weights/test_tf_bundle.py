@@ -12,7 +12,7 @@ from support.tf_writer import field, table, write_bundle
 from support.tiny_checkpoint import random_tensors, write_json
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.tensorflow import crc32c as ours
-from tinygpt.weights.containers.tensorflow.tf_bundle import read_tf_bundle
+from tinygpt.weights.containers.tf_bundle import read_tf_bundle
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.cli.input import PromptRecord, is_unicode, read_prompts, refuse_lines
 from tinygpt.cli.loading import load_llm, sigterm_raises
 from tinygpt.cli.output import RateLimiter, counted, emit, log, rates
-from tinygpt.disk import sync, sync_folder
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
+from tinygpt.weights.files import sync, sync_folder
 
 if TYPE_CHECKING:
     from tinygpt.outputs import RequestOutput

@@ -137,7 +137,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from tinygpt.tokenizer.prepared import write_prepared
     from tinygpt.weights.random_checkpoint import is_random
-    from tinygpt.weights.stored.companions import write_companions
+    from tinygpt.weights.stored.sidecar_files import write_sidecar_files
 
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
@@ -145,7 +145,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     with elapsed(f"writing {args.target}"):
         try:
             file = write()
-            write_companions(folder, checkpoint)
+            write_sidecar_files(folder, checkpoint)
             if not args.to:
                 write_prepared(folder)
         except OSError as error:
@@ -156,7 +156,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
 def _in_own_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
     """Return the checkpoint, and a function that writes its weights."""
     from tinygpt.execution.model_source import ModelSource
-    from tinygpt.weights.stored.float8 import write_float8
+    from tinygpt.weights.stored.export import write_float8
     from tinygpt.weights.stored.packed import write_packed
 
     source = ModelSource.open(args.source, "auto" if args.dtype == STORAGE_DTYPE else args.dtype)
@@ -168,8 +168,8 @@ def _in_own_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint,
 
 def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
     from tinygpt.weights.open import open_checkpoint
+    from tinygpt.weights.stored.export import write_npz, write_safetensors
     from tinygpt.weights.stored.gguf_out import check_gguf, write_gguf
-    from tinygpt.weights.stored.plain import write_npz, write_safetensors
 
     checkpoint = _unpacked(args, open_checkpoint(args.source))
     if args.to == "gguf":
@@ -181,8 +181,8 @@ def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoin
 
 def _unpacked(args: argparse.Namespace, checkpoint: Any) -> "Checkpoint":
     from tinygpt.execution.model_source import check_tokenizer
+    from tinygpt.weights.stored.export import layout_of
     from tinygpt.weights.stored.packed import PackedCheckpoint
-    from tinygpt.weights.stored.plain import layout_of
 
     if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
@@ -195,7 +195,7 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
     from tinygpt.execution.model_source import read_spec
     from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
-    from tinygpt.weights.families.byte_level import is_blooms_kind
+    from tinygpt.weights.families.tokenizers import is_blooms_kind
 
     try:
         spec = read_spec(checkpoint)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags import add_checkpoint, checkpoint_of
 from tinygpt.cli.output import print_fields, print_json, print_table, size_text
-from tinygpt.converted import PACKED_FILE, PREPARED_FILE
 from tinygpt.errors import CheckpointError, NoTokenizerError
+from tinygpt.weights.files import PACKED_FILE, PREPARED_FILE
 
 if TYPE_CHECKING:
     from tinygpt.weights.checkpoint import Checkpoint
@@ -57,8 +57,8 @@ def describe(path: Path) -> dict[str, Any]:
     `refused` lists why the checkpoint, or its tokenizer, cannot be loaded. Fields that are unknown for that reason are
     None. Sizes are in bytes, as the tensors lie in the files; 0 for unknown formats.
     """
-    from tinygpt.weights.containers.container import Container
     from tinygpt.weights.containers.formats import read_weights
+    from tinygpt.weights.containers.mapped_file import Container
     from tinygpt.weights.families.family import Source
     from tinygpt.weights.families.table import family_of
     from tinygpt.weights.matching import match
@@ -148,8 +148,8 @@ def _tokenizer(
 
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """Return the files that the checkpoint is read from, with their sizes and SHA-256, as the Hub shows them."""
-    from tinygpt.tokenizer_files import TOKENIZER_FILES
     from tinygpt.weights.containers.formats import find_weights
+    from tinygpt.weights.files import TOKENIZER_FILES
     from tinygpt.weights.hub import CONFIG_FILES
 
     folder, path = source.folder, source.path
@@ -210,7 +210,7 @@ def _print_text(report: dict[str, Any]) -> None:
 
 def _rows(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield one row for the tensors of the same name, dtype and shape in several layers."""
-    from tinygpt.weights.messages import of_any_layer
+    from tinygpt.weights.checks import of_any_layer
 
     groups: dict[tuple, list[str]] = {}
     for name, tensor in tensors.items():

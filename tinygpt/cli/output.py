@@ -225,14 +225,14 @@ def write_results(text: str, path: Path | None) -> None:
     if path is None:
         emit(text)
         return
-    from tinygpt.weights.stored.whole_file import replace_whole
+    from tinygpt.weights.files import atomic_write
 
     data = f"{text}\n".encode()
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
             path.write_bytes(data)
         else:
-            replace_whole(path.resolve(), data)
+            atomic_write(path.resolve(), data)
     except OSError as error:
         emit(text)
         raise TinyGPTError(f"{path} could not be written ({error.strerror}): the results are on stdout.") from None

@@ -109,8 +109,8 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _folder_for_transformers(model: str) -> Path:
     """The folder in which transformers finds the checkpoint. RequestError for what it cannot read."""
-    from tinygpt.weights.containers.container import FILES
-    from tinygpt.weights.containers.shards import INDEX
+    from tinygpt.weights.containers.formats import INDEX
+    from tinygpt.weights.containers.mapped_file import FILES
     from tinygpt.weights.open import open_checkpoint, resolve
     from tinygpt.weights.stored.packed import PackedCheckpoint
 

@@ -18,8 +18,8 @@ from tinygpt.execution.backend import load_backend
 from tinygpt.execution.batch import Batch
 from tinygpt.progress_bar import UseTqdm, with_bar
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.containers.pickles.torch_file import read_torch
-from tinygpt.weights.families.hugging_face.gpt2 import canonical_name
+from tinygpt.weights.containers.torch import read_torch
+from tinygpt.weights.families.gpt2 import canonical_name
 from tinygpt.weights.parameters import parameter_shapes
 
 NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most: runs of so many tokens, each from another place of the text

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
-from tinygpt.weights.json_file import read_json_object
+from tinygpt.weights.files import read_json_object
 
 FORMAT = "tinygpt golden 1"
 

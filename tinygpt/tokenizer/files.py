@@ -10,12 +10,11 @@ from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
-from tinygpt.converted import how_to_replace
 from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.tokenizer.added_token_files import content_of, read_added_tokens
 from tinygpt.tokenizer.merges_file import END_OF_WORD, Pair, check_none_is_missing, pairs_of, read_merges
 from tinygpt.tokenizer.text_files import read_json, read_text
-from tinygpt.tokenizer_files import VOCAB_AND_MERGES
+from tinygpt.weights.files import VOCAB_AND_MERGES, how_to_replace
 
 # What is raised by files that do not have the form of a tokenizer.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)

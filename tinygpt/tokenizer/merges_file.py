@@ -9,9 +9,9 @@ from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
-from tinygpt.converted import how_to_replace
 from tinygpt.errors import CheckpointError
 from tinygpt.tokenizer.text_files import read_text
+from tinygpt.weights.files import how_to_replace
 
 END_OF_WORD = "</w>"
 # A list counts as cut short where more tokens than FEW lack their merges, nearly all of those that none makes: people

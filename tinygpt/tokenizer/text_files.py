@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tinygpt.converted import how_to_replace
 from tinygpt.errors import CheckpointError
-from tinygpt.regular_file import read_regular_text
+from tinygpt.weights.files import how_to_replace, read_regular_text
 
 
 def read_json(path: Path) -> dict[str, Any]:

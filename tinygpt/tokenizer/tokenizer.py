@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from tinygpt.converted import how_to_replace
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
 from tinygpt.tokenizer.characters import CharacterTokenizer, is_characters
@@ -12,6 +11,7 @@ from tinygpt.tokenizer.detokenizer import Detokenizer
 from tinygpt.tokenizer.files import MALFORMED, checked_spec, read_tokenizer
 from tinygpt.tokenizer.prepared import read_prepared
 from tinygpt.tokenizer.tokenizers_library import LibraryTokenizer
+from tinygpt.weights.files import how_to_replace
 
 
 class TokenizerModel(Protocol):

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.weights.containers.container import Container, StoredTensor
-from tinygpt.weights.containers.mapped_file import STORED_AS
-from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.checks import describe, listed, shown
+from tinygpt.weights.containers.mapped_file import STORED_AS, Container, StoredTensor
+from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.json_file import read_json_object
-from tinygpt.weights.messages import describe, listed, shown
+from tinygpt.weights.files import read_json_object
 
 CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 # PEFT's name of a kind that is implemented -> where one is to be given, in the library or on the command line.
@@ -25,7 +24,7 @@ MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, a
 
 
 def _read_torch(path: Path) -> Container:
-    from tinygpt.weights.containers.pickles.torch_file import read_torch  # which few need
+    from tinygpt.weights.containers.torch import read_torch  # which few need
 
     return read_torch(path)
 

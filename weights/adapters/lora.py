@@ -19,15 +19,14 @@ from tinygpt.weights.adapters.files import AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.adapters.model_in_files import ModelInFiles
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.checks import listed
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.family import Rule
-from tinygpt.weights.families.hugging_face.gpt2 import is_ignored
-from tinygpt.weights.families.transforms import Transform
-from tinygpt.weights.messages import listed
+from tinygpt.weights.families.family import Rule, Transform
+from tinygpt.weights.families.gpt2 import is_ignored
 from tinygpt.weights.parameters import EMBEDDING, HEAD
+from tinygpt.weights.stored.export import can_be_written
 from tinygpt.weights.stored.packed import PackedCheckpoint
-from tinygpt.weights.stored.plain import can_be_written
-from tinygpt.weights.tensor import Derived, MadeUp, Tensor, zeros
+from tinygpt.weights.tensor import DefaultTensor, LazyTensor, Tensor, zeros
 
 PREFIX = "base_model.model."  # what PEFT wraps the model in
 TIED = (EMBEDDING, HEAD)
@@ -117,10 +116,10 @@ def _changed(
     """A parameter of which some tensors are replaced or updated, and the others stay."""
     names, count = rule.sources, len(rule.sources)
     if not replaced.keys().isdisjoint(names):
-        own = [Derived(partial(_part, rule.transform, i, count), (tensor,)) for i in range(count)]
+        own = [LazyTensor(partial(_part, rule.transform, i, count), (tensor,)) for i in range(count)]
         tensor = rule.transform.of(tuple(replaced.get(name, part) for name, part in zip(names, own, strict=True)))
     if not updates.keys().isdisjoint(names):
-        parts = (updates.get(name, MadeUp(shapes[name], zeros)) for name in names)
+        parts = (updates.get(name, DefaultTensor(shapes[name], zeros)) for name in names)
         tensor = AdaptedTensor(tensor, rule.transform.of(tuple(parts)))
     return tensor
 
@@ -196,7 +195,7 @@ def _factors(name: str, module: str, model: ModelInFiles, lora: LoraConfig) -> d
 
 def _update(name: str, a: Tensor, b: Tensor, scale: float, model: ModelInFiles) -> Update:
     if model.is_embedding(name):
-        a, b = Derived(np.transpose, (a,)), Derived(np.transpose, (b,))
+        a, b = LazyTensor(np.transpose, (a,)), LazyTensor(np.transpose, (b,))
     return Update(a, b, scale, model.is_in_out(name))
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.weights.adapters.name_pattern import NamePatterns, TooMuchWork
+from tinygpt.weights.checks import Checks, is_bool, is_number, is_whole, shown, wrong_fields
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.field_checks import Checks, is_bool, is_number, is_whole, wrong_fields
-from tinygpt.weights.messages import shown
 
 BIASES = ("none", "all", "lora_only")
 # Ways to initialise that leave the base model's weights alone; all others come with a base model of their own.

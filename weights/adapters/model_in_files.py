@@ -4,11 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.families.family import Layout, Rule
-from tinygpt.weights.families.transforms import AS_IS
+from tinygpt.weights.families.family import AS_IS, Layout, Rule
 from tinygpt.weights.parameters import EMBEDDING, POSITIONS, is_transposed, parameter_shapes
-from tinygpt.weights.stored.plain import layout_of
-from tinygpt.weights.tensor import MadeUp
+from tinygpt.weights.stored.export import layout_of
+from tinygpt.weights.tensor import DefaultTensor
 
 EMBEDDINGS = (EMBEDDING, POSITIONS)
 
@@ -29,7 +28,7 @@ class ModelInFiles:
         rules = {
             name: rule
             for name, rule in layout.rules(checkpoint.config).items()
-            if not (layout.has_defaults and isinstance(checkpoint.stored.get(name), MadeUp))
+            if not (layout.has_defaults and isinstance(checkpoint.stored.get(name), DefaultTensor))
         }
         parameters = {source: name for name, rule in rules.items() for source in rule.sources}
         stored_shapes = {

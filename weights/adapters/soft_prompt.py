@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.weights.adapters.files import AdapterFiles, check_floating, existing_path, read_adapter
+from tinygpt.weights.checks import listed
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.container import StoredTensor
-from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.containers.mapped_file import StoredTensor
+from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.messages import listed
 
 KINDS = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 TENSOR = "prompt_embeddings"

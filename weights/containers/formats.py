@@ -1,42 +1,57 @@
-"""The tables by which the format of a file or a folder is found, and its reader."""
+"""The tables by which the format of a file or a folder is found, its reader, and weights in shards."""
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from tinygpt.weights.containers.container import FILES, Container
+from tinygpt.weights.checks import NAMED, describe, listed, shown
 from tinygpt.weights.containers.ft_folder import find_ft_folder, read_ft_folder
-from tinygpt.weights.containers.gguf.gguf_file import is_gguf, read_gguf
-from tinygpt.weights.containers.npz_file import is_npz, read_npz
-from tinygpt.weights.containers.onnx.onnx_file import is_onnx, read_onnx
-from tinygpt.weights.containers.peek import Peek
-from tinygpt.weights.containers.pickles.torch_file import is_torch, read_torch, read_training_checkpoint
-from tinygpt.weights.containers.ranks.deepspeed_folder import find_deepspeed, read_deepspeed
-from tinygpt.weights.containers.ranks.megatron_folder import (
+from tinygpt.weights.containers.gguf import is_gguf, read_gguf
+from tinygpt.weights.containers.mapped_file import FILES, Container, Peek, StoredTensor
+from tinygpt.weights.containers.onnx import is_onnx, read_onnx
+from tinygpt.weights.containers.ranks import (
+    find_deepspeed,
     find_distributed,
     find_megatron,
-    read_distributed,
-    read_megatron,
-)
-from tinygpt.weights.containers.ranks.nemo_archive import (
     find_nemo,
     is_gzip,
     is_tar,
+    read_deepspeed,
+    read_distributed,
     read_gzip,
+    read_megatron,
     read_nemo,
     read_unpacked_nemo,
 )
-from tinygpt.weights.containers.safetensors.safetensors_file import is_safetensors, read_safetensors
-from tinygpt.weights.containers.shards import INDEX, read_shards
-from tinygpt.weights.containers.tensorflow.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
+from tinygpt.weights.containers.safetensors import is_safetensors, read_safetensors
+from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
+from tinygpt.weights.containers.torch import ZIP, is_torch, read_torch, read_training_checkpoint
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.messages import NAMED, describe, listed
+from tinygpt.weights.files import read_json_object
 
+MAX_SHARDS = 1000  # models that are a thousand times larger have some two hundred
+NAME_MAX = 255  # bytes of a file's name
+INDEX = ".index.json"  # after the name of the whole file
 Reader = Callable[[Path], Container]
-# Hugging Face's file of each format, and its reader. In shards, the weights lie in files of any names, and an index
-# `FILE.index.json` says which tensor is in which.
-CONTAINERS: dict[str, Reader] = dict(zip(FILES, (read_safetensors, read_torch), strict=True))
-# Whether a file of such a name is what the name says.
-IS_AS_NAMED = {read_safetensors: is_safetensors, read_torch: is_torch}
+
+
+def is_npz(peek: Peek) -> bool:
+    """The name of a zip archive's first entry begins at byte 30; bytes 26 and 27 are its length."""
+    length = int.from_bytes(peek.head[26:28], "little")
+    return peek.head.startswith(ZIP) and peek.head[30 : 30 + length].endswith(b".npy")
+
+
+def read_npz(path: Path) -> Container:
+    raise CheckpointError(
+        f"{path} is NumPy's archive of arrays, which `convert --to npz` writes for other programs and nothing here "
+        "reads: give the checkpoint that it was made from."
+    )
+
+
+# Hugging Face's file of each format, a test of its content, and its reader. In shards, the weights lie in files of any
+# names, and an index `FILE.index.json` names the shard of each tensor.
+CONTAINERS: dict[str, tuple[Callable[[Peek], bool], Reader]] = dict(
+    zip(FILES, ((is_safetensors, read_safetensors), (is_torch, read_torch)), strict=True)
+)
 # Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
@@ -48,7 +63,7 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_safetensors, read_safetensors),
     (is_onnx, read_onnx),
 )
-# Files that belong together, by what finds in a folder the one to begin with, or the folder itself.
+# Files that belong together: what finds the first one, or the folder itself, and the reader.
 FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
     (find_deepspeed, read_deepspeed),
@@ -58,20 +73,20 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_ft_folder, read_ft_folder),
 )
 PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
-# What a folder may hold beside its weights: training's own files, and NumPy's, which are refused by what they are.
+# Names that a folder may also hold next to its weights.
 LAST_PATTERNS = ("*.ckpt", "*.npz")
 
 
 def read_weights(path: Path) -> Container:
-    """The weights in a file, or in a folder, whole or in shards.
+    """Return the weights in a file, or in a folder, whole or in shards.
 
-    Raises CheckpointError when there are none, a file is damaged, or an index is not true of its shards.
+    Raise CheckpointError if there are none, a file is damaged, or an index does not fit its shards.
     """
     if path.is_file():
         return reader_of(path)(path)
     found = find_weights(path)
     if found is None:
-        wanted = ", ".join(f"{name}, {name}{INDEX}" for name in CONTAINERS)
+        wanted = ", ".join(f"{name}, {name}{INDEX}" for name in FILES)
         raise CheckpointError(
             f"{path} holds no weights ({describe(path)}): put one of {wanted} there, or name the file."
         )
@@ -80,10 +95,12 @@ def read_weights(path: Path) -> Container:
 
 
 def find_weights(folder: Path) -> tuple[Path, Reader] | None:
-    """The file that a folder's weights are read from, and its reader. CheckpointError where several could be meant."""
-    for name, read in CONTAINERS.items():
+    """Return the file that a folder's weights are read from, and its reader. Raise CheckpointError for several."""
+    for name, (is_as_named, read) in CONTAINERS.items():
         if (folder / name).exists():
-            return folder / name, _reader_of_named(folder / name, read)
+            peek = Peek.into(folder / name)
+            others = (read for is_format, read in FORMATS if is_format(peek))
+            return folder / name, read if is_as_named(peek) else next(others, read)
         if (folder / (name + INDEX)).exists():
             return folder / (name + INDEX), lambda index, read=read: read_shards(index, read)
     for find, read in FOLDERS:
@@ -98,26 +115,71 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
     return (files[0], reader_of(files[0])) if files else None
 
 
-def _reader_of_named(file: Path, read: Reader) -> Reader:
-    """`read`, which the file's name promises, unless it is in another format that is known."""
-    peek = Peek.into(file)
-    if IS_AS_NAMED[read](peek):
-        return read
-    return next((other for is_format, other in FORMATS if is_format(peek)), read)
-
-
 def reader_of(file: Path) -> Reader:
-    """The reader of a file's format. CheckpointError where that is none that is known."""
+    """Return the reader of a file's format. Raise CheckpointError for an unknown format."""
     peek = Peek.into(file)
     for is_format, read in FORMATS:
         if is_format(peek):
             return read
-    is_of_weights = any(file.match(pattern) for pattern in (*PATTERNS, *LAST_PATTERNS))  # one that is damaged
-    is_beside_them = (file.parent / "config.json").is_file() or any((file.parent / n).is_file() for n in CONTAINERS)
+    is_of_weights = any(file.match(pattern) for pattern in (*PATTERNS, *LAST_PATTERNS))  # a damaged one
+    is_beside_them = any((file.parent / name).is_file() for name in ("config.json", *FILES))
     if is_beside_them and not is_of_weights:
         raise CheckpointError(f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}.")
     found = f"it begins with {peek.head[:8]!r}" if peek.size else "it is empty"
     raise CheckpointError(
         f"{file} is in no format of weights that is implemented ({found}): give a file of safetensors, PyTorch, GGUF, "
         "ONNX, TensorFlow or NeMo, or a folder with config.json and its weights."
+    )
+
+
+def read_shards(index: Path, read: Reader) -> Container:
+    """Return all tensors of the shards that `index` names. Raise CheckpointError if one is absent or differs."""
+    weight_map = shard_of_each_tensor(index)
+    shards = sorted(set(weight_map.values()))
+    absent = [shard for shard in shards if not (index.parent / shard).exists()]
+    if absent:
+        raise CheckpointError(f"{index} names shards that are not there: {listed(absent)}. Download them.")
+    names_in: dict[str, list[str]] = {shard: [] for shard in shards}
+    for name, shard in weight_map.items():
+        names_in[shard].append(name)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        container = read(index.parent / shard)
+        found = container.tensors
+        lost = [name for name in names_in[shard] if name not in found]
+        twice = [name for name in found if name in tensors]
+        if lost or twice:
+            problems = [f"does not hold {listed(lost)}"] * bool(lost)
+            problems += [f"holds {listed(twice)}, as another shard does"] * bool(twice)
+            raise CheckpointError(
+                f"{index} does not describe its shards: {shard} {' and '.join(problems)}. Download them all again."
+            )
+        tensors |= found
+    return Container(f"{container.format} in {len(shards)} shards", tensors)
+
+
+def shard_of_each_tensor(index: Path) -> dict[str, str]:
+    """Return an index's `weight_map`. Raise CheckpointError unless it gives a plain file name for each tensor."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no 'weight_map' of tensor names to shards: download it again.")
+    strange = [shard for shard in weight_map.values() if not isinstance(shard, str) or not _is_plain_name(shard)]
+    if strange:
+        raise CheckpointError(
+            f"{index} names the shard {shown(strange[0])}, which is no file name in its own folder: download the "
+            "index again."
+        )
+    if (count := len(set(weight_map.values()))) > MAX_SHARDS:
+        raise CheckpointError(f"{index} names {count} shards and at most {MAX_SHARDS} are believed.")
+    return weight_map
+
+
+def _is_plain_name(shard: str) -> bool:
+    """Return whether a name is one file's: no folder, and no pattern to the Hub or a shell."""
+    return (
+        shard not in (".", "..")
+        and shard.isprintable()
+        and not set(shard) & set("*?[]")
+        and PurePosixPath(shard).name == PureWindowsPath(shard).name == shard
+        and 0 < len(shard.encode()) <= NAME_MAX
     )

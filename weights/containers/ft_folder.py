@@ -1,4 +1,4 @@
-"""FasterTransformer's folder: config.ini, and a file of plain numbers for each tensor, which has no shape.
+"""FasterTransformer's folder: config.ini, and for each tensor a file of plain numbers without a shape.
 
 A tensor's name is its file's without `.bin`; one that is shared by several GPUs ends in the number of each.
 """
@@ -6,11 +6,10 @@ A tensor's name is its file's without `.bin`; one that is shared by several GPUs
 import configparser
 from pathlib import Path
 
-from tinygpt.regular_file import read_regular_text
-from tinygpt.weights.containers.container import Container
-from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
+from tinygpt.weights.checks import shown
+from tinygpt.weights.containers.mapped_file import Container, MappedFile, MappedTensor
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.messages import shown
+from tinygpt.weights.files import read_regular_text
 
 FORMAT, CONFIG = "FasterTransformer folder", "config.ini"
 MAX_FILES = 100_000

@@ -1,47 +1,104 @@
-"""A file mapped into memory, and the arrays that lie in it."""
+"""What every file format returns: a Container of tensors that lie in mapped files."""
 
 import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, Protocol
 
 import numpy as np
 
-from tinygpt.regular_file import open_regular
 from tinygpt.weights.errors import CheckpointError, LostFileError
+from tinygpt.weights.files import in_a_thread, open_regular
+from tinygpt.weights.tensor import Tensor
 
+# Hugging Face's file of each format, in transformers' order of search.
+FILES = ("model.safetensors", "pytorch_model.bin")
 # How each floating-point dtype lies in a file: little-endian, and bfloat16, unknown to NumPy, as its bits.
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
-# Bits of an element by its dtype's name, which safetensors writes short where a tensor cannot be a weight.
+ITEMSIZE = {name: np.dtype(stored).itemsize for name, stored in STORED_AS.items()}
+# Bits of an element by its dtype's name, which safetensors writes short if a tensor cannot be a weight.
 _BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
-# What a tensor's sizes are believed to be, and how many it has: beyond, their products alone could take for ever.
+# Bounds of a believable shape: beyond them, products of sizes alone could take for ever.
 MAX_DIMENSIONS, MAX_SIZE = 8, 2**48
+# Parts that are verified ahead of the reader: few bytes, because an optimizer's state may lie behind a model.
+AHEAD, AHEAD_BYTES = 4, 2**25
+PEEK_HEAD, PEEK_TAIL = 512, 48  # bytes
 
 
-class Mapping(mmap.mmap):
-    """A mapping that zipfile takes for a file; mmap has this method from Python 3.13 on."""
+class StoredTensor(Tensor, Protocol):
+    """A tensor in a file; `float32` decodes its elements."""
 
-    def seekable(self) -> bool:
-        return True
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def dtype(self) -> str:
+        """NumPy's name or "bfloat16" for dtypes that can be read, else the format's own."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file; 0 if unknown."""
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether `float32` can read it. The others are masks or a mistake."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """The content of a file, or of several files that belong together.
+
+    format: the format's name in messages. metadata: what the file says of itself. archive_members: the other files of
+    NeMo's archive. rank_metadata: the metadata of each rank's file. graph: ONNX's.
+    """
+
+    format: str
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    archive_members: Mapping[str, Any] = field(default_factory=dict)
+    rank_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    graph: Any = None
+
+
+@dataclass(frozen=True)
+class Peek:
+    """The first and last bytes of a file, and its size: they tell the format, whatever the name says."""
+
+    head: bytes
+    tail: bytes
+    size: int
+
+    @classmethod
+    def into(cls, path: Path) -> "Peek":
+        """Read both ends. Raise CheckpointError if the file cannot be opened or is not regular."""
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                head = file.read(PEEK_HEAD)
+                file.seek(max(size - PEEK_TAIL, 0))
+                return cls(head, file.read(PEEK_TAIL), size)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 class MappedFile:
-    """The bytes of a checkpoint file, read by the operating system when they are touched.
+    """The bytes of a checkpoint file, which the operating system reads when they are touched.
 
-    The file is opened once; `check`, which may raise, is called with it after it is mapped. Raises CheckpointError when
-    the file cannot be opened, is not regular, is empty, or is a Git LFS pointer.
-
-    part: the bytes to map, where a file lies in an archive. They begin at `begin` of the mapping, which begins with a
-    page.
+    part: the bytes to map, if a file lies in an archive; they begin at `begin` of the mapping, which begins with a
+    page. Raises CheckpointError if the file cannot be opened, is not regular, is empty, or is a Git LFS pointer.
     """
 
-    def __init__(self, path: Path, check: Callable[[BinaryIO], None] = lambda file: None, part: range | None = None):
+    def __init__(self, path: Path, part: range | None = None):
         self.path = path
         first = part.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY if part else 0
         self.begin = part.start - first if part else 0
@@ -51,29 +108,25 @@ class MappedFile:
                     raise CheckpointError(f"{path} is empty: download it again.")
                 # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
                 size = part.stop - first if part else 0
-                self.data = Mapping(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
-                self._refuse_pointer()
-                check(file)
-                self.release()
+                self.data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-    def _refuse_pointer(self) -> None:
         if self.data[:24] == b"version https://git-lfs.":
             raise CheckpointError(
-                f"{self.path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its folder."
+                f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its folder."
             )
+        self.release()
 
     def __len__(self) -> int:
         return len(self.data)
 
     def release(self) -> None:
-        """Let all of it leave memory: where a few bytes were touched, systems may have put whole megabytes there."""
+        """Let all pages leave memory: for a few touched bytes, systems may read whole megabytes."""
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
             self.data.madvise(mmap.MADV_DONTNEED)
 
     def check_whole(self) -> None:
-        """LostFileError if the file is shorter than it was: to touch what is gone would end the process."""
+        """Raise LostFileError if the file is shorter than it was: touching lost pages would end the process."""
         if self.data.size() < len(self.data):
             raise LostFileError(
                 f"{self.path} was cut short while it was in use: restore it and load the model again. Replace a file "
@@ -141,8 +194,43 @@ class VerifiedTensor(MappedTensor):
         return MappedTensor.float32(self)
 
 
+class Part(Protocol):
+    """Some bytes of a file that have a checksum: an archive's entry or a variable."""
+
+    name: str
+    data: range
+
+    def verify(self) -> None:
+        """Raise CheckpointError unless the bytes have their checksum."""
+
+
+class ReadAhead:
+    """Verifies parts in file order, in threads a few parts ahead: checksums release the interpreter's lock."""
+
+    def __init__(self, parts: Iterable[Part]):
+        self._parts = sorted(parts, key=lambda part: part.data.start)
+        self._index = {part.name: i for i, part in enumerate(self._parts)}
+        self._results: dict[int, Future[None]] = {}
+
+    def verify(self, part: Part) -> None:
+        """Raise CheckpointError unless the part has its checksum, which is computed once."""
+        index = self._index[part.name]
+        for i in range(index, min(index + AHEAD, len(self._parts))):
+            if i > index and self._parts[i].data.stop - part.data.stop > AHEAD_BYTES:
+                break
+            if i not in self._results:
+                self._results[i] = in_a_thread(self._parts[i].verify)
+        self._results[index].result()
+
+
+def is_possible_shape(shape: Iterable[Any]) -> bool:
+    """Return whether a file's sizes are whole numbers within the bounds."""
+    sizes = tuple(shape)
+    return len(sizes) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes)
+
+
 def do_overlap(places: Iterable[range]) -> bool:
-    """Whether any of them lies over another: together they would be more than their file accounts for."""
+    """Return whether any place lies over another: together they would be more than their file accounts for."""
     end = 0
     for data in sorted(filter(None, places), key=lambda data: data.start):
         if data.start < end:
@@ -152,12 +240,12 @@ def do_overlap(places: Iterable[range]) -> bool:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a C-ordered tensor."""
+    """Return the strides, in elements, of a C-ordered tensor."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
 def element_extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """How many elements of storage a strided tensor spans, from its first element to its last."""
+    """Return how many elements of storage a strided tensor spans, from its first element to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from tinygpt.weights.checks import Checks, is_bool, is_number, is_whole, wrong_fields
 from tinygpt.weights.config import ACTIVATIONS, STRUCTURE, ModelConfig
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.field_checks import Checks, is_bool, is_number, is_whole, wrong_fields
 
 # The largest of each that is believed: beyond, config.json is damaged, or an attack on memory.
 SIZES = {

@@ -1,5 +1,10 @@
-"""What a family of checkpoints is: names in files, what they stand for, and where its configuration is found."""
+"""A family of checkpoints: names in files, the parameters that they stand for, and the configuration.
 
+A parameter may lie in several parts: matrices for queries, keys and values, or a part for each GPU of the training.
+Each part is brought into the parameter's order first; then the parts are joined.
+"""
+
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,15 +14,16 @@ from typing import Any
 import numpy as np
 
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.container import Container, StoredTensor
-from tinygpt.weights.families.transforms import AS_IS, Shape, Transform
-from tinygpt.weights.json_file import read_json_object
-from tinygpt.weights.tensor import zeros
+from tinygpt.weights.containers.mapped_file import Container, StoredTensor
+from tinygpt.weights.files import read_json_object
+from tinygpt.weights.tensor import LazyTensor, Tensor, zeros
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a model is made of: a container, and the JSON files beside it. `path` is what the user named."""
+    """A container, and the JSON files next to it. `path` is the name that the user gave."""
 
     path: Path
     container: Container
@@ -27,20 +33,24 @@ class Source:
         return self.path.parent if self.path.is_file() else self.path
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file of the folder, or None where there is none. CheckpointError for one that is damaged."""
+        """Return a JSON file of the folder, or None if there is none. Raise CheckpointError if it is damaged."""
         return read_json_object(self.folder / name) if (self.folder / name).exists() else None
 
     @cached_property
     def config_json(self) -> dict[str, Any] | None:
-        """Hugging Face's file. A container of another kind may have one beside it, for what its file does not say."""
+        """Hugging Face's file. Next to other containers it may say what their files do not."""
         return self.json("config.json")
+
+    @property
+    def model_type(self) -> Any:
+        return (self.config_json or {}).get("model_type")
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A tensor by its name in the family's tables, without wrappers; `file_name` is the one that the file gives it.
+class NamedTensor:
+    """A tensor by its name in the family's tables, without wrappers; `file_name` is the file's own.
 
-    part: of a tensor that lies in several files, which one it is.
+    part: which one it is of a tensor that lies in several files.
     """
 
     name: str
@@ -49,21 +59,125 @@ class Placed:
     part: int = 0
 
 
-def placed_by(name_of: Callable[[str], str], source: Source) -> Iterable[Placed]:
-    """Every tensor by what `name_of` makes of its name in the files."""
-    return (Placed(name_of(name), name, tensor) for name, tensor in source.container.tensors.items())
+def named_by(name_of: Callable[[str], str], source: Source) -> Iterable[NamedTensor]:
+    """Yield every tensor by `name_of` its name in the files."""
+    return (NamedTensor(name_of(name), name, tensor) for name, tensor in source.container.tensors.items())
 
 
-def as_named(source: Source) -> Iterable[Placed]:
-    """Where the names in files are those in the tables."""
-    return placed_by(lambda name: name, source)
+def as_named(source: Source) -> Iterable[NamedTensor]:
+    """Yield every tensor by its name in the files."""
+    return named_by(lambda name: name, source)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """`of_part` of every part, joined along `axis`, then `of_whole`. An axis of None is for one part alone.
+
+    stored_shape: the shape of each of n parts in the files, from the parameter's shape and n.
+    to_parts: the way back, from the parameter to its n parts, for families whose files are written too.
+    """
+
+    stored_shape: Callable[[Shape, int], Shape]
+    of_part: Callable[[np.ndarray], np.ndarray] | None = None
+    axis: int | None = None
+    of_whole: Callable[[np.ndarray], np.ndarray] | None = None
+    to_parts: Callable[[np.ndarray, int], list[np.ndarray]] | None = None
+
+    def of(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """Return the parameter; if nothing is to be done, the tensor in the file itself."""
+        if len(parts) == 1 and self.of_part is None and self.of_whole is None:
+            return parts[0]
+        return LazyTensor(self._apply, parts)
+
+    def _apply(self, *arrays: np.ndarray) -> np.ndarray:
+        parts = [self.of_part(array) for array in arrays] if self.of_part else arrays
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, self.axis)
+        return self.of_whole(whole) if self.of_whole else whole
+
+
+def _shared(shape: Shape, axis: int | None, n: int) -> Shape:
+    """Return the shape of one of n equal parts along an axis."""
+    return shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
+
+
+def _split(array: np.ndarray, n: int, axis: int | None) -> list[np.ndarray]:
+    return [array] if axis is None else np.split(array, n, axis)
+
+
+def as_is(axis: int | None = None) -> Transform:
+    return Transform(lambda shape, n: _shared(shape, axis, n), axis=axis, to_parts=lambda a, n: _split(a, n, axis))
+
+
+AS_IS = as_is()
+
+
+def transposed(axis: int | None = None) -> Transform:
+    """Transpose matrices that are (out, in), as torch's Linear has them; `axis` is the parameter's."""
+    return Transform(
+        lambda shape, n: _shared(shape, axis, n)[::-1],
+        np.transpose,
+        axis,
+        to_parts=lambda array, n: [part.T for part in _split(array, n, axis)],
+    )
+
+
+def without_rows(count: int) -> Transform:
+    """Drop the first rows of a table, which belong to nothing."""
+    return Transform(
+        lambda shape, n: (shape[0] + count, *shape[1:]),
+        lambda array: array[count:],
+        to_parts=lambda array, n: [np.pad(array, ((count, 0), (0, 0)))],
+    )
+
+
+# Of matrices that were convolutions of width 1.
+WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape), lambda array: array[0])
+
+
+def queries_keys_values(order: str, head_size: int) -> Transform:
+    """Join parts that are (out, in) matrices or biases, each with its heads of queries, keys and values.
+
+    order: that of a part's rows, of h heads, head size d and 3 matrices, such as "h3d".
+    """
+    sizes = tuple({"3": 3, "h": -1, "d": head_size}[letter] for letter in order)
+    axes = tuple(order.index(letter) for letter in "3hd")
+
+    def of_part(array: np.ndarray) -> np.ndarray:
+        rest = array.shape[1:]
+        ordered = array.reshape(*sizes, *rest).transpose(*axes, *range(3, 3 + len(rest)))  # (3, heads, head size, ...)
+        return ordered.reshape(3, -1, *rest)  # (3, C of the part, ...)
+
+    def of_whole(array: np.ndarray) -> np.ndarray:
+        return array.reshape(-1, *array.shape[2:]).T  # (..., 3 C)
+
+    def to_parts(array: np.ndarray, n: int) -> list[np.ndarray]:
+        rest = array.shape[:-1][::-1]
+        heads = np.split(array.T.reshape(3, -1, head_size, *rest), n, axis=1)  # each (3, heads, head size, ...)
+        back = (*np.argsort(axes), *range(3, 3 + len(rest)))
+        return [part.transpose(back).reshape(-1, *rest) for part in heads]
+
+    return Transform(lambda shape, n: (shape[-1] // n, *shape[:-1]), of_part, 1, of_whole, to_parts)
+
+
+def flat(shape: Shape, n: int, axis: int | None) -> Transform:
+    """Join n parts without shapes, which lie as the parameter does."""
+    return _flat(_shared(shape, axis, n), axis)
+
+
+def flat_queries_keys_values(shape: Shape, n: int) -> Transform:
+    """Join n parts without shapes, each with its heads of all three: (..., 3, C of the part)."""
+    return _flat((*shape[:-1], 3, shape[-1] // 3 // n), len(shape), lambda array: array.reshape(shape))
+
+
+def _flat(part: Shape, axis: int | None, of_whole: Callable[[np.ndarray], np.ndarray] | None = None) -> Transform:
+    return Transform(lambda shape, n: (math.prod(part),), lambda array: array.reshape(part), axis, of_whole)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The tensors, by their names in a family's files, that a parameter is made of, and how.
+    """How a parameter is made of tensors, by their names in a family's tables.
 
-    default: what makes a parameter that files leave out, such as zeros for a bias; None: they may not.
+    default: what makes a parameter that files may leave out, such as zeros for a bias; None: they may not.
     """
 
     sources: tuple[str, ...]
@@ -71,18 +185,18 @@ class Rule:
     default: Callable[[Shape], np.ndarray] | None = None
 
 
-# Of a model that was trained without biases: one that is there after all is unexpected.
+# Of a model that was trained without biases: one in the files is unexpected.
 NO_BIAS = Rule((), default=zeros)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How transformers keeps the models of a family, which `convert` writes.
+    """transformers' layout of the models of a family, which `convert` writes.
 
-    rules: as Family's, without a source; every rule's transform has a way back. file_name: what a tensor of the rules
-    is called in the files, and `short_name` the way back, whatever the model was wrapped in. is_in_out: whether
-    matrices of layers are (in, out) in them. has_defaults: whether models of the family may be trained without a
-    parameter, which its files then leave out. config_json: the fields of one, for a model that came without.
+    rules: Family's, without a source; every rule's transform has a way back. file_name: from a tensor's name in the
+    rules to that in the files; short_name: the way back, from any wrapper. is_in_out: matrices of layers are (in, out)
+    in files. has_defaults: models may be trained without a parameter, which files then leave out. config_json: the
+    fields of one, for a model that came without.
     """
 
     rules: Callable[[ModelConfig], Mapping[str, Rule]]
@@ -97,18 +211,17 @@ class Layout:
 class Family:
     """One way in which files name and lay out a model.
 
-    name: of the model in messages, and `described_by` where its configuration stands.
-    detect: whether a source is of this family, by names and what the container says of itself.
+    name: of the model in messages; described_by: the place of its configuration.
+    detect: whether a source is of this family, by names and by what the container says of itself.
     config: the model's configuration. One CheckpointError names every field that is impossible or not implemented.
-    rules: for every parameter, by name, what it is made of.
-    place: every tensor by its name in the rules, whatever wrappers the model was saved in.
-    is_ignored: whether a tensor, by that name, is known and of no use here.
+    rules: for every parameter, by name, the tensors that it is made of.
+    named: every tensor by its name in the rules, whatever wrappers the model was saved in.
+    is_ignored: whether a tensor, by that name, is known and unused.
     parts: into how many parts tensors are divided whose transform has an axis.
     quirks: what loading evens out, for the reader of a report.
-    advice: where something does not fit, what may be the reason beside damage.
-    tokenizer: the tokenizer that comes with the weights, in the form of a tokenizer.json, or None where its files lie
-        beside them. CheckpointError if it cannot be used.
-    layout: of a family that transformers has, beside GPT-2.
+    advice: a likely reason, besides damage, if something does not fit.
+    tokenizer: the tokenizer in the weights' files, in the form of a tokenizer.json, or None if it lies next to them.
+    layout: of a family that transformers has, besides GPT-2.
     """
 
     name: str
@@ -116,7 +229,7 @@ class Family:
     detect: Callable[[Source], bool]
     config: Callable[[Source], ModelConfig]
     rules: Callable[[Source, ModelConfig], Mapping[str, Rule]]
-    place: Callable[[Source], Iterable[Placed]] = as_named
+    named: Callable[[Source], Iterable[NamedTensor]] = as_named
     is_ignored: Callable[[str], bool] = lambda name: False
     parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()

@@ -1,38 +1,35 @@
-"""The families, and how a source finds its own."""
+"""The families, and how a source finds its own: by its container, then by config.json's model_type or by names."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from tinygpt.weights.containers.ft_folder import FORMAT as FT_FOLDER
 from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.families import fastertransformer, gguf, gpt2, megatron, megatron_moe, nanogpt, onnx, openai_tf
 from tinygpt.weights.families.family import Family, Source
-from tinygpt.weights.families.hugging_face import gpt2
-from tinygpt.weights.families.hugging_face.biogpt import BIOGPT
-from tinygpt.weights.families.hugging_face.bloom import BLOOM
-from tinygpt.weights.families.hugging_face.mpt import MPT
-from tinygpt.weights.families.hugging_face.openai_gpt import OPENAI_GPT
-from tinygpt.weights.families.hugging_face.opt import OPT
-from tinygpt.weights.families.hugging_face.xglm import XGLM
-from tinygpt.weights.families.megatron import fastertransformer, megatron_lm, megatron_moe
-from tinygpt.weights.families.other_programs import gguf, nanogpt, onnx, openai_tf
+from tinygpt.weights.families.model_types import BLOOM, MPT, OPENAI_GPT, ModelType
+from tinygpt.weights.families.opt import BIOGPT, OPT, XGLM
 
 # By the model_type in a config.json; GPT-2's own first files have none.
 MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOGPT)}
-# The first that recognises a source has it. Hugging Face's are last: they go by config.json, which may lie anywhere.
-FAMILIES: tuple[Family, ...] = (
-    gguf.BLOOM,
-    gguf.FAMILY,
-    openai_tf.FAMILY,
-    fastertransformer.BLOOM,
-    fastertransformer.FAMILY,
+# The families of containers that hold models of one program alone.
+BY_FORMAT: dict[str, tuple[Family, ...]] = {
+    "GGUF": (gguf.BLOOM, gguf.FAMILY),
+    "ONNX": (onnx.FAMILY,),
+    "TensorFlow bundle": (openai_tf.FAMILY,),
+    FT_FOLDER: (fastertransformer.BLOOM, fastertransformer.FAMILY),
+}
+# Of other containers, by names; then Hugging Face's by config.json, which may lie next to any file.
+OTHERS: tuple[Family, ...] = (
     megatron_moe.FAMILY,
-    megatron_lm.FAMILY,
-    onnx.FAMILY,
+    megatron.FAMILY,
     nanogpt.NANOGPT,
     nanogpt.MINGPT,
     *(one.family for one in MODEL_TYPES.values()),
     gpt2.FAMILY,
 )
-# Those that are known and need more than their names, and why they are refused.
+FAMILIES: tuple[Family, ...] = (*(family for families in BY_FORMAT.values() for family in families), *OTHERS)
+# Known model types that need more than their names, and why they are refused.
 NOT_IMPLEMENTED = {
     "gpt_neo": "every second layer of which attends to 256 positions only",
     "gpt_bigcode": "whose heads share keys and values",
@@ -46,12 +43,12 @@ NOT_IMPLEMENTED = {
 
 
 def family_of(source: Source) -> Family:
-    """The family whose names and layout the source has. CheckpointError where it is none of them."""
-    for family in FAMILIES:
+    """Return the family whose names and layout the source has. Raise CheckpointError if it has none."""
+    for family in BY_FORMAT.get(source.container.format, OTHERS):
         if family.detect(source):
             return family
     if source.config_json is not None:
-        raise CheckpointError(unknown_type(source.config_json))
+        model_type_of(source.config_json)  # raises CheckpointError
     raise CheckpointError(
         f"{source.path} holds {source.container.format} whose tensors are named as in no model that is implemented, "
         "and no config.json lies beside it: copy that from the model, or take another checkpoint."
@@ -59,15 +56,18 @@ def family_of(source: Source) -> Family:
 
 
 def comes_with_config(name: str) -> bool:
-    """Whether the family of this name, no GPT-2, is one whose config.json lies beside the weights."""
+    """Return whether this family, besides GPT-2, has its config.json next to the weights."""
     return any(one.family_name == name for one in MODEL_TYPES.values())
 
 
-def unknown_type(fields: Mapping[str, Any]) -> str:
-    """What is wrong with a config.json of a model_type that is not in the table."""
-    found, allowed = fields.get("model_type"), ", ".join(map(repr, (*gpt2.MODEL_TYPES, *MODEL_TYPES)))
+def model_type_of(fields: Mapping[str, Any]) -> ModelType:
+    """Return the model type of a config.json. Raise CheckpointError if it is not in the table."""
+    found = fields.get("model_type")
+    if isinstance(found, str) and found in MODEL_TYPES:
+        return MODEL_TYPES[found]
     reason = NOT_IMPLEMENTED.get(found) if isinstance(found, str) else None
-    return (
+    raise CheckpointError(
         f"config.json cannot be used: model_type is {found!r}{f', {reason},' if reason else ''} and must be one of "
-        f"{allowed}, because no other architecture is implemented. Take another checkpoint."
+        f"{', '.join(map(repr, (*gpt2.MODEL_TYPES, *MODEL_TYPES)))}, because no other architecture is implemented. "
+        "Take another checkpoint."
     )

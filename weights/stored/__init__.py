@@ -1,5 +1,1 @@
-"""Files in formats of tinygpt's own: converted checkpoints and saved sessions.
-
-Belongs here: writing them, and checking them when they are read back. May import all of weights but `open` and
-adapters.
-"""
+"""Checkpoints that `convert` writes: packed for the CPU's kernels, or for other programs."""

@@ -3,19 +3,17 @@
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tinygpt.disk import sync
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.gguf.ggml_blocks import BLOCKS
-from tinygpt.weights.containers.gguf.gguf_file import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.byte_level import is_blooms_kind
-from tinygpt.weights.families.other_programs.gguf import (
+from tinygpt.weights.containers.gguf import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
+from tinygpt.weights.errors import CheckpointError, how_to_install
+from tinygpt.weights.families.gguf import (
     ARCHITECTURE,
     ARCHITECTURES,
     CONTROL,
@@ -25,14 +23,16 @@ from tinygpt.weights.families.other_programs.gguf import (
     USER_DEFINED,
     gguf_name,
 )
+from tinygpt.weights.families.tokenizers import is_blooms_kind
+from tinygpt.weights.files import sync
 from tinygpt.weights.parameters import HEAD, POSITIONS, parameter_shapes
-from tinygpt.weights.stored.plain import to_bfloat16, to_float16
+from tinygpt.weights.stored.export import to_bfloat16, to_float16
 
 FILE = "model.gguf"
 U32, I32, F32, BOOL = 4, 5, 6, 7
 # By our dtypes: ggml's number of the type of matrices, and of the file as a whole.
 TYPES = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32), "int8": (8, 7), "int4": (2, 2)}
-BLOCK_OF = {"int8": "Q8_0", "int4": "Q4_0"}
+BLOCKS = {"int8": (8, 32, 34), "int4": (2, 32, 18)}  # Q8_0 and Q4_0: ggml's number, values and bytes of a block
 PLAIN = 0  # float32: what is small, and all positions
 
 
@@ -77,7 +77,9 @@ def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
             f"{checkpoint.path} has the activation {config.activation_function}, and llama.cpp computes gelu_new for "
             "every GPT-2 and BLOOM: it cannot become GGUF."
         )
-    values = BLOCKS[BLOCK_OF[dtype]].values if dtype in BLOCK_OF else 1
+    _, values, _ = BLOCKS.get(dtype, (0, 1, 0))
+    if dtype in BLOCKS and find_spec("gguf") is None:
+        raise CheckpointError(f"--dtype {dtype} needs gguf for ggml's blocks: {how_to_install('gguf')}.")
     if config.n_embd % values or config.inner_size % values:
         raise CheckpointError(
             f"{checkpoint.path} has rows of {config.n_embd} and {config.inner_size}, which are no whole blocks of "
@@ -144,9 +146,9 @@ def _place(name: str, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ..
     if len(shape) == 1 or name == POSITIONS:
         return shape, PLAIN, 4 * math.prod(shape)
     shape = shape[::-1] if name.startswith("h.") else shape
-    if dtype in BLOCK_OF:
-        block = BLOCKS[BLOCK_OF[dtype]]
-        return shape, block.id, math.prod(shape) // block.values * block.bytes
+    if dtype in BLOCKS:
+        kind, values, size = BLOCKS[dtype]
+        return shape, kind, math.prod(shape) // values * size
     return shape, TYPES[dtype][0], math.prod(shape) * (4 if dtype == "float32" else 2)
 
 
@@ -155,9 +157,10 @@ def _bytes(checkpoint: Checkpoint, name: str, dtype: str, kind: int) -> bytes:
     checkpoint.release(name)
     if kind == PLAIN:
         return array.tobytes()
-    if dtype in BLOCK_OF:
-        block = BLOCKS[BLOCK_OF[dtype]]
-        return block.encode(array.reshape(-1, block.values)).tobytes()
+    if dtype in BLOCKS:
+        from gguf import GGMLQuantizationType, quants
+
+        return quants.quantize(array, GGMLQuantizationType(kind)).tobytes()
     return (to_float16(name, array) if dtype == "float16" else to_bfloat16(array)).tobytes()
 
 

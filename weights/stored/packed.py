@@ -17,15 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.converted import PACKED_FILE
 from tinygpt.weights.config import DTYPES, ModelConfig
-from tinygpt.weights.containers.container import FILES
-from tinygpt.weights.containers.mapped_file import MappedFile, MappedTensor
-from tinygpt.weights.containers.safetensors.safetensors_file import read_safetensors
+from tinygpt.weights.containers.mapped_file import FILES, MappedFile, MappedTensor
+from tinygpt.weights.containers.safetensors import Entry, read_safetensors, write_tensors
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_file import read_config
-from tinygpt.weights.stored.crc32 import crc32_of, in_a_thread
-from tinygpt.weights.stored.tensor_file import Entry, write_tensors
+from tinygpt.weights.files import PACKED_FILE, crc32_of, in_a_thread
 
 FORMAT, VERSION = "tinygpt packed weights", "3"
 BOUNDARY = 64  # bytes: the widest vector, and a cache line

@@ -8,9 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
-from tinygpt.regular_file import read_regular_text
 from tinygpt.tokenizer.added_token_files import content_of
 from tinygpt.tokenizer.text_files import read_json
+from tinygpt.weights.files import read_regular_text
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 MAX_CHARACTERS = 1_000_000  # of a prompt

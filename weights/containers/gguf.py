@@ -1,0 +1,234 @@
+"""GGUF: ggml's file of keys and values, names and places of tensors, and their data.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` decodes its block formats, but
+its own reader is 15 times as slow and does not bound what a damaged header claims.
+"""
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygpt.weights.checks import shown
+from tinygpt.weights.containers.mapped_file import (
+    ITEMSIZE,
+    MAX_SIZE,
+    Container,
+    MappedFile,
+    MappedTensor,
+    Peek,
+    StoredTensor,
+    contiguous_strides,
+    do_overlap,
+)
+from tinygpt.weights.errors import CheckpointError, how_to_install
+from tinygpt.weights.tensor import shortest
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT, MAX_ALIGNMENT = 32, 2**16  # of the data: the default, and the largest believed
+MAX_DIMENSIONS = 4  # ggml's own
+PLAIN = {0: "float32", 1: "float16", 30: "bfloat16", 28: "float64"}
+# struct's formats of numeric values, by their types in the file.
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+FLOAT32, STRING, ARRAY = 6, 8, 9
+AT_ONCE = 2**12  # blocks decoded together: intermediate arrays fit in a cache
+Q8_0, Q8_0_VALUES = 8, 32  # ggml's number of the type, and the values of a block: a float16 scale, then int8s
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """A StoredTensor in one of ggml's block formats: a row's blocks of `block_bytes` lie end to end."""
+
+    file: MappedFile
+    kind: int  # ggml's number of the format
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    block_values: int
+    block_bytes: int
+    is_floating = True
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.block_values * self.block_bytes
+
+    def float32(self) -> np.ndarray:
+        values = np.empty(self.shape, np.float32)
+        blocks = np.ndarray((values.size // self.block_values, self.block_bytes), np.uint8, self.file.data, self.offset)
+        flat = values.reshape(-1, self.block_values)  # (blocks, values of a block)
+        for start in range(0, len(blocks), AT_ONCE):
+            flat[start : start + AT_ONCE] = decode(self.kind, blocks[start : start + AT_ONCE])
+        return values
+
+    def release(self) -> None:
+        MappedTensor(self.file, "float32", (self.nbytes // 4,), (1,), self.offset).release()
+
+
+def decode(kind: int, blocks: np.ndarray) -> np.ndarray:
+    """Return the values (N, values of a block) float32 of blocks (N, bytes) uint8 of ggml's format `kind`."""
+    if kind == Q8_0:  # common enough to need no package
+        values = blocks[:, 2:].view(np.int8).astype(np.float32)
+        values *= blocks[:, :2].copy().view(np.float16)
+        return values
+    from gguf import GGMLQuantizationType, quants
+
+    return quants.dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType(kind))
+
+
+def block_format(kind: int) -> tuple[str, int, int] | None:
+    """Return name, values and bytes of a block of ggml's format `kind`, or None for an unknown format.
+
+    Raise CheckpointError if the package that knows it is not installed.
+    """
+    if kind == Q8_0:
+        return "Q8_0", Q8_0_VALUES, 34
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+    except ImportError as error:
+        raise CheckpointError(
+            f"the file holds ggml's block format {kind}, which needs gguf: {how_to_install('gguf')}."
+        ) from error
+    names = {one.value: one.name for one in GGMLQuantizationType}
+    if not hasattr(quants, names.get(kind, "")):  # integers, and formats that the package does not decode
+        return None
+    return names[kind], *GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+
+
+def is_gguf(peek: Peek) -> bool:
+    return peek.head.startswith(MAGIC)
+
+
+def read_gguf(path: Path) -> Container:
+    """Return the tensors of a GGUF file; metadata are the file's keys. Raise CheckpointError if it is damaged."""
+    file = MappedFile(path)
+    try:
+        return _Reader(file).container()
+    except CheckpointError:
+        raise
+    except (struct.error, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path} is a damaged GGUF file ({error}): download it again.") from error
+
+
+class _Reader:
+    """A single pass over a file, which never reads beyond the bytes that are left."""
+
+    def __init__(self, file: MappedFile):
+        self.file, self.place = file, 0
+
+    def container(self) -> Container:
+        self._check_version()
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        self._need(num_keys, 13)  # the least that a key and its value take: lengths, a type and a byte
+        metadata = dict(self._named(num_keys, lambda: self._value(self._number("I"))))
+        if metadata.get("split.count", 0) not in (0, 1):
+            self._refuse(f"one of {shown(metadata['split.count'])} parts: join them with `llama-gguf-split --merge`")
+        self._need(num_tensors, 24)
+        places = dict(self._named(num_tensors, self._place_of_tensor))
+        start = self._start_of_data(metadata.get("general.alignment", ALIGNMENT))
+        lying = {name: self._tensor(name, start, *place) for name, place in places.items()}
+        self._check_places([data for _, data in lying.values()])
+        tensors = {name: tensor for name, (tensor, _) in lying.items()}
+        return Container("GGUF", tensors, metadata)
+
+    def _check_version(self) -> None:
+        self._take(len(MAGIC))
+        version = self._number("I")
+        if version & 0xFFFF == 0:
+            self._refuse("a big-endian file: convert it to a little-endian one")
+        if version not in VERSIONS:
+            self._refuse(f"of version {version}, and only {' and '.join(map(str, VERSIONS))} are implemented")
+
+    def _named(self, count: int, read: Callable[[], Any]) -> Any:
+        """`count` names, each with what `read` finds behind it."""
+        names = set()
+        for _ in range(count):
+            name = self._string()
+            if name in names:
+                raise ValueError(f"two of the name {shown(name)}")
+            names.add(name)
+            yield name, read()
+
+    def _value(self, kind: int) -> Any:
+        if kind == FLOAT32:
+            return shortest(self._number(NUMBERS[kind]))
+        if kind in NUMBERS:
+            return self._number(NUMBERS[kind])
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            raise ValueError(f"a value of type {kind}")
+        kind, count = self._number("I"), self._number("Q")
+        if kind == STRING:
+            self._need(count, 8)
+            return [self._string() for _ in range(count)]
+        if kind not in NUMBERS:
+            raise ValueError(f"an array of type {kind}")
+        size = struct.calcsize(NUMBERS[kind])
+        self._need(count, size)
+        return np.frombuffer(self._take(count * size), np.dtype(f"<{NUMBERS[kind]}")).tolist()
+
+    def _place_of_tensor(self) -> tuple[tuple[int, ...], int, int]:
+        """Shape, type and offset. Sizes stand innermost first."""
+        dimensions = self._number("I")
+        if dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"a tensor of {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        if any(size > MAX_SIZE for size in shape):
+            raise ValueError("a tensor of an impossible shape")
+        return shape, self._number("I"), self._number("Q")
+
+    def _start_of_data(self, alignment: Any) -> int:
+        if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise ValueError(f"an alignment of {shown(alignment)}")
+        return -(-self.place // alignment) * alignment
+
+    def _tensor(
+        self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int
+    ) -> tuple[StoredTensor, range]:
+        """Return the tensor, and its bytes in the file."""
+        count, begin = math.prod(shape), start + offset
+        if kind in PLAIN:
+            tensor = MappedTensor(self.file, PLAIN[kind], shape, contiguous_strides(shape), begin)
+            return tensor, range(begin, begin + count * ITEMSIZE[PLAIN[kind]])
+        if (known := block_format(kind)) is None:
+            return MappedTensor(self.file, f"ggml type {kind}", shape, contiguous_strides(shape), begin), range(0)
+        dtype, values, size = known
+        if not shape or shape[-1] % values:
+            raise ValueError(f"{shown(name)}, whose rows of {shape[-1:]} are no whole blocks of {values}")
+        tensor = BlockTensor(self.file, kind, dtype, shape, begin, values, size)
+        return tensor, range(begin, begin + count // values * size)
+
+    def _check_places(self, lying: list[range]) -> None:
+        for data in lying:
+            if data.stop > len(self.file):
+                raise ValueError(f"a tensor reaches to byte {data.stop} of {len(self.file)}")
+        if do_overlap(lying):
+            raise ValueError("tensors are laid over one another")
+
+    def _string(self) -> str:
+        return str(self._take(self._number("Q")), "utf-8")
+
+    def _number(self, format: str) -> Any:
+        (number,) = struct.unpack(f"<{format}", self._take(struct.calcsize(format)))
+        return number
+
+    def _take(self, size: int) -> bytes:
+        self._need(size, 1)
+        self.place += size
+        return self.file.data[self.place - size : self.place]
+
+    def _need(self, count: int, size: int) -> None:
+        if count * size > len(self.file) - self.place:
+            raise ValueError(f"{count} entries where {len(self.file) - self.place} bytes are left")
+
+    def _refuse(self, what: str) -> None:
+        raise CheckpointError(f"{self.file.path} is {what}.")

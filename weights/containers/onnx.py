@@ -1,0 +1,225 @@
+"""ONNX: a graph whose initializers are the weights, in the file or in files next to it. Nothing of the graph runs.
+
+The package `onnx` parses the graph. Weights in other files are mapped from there.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+
+from tinygpt.weights.checks import shown
+from tinygpt.weights.containers.mapped_file import (
+    ITEMSIZE,
+    Container,
+    MappedFile,
+    MappedTensor,
+    Peek,
+    StoredTensor,
+    contiguous_strides,
+    is_possible_shape,
+)
+from tinygpt.weights.errors import CheckpointError, how_to_install
+
+DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # of ONNX's numbers, the readable ones
+MAX_SHARING = 100  # of a file's bytes, by all tensors in it: several may be one
+PRODUCTS = {"MatMul", "Gemm", "FusedMatMul"}  # operations whose second input may be a matrix of weights
+DOMAINS = {"", "ai.onnx", "com.microsoft"}  # of operations; a function's domain is another
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation of the graph. is_foreign: a function or operation of another domain."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: dict[str, Any]
+    is_foreign: bool
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The tensors and operations of a graph and its subgraphs. inputs: shapes by name, None for a free size."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    inputs: dict[str, tuple] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class InlineTensor:
+    """A StoredTensor in the graph itself: `proto` is onnx's TensorProto."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    proto: Any = field(compare=False)
+    name: str = ""
+    is_floating = True
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def float32(self) -> np.ndarray:
+        from onnx import numpy_helper
+
+        try:
+            return np.asarray(numpy_helper.to_array(self.proto)).astype(np.float32).reshape(self.shape)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} is damaged at {shown(self.name)}: export it again.") from error
+
+    def release(self) -> None:
+        """Keep the graph, which is in memory as a whole."""
+
+
+def is_onnx(peek: Peek) -> bool:
+    """The first field is the version of the format, a small number. Then come the producer, graph or operators."""
+    return (
+        len(peek.head) > 8
+        and peek.head[0] == 0x08
+        and peek.head[1] < 0x80
+        and peek.head[2] in (0x12, 0x1A, 0x22, 0x28, 0x3A)
+    )
+
+
+def read_onnx(path: Path) -> Container:
+    """Return the initializers, and the Graph. Raise CheckpointError if a file is damaged or leaves its folder."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise CheckpointError(f"{path} is an ONNX file, which needs onnx: {how_to_install('onnx')}.") from error
+    file = MappedFile(path)
+    try:
+        model = onnx.load_model_from_string(file.data[:])
+    # protobuf's own class of errors differs with its implementation.
+    except Exception as error:
+        raise CheckpointError(f"{path} is a damaged ONNX file ({error}): export it again.") from error
+    file.release()
+    reader = _Reader(file)
+    try:
+        reader.read_graph(model.graph)
+        reader.check_total()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} is a damaged ONNX file ({error}): export it again.") from error
+    if not reader.graph.tensors:
+        raise CheckpointError(f"{path} holds no weights: give another file.")
+    # Exporters merge equal tensors: the others are outputs of an Identity of the one that is kept.
+    for node in reader.graph.nodes:
+        if node.kind == "Identity" and node.inputs and node.inputs[0] in reader.graph.tensors:
+            for name in node.outputs:
+                reader.graph.tensors.setdefault(name, reader.graph.tensors[node.inputs[0]])
+    return Container("ONNX", reader.graph.tensors, graph=reader.graph)
+
+
+class _Reader:
+    """Collects a graph's tensors and nodes, and counts the bytes that tensors claim of each file."""
+
+    def __init__(self, file: MappedFile):
+        self.file, self.graph = file, Graph()
+        self.files: dict[str, MappedFile] = {}
+        self.claimed: dict[Path, int] = {}
+
+    def check_total(self) -> None:
+        """Raise ValueError if tensors that share bytes are beyond reason."""
+        for file in (self.file, *self.files.values()):
+            if (claimed := self.claimed.get(file.path, 0)) > MAX_SHARING * len(file):
+                raise ValueError(f"its tensors claim {claimed} bytes of {len(file)}")
+
+    def read_graph(self, graph: Any) -> None:
+        for tensor in graph.initializer:
+            if tensor.name in self.graph.tensors:
+                raise ValueError(f"two initializers {shown(tensor.name)}")
+            self.graph.tensors[tensor.name] = self._tensor(tensor)
+        for info in graph.input:
+            sizes = [size.dim_value if size.HasField("dim_value") else None for size in info.type.tensor_type.shape.dim]
+            self.graph.inputs.setdefault(info.name, tuple(sizes))
+        for node in graph.node:
+            self._read_node(node)
+
+    def _read_node(self, node: Any) -> None:
+        attributes: dict[str, Any] = {}
+        for attribute in node.attribute:
+            if attribute.HasField("t"):  # a tensor in a Constant node is an initializer by another name
+                if node.output and node.output[0] not in self.graph.tensors:
+                    self.graph.tensors[node.output[0]] = self._tensor(attribute.t)
+            elif attribute.HasField("f"):
+                attributes[attribute.name] = attribute.f
+            elif attribute.HasField("i"):
+                attributes[attribute.name] = attribute.i
+            elif attribute.HasField("s"):
+                attributes[attribute.name] = attribute.s.decode("utf-8", "replace")
+            for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                self.read_graph(graph)
+        is_foreign = node.domain not in DOMAINS
+        self.graph.nodes.append(Node(node.op_type, tuple(node.input), tuple(node.output), attributes, is_foreign))
+
+    def _tensor(self, proto: Any) -> StoredTensor:
+        """Return a tensor. Raise ValueError if it is damaged."""
+        shape, dtype = tuple(proto.dims), DTYPES.get(proto.data_type, f"ONNX type {proto.data_type}")
+        if not is_possible_shape(shape):
+            raise ValueError(f"an impossible shape of {shown(proto.name)}")
+        if dtype not in ITEMSIZE:
+            return MappedTensor(self.file, dtype, shape, contiguous_strides(shape), 0)  # never read
+        size = math.prod(shape) * ITEMSIZE[dtype]
+        if proto.data_location == 1:  # EXTERNAL
+            external = {entry.key: entry.value for entry in proto.external_data}
+            file, begin, there = self._external(proto.name, external, size)
+            self.claimed[file.path] = self.claimed.get(file.path, 0) + size
+            tensor = MappedTensor(file, dtype, shape, contiguous_strides(shape), begin)
+        else:
+            there = _inline_size(proto, dtype)
+            tensor = InlineTensor(self.file.path, dtype, shape, proto, proto.name)
+        if there != size:
+            raise ValueError(f"{shown(proto.name)} of shape {shape} has {there} bytes and needs {size}")
+        return tensor
+
+    def _external(self, name: str, external: dict[str, str], size: int) -> tuple[MappedFile, int, int]:
+        """Return the other file, and a tensor's place and size in it."""
+        location = external.get("location", "")
+        path = PurePosixPath(location)
+        is_relative = location and not (path.is_absolute() or PureWindowsPath(location).drive or "\\" in location)
+        if not is_relative or ".." in path.parts:
+            raise CheckpointError(
+                f"{self.file.path} keeps weights in {shown(location)}, which is no file of its folder: refused. Export "
+                "it again."
+            )
+        if location not in self.files:
+            folder = self.file.path.parent
+            target = folder / path
+            if not any(target.resolve().is_relative_to(place) for place in _places(folder)):
+                raise CheckpointError(f"{target}, where {self.file.path} keeps weights, is a link: refused.")
+            self.files[location] = MappedFile(target)
+        file, begin = self.files[location], _decimal(external.get("offset", "0"))
+        there = _decimal(external["length"]) if "length" in external else size
+        if begin + there > len(file):
+            raise CheckpointError(
+                f"{file.path} has {len(file)} bytes, and {shown(name)} reaches to byte {begin + there}: copy it again."
+            )
+        return file, begin, there
+
+
+def _inline_size(proto: Any, dtype: str) -> int:
+    """Return the bytes of the elements, which are raw or listed one by one; halves are listed as integers."""
+    if proto.HasField("raw_data"):
+        return len(proto.raw_data)
+    values = {"float32": proto.float_data, "float64": proto.double_data}.get(dtype, proto.int32_data)
+    return len(values) * ITEMSIZE[dtype]
+
+
+def _places(folder: Path) -> list[Path]:
+    """Return the folders in which a folder's files may lie: itself, and the blobs that the Hub's cache links to."""
+    folder = folder.absolute()
+    blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
+    return [place.resolve() for place in (folder, *blobs)]
+
+
+def _decimal(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise ValueError(f"a place {shown(text)}")
+    return int(text)

@@ -1,0 +1,235 @@
+"""A torch file for each GPU that a model was trained on: Megatron-LM's and DeepSpeed's folders, NeMo's archives.
+
+The tensors of each file stand under the name of its rank, such as "mp_rank_01/model.embedding.weight", and so does the
+metadata, by rank. A file alone has the rank "".
+"""
+
+import os
+import re
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tinygpt.weights.containers.mapped_file import Container, Peek
+from tinygpt.weights.containers.torch import read_training_checkpoint
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.files import open_regular, read_regular_text
+
+# Folders of ranks: tensor parallel, then pipeline parallel if there is any.
+RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
+MAX_RANKS, MAX_TEXT = 1024, 2**25  # files, bytes of a text beside them
+TRACKER = "latest_checkpointed_iteration.txt"
+MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
+DISTRIBUTED = ("*.distcp", "*/.zarray")  # in folders of Megatron core's own formats
+# DeepSpeed: what all experts share, in a folder for each rank or next to one another, and the experts' own files.
+SHARED_FILE = "model_states.pt"
+SHARED_RANK_FILE = re.compile(r"(mp_rank_\d{2,3})_model_states\.pt")
+EXPERT_FILE = re.compile(r"layer_(\d{1,4})_expert_(\d{1,5})_(mp_rank_\d{2,3})_model_states\.pt")
+PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
+MAX_EXPERT_FILES = 16_384
+NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+OLD_TORCH = {"sys_info", "pickle", "tensors", "storages"}  # members of such an archive
+MAX_MEMBERS = 10_000
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of an archive, or of the folder that one was unpacked into (`part` is None)."""
+
+    path: Path
+    part: range | None = None
+
+    def text(self) -> str:
+        """Return the text. Raise CheckpointError if it is too long or not UTF-8."""
+        try:
+            if self.part is None:
+                return read_regular_text(self.path)
+            if len(self.part) > MAX_TEXT:
+                raise CheckpointError(f"{self.path} has a text of {len(self.part)} bytes, which is none.")
+            with open_regular(self.path) as file:
+                file.seek(self.part.start)
+                return file.read(len(self.part)).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self.path} has a text that cannot be read: {error}.") from error
+
+
+def rank_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*_rank_*") if RANK.fullmatch(path.name) and path.is_dir())
+
+
+def joined(format: str, files: Mapping[str, Member], others: Mapping[str, Member]) -> Container:
+    """Return the tensors of all ranks' files as one container. others: the other members of an archive."""
+    if len(files) > MAX_RANKS:
+        raise CheckpointError(f"{len(files)} ranks are more than any model was trained on.")
+    tensors, by_rank = {}, {}
+    for rank, file in files.items():
+        container = read_training_checkpoint(file.path, file.part)
+        tensors |= {f"{rank}/{name}" if rank else name: tensor for name, tensor in container.tensors.items()}
+        by_rank[rank] = container.metadata
+    name = f"{format}, {len(files)} ranks" if len(files) > 1 else format
+    return Container(name, tensors, archive_members=others, rank_metadata=by_rank)
+
+
+# Megatron-LM
+
+
+def find_megatron(folder: Path) -> Path | None:
+    """Return the folder with the ranks of the latest iteration, if the folder holds any."""
+    if (folder / TRACKER).is_file():
+        iteration = Member(folder / TRACKER).text().strip()
+        name = f"iter_{int(iteration):07}" if iteration.isdecimal() and len(iteration) < 10 else iteration
+        if (name != "release" and not name.startswith("iter_")) or not (folder / name).is_dir():
+            raise CheckpointError(f"{folder / TRACKER} names no folder beside it: give the folder of an iteration.")
+        folder = folder / name
+    return folder if any(file.is_file() for file in _megatron_files(folder).values()) else None
+
+
+def read_megatron(folder: Path) -> Container:
+    """Return the tensors of all ranks. Raise CheckpointError if a file is damaged."""
+    return joined("Megatron-LM", {rank: Member(file) for rank, file in _megatron_files(folder).items()}, {})
+
+
+def _megatron_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each rank, whether it exists or not."""
+    return {
+        rank.name: next((rank / name for name in MEGATRON_FILES if (rank / name).is_file()), rank / MEGATRON_FILES[0])
+        for rank in rank_folders(folder)
+    }
+
+
+def find_distributed(folder: Path) -> Path | None:
+    """Return the folder, or the part of it, that is in Megatron core's distributed format."""
+    tracked = sorted(folder.glob("iter_*")) if (folder / TRACKER).is_file() else []
+    places = (folder, *tracked, folder / "weights", folder / "model_weights")  # of NeMo 2, and of late NeMo 1
+    return next((place for place in places for pattern in DISTRIBUTED if any(place.glob(pattern))), None)
+
+
+def read_distributed(folder: Path) -> Container:
+    raise CheckpointError(
+        f"{folder} is in a distributed format, as Megatron core and NeMo 2 write it, which is not implemented: save it "
+        "with Megatron's --ckpt-format torch, or export it to Hugging Face's layout."
+    )
+
+
+# DeepSpeed, of models with experts
+
+
+def find_deepspeed(folder: Path) -> Path | None:
+    """Return the folder, or the latest of its folders, if DeepSpeed wrote a model with experts there."""
+    if (folder / "latest").is_file():
+        name = Member(folder / "latest").text().strip()
+        if not re.fullmatch(r"[\w-]{1,200}", name) or not (folder / name).is_dir():
+            raise CheckpointError(f"{folder / 'latest'} names no folder beside it: give the folder of a step.")
+        folder = folder / name
+    return folder if _deepspeed_files(folder) else None
+
+
+def read_deepspeed(folder: Path) -> Container:
+    """Return the tensors of all ranks and experts. Raise CheckpointError if a file is damaged.
+
+    An expert's tensors stand under "experts.LAYER.EXPERT." in its rank; LAYER counts layers that have experts.
+    """
+    shared = joined("DeepSpeed", {rank: Member(file) for rank, file in _deepspeed_files(folder).items()}, {})
+    found = [(match, path) for path in sorted(folder.iterdir()) if (match := EXPERT_FILE.fullmatch(path.name))]
+    if len(found) > MAX_EXPERT_FILES:
+        raise CheckpointError(f"{len(found)} files of experts are more than {MAX_EXPERT_FILES}, which any model has.")
+    tensors = dict(shared.tensors)
+    for match, path in found:
+        layer, expert, rank = int(match[1]), int(match[2]), match[3]
+        for name, tensor in read_training_checkpoint(path).tensors.items():
+            tensors[f"{rank}/experts.{layer}.{expert}.{name}"] = tensor
+    return Container(shared.format, tensors, rank_metadata=shared.rank_metadata)
+
+
+def _deepspeed_files(folder: Path) -> dict[str, Path]:
+    files = {match[1]: path for path in folder.glob("mp_rank_*") if (match := SHARED_RANK_FILE.fullmatch(path.name))}
+    files |= {rank.name: rank / SHARED_FILE for rank in rank_folders(folder) if (rank / SHARED_FILE).is_file()}
+    if files and any(PIPELINE_FILE.fullmatch(path.name) for path in folder.glob("layer_*")):
+        raise CheckpointError(
+            f"{folder} holds a file for each layer of a pipeline, which is not implemented: save it without one."
+        )
+    has_experts = any(EXPERT_FILE.fullmatch(path.name) for path in folder.glob("layer_*_expert_*"))
+    if has_experts and not files:  # next to Megatron's own names
+        files = {rank: path for rank, path in _megatron_files(folder).items() if path.is_file()}
+    return dict(sorted(files.items()))
+
+
+# NeMo
+
+
+class _Bounded:
+    """A file for tarfile, which otherwise reads as many bytes as a header claims."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, self._size))
+
+
+def is_tar(peek: Peek) -> bool:
+    return peek.head[257:262] == b"ustar"
+
+
+def is_gzip(peek: Peek) -> bool:
+    return peek.head.startswith(b"\x1f\x8b")
+
+
+def read_gzip(path: Path) -> Container:
+    raise CheckpointError(f"{path} is compressed: unpack it with `tar -xzf`, and give the folder.")
+
+
+def read_nemo(path: Path) -> Container:
+    """Return a .nemo archive's tensors, read in place. Raise CheckpointError if it is damaged or another archive."""
+    members: dict[str, Member] = {}
+    try:
+        with open_regular(path) as source, tarfile.open(fileobj=_Bounded(source), mode="r:") as archive:
+            for count, info in enumerate(archive):
+                name = info.name.removeprefix("./")
+                if count >= MAX_MEMBERS or name in members or not (info.isreg() or info.isdir()):
+                    raise CheckpointError(
+                        f"{path} has a member {info.name!r} that is a link, or a second one: refused."
+                    )
+                if info.isreg() and not info.issparse():
+                    members[name] = Member(path, range(info.offset_data, info.offset_data + info.size))
+    except CheckpointError:
+        raise
+    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path} is a damaged archive ({error}): download it again.") from error
+    return _nemo(path, members)
+
+
+def find_nemo(folder: Path) -> Path | None:
+    """Return the folder if a .nemo archive was unpacked into it."""
+    is_there = (folder / NEMO_CONFIG).is_file() and _unpacked(folder).keys() - {NEMO_CONFIG}
+    return folder if is_there else None
+
+
+def read_unpacked_nemo(folder: Path) -> Container:
+    return _nemo(folder, _unpacked(folder))
+
+
+def _unpacked(folder: Path) -> dict[str, Member]:
+    ranks = [path / NEMO_WEIGHTS for path in rank_folders(folder) if (path / NEMO_WEIGHTS).is_file()]
+    files = [path for path in folder.glob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): Member(path) for path in (*files, *ranks)}
+
+
+def _nemo(path: Path, members: dict[str, Member]) -> Container:
+    if members.keys() >= OLD_TORCH:
+        raise CheckpointError(
+            f"{path} is in the form that PyTorch wrote before 0.1.10, which is not implemented: load it with torch, "
+            "and save it again."
+        )
+    if NEMO_CONFIG not in members:
+        raise CheckpointError(f"{path} is an archive without {NEMO_CONFIG}: it is not NeMo's. Give another file.")
+    if any(name.startswith("model_weights/") for name in members):
+        raise CheckpointError(f"{path} is in NeMo's distributed format, which is not implemented: save it in one file.")
+    weights = {name.rpartition("/")[0]: member for name, member in members.items() if name.endswith(NEMO_WEIGHTS)}
+    others = {name: member for name, member in members.items() if not name.endswith(NEMO_WEIGHTS)}
+    if not weights:
+        raise CheckpointError(f"{path} holds no {NEMO_WEIGHTS}: download it again.")
+    return joined("NeMo", weights, others)

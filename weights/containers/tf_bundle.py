@@ -1,0 +1,267 @@
+"""TensorFlow's tensor bundle: PREFIX.index, a table that describes all variables, and their bytes in PREFIX.data-*.
+
+Formats: tensor_bundle.proto of TensorFlow, in a table of LevelDB's form
+(https://github.com/google/leveldb/blob/main/doc/table_format.md). Everything has a CRC-32C:
+the table's are verified when it is read, a variable's at its first read.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinygpt.weights.checks import shown
+from tinygpt.weights.containers.mapped_file import (
+    ITEMSIZE,
+    Container,
+    MappedFile,
+    Peek,
+    ReadAhead,
+    VerifiedTensor,
+    contiguous_strides,
+    do_overlap,
+    is_possible_shape,
+)
+from tinygpt.weights.errors import CheckpointError, how_to_install
+from tinygpt.weights.files import read_regular_text
+
+INDEX = ".index"
+MAX_SHARDS = 1000
+DTYPES = {1: "float32", 2: "float64", 14: "bfloat16", 19: "float16"}  # by TensorFlow's numbers
+BIG_ENDIAN = 1
+# In the file `checkpoint`, whose folder may be another machine's.
+LATEST = re.compile(r'^model_checkpoint_path: "(?:[^"\n]*/)?([\w.-]+)"', re.MULTILINE)
+MAGIC = bytes.fromhex("57fb808b247547db")
+FOOTER = 48  # bytes, MAGIC included
+TRAILER = 5  # bytes after a block: its compression, and its checksum
+MAX_KEY = 1000  # bytes: each key repeats the beginning of the one before, so that long keys would grow without end
+MAX_KEYS = 20  # times the table's bytes, by all keys
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protobuf
+
+
+@dataclass(frozen=True)
+class Variable:
+    """What the index says of a variable: its dtype, its shape and its place. It is a Part of ReadAhead."""
+
+    file: MappedFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: range
+    checksum: int
+    crc32c: Callable[[Any], int]
+
+    def verify(self) -> None:
+        """Raise CheckpointError unless the bytes have their checksum."""
+        data = np.frombuffer(self.file.data, np.uint8, len(self.data), self.data.start)
+        if self.crc32c(data) != self.checksum:
+            raise CheckpointError(
+                f"{self.file.path} is damaged, its variable {self.name} does not have the checksum in the index: "
+                "download it again."
+            )
+
+
+def is_tf_index(peek: Peek) -> bool:
+    return peek.tail.endswith(MAGIC)
+
+
+def find_tf_index(folder: Path) -> Path | None:
+    """Return the index of the latest checkpoint, if TensorFlow's file `checkpoint` names one."""
+    if not (folder / "checkpoint").is_file():
+        return None
+    try:
+        found = LATEST.search(read_regular_text(folder / "checkpoint"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / 'checkpoint'} cannot be read: {error}.") from error
+    index = folder / f"{found[1]}{INDEX}" if found else folder
+    return index if index.is_file() else None
+
+
+def read_tf_bundle(path: Path) -> Container:
+    """Return the variables of a bundle, given its index. Raise CheckpointError if a file is damaged or too new."""
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} is TensorFlow's, whose checksums need google-crc32c: {how_to_install('tf')}."
+        ) from error
+
+    def crc32c(data: Any) -> int:
+        """Return a checksum as files hold it: masked, because data may hold checksums."""
+        checksum = google_crc32c.value(data)
+        return ((checksum >> 15 | checksum << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
+
+    try:
+        variables = _read_index(path, crc32c)
+    except CheckpointError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path} is a damaged index of TensorFlow's: {error}. Download it again.") from error
+    ahead: dict[Path, ReadAhead] = {}
+    for file in {variable.file for variable in variables}:
+        inside = [variable for variable in variables if variable.file is file]
+        for variable in inside:
+            if variable.data.stop > len(file):
+                raise CheckpointError(
+                    f"{file.path} has {len(file)} bytes, and its variable {shown(variable.name)} reaches to byte "
+                    f"{variable.data.stop}: download it again."
+                )
+        if do_overlap(variable.data for variable in inside):
+            raise CheckpointError(f"{file.path} has variables that are laid over one another: download it again.")
+        ahead[file.path] = ReadAhead(inside)
+    return Container("TensorFlow bundle", {v.name: _tensor(v, ahead[v.file.path]) for v in variables})
+
+
+def _tensor(variable: Variable, ahead: ReadAhead) -> VerifiedTensor:
+    strides, verify = contiguous_strides(variable.shape), partial(ahead.verify, variable)
+    return VerifiedTensor(variable.file, variable.dtype, variable.shape, strides, variable.data.start, verify)
+
+
+def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[Variable]:
+    """Return the variables. Raise ValueError if the index is damaged."""
+    records = _read_table(MappedFile(path).data[:], crc32c)
+    if b"" not in records:
+        raise ValueError("it has no header")
+    num_shards = _num_shards(path, records.pop(b""))
+    prefix, files, variables = path.name.removesuffix(INDEX), {}, []
+    for key, record in records.items():
+        if key.startswith(b"\0"):
+            continue
+        name, entry = str(key, "utf-8"), dict(_fields(record))
+        if 7 in entry:
+            raise CheckpointError(
+                f"{path} has variables in several pieces, such as {shown(name)}, which is not implemented: save it "
+                "again without a partitioner."
+            )
+        numbers = [entry.get(field, 0) for field in (1, 3, 4, 5, 6)]
+        if not all(isinstance(number, int) for number in numbers):
+            raise ValueError("a message stands where a number belongs")
+        kind, shard, offset, size, checksum = numbers
+        if shard >= num_shards:
+            raise ValueError("a variable lies in a data file that there is none of")
+        if shard not in files:
+            files[shard] = MappedFile(path.with_name(f"{prefix}.data-{shard:05}-of-{num_shards:05}"))
+        dtype, shape = DTYPES.get(kind, f"TensorFlow's type {kind}"), _shape(entry.get(2, b""))
+        if kind in DTYPES and math.prod(shape) * ITEMSIZE[dtype] != size:
+            raise ValueError(f"a variable of shape {shape} has {size} bytes")
+        variables.append(Variable(files[shard], name, dtype, shape, range(offset, offset + size), checksum, crc32c))
+    return variables
+
+
+def _num_shards(path: Path, header: bytes) -> int:
+    """Read BundleHeaderProto."""
+    fields = dict(_fields(header))
+    num_shards = fields.get(1, 0)
+    if not isinstance(num_shards, int):  # SavedTensorSliceMeta, in the place of the header
+        raise CheckpointError(f"{path} is in TensorFlow's first format, from before 2017: save it again in the second.")
+    if fields.get(2) == BIG_ENDIAN:
+        raise CheckpointError(f"{path} was saved on a big-endian machine: save it again on a little-endian one.")
+    consumer = dict(_fields(fields.get(3, b""))).get(2, 0)
+    if consumer not in (0, 1) or not 1 <= num_shards <= MAX_SHARDS:
+        raise ValueError(f"{num_shards} data files, for readers of version {consumer}")
+    return num_shards
+
+
+def _shape(message: int | bytes) -> tuple[int, ...]:
+    """Read TensorShapeProto: its repeated second field is a size, each."""
+    shape = tuple(dict(_fields(value)).get(1, 0) for field, value in _fields(message) if field == 2)
+    if not is_possible_shape(shape):
+        raise ValueError("a variable of an impossible shape")
+    return shape
+
+
+# The table, and protobuf
+
+
+def _read_table(data: bytes, crc32c: Callable[[Any], int]) -> dict[bytes, bytes]:
+    """Return all records, in their order. Raise ValueError if the table is damaged or compressed."""
+    if len(data) < FOOTER or data[-len(MAGIC) :] != MAGIC:
+        raise ValueError("it does not end as such a table does")
+    place = len(data) - FOOTER
+    numbers = []
+    for _ in range(4):  # place and size of the block of statistics, which is empty, and of the index
+        number, place = _varint(data, place, len(data))
+        numbers.append(number)
+    records: dict[bytes, bytes] = {}
+    end = length = 0
+    for _, handle in _records_of(data, *numbers[2:], crc32c):
+        start, place = _varint(handle, 0, len(handle))
+        size, _ = _varint(handle, place, len(handle))
+        if start < end:
+            raise ValueError("its blocks are laid over one another")
+        end = start + size
+        for key, value in _records_of(data, start, size, crc32c):
+            length += len(key)
+            if length > MAX_KEYS * len(data):
+                raise ValueError(f"it has {len(data)} bytes and keys of more than {MAX_KEYS} times as many")
+            if key in records:
+                raise ValueError(f"two records {key!r}")
+            records[key] = value
+    return records
+
+
+def _records_of(data: bytes, start: int, size: int, crc32c: Callable[[Any], int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield one block's records. Each key begins with some bytes of the one before it."""
+    stop = start + size
+    if size < 4 or stop + TRAILER > len(data):
+        raise ValueError("a block reaches outside the file")
+    if crc32c(data[start : stop + 1]) != int.from_bytes(data[stop + 1 : stop + TRAILER], "little"):
+        raise ValueError("a block does not have its checksum")
+    if data[stop]:
+        raise ValueError("it is compressed, which is not implemented")
+    stop -= 4 + 4 * int.from_bytes(data[stop - 4 : stop], "little")
+    key = b""
+    while start < stop:
+        lengths = []
+        for _ in range(3):  # shared with the key before, the rest of the key, the value
+            length, start = _varint(data, start, stop)
+            lengths.append(length)
+        shared, rest, length = lengths
+        if shared > len(key) or shared + rest > MAX_KEY or rest + length > stop - start:
+            raise ValueError("a record reaches outside its block, or has too long a key")
+        key = key[:shared] + data[start : start + rest]
+        start += rest
+        yield key, data[start : start + length]
+        start += length
+
+
+def _fields(message: int | bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield number and value of each field of a protobuf message. Raise ValueError if it is damaged.
+
+    Format: https://protobuf.dev/programming-guides/encoding
+    """
+    if isinstance(message, int):
+        raise ValueError("a number stands where a message belongs")
+    place, stop = 0, len(message)
+    while place < stop:
+        key, place = _varint(message, place, stop)
+        number, wire = key >> 3, key & 7
+        if wire == VARINT:
+            value, place = _varint(message, place, stop)
+        else:
+            size = {FIXED64: 8, FIXED32: 4}.get(wire, -1)
+            if wire == BYTES:
+                size, place = _varint(message, place, stop)
+            if not 0 <= size <= stop - place:
+                raise ValueError(f"field {number} of wire type {wire} has no end")
+            content = message[place : place + size]
+            value = content if wire == BYTES else int.from_bytes(content, "little")
+            place += size
+        yield number, value
+
+
+def _varint(data: bytes, place: int, stop: int) -> tuple[int, int]:
+    """Return a number, 7 bits a byte, the low ones first, and its end. Raise ValueError if that is after `stop`."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if place >= stop:
+            break
+        number, place = number | (data[place] & 0x7F) << shift, place + 1
+        if data[place - 1] < 0x80:
+            return number, place
+    raise ValueError("a number has no end")

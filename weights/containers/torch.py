@@ -1,0 +1,444 @@
+"""Files of torch.save, read without torch: a state dict, or a training checkpoint with much beside it.
+
+Since torch 1.6 the file is an uncompressed zip archive of `data.pkl` (the structure) and one `data/<key>` per storage.
+Before, it was five pickles end to end (a magic number, the form's version, facts about the machine, the structure, the
+storages' keys) and then, for each key, a count of elements and the elements.
+
+A pickle can name any function for Python to call. Here the names are a closed list, which holds no function of a
+library, and anything else is refused, or becomes a Stub in a training checkpoint. No code of a file runs.
+"""
+
+import io
+import math
+import pickle
+import pickletools
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tinygpt.weights.checks import listed, shown
+from tinygpt.weights.containers.mapped_file import (
+    ITEMSIZE,
+    Container,
+    MappedFile,
+    MappedTensor,
+    Peek,
+    ReadAhead,
+    VerifiedTensor,
+    do_overlap,
+    element_extent,
+    is_possible_shape,
+)
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.files import open_regular
+
+ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of both forms
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of its name and its extra field
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+STORAGE_DTYPES = {
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "DoubleStorage": "float64",
+    "ByteStorage": "uint8",  # integers and booleans are buffers of masks, which are never read
+    "BoolStorage": "bool",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+}
+ITEM_BYTES = {**ITEMSIZE, "uint8": 1, "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+MAX_INSTRUCTIONS = 1_000_000  # a state dict takes some fifty a tensor
+MAX_DEPTH, MAX_VISITS = 8, 1_000_000  # of dictionaries in dictionaries
+# Tensors may share a storage, as the layers of some models do. Memory stays in proportion to the file.
+MAX_SHARING = 100
+# Names of functions and classes that make tensors of other kinds: quantized, sparse or NumPy's.
+UNREADABLE = re.compile("rebuild|reconstruct|Tensor|Param")
+MAX_KIND = 100  # characters of such a name that are looked at: one name may stand for any number of tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A flat array of `size` elements, found in the file under `key`."""
+
+    key: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedView:
+    """A tensor: `shape` and `strides`, in elements, over `storage` from element `offset` on."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The bytes of a storage in the file, and their CRC-32 if the archive has one."""
+
+    file: MappedFile
+    name: str
+    data: range
+    crc32: int | None = None
+
+    def read(self) -> bytes:
+        self.verify()
+        return self.file.data[self.data.start : self.data.stop]
+
+    def verify(self) -> None:
+        """Raise CheckpointError unless the bytes have their checksum."""
+        view = memoryview(self.file.data)[self.data.start : self.data.stop]
+        if self.crc32 is not None and zlib.crc32(view) != self.crc32:
+            raise CheckpointError(
+                f"{self.file.path} is damaged, its entry {self.name!r} does not have the checksum in the archive's "
+                "directory: download it again."
+            )
+
+
+# Pickles
+
+
+class Stub:
+    """An object of a class that is not on the list: its name, and the attributes that the pickle sets on it."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Stub":
+        stub = object.__new__(cls)
+        stub.state = {}
+        return stub
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Ignore what the real class would take."""
+
+    def __call__(self, *args: Any) -> "Stub":
+        return type(self)()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.state = fields_of(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore an item of an unknown mapping."""
+
+    def append(self, item: Any) -> None:
+        """Ignore an item of an unknown list."""
+
+
+class StateDict(dict):
+    """An OrderedDict without the attributes that a state dict has (`_metadata`: versions of modules)."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the attributes."""
+
+
+class TorchUnpickler(pickle.Unpickler):
+    """An unpickler that knows the names of a state dict alone.
+
+    has_stubs: other names become Stubs instead of errors. storages: all that the pickle names, by key.
+    """
+
+    def __init__(self, program: bytes, path: Path, has_stubs: bool, pushed: int):
+        super().__init__(io.BytesIO(program), encoding="latin1")
+        self.path, self.has_stubs = path, has_stubs
+        self.storages: dict[str, Storage] = {}
+        self._unspent = pushed  # instructions; an honest file pushes an element for each item of a dictionary
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            "collections.OrderedDict": self._ordered_dict,
+            "torch._utils._rebuild_tensor_v2": self._strided_view,
+            "torch._utils._rebuild_parameter": self._parameter,
+        }
+        full_name = f"{module}.{name}"
+        if full_name in allowed:
+            return allowed[full_name]
+        if module == "torch" and name in STORAGE_DTYPES:
+            return STORAGE_DTYPES[name]
+        if self.has_stubs:
+            return type("Stub", (Stub,), {"name": full_name})
+        raise CheckpointError(
+            f"{self.path} asks for {full_name!r}, which no tensor needs and which could run any program: nothing was "
+            "run. If you trust the file, convert it to safetensors with the library that wrote it."
+        )
+
+    def persistent_load(self, record: Any) -> Storage:
+        if type(record) is tuple and len(record) == 6 and record[5] is None:  # the legacy form's view of a storage
+            record = record[:5]
+        if type(record) is not tuple or len(record) != 5 or record[0] != "storage":
+            raise ValueError("a storage in a form that is not known")
+        _, kind, key, _device, size = record
+        dtype = kind if isinstance(kind, str) else getattr(kind, "name", None)
+        if type(dtype) is not str or type(key) is not str or not is_possible_shape([size]):
+            raise ValueError("a storage in a form that is not known")
+        storage = Storage(key, dtype, size)
+        if self.storages.setdefault(key, storage) != storage:
+            raise ValueError("one storage of two dtypes or sizes")
+        return storage
+
+    def _ordered_dict(self, pairs: Any = ()) -> StateDict:
+        self._unspent -= len(pairs)
+        if self._unspent < 0:
+            raise ValueError("one list that is given to many dictionaries")
+        return StateDict(pairs)
+
+    def _strided_view(self, storage, offset, shape, strides, _requires_grad, _hooks, _metadata=None) -> Any:
+        if isinstance(storage, Stub):
+            return storage
+        if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:
+            raise ValueError("a tensor without a storage, sizes and strides")
+        if len(shape) != len(strides) or not all(map(is_possible_shape, ([offset], shape, strides))):
+            raise ValueError(f"a tensor of an impossible shape, {len(shape)} sizes and {len(strides)} strides")
+        return StridedView(storage, offset, shape, strides)
+
+    def _parameter(self, view, _requires_grad, _hooks) -> Any:
+        if type(view) is not StridedView and not isinstance(view, Stub):
+            raise ValueError("a parameter that is no tensor")
+        return view
+
+
+def load_pickle(file: BinaryIO, path: Path, has_stubs: bool) -> tuple[Any, dict[str, Storage]]:
+    """Return the next object in `file`, and the storages that it names. Raise CheckpointError if it is damaged.
+
+    The program is looked through before it runs: Python's machine allocates what a damaged one claims.
+    """
+    start = file.tell()
+    try:
+        for pushed, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+            if pushed >= MAX_INSTRUCTIONS or (opcode.name in ("PUT", "LONG_BINPUT") and argument > MAX_INSTRUCTIONS):
+                raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
+        stop = file.tell()
+        file.seek(start)
+        unpickler = TorchUnpickler(file.read(stop - start), path, has_stubs, pushed)
+        return unpickler.load(), unpickler.storages
+    except CheckpointError:
+        raise
+    # Any instruction may meet an object of a kind that it was not made for.
+    except Exception as error:
+        raise CheckpointError(f"{path} holds a damaged pickle ({error}): download it again.") from error
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """Return the one object in a file that is a pickle alone. Raise CheckpointError if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return load_pickle(file, path, has_stubs=False)[0]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the items of a dict, or an object's attributes (argparse's Namespace), whose names are texts."""
+    fields = value.state if isinstance(value, Stub) else value
+    return {name: field for name, field in fields.items() if isinstance(name, str)} if isinstance(fields, dict) else {}
+
+
+# Files
+
+
+def is_torch(peek: Peek) -> bool:
+    """Every legacy file begins with the pickle of MAGIC_NUMBER, in one of protocol 2's spellings."""
+    return peek.head.startswith((ZIP, PICKLE))
+
+
+def read_torch(path: Path) -> Container:
+    """Return the tensors of a state dict. Raise CheckpointError if the file is damaged, hostile or holds more."""
+    file, format, structure, storages = _open(path, has_stubs=False)
+    if not isinstance(structure, dict):
+        raise CheckpointError(f"{path} holds a {type(structure).__name__} and must hold a state dict.")
+    others = [str(k) for k, v in structure.items() if not isinstance(k, str) or not isinstance(v, StridedView)]
+    if others:
+        raise CheckpointError(
+            f"{path} must hold a state dict (tensors by name) and holds something else under: {listed(others)}. Save "
+            "the model's state dict alone, or call save_pretrained."
+        )
+    return _container(file, format, structure, {}, storages)
+
+
+def read_training_checkpoint(path: Path, part: range | None = None) -> Container:
+    """Return the tensors of nested dictionaries, their keys joined by dots; metadata is the top level.
+
+    Objects of other kinds are Stubs there. part: of MappedFile. Raises CheckpointError if the file is damaged.
+    """
+    file, format, structure, storages = _open(path, has_stubs=True, part=part)
+    if not isinstance(structure, dict):
+        raise CheckpointError(f"{path} holds a {type(structure).__name__} and must hold a state dict.")
+    found: dict[str, StridedView | Stub] = {}
+    length = 0  # of all names: what stands once in the file may be part of many
+    for name, value in _flat(structure, (), count()):
+        if name in found:
+            raise CheckpointError(f"{path} holds two tensors {shown(name)}: save it again.")
+        found[name] = value
+        length += len(name)
+        if length > len(file):
+            raise CheckpointError(f"{path} has {len(file)} bytes and names of more: it is hostile.")
+    views = {name: value for name, value in found.items() if isinstance(value, StridedView)}
+    container = _container(file, format, views, fields_of(structure), storages)
+    unreadable = {
+        name: MappedTensor(file, stub.name[-MAX_KIND:], (), (), 0)
+        for name, stub in found.items()
+        if isinstance(stub, Stub)
+    }
+    return replace(container, tensors={**container.tensors, **unreadable})
+
+
+def _open(path: Path, has_stubs: bool, part: range | None = None) -> tuple[MappedFile, str, Any, dict[str, Entry]]:
+    """Return the file, the name of its form, the structure in it, and the place of each storage."""
+    file = MappedFile(path, part)
+    is_zip = file.data[file.begin : file.begin + 4] == ZIP
+    structure, storages = (_read_zip if is_zip else _read_legacy)(file, has_stubs)
+    file.release()
+    return file, "torch zip" if is_zip else "torch legacy", structure, storages
+
+
+def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iterator[tuple[str, StridedView | Stub]]:
+    """Yield the tensors in nested dictionaries, and Stubs of unreadable ones. A pickle may contain itself."""
+    for key, value in structure.items():
+        if next(visits) > MAX_VISITS:
+            raise CheckpointError("a torch file holds dictionaries in dictionaries without end: it is hostile.")
+        name = (*path, str(key))
+        is_unreadable = isinstance(value, Stub) and UNREADABLE.search(value.name[-MAX_KIND:].rpartition(".")[2])
+        if isinstance(value, StridedView) or is_unreadable:
+            yield ".".join(name), value
+        elif isinstance(value, dict) and len(name) < MAX_DEPTH:
+            yield from _flat(value, name, visits)
+
+
+def _container(
+    file: MappedFile, format: str, views: dict[str, StridedView], metadata: dict, storages: dict[str, Entry]
+) -> Container:
+    ahead = ReadAhead(storages.values())
+    tensors = {name: _tensor(file, name, view, storages, ahead) for name, view in views.items()}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if total > MAX_SHARING * len(file):
+        raise CheckpointError(
+            f"{file.path} has {len(file)} bytes and its tensors claim {total}, sharing their storages beyond reason: "
+            "save it again without views that repeat elements."
+        )
+    return Container(format, tensors, metadata)
+
+
+def _tensor(
+    file: MappedFile, name: str, view: StridedView, storages: dict[str, Entry], ahead: ReadAhead
+) -> VerifiedTensor:
+    """Return a view into the file, checked against its storage so that nothing outside is ever read."""
+    found = storages.get(view.storage.key, Entry(file, "", range(0)))
+    itemsize = ITEM_BYTES.get(view.storage.dtype, 1)
+    end = (view.offset + element_extent(view.shape, view.strides)) * itemsize
+    # A stride of 0 repeats elements: the result must not be larger than a file that could hold it.
+    if end > len(found.data) or math.prod(view.shape) * itemsize > len(file):
+        raise CheckpointError(
+            f"{file.path} holds {len(found.data)} bytes for the storage of {name}, which reaches to byte {end}: "
+            "the file is truncated or damaged, download it again."
+        )
+    offset = found.data.start + view.offset * itemsize
+    verify = partial(ahead.verify, found) if found.crc32 is not None else _nothing_to_verify
+    return VerifiedTensor(file, view.storage.dtype, view.shape, view.strides, offset, verify)
+
+
+def _nothing_to_verify() -> None:
+    pass
+
+
+def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Entry]]:
+    entries = _zip_entries(file)
+    if "data.pkl" not in entries:
+        raise CheckpointError(f"{file.path} is a zip archive without data.pkl: no torch.save wrote it.")
+    if "byteorder" in entries and entries["byteorder"].read() != b"little":
+        raise CheckpointError(f"{file.path} was saved on a big-endian machine: convert it to safetensors.")
+    storages = {name.removeprefix("data/"): entry for name, entry in entries.items() if name.startswith("data/")}
+    return load_pickle(io.BytesIO(entries["data.pkl"].read()), file.path, has_stubs)[0], storages
+
+
+def _zip_entries(file: MappedFile) -> dict[str, Entry]:
+    """Return the entries by their names without the folder that all lie in.
+
+    Raise CheckpointError for a damaged archive, and for entries that are not stored as they are in separate bytes.
+    """
+    try:
+        with zipfile.ZipFile(_ZipView(file.data)) as archive:
+            listed = archive.infolist()
+        ranges = [_data_range(file, info) for info in listed]
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, ValueError, struct.error) as error:
+        raise CheckpointError(f"{file.path} is a damaged zip archive ({error}): download it again.") from error
+    names = [info.filename.partition("/")[2] for info in listed]
+    is_plain = all(info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1 for info in listed)
+    if not is_plain or len(set(names)) < len(names) or do_overlap(ranges):
+        raise CheckpointError(
+            f"{file.path} is a zip archive with entries that are compressed, encrypted, repeated or laid over one "
+            "another, as torch.save never writes them: save it again with torch.save or as safetensors."
+        )
+    has_checksums = any(info.CRC for info in listed)  # torch.serialization.set_crc32_options(False) writes 0 for all
+    return {
+        name: Entry(file, info.filename, data, info.CRC if has_checksums else None)
+        for name, info, data in zip(names, listed, ranges, strict=True)
+    }
+
+
+class _ZipView:
+    """A mapping as zipfile takes a file; mmap has `seekable` from Python 3.13 on."""
+
+    def __init__(self, data: Any):
+        self.read, self.seek, self.tell = data.read, data.seek, data.tell
+        data.seek(0)
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _data_range(file: MappedFile, info: zipfile.ZipInfo) -> range:
+    """Return the place of an entry's data: the lengths before them are only in the entry's own header."""
+    start = info.header_offset + LOCAL_HEADER.size
+    if not LOCAL_HEADER.size <= start <= len(file):
+        raise zipfile.BadZipFile(f"the entry {info.filename!r} begins outside the file")
+    signature, name_size, extra_size = LOCAL_HEADER.unpack_from(file.data, info.header_offset)
+    start += name_size + extra_size
+    if signature != ZIP or info.file_size != info.compress_size or start + info.file_size > len(file):
+        raise zipfile.BadZipFile(f"the entry {info.filename!r} reaches beyond the file")
+    return range(start, start + info.file_size)
+
+
+def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Entry]]:
+    """Return the structure, and the place of each storage. The form has no checksums."""
+    file.data.seek(file.begin)
+    is_known = file.data[file.begin : file.begin + 2] == PICKLE
+    if not is_known or [load_pickle(file.data, file.path, has_stubs)[0] for _ in range(2)] != [
+        MAGIC_NUMBER,
+        PROTOCOL_VERSION,
+    ]:
+        raise CheckpointError(
+            f"{file.path} does not begin as torch.save's files do: download it again, or convert it to safetensors."
+        )
+    machine, _ = load_pickle(file.data, file.path, has_stubs)
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise CheckpointError(f"{file.path} was saved on a big-endian machine: convert it to safetensors.")
+    structure, named = load_pickle(file.data, file.path, has_stubs)
+    keys, _ = load_pickle(file.data, file.path, has_stubs)
+    return structure, _legacy_storages(file, named, keys)
+
+
+def _legacy_storages(file: MappedFile, named: dict[str, Storage], keys: Any) -> dict[str, Entry]:
+    unknown = sorted({storage.dtype for storage in named.values()} - set(ITEM_BYTES))
+    if unknown:  # their length is not known, nor the begin of the next ones
+        raise CheckpointError(f"{file.path} holds {listed(unknown)}, which are not implemented: save it without them.")
+    if not isinstance(keys, list) or any(type(key) is not str or key not in named for key in keys):
+        raise CheckpointError(f"{file.path} lists storages that no tensor uses: download it again.")
+    storages, position = {}, file.data.tell()
+    for key in keys:
+        start = position + 8
+        size = int.from_bytes(file.data[position:start], "little") * ITEM_BYTES[named[key].dtype]
+        storages[key] = Entry(file, key, range(start, min(start + size, len(file))))
+        position = start + size
+    return storages

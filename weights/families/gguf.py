@@ -1,0 +1,162 @@
+"""GPT-2 and BLOOM as llama.cpp names them in GGUF files, with their tokenizers (llama.cpp, gguf-py's constants.py)."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tinygpt.weights.checks import shown
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError, NoTokenizerError
+from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.family import AS_IS, Family, Rule, Source, as_named, transposed
+from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json
+from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
+from tinygpt.weights.families.tokenizers import byte_level_tokenizer
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, name_in_tables, parameter_shapes
+
+ARCHITECTURE = "general.architecture"
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # what kind a token is
+TOP = {EMBEDDING: "token_embd.weight", POSITIONS: "position_embd.weight", HEAD: "output.weight"}
+TOP |= {"ln_f.weight": "output_norm.weight", "ln_f.bias": "output_norm.bias"}
+TOP |= {"ln_e.weight": "token_embd_norm.weight", "ln_e.bias": "token_embd_norm.bias"}
+# Of a layer's modules. BLOOM's queries, keys and values are in GPT-2's order already.
+MODULES = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+# What each architecture has that GPT-2 has not, by our fields; and what no key says of it.
+ARCHITECTURES = {"gpt2": {}, "bloom": {"positions": "alibi", "embed_norm": True}}
+_UNSAID = {"gpt2": {}, "bloom": {"activation_function": "gelu_fast", "bos_token_id": 1, "eos_token_id": 2}}
+# llama.cpp's names of how a tokenizer cuts texts into words.
+_PRE_TOKENIZERS = ("gpt-2", "default", "bloom")
+KEYS = {
+    "n_layer": "{}.block_count",
+    "n_positions": "{}.context_length",
+    "n_embd": "{}.embedding_length",
+    "n_inner": "{}.feed_forward_length",
+    "n_head": "{}.attention.head_count",
+    "layer_norm_epsilon": "{}.attention.layer_norm_epsilon",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+}
+
+
+def gguf_name(parameter: str) -> str:
+    """What GGUF files call a parameter: h.3.attn.c_attn.weight is blk.3.attn_qkv.weight."""
+    return name_in_tables(parameter, TOP, "blk", MODULES)
+
+
+def _config(source: Source) -> ModelConfig:
+    metadata = source.container.metadata
+    name = next((name for name in ARCHITECTURES if name == metadata[ARCHITECTURE]), None)
+    if name is None:
+        raise CheckpointError(
+            f"{source.path} holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom', "
+            "because no other one is implemented in GGUF. Take another checkpoint."
+        )
+    shapes = Shapes(source, as_named(source))
+    V = shapes.size(TOP[EMBEDDING], 0)
+    said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
+    values = {**ends_of(V), **_UNSAID[name], "vocab_size": V, **from_config_json(source), **said}
+    config = checked_config(values, described_by="its header", structure=ARCHITECTURES[name])
+    if name == "bloom" and config.inner_size != 4 * config.n_embd:
+        raise CheckpointError(
+            f"{source.path} is a BLOOM whose MLPs are {config.inner_size} wide, and must be 4 times {config.n_embd}, "
+            "as all are. Take another checkpoint."
+        )
+    return config
+
+
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    transforms = {True: transposed(), False: AS_IS}
+    return {name: Rule((gguf_name(name),), transforms[is_transposed(name)]) for name in parameter_shapes(config)}
+
+
+def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    blocks = sorted({t.dtype for t in source.container.tensors.values() if t.dtype.startswith("Q")})
+    return [f"{', '.join(blocks)} expanded to float32, and not kept as they are"] if blocks else []
+
+
+def _tokenizer(source: Source) -> dict[str, Any] | None:
+    """None where the file has no tokenizer."""
+    about = {
+        name.removeprefix("tokenizer.ggml."): value
+        for name, value in source.container.metadata.items()
+        if name.startswith("tokenizer.ggml.")
+    }
+    if "tokens" not in about or about.get("model") in ("none", "no_vocab"):
+        return None
+    if not _is_tokenizer(about):
+        raise CheckpointError(f"{source.path} has a damaged tokenizer: download it again, or give token ids.")
+    if about.get("model") != "gpt2" or about.get("pre", "default") not in _PRE_TOKENIZERS:
+        raise NoTokenizerError(
+            f"{source.path} has a tokenizer of the kind {shown(about.get('model'))}, {shown(about.get('pre'))}, which "
+            "is not implemented: give token ids."
+        )
+    return tokenizer_spec(about)
+
+
+def _is_tokenizer(about: Mapping[str, Any]) -> bool:
+    """Whether the keys have the types and lengths of a tokenizer's."""
+    tokens, ends = about["tokens"], [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
+    lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
+    return (
+        all(isinstance(values, list) and all(type(value) is kind for value in values) for values, kind in lists)
+        and len(about.get("token_type", tokens)) == len(tokens)
+        and all(type(end) is int and 0 <= end < len(tokens) for end in ends)
+    )
+
+
+def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a tokenizer.json, from the keys behind "tokenizer.ggml."."""
+    tokens = about["tokens"]
+    kinds = about.get("token_type") or [NORMAL] * len(tokens)
+    used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
+    begin = about.get("bos_token_id") if about.get("add_bos_token") else None
+    end = about.get("eos_token_id")
+    added = [
+        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
+        for i, token, kind in used
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    start = None if begin is None else _beginning_with(tokens[begin], begin)
+    spec = byte_level_tokenizer(_ids(used), about.get("merges") or [], added, start, about.get("pre") == "bloom")
+    return spec if end is None else {**spec, "eos_token": tokens[end]}
+
+
+def _ids(used: Iterable[tuple[int, str, int]]) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for i, token, _ in used:
+        if ids.setdefault(token, i) != i:
+            raise NoTokenizerError(f"the tokenizer of the checkpoint has two tokens {shown(token)}: give token ids.")
+    return ids
+
+
+def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }
+
+
+FAMILY = Family(
+    name="GPT-2 of GGUF",
+    described_by="its header",
+    detect=lambda source: isinstance(source.container.metadata.get(ARCHITECTURE), str),
+    config=_config,
+    rules=_rules,
+    quirks=_quirks,
+    tokenizer=_tokenizer,
+)
+BLOOM = replace(
+    FAMILY,
+    name="BLOOM of GGUF",
+    detect=lambda source: source.container.metadata.get(ARCHITECTURE) == "bloom",
+    layout=HUGGING_FACES_BLOOM.layout,
+)

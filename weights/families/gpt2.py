@@ -1,0 +1,93 @@
+"""GPT-2 as transformers' save_pretrained writes it: whose names and layout are the engine's own."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tinygpt.weights.config import STRUCTURE, ModelConfig
+from tinygpt.weights.families.config_fields import checked_config, renamed, written_eos
+from tinygpt.weights.families.family import Family, Layout, NamedTensor, Rule, Source, named_by
+from tinygpt.weights.parameters import HEAD, parameter_shapes
+
+MODEL_TYPES = ("gpt2",)
+# transformers' attribute_map; an alias wins over the name that it stands for.
+ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+_CHECKS = {"add_cross_attention": (lambda value: not value, "false, because cross-attention is not implemented")}
+# Wrappers that a model may have been saved in: GPT2LMHeadModel and other parents, DataParallel, torch.compile.
+_WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
+_CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+# What fine-tunes put on top of the hidden states beside, or instead of, the language model's head.
+_OTHER_HEADS = ("multiple_choice_head.", "score.", "classifier.", "qa_outputs.", "v_head.")
+
+
+def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """ModelConfig from the fields of config.json and, where there is one, generation_config.json.
+
+    Raises one CheckpointError naming every field that is impossible or not implemented.
+    """
+    return checked_config({**fields, **renamed(fields, ALIASES)}, generation, _CHECKS)
+
+
+def canonical_name(name: str) -> str:
+    """`name` without the wrappers it was saved in: module.transformer.wte.weight is wte.weight."""
+    return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+
+
+def is_causal_mask(canonical_name: str) -> bool:
+    return bool(_CAUSAL_MASK.fullmatch(canonical_name))
+
+
+def is_ignored(canonical_name: str) -> bool:
+    """Whether the tensor is known and of no use here: a causal mask, or the head of another task."""
+    return is_causal_mask(canonical_name) or canonical_name.startswith(_OTHER_HEADS)
+
+
+def is_gpt2(fields: Mapping[str, Any]) -> bool:
+    """GPT-2's first files have no model_type."""
+    model_type = fields.get("model_type", "gpt2")
+    return isinstance(model_type, str) and model_type in MODEL_TYPES
+
+
+def named(source: Source) -> Iterable[NamedTensor]:
+    return named_by(canonical_name, source)
+
+
+def _rules(config: ModelConfig) -> dict[str, Rule]:
+    return {name: Rule((name,)) for name in parameter_shapes(config)}
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json with which transformers makes the same GPT-2."""
+    names = (name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE))
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        **{name: getattr(config, name) for name in names},
+        "eos_token_id": written_eos(config),
+    }
+
+
+# What GPT-2s of every family are written in.
+LAYOUT = Layout(
+    _rules,
+    lambda name: name if name == HEAD else f"transformer.{name}",
+    canonical_name,
+    is_in_out=True,
+    has_defaults=False,
+    config_json=config_json,
+)
+
+FAMILY = Family(
+    name="GPT-2",
+    described_by="config.json",
+    detect=lambda source: source.config_json is not None and is_gpt2(source.config_json),
+    config=lambda source: model_config(source.config_json or {}, source.json("generation_config.json")),
+    rules=lambda source, config: _rules(config),
+    named=named,
+    is_ignored=is_ignored,
+)

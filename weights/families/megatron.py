@@ -1,0 +1,345 @@
+"""GPT as Megatron-LM trains it, in any of its versions and on any number of GPUs, and as NeMo packs it.
+
+Three things have changed over the years, each independently: the names of layers, the names of their attention, and the
+order of the rows of queries, keys and values (`checkpoint_version`, which the first files lack).
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from tinygpt.weights.checks import shown
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.containers.ranks import NEMO_CONFIG, RANK
+from tinygpt.weights.containers.torch import fields_of
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.families.family import (
+    AS_IS,
+    NO_BIAS,
+    Family,
+    NamedTensor,
+    Rule,
+    Source,
+    Transform,
+    as_is,
+    queries_keys_values,
+    transposed,
+)
+from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
+from tinygpt.weights.families.tokenizers import byte_level_tokenizer
+from tinygpt.weights.files import read_yaml_object
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, name_in_tables, parameter_shapes
+
+# Names
+
+_MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
+_LAYERS = r"(?:encoder|transformer|decoder)\."
+_LAYER = re.compile(rf"{_LAYERS}layers\.(\d{{1,6}})\.(.+)")
+BESIDE = "beside the model: "
+# Megatron core's names, and the older names of the same modules.
+_CORE = {
+    "linear_qkv.layer_norm_": "input_layernorm.",
+    "linear_qkv.": "attention.query_key_value.",
+    "linear_proj.": "attention.dense.",
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+}
+MODULES = {
+    "ln_1": "input_layernorm",
+    "attn.c_attn": "attention.query_key_value",
+    "attn.c_proj": "attention.dense",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.dense_h_to_4h",
+    "mlp.c_proj": "mlp.dense_4h_to_h",
+}
+TOP = {
+    EMBEDDING: "embedding.word_embeddings.weight",
+    POSITIONS: "embedding.position_embeddings.weight",
+    HEAD: "output_layer.weight",
+    "ln_f.weight": "final_layernorm.weight",
+    "ln_f.bias": "final_layernorm.bias",
+}
+
+
+def has_names(source: Source) -> bool:
+    return any(name.endswith("word_embeddings.weight") and "embedding." in name for name in source.container.tensors)
+
+
+def rank_of(name: str) -> tuple[int, int, str]:
+    """Return the tensor and pipeline parallel rank of a tensor, and its name in that rank's file."""
+    folder, slash, rest = name.partition("/")
+    found = RANK.fullmatch(folder) if slash else None
+    if found is None:
+        return 0, 0, name
+    tensor, pipeline = (found[1], found[2]) if found[1] else (found[3], found[4])
+    return int(tensor), int(pipeline or 0), rest
+
+
+def named(source: Source) -> Iterable[NamedTensor]:
+    """Yield all tensors. Layers are numbered within a stage of the pipeline, or within a part of a virtual stage."""
+    found = [(*rank_of(name), name, tensor) for name, tensor in source.container.tensors.items()]
+    stages = 1 + max((pipeline for _, pipeline, *_ in found), default=0)
+    layers = (_LAYER.match(_MODEL.sub("", name, count=1)) for _, _, name, *_ in found)
+    local = 1 + max((int(layer[1]) for layer in layers if layer), default=-1)
+    for rank, pipeline, name, file_name, tensor in found:
+        model = _MODEL.match(name)
+        virtual = int(model[1] or 0) if model else 0  # `model1` is the second of the parts that alternate on a GPU
+        yield NamedTensor(name_of(name, (virtual * stages + pipeline) * local), file_name, tensor, rank)
+
+
+def name_of(name: str, first: int) -> str:
+    """Return the name in the tables; `first` is the number of the file's first layer in the whole model."""
+    model = _MODEL.match(name)
+    if model is None:
+        return BESIDE + name
+    name = name[model.end() :]
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return re.sub(rf"^{_LAYERS}", "", name).replace("word_embeddings_for_head", "output_layer")
+    rest = re.sub(r"^(self_)?attention\.", "attention.", layer[2])
+    for core, before in _CORE.items():
+        if rest.removeprefix("attention.").startswith(core):
+            rest = before + rest.removeprefix("attention.").removeprefix(core)
+            break
+    return f"layers.{first + int(layer[1])}.{rest}"
+
+
+def is_ignored(name: str) -> bool:
+    return name.startswith(BESIDE) or name.endswith("_extra_state")
+
+
+def parts_of(source: Source) -> int:
+    return 1 + max((rank_of(name)[0] for name in source.container.tensors), default=0)
+
+
+# Settings of the training, which files keep
+
+# The order of one GPU's rows by checkpoint_version: h heads, head size d, and 3 matrices.
+_ROW_ORDERS = {0: "3hd", 1: "hd3", 2: "h3d", 3: "h3d"}
+# Settings that change the arithmetic, and their allowed values.
+_ALLOWED: dict[str, tuple] = {
+    "swiglu": (False,),
+    "squared_relu": (False,),
+    "gated_linear_unit": (False,),
+    "qk_layernorm": (False,),
+    "apply_layernorm_1p": (False,),  # whose weights are less by 1
+    "apply_residual_connection_post_layernorm": (False,),
+    "use_rotary_position_embeddings": (False,),
+    "num_experts": (0,),
+    "expert_num": (0,),
+    "multi_query_attention": (False,),
+    "normalize_attention_scores": (True,),
+    "transformer_block_type": ("pre_ln",),
+    "normalization": ("LayerNorm", "layernorm"),
+    "position_embedding_type": ("learned_absolute", "learned"),
+    "activation": ("gelu",),
+}
+_SIZES = {
+    "num_attention_heads": "n_head",
+    "layernorm_epsilon": "layer_norm_epsilon",
+    "norm_epsilon": "layer_norm_epsilon",
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "ffn_hidden_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def settings_of(source: Source) -> dict[str, Any]:
+    """Return the settings in NeMo's file, or the arguments in the first rank."""
+    members = source.container.archive_members
+    if members:
+        return read_yaml_object(f"{source.path}: {NEMO_CONFIG}", members[NEMO_CONFIG].text())
+    return fields_of(_first_rank(source).get("args"))
+
+
+def _first_rank(source: Source) -> Mapping[str, Any]:
+    ranks = source.container.rank_metadata or {"": source.container.metadata}
+    return ranks[min(ranks)]
+
+
+def _version_of(source: Source) -> int:
+    """Return checkpoint_version. Without one, files of Megatron core and NeMo are of the last, others of the first."""
+    is_new = source.container.archive_members or any(".linear_qkv." in name for name in source.container.tensors)
+    version = _first_rank(source).get("checkpoint_version", 3 if is_new else 0)
+    if type(version) not in (int, float) or version not in _ROW_ORDERS:
+        raise CheckpointError(f"{source.path} is of checkpoint_version {shown(version)}, which is not implemented.")
+    return int(version)
+
+
+def config_of(
+    source: Source,
+    settings: Mapping[str, Any],
+    tensors: Iterable[NamedTensor],
+    inner: str = "layers.0.mlp.dense_h_to_4h.weight",
+    structure: Mapping[str, Any] = MappingProxyType({}),
+) -> ModelConfig:
+    """Return the configuration by settings and shapes. inner: the tensor that shows the width of an MLP."""
+    shapes = Shapes(source, tensors)
+    n, V, C = parts_of(source), shapes.size(TOP[EMBEDDING], 0), shapes.size(TOP[EMBEDDING], 1)
+    # Settings win over shapes, so that lost layers are missed. "${" begins NeMo's reference to another setting.
+    given = {
+        ours: _number(value)
+        for theirs, ours in _SIZES.items()
+        if (value := settings.get(theirs)) is not None and not (isinstance(value, str) and value.startswith("${"))
+    }
+    values = {
+        **ends_of(V * n),
+        "n_head": 16 if not settings and C == 1024 else None,  # the one model that was published without them
+        "activation_function": _activation_of(settings),
+        **from_config_json(source),
+        "vocab_size": V * n,
+        "n_embd": C,
+        "n_positions": shapes.size(TOP[POSITIONS], 0),
+        "n_inner": shapes.size(inner, 0) * n,
+        "n_layer": shapes.layers(r"layers\.(\d{1,9})\."),
+        **given,
+        "tie_word_embeddings": not settings.get("untie_embeddings_and_output_weights", False),
+    }
+    need_heads(source, values)
+    config = checked_config(values, described_by="its settings", structure=structure)
+    if config.n_head % n:
+        raise CheckpointError(f"{source.path} has {config.n_head} heads on {n} GPUs: its ranks are not of one model.")
+    return config
+
+
+def _number(value: Any) -> Any:
+    """Return a number for a text that is one: YAML takes 1e-5 for a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _activation_of(settings: Mapping[str, Any]) -> str:
+    fused = settings.get("bias_gelu_fusion", settings.get("bias_activation_fusion", True))
+    if not settings or settings.get("openai_gelu") or (fused and not settings.get("onnx_safe")):
+        return "gelu_new"  # fused or not, it is the same function but for rounding
+    return "gelu"
+
+
+def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for another architecture, or ranks that are absent."""
+    wrong = [
+        f"{name} is {shown(settings[name])}"
+        for name, allowed in _ALLOWED.items()
+        if settings.get(name) not in (None, *allowed)
+    ]
+    heads, groups = settings.get("num_attention_heads"), settings.get("num_query_groups")
+    if groups not in (None, heads) and settings.get("group_query_attention", True):
+        wrong.append(f"num_query_groups is {shown(groups)} for {shown(heads)} heads")
+    if wrong:
+        raise CheckpointError(f"{source.path} is no plain GPT, and its kind is not implemented: {'; '.join(wrong)}.")
+    ranks = {rank_of(name)[:2] for name in source.container.tensors}
+    tp, pp = (
+        settings[name] if isinstance(settings.get(name), int) else 1 + max(rank[axis] for rank in ranks)
+        for axis, name in enumerate(("tensor_model_parallel_size", "pipeline_model_parallel_size"))
+    )
+    if len(ranks) != tp * pp or any(t >= tp or p >= pp for t, p in ranks):
+        raise CheckpointError(
+            f"{source.path} holds {len(ranks)} parts of a model that was trained in {tp} x {pp} (tensor x pipeline "
+            "parallel): give the folder that holds all ranks."
+        )
+
+
+# The family
+
+# The axis of the parameter along which GPUs have shared it.
+_AXES = {
+    EMBEDDING: 0,
+    HEAD: 0,
+    "attn.c_proj.weight": 0,
+    "mlp.c_fc.weight": 1,
+    "mlp.c_fc.bias": 0,
+    "mlp.c_proj.weight": 0,
+}
+_QKV_BIAS, _LINEAR_BIASES = "attn.c_attn.bias", ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
+
+
+def _config(source: Source) -> ModelConfig:
+    settings = settings_of(source)
+    check_settings(source, settings)
+    return config_of(source, settings, named(source))
+
+
+def rules_of(source: Source, config: ModelConfig, names: Iterable[str]) -> dict[str, Rule]:
+    """Return the rules of the parameters of these names."""
+    version, without = _version_of(source), _without_bias(source)
+    return {
+        name: NO_BIAS
+        if name.endswith(without)
+        else Rule((name_in_tables(name, TOP, "layers", MODULES),), _transform(name, version, config.head_size))
+        for name in names
+    }
+
+
+def _without_bias(source: Source) -> tuple[str, ...]:
+    """Return the ends of the names of parameters that a model was trained without."""
+    settings = settings_of(source)
+    has_biases = settings.get("add_bias_linear", settings.get("bias"))
+    if not isinstance(has_biases, bool):
+        modules = tuple(f"{MODULES[name.removesuffix('.bias')]}.bias" for name in (_QKV_BIAS, *_LINEAR_BIASES))
+        has_biases = any(one.name.endswith(modules) for one in named(source))
+    if has_biases:
+        return ()
+    has_queries = settings.get("add_qkv_bias", settings.get("qkv_bias")) is True
+    return _LINEAR_BIASES if has_queries else (_QKV_BIAS, *_LINEAR_BIASES)
+
+
+def _transform(parameter: str, version: int, head_size: int) -> Transform:
+    kind = parameter if parameter in _AXES else parameter.partition(".")[2].partition(".")[2]
+    if kind.startswith("attn.c_attn."):
+        return queries_keys_values(_ROW_ORDERS[version], head_size)
+    axis = _AXES.get(kind)
+    if kind.endswith("weight") and kind.split(".")[-2] in ("c_proj", "c_fc"):
+        return transposed(axis)
+    return AS_IS if axis is None else as_is(axis)
+
+
+def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    quirks = [f"checkpoint_version {_version_of(source)}: queries, keys and values brought into one order"]
+    if not settings_of(source):
+        quirks.append(f"{config.n_head} heads and {config.activation_function}, as the files have no settings")
+    return quirks
+
+
+def _tokenizer(source: Source) -> dict[str, Any] | None:
+    """Return the tokenizer of a NeMo archive that has GPT-2's two files."""
+    members = source.container.archive_members
+    names = fields_of(settings_of(source).get("tokenizer")) if members else {}
+    vocab, merges = (
+        members.get(str(names.get(name) or "").removeprefix("nemo:")) for name in ("vocab_file", "merge_file")
+    )
+    if vocab is None or merges is None:
+        return None
+    try:
+        ids = json.loads(vocab.text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{source.path} has a vocabulary that is not valid JSON: download it again, or give token ids."
+        ) from error
+    lines = merges.text().removesuffix("\n").split("\n")
+    end = "<|endoftext|>"
+    has_end = isinstance(ids, dict) and type(ids.get(end)) is int
+    added = [{"id": ids[end], "content": end, "special": True, "normalized": False}] if has_end else []
+    return byte_level_tokenizer(ids, lines[lines[0].startswith("#version") :], added)
+
+
+FAMILY = Family(
+    name="Megatron-LM GPT",
+    described_by="its settings",
+    detect=has_names,
+    config=_config,
+    rules=lambda source, config: rules_of(source, config, parameter_shapes(config)),
+    named=named,
+    is_ignored=is_ignored,
+    parts=parts_of,
+    quirks=_quirks,
+    tokenizer=_tokenizer,
+    advice="Parts that differ where each has the whole are ranks of two iterations, or have drifted apart in training.",
+)

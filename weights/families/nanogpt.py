@@ -1,0 +1,144 @@
+"""nanoGPT and minGPT: GPT-2 in torch's Linear layers, whose matrices are (out, in).
+
+nanoGPT saves a training checkpoint, `model` beside `model_args` and the optimizer's state (karpathy/nanoGPT, train.py).
+minGPT saves the state dict alone, its head untied (karpathy/minGPT).
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.containers.torch import fields_of, read_plain_pickle
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.families.config_fields import checked_config, renamed
+from tinygpt.weights.families.family import AS_IS, NO_BIAS, Family, NamedTensor, Rule, Source, named_by, transposed
+from tinygpt.weights.families.gpt2 import canonical_name, is_causal_mask, named
+from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
+from tinygpt.weights.families.tokenizers import character_tokenizer
+from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
+
+_ARGUMENTS = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}}
+_LAYER = r"h\.(\d{1,9})\."
+_BESIDE = "beside the model: "
+_PLAIN_NAME = re.compile(r"\w[\w.-]*")
+# minGPT's config.json may name one of its own sizes in place of them: how many heads each has.
+_MINGPT_HEADS = {"gpt2": 12, "openai-gpt": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25, "gopher-44m": 16}
+_MINGPT_HEADS |= {"gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3}
+
+
+def _is_nanogpt(source: Source) -> bool:
+    return bool(fields_of(source.container.metadata.get("model_args"))) and any(
+        name.startswith("model.") for name in source.container.tensors
+    )
+
+
+def _is_mingpt(source: Source) -> bool:
+    """By the layout: Hugging Face has the same names, and (in, out)."""
+    for name, tensor in source.container.tensors.items():
+        if canonical_name(name) == "h.0.attn.c_attn.weight" and "model_type" not in (source.config_json or {}):
+            return len(tensor.shape) == 2 and tensor.shape[0] == 3 * tensor.shape[1]
+    return False
+
+
+def _named_model(source: Source) -> Iterable[NamedTensor]:
+    """What stands under `model` alone is the model."""
+    return named_by(lambda name: canonical_name(name) if name.startswith("model.") else _BESIDE + name, source)
+
+
+def _is_beside(name: str) -> bool:
+    return is_causal_mask(name) or name.startswith(_BESIDE)
+
+
+def _nanogpt_config(source: Source) -> ModelConfig:
+    """GELU by its definition, as in nanoGPT since May 2023; before, it was gelu_new, which config.json may say."""
+    arguments = fields_of(source.container.metadata.get("model_args"))
+    values = renamed(arguments, _ARGUMENTS)
+    inner = Shapes(source, _named_model(source)).size("h.0.mlp.c_fc.weight", 0)
+    said = {"n_inner": inner, "activation_function": "gelu", **from_config_json(source), **values}
+    return checked_config({**ends_of(values.get("vocab_size")), **said}, described_by="model_args")
+
+
+def _mingpt_config(source: Source) -> ModelConfig:
+    shapes = Shapes(source, named(source))
+    V = shapes.size("wte.weight", 0)
+    values = {
+        **ends_of(V),
+        "n_head": _mingpt_heads(source),
+        "activation_function": "gelu_new",
+        **from_config_json(source),
+        "vocab_size": V,
+        "n_embd": shapes.size("wte.weight", 1),
+        "n_positions": shapes.size("wpe.weight", 0),
+        "n_inner": shapes.size("h.0.mlp.c_fc.weight", 0),
+        "n_layer": shapes.layers(_LAYER),
+        "tie_word_embeddings": HEAD not in shapes,
+    }
+    need_heads(source, values)
+    return checked_config(values, described_by="the checkpoint")
+
+
+def _mingpt_heads(source: Source) -> Any:
+    model = fields_of((source.config_json or {}).get("model"))
+    heads, model_type = model.get("n_head"), model.get("model_type")
+    return heads if heads is not None or not isinstance(model_type, str) else _MINGPT_HEADS.get(model_type)
+
+
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    """Trained without biases, a model has none anywhere, nor have its layer norms."""
+    has_bias = fields_of(source.container.metadata.get("model_args")).get("bias")
+    names = parameter_shapes(config).keys()
+    biases = {name for name in names if name.endswith(".bias")}
+    if not isinstance(has_bias, bool):
+        has_bias = any(canonical_name(name) in biases for name in source.container.tensors)
+    absent = set() if has_bias else biases
+    return {
+        name: NO_BIAS if name in absent else Rule((name,), transposed() if is_transposed(name) else AS_IS)
+        for name in names
+    }
+
+
+def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    return [f"activation_function is {config.activation_function}, which the checkpoint does not say"]
+
+
+def _tokenizer(source: Source) -> dict[str, Any] | None:
+    """Of a model of characters: meta.pkl of its data set, beside the checkpoint or where nanoGPT has it."""
+    data_set = fields_of(source.container.metadata.get("config")).get("dataset")
+    places = [source.folder / "meta.pkl"]
+    if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
+        places.append(source.folder.absolute().parent / "data" / data_set / "meta.pkl")
+    found = next((path for path in places if path.is_file()), None)
+    return None if found is None else character_tokenizer(_characters(found), str(found))
+
+
+def _characters(path: Path) -> dict[str, int]:
+    characters = fields_of(fields_of(read_plain_pickle(path)).get("stoi"))
+    if not characters:
+        raise CheckpointError(f"{path} has no characters in its 'stoi': copy it from the data set again.")
+    return characters
+
+
+NANOGPT = Family(
+    name="nanoGPT",
+    described_by="model_args",
+    detect=_is_nanogpt,
+    config=_nanogpt_config,
+    rules=_rules,
+    named=_named_model,
+    is_ignored=_is_beside,
+    quirks=_quirks,
+    tokenizer=_tokenizer,
+)
+MINGPT = Family(
+    name="minGPT",
+    described_by="its embedding",
+    detect=_is_mingpt,
+    config=_mingpt_config,
+    rules=_rules,
+    named=named,
+    is_ignored=is_causal_mask,
+    quirks=_quirks,
+    tokenizer=_tokenizer,
+)

@@ -1,0 +1,78 @@
+"""GPT-2 as OpenAI published it: TensorFlow's variables (openai/gpt-2, src/model.py), and hparams.json beside them."""
+
+import re
+
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.families.config_fields import checked_config, renamed
+from tinygpt.weights.families.family import AS_IS, WITHOUT_FIRST_AXIS, Family, Rule, Source, as_named
+from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
+
+_HPARAMS = {
+    "n_ctx": "n_positions",
+    "n_vocab": "vocab_size",
+    "n_embd": "n_embd",
+    "n_head": "n_head",
+    "n_layer": "n_layer",
+}
+_LAYER = r"model/h(\d{1,9})/"
+_KINDS = {"weight": "w", "bias": "b"}  # of layer norms, the weight is "g"
+# What those who train it further leave in a checkpoint: the optimizer's averages, and counts of steps.
+_OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)")
+
+
+def _detect(source: Source) -> bool:
+    names = source.container.tensors
+    return "model/wte" in names or any(name.startswith("model/wte/") for name in names)
+
+
+def tf_name(parameter: str) -> str:
+    """The variable of a parameter: h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
+    if parameter in (EMBEDDING, POSITIONS):
+        return f"model/{parameter.removesuffix('.weight')}"
+    *path, kind = parameter.split(".")
+    kind = "g" if path[-1].startswith("ln_") and kind == "weight" else _KINDS[kind]
+    return "/".join(["model", *path, kind]).replace("/h/", "/h", 1)
+
+
+def _config(source: Source) -> ModelConfig:
+    objects = [name for name in source.container.tensors if name.endswith("/.ATTRIBUTES/VARIABLE_VALUE")]
+    if objects:
+        raise CheckpointError(
+            f"{source.path} holds objects of TensorFlow 2, such as {objects[0]}, and must hold the variables of "
+            "OpenAI's model: save those with a tf.compat.v1.train.Saver."
+        )
+    shapes = Shapes(source, as_named(source))
+    V = shapes.size("model/wte", 0)
+    values = {
+        **ends_of(V),
+        "vocab_size": V,
+        "n_positions": shapes.size("model/wpe", 0),
+        "n_embd": shapes.size("model/wte", 1),
+        "n_inner": shapes.size("model/h0/mlp/c_fc/w", 2),
+        "n_layer": shapes.layers(_LAYER),
+        **from_config_json(source),
+        **renamed(source.json("hparams.json") or {}, _HPARAMS),
+    }
+    need_heads(source, values)
+    return checked_config(values, described_by="hparams.json")
+
+
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+    """Matrices were convolutions of width 1: (1, in, out). There is no head of its own."""
+    return {
+        name: Rule((tf_name(name),), WITHOUT_FIRST_AXIS if is_transposed(name) else AS_IS)
+        for name in parameter_shapes(config)
+        if name != HEAD
+    }
+
+
+FAMILY = Family(
+    name="GPT-2 of OpenAI's TensorFlow",
+    described_by="hparams.json",
+    detect=_detect,
+    config=_config,
+    rules=_rules,
+    is_ignored=lambda name: bool(_OPTIMIZER.fullmatch(name)),
+)

@@ -1,0 +1,143 @@
+"""Files of a checkpoint: their names, regular files, JSON, YAML, CRC-32 and atomic writes."""
+
+import errno
+import io
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tinygpt.weights.errors import CheckpointError
+
+# Files that only `convert` writes.
+PACKED_FILE, PREPARED_FILE = "model.tinygpt.safetensors", "tokenizer.tinygpt"
+VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+TOKENIZER_FILES = (
+    *("tokenizer.json", *(name for pair in VOCAB_AND_MERGES for name in pair), "vocab.txt"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
+# Bounds of YAML: PyYAML's time grows with each character and with nesting.
+MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
+
+
+def how_to_replace(path: Path, what: str = "it") -> str:
+    """Return the advice on damaged files of a checkpoint, for the end of a sentence."""
+    folder = path if path.is_dir() else path.parent
+    if any((folder / name).exists() for name in (PACKED_FILE, PREPARED_FILE)):
+        return "convert the original checkpoint again"
+    return f"download {what} again"
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raise OSError for a FIFO or a device, which could block for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path.open("rb")
+
+
+def read_regular_text(path: Path) -> str:
+    """Return the UTF-8 text of a regular file. Raise OSError or UnicodeDecodeError."""
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+        return file.read()
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raise CheckpointError if it is absent, damaged or not an object."""
+    try:
+        value = json.loads(read_regular_text(path))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} holds no {path.name}: copy it there from the model.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): {how_to_replace(path)}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__} and must hold an object {{...}}.")
+    return value
+
+
+def read_yaml_object(place: str, text: str) -> dict[str, Any]:
+    """Return the mapping in a YAML text. Raise CheckpointError for other content, aliases or deep nesting.
+
+    place: the name of the text in messages. A few lines of aliases can stand for more than memory holds.
+    """
+    import yaml
+
+    depth = 0
+    try:
+        if len(text) > MAX_YAML_CHARACTERS:
+            raise CheckpointError(f"{place} has {len(text)} characters and may have {MAX_YAML_CHARACTERS}.")
+        for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise CheckpointError(f"{place} has aliases or more than {MAX_YAML_DEPTH} levels: write it without.")
+        value = yaml.safe_load(text)
+    except CheckpointError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place} is not valid YAML ({str(error)[:200]}): download it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{place} must hold a mapping of names to values: download it again.")
+    return value
+
+
+def crc32_of(parts: Iterable[bytes | memoryview]) -> str:
+    """Return the CRC-32 of all parts end to end, as 8 hex digits."""
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return f"{checksum:08x}"
+
+
+def in_a_thread(work: Callable[[], Any]) -> Future:
+    """Run `work` in a thread that nothing waits for at exit of this function. zlib releases the interpreter's lock."""
+    reader = ThreadPoolExecutor(1)
+    future = reader.submit(work)
+    reader.shutdown(wait=False)
+    return future
+
+
+def free_path(path: Path) -> Path:
+    """Return the path, or one with a number, at which nothing exists."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(free for free in chain([path], numbered) if not os.path.lexists(free))
+
+
+def sync(descriptor: int) -> None:
+    """Flush an open file to the disk. Raise OSError if the disk fails, not if the file system lacks fsync."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folder
+        return
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Write a file that survives a power cut once this returns; an old one stays until then. Raise OSError."""
+    partial = path.with_name(f"tinygpt-{os.urandom(4).hex()}.partial")  # never longer than a name may be
+    try:
+        with partial.open("xb") as file:
+            file.write(data)
+            file.flush()
+            sync(file.fileno())  # otherwise the name may reach the disk before the data
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)

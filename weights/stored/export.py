@@ -1,0 +1,142 @@
+"""Checkpoints for other programs: Hugging Face's safetensors, NumPy's npz, and safetensors with float8 matrices.
+
+All have the names and layouts of transformers. float8 keeps a scale for each output channel, or for each token of an
+embedding; biases, norms and positions stay float32.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.containers.float8 import FORMAT, IN_FILES, SCALE, encode
+from tinygpt.weights.containers.safetensors import Entry, write_tensors
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.families.family import Layout, Transform
+from tinygpt.weights.families.gpt2 import LAYOUT as GPT2_LAYOUT
+from tinygpt.weights.families.table import FAMILIES
+from tinygpt.weights.parameters import HEAD, POSITIONS, is_transposed, parameter_shapes
+from tinygpt.weights.tensor import DefaultTensor, Tensor
+
+SAFETENSORS, NPZ = "model.safetensors", "model.npz"
+DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor to write, by its name in Hugging Face's files. out_axis: that of output channels, if a matrix.
+
+    short_name: without transformers' wrappers of the model.
+    """
+
+    name: str
+    short_name: str
+    shape: tuple[int, ...]
+    parameter: str
+    array: Callable[[], np.ndarray]
+    out_axis: int
+
+
+def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
+    """Write model.safetensors into the folder, as transformers' save_pretrained does."""
+    kind, itemsize = DTYPES[dtype]
+    entries = {
+        part.name: Entry(kind, part.shape, itemsize * math.prod(part.shape), partial(_read, part, dtype))
+        for part in parts_of(checkpoint)
+    }
+    write_tensors(folder / SAFETENSORS, entries, {"format": "pt"})
+    return folder / SAFETENSORS
+
+
+def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
+    """Write model.npz into the folder: an array for each tensor, float32 or float16."""
+    with (folder / NPZ).open("wb") as file:
+        np.savez(file, **{part.name: _read(part, dtype) for part in parts_of(checkpoint)})
+    return folder / NPZ
+
+
+def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
+    """Write model.safetensors with float8 matrices into the folder."""
+    arrays: dict[str, np.ndarray] = {}
+    for part in parts_of(checkpoint):
+        array = np.ascontiguousarray(part.array())
+        if array.ndim == 2 and part.parameter != POSITIONS:  # small, and added to the residual stream as they are
+            array, arrays[part.short_name + SCALE] = encode(array, axis=1 - part.out_axis)
+        arrays[part.short_name] = array
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
+    entries = {
+        name: Entry(IN_FILES if a.dtype == np.uint8 else "F32", a.shape, a.nbytes, partial(np.asarray, a))
+        for name, a in arrays.items()
+    }
+    write_tensors(folder / SAFETENSORS, entries, {"format": FORMAT, "source": source})
+    return folder / SAFETENSORS
+
+
+def parts_of(checkpoint: Checkpoint) -> Iterator[Part]:
+    """Yield all tensors but a tied head, and parameters that transformers leaves out of models trained without them.
+
+    Raise CheckpointError for a model without such a layout.
+    """
+    layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
+    for name, rule in layout.rules(checkpoint.config).items():
+        if name == HEAD and checkpoint.tied:
+            continue
+        if layout.has_defaults and isinstance(checkpoint.stored[name], DefaultTensor):
+            continue
+        count = len(rule.sources)
+        shape = rule.transform.stored_shape(shapes[name], count)
+        for i, source in enumerate(rule.sources):
+            array = partial(_part, checkpoint.stored[name], rule.transform, i, count)
+            out_axis = 1 if layout.is_in_out and is_transposed(name) else 0
+            yield Part(layout.file_name(source), source, shape, name, array, out_axis)
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout:
+    """Return transformers' layout of such a model. Raise CheckpointError if it has none."""
+    if not can_be_written(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.path} is a {checkpoint.family}, which convert writes in no format: load it as it is."
+        )
+    return _family_layout(checkpoint) or GPT2_LAYOUT
+
+
+def can_be_written(checkpoint: Checkpoint) -> bool:
+    """Return whether a config.json can say what the model is."""
+    return not checkpoint.config.structure or _family_layout(checkpoint) is not None
+
+
+def _family_layout(checkpoint: Checkpoint) -> Layout | None:
+    return next((family.layout for family in FAMILIES if family.name == checkpoint.family), None)
+
+
+def _part(tensor: Tensor, transform: Transform, i: int, count: int) -> np.ndarray:
+    array = tensor.float32()
+    tensor.release()
+    return transform.to_parts(array, count)[i]
+
+
+def to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Return the upper halves of float32s, rounded to even; a NaN stays one."""
+    bits = array.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
+    return np.where(np.isnan(array), bits >> 16 | 64, rounded).astype(np.uint16)
+
+
+def to_float16(name: str, array: np.ndarray) -> np.ndarray:
+    """Return float16s. Raise CheckpointError for values beyond 65504."""
+    with np.errstate(over="ignore"):
+        halves = array.astype(np.float16)
+    if np.isinf(halves).sum() > np.isinf(array).sum():
+        raise CheckpointError(f"{name} has values beyond float16's 65504: give --dtype bfloat16 or float32.")
+    return halves
+
+
+def _read(part: Part, dtype: str) -> np.ndarray:
+    array = np.ascontiguousarray(part.array())
+    if dtype == "float16":
+        return to_float16(part.name, array)
+    return to_bfloat16(array) if dtype == "bfloat16" else array

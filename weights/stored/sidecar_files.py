@@ -1,0 +1,57 @@
+"""What lies beside the weights of a folder that `convert` makes: configuration and tokenizer."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.errors import CheckpointError, NoTokenizerError
+from tinygpt.weights.families.config_file import read_config
+from tinygpt.weights.families.table import comes_with_config
+from tinygpt.weights.files import TOKENIZER_FILES, read_json_object
+from tinygpt.weights.hub import CONFIG_FILES
+from tinygpt.weights.stored.export import layout_of
+
+
+def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
+    """Copies of the checkpoint's own files where it has them in Hugging Face's form; otherwise they are written."""
+    # A head that differs from the embedding counts, whatever the checkpoint's own file says; others go by the file.
+    config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
+    if _config_beside(checkpoint.folder) == config:
+        _copy(CONFIG_FILES, checkpoint.folder, folder)
+    elif comes_with_config(checkpoint.family):
+        _copy(CONFIG_FILES, checkpoint.folder, folder)
+        fields = read_json_object(folder / "config.json")
+        _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
+    else:
+        _write(folder / "config.json", layout_of(checkpoint).config_json(config))
+    try:
+        spec = checkpoint.read_tokenizer()
+    except NoTokenizerError:  # token ids work without it, there as here
+        spec = None
+    if spec is None:
+        _copy(TOKENIZER_FILES, checkpoint.folder, folder)
+    else:
+        _write(folder / "tokenizer.json", {name: part for name, part in spec.items() if name != "eos_token"})
+        if "eos_token" in spec:
+            _write(folder / "tokenizer_config.json", {"eos_token": spec["eos_token"]})
+
+
+def _config_beside(folder: Path) -> ModelConfig | None:
+    try:
+        return read_config(folder)
+    except CheckpointError:
+        return None
+
+
+def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
