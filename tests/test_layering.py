@@ -39,7 +39,7 @@ INTO_KERNELS = {
 # What each package imports from outside the standard library.
 LIBRARIES = {
     "tinygpt.kernels": {"numpy", "numba", "llvmlite"},
-    "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub", "yaml"},  # yaml comes with huggingface_hub
+    "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub", "yaml", "regex", "onnx", "gguf", "google_crc32c"},
     "tinygpt.server": {
         "jinja2",
         "numpy",
