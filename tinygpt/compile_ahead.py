@@ -1,13 +1,11 @@
-"""Kernels compiled before a request has to wait for them: `tinygpt.warmup`."""
+"""`tinygpt.warmup`: compile kernels before a request waits for them."""
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.execution.backend import load_backend
-from tinygpt.execution.kernels_name import kernels_name
-from tinygpt.kernels.compiling import ANNOUNCER
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
-# What a request may ask for, each on its way through other kernels.
+# Requests that take the model and the sampler through all kernels.
 REQUESTS = (
     SamplingParams(max_tokens=2, ignore_eos=True),
     SamplingParams(max_tokens=2, temperature=0.8, top_k=40, top_p=0.95, seed=0, ignore_eos=True),
@@ -20,39 +18,18 @@ REQUESTS = (
 
 
 def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto", threads: int | None = None) -> int:
-    """Compile all kernels that a model of this dtype may need on the CPU; how many were left to compile.
+    """Compile all kernels that a model of this dtype may need on the CPU. Return the number that had to compile.
 
-    Kernels are kept for later processes. Models of one dtype share them, whatever their size. Takes seconds the first
-    time, and a moment ever after. The arguments are those of LLM.
-    Raises TinyGPTError if the kernels cannot be kept, and what LLM raises.
+    Kernels are kept for later processes. Models of one dtype share them, whatever their size. The arguments are those
+    of LLM. Raises TinyGPTError if the kernels cannot be kept, and the errors of LLM.
     """
-    from tinygpt.kernels.cpu.jit import kernel_files, mark_warm
+    from tinygpt.kernels.cpu.jit import kernel_cache
 
-    load_backend("cpu", dtype)  # an impossible one is refused before the weights are read
-    counter = _Counter()
-    with (
-        ANNOUNCER.told(counter),
-        LLM(model, dtype, threads=threads, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype) as llm,
-    ):
+    load_backend("cpu", dtype)  # refuse an impossible dtype before reading the weights
+    before = kernel_cache().num_compiled
+    with LLM(model, dtype, threads=threads, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype) as llm:
         for params in REQUESTS:
             llm.generate([[0, 0]], params)
-        mark_warm(kernels_of(llm, kv_cache_dtype))
-    if not kernel_files().is_keeping:
+    if not kernel_cache().is_keeping:
         raise TinyGPTError("the compiled kernels could not be kept, so other processes compile them again.")
-    return counter.num_kernels
-
-
-def kernels_of(llm: LLM, kv_cache_dtype: str) -> str:
-    """A name for the kernels that a model runs."""
-    return kernels_name(llm.config, llm.dtype, kv_cache_dtype, llm.engine.runner.shares_layers)
-
-
-class _Counter:
-    def __init__(self):
-        self.num_kernels = 0
-
-    def begin(self, name: str) -> None:
-        self.num_kernels += 1
-
-    def end(self) -> None:
-        pass
+    return kernel_cache().num_compiled - before

@@ -1,96 +1,121 @@
-"""The one place that declares how kernels are compiled, and where their machine code is kept.
+"""The compiler of CPU kernels: Numba with parts, and with a cache that knows all sources.
 
-The cache lives in a folder named by everything that decides the machine code, all kernel sources included, so kernels
-may be split over files freely and an upgrade can never meet old code.
+Numba makes machine code of every function, and optimizes it once more inside each of its callers. A step is a hundred
+functions, up to eight deep, and Python calls one of them. So a function that a kernel calls, a part, is compiled to
+LLVM's language alone; the kernel is optimized as a whole.
+
+The cache lies in a folder that is named by everything that decides the machine code, all kernel sources included.
+Numba's own cache looks at a kernel's file alone and keeps a callee that has changed in another one.
 """
 
 import functools
+import hashlib
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import numba
 import numpy as np
 from llvmlite import binding
-from numba.core import config, event
-from numba.core.compiler import CompileResult
-from numba.core.compiler_lock import global_compiler_lock
+from numba.core import config, sigutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, CompilerBase, CompileResult, DefaultPassBuilder
+from numba.core.errors import UnsupportedError
+from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
 
-from tinygpt.kernels import compiling
-from tinygpt.kernels.cache_folder import CacheFolder, find_folder, fingerprint_of
-from tinygpt.kernels.cpu.arm_features import arm_features
-from tinygpt.kernels.cpu.disk_cache import SOURCES, DiskCache
-from tinygpt.kernels.cpu.parts import KernelCompiler, PartCompiler
-from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
+from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
-# NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own:
-# a needless compilation is slow, a stale kernel is wrong.
-_HARMLESS = {
-    "NUMBA_CACHE_DIR",
-    "NUMBA_NUM_THREADS",
-    "NUMBA_THREADING_LAYER",
-    "NUMBA_THREADING_LAYER_PRIORITY",
-}
-_SETTINGS = Path(".numba_config.yaml")  # where Numba looks for them besides
-
-OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "no_cfunc_wrapper": True}
+SOURCES = Path(__file__).resolve().parent
+# NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own: a needless
+# compilation is slow, a stale kernel is wrong.
+HARMLESS = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER", "NUMBA_THREADING_LAYER_PRIORITY")
 
 
-class ClaimedCompiler(KernelCompiler):
-    """Others wait for the kernel, and not for one that is broken off."""
+class KernelCompiler(Compiler):
+    """Numba's compiler, for a kernel with parts."""
 
     def compile_extra(self, func) -> CompileResult:
-        try:
-            return super().compile_extra(func)
-        except BaseException:
-            kernel_files().end_claim()
-            raise
+        result = super().compile_extra(func)
+        for environment in result._find_referenced_environments():  # parts need it to raise an error
+            result.codegen.set_env(environment.env_name, environment)
+        return result
 
 
-KERNEL_OPTIONS = OPTIONS | {"pipeline_class": ClaimedCompiler}
+class PartCompiler(CompilerBase):
+    """Numba's passes for a part, up to LLVM's language."""
+
+    def define_pipelines(self) -> list:
+        state = self.state
+        state.flags.no_compile = True
+        state.library = PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        return [DefaultPassBuilder.define_nopython_pipeline(state)]
+
+    def compile_extra(self, func) -> CompileResult:
+        result, key = super().compile_extra(func), [].append  # a unique key: Numba wants a built-in function
+        self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
+        return result._replace(entry_point=key)
+
+    def compile_ir(self, func_ir, lifted=(), lifted_from=None) -> CompileResult:
+        raise UnsupportedError("a part of a kernel has a block in object mode: put it into what Python calls")
+
+
+class PartLibrary(JITCodeLibrary):
+    """A part with the functions that it calls, optimized one by one."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+
+OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": False, "no_cfunc_wrapper": True}
+KERNEL_OPTIONS = OPTIONS | {"pipeline_class": KernelCompiler}
 PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartCompiler}
-
-# A fork waits for the kernel that another thread compiles: the child would find Numba's lock taken for ever.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=global_compiler_lock.release,
-    )
 
 
 def jit(function):
-    """Compile a function on first call. It is at module level: a closure is compiled by every process.
+    """Compile a function on first call, as a kernel if Python calls it and as a part if a kernel does.
 
-    Python calls a kernel, which is kept on the disk; where a kernel calls the function, it is a part of that one. As a
-    part it may not call itself, nor have a block in object mode: either is an error of Numba's kind. Outside of this
-    package a part belongs into the file of its kernel: a change in another file is not noticed, and what lies on the
-    disk is used. A global is a constant, the same in every process: `hash("a")`, say, is no value for one.
+    It must be at module level: a closure is compiled by every process. A part may not call itself, nor have a block in
+    object mode. Outside of this package a part belongs into the file of its kernel, as the cache knows that file alone.
+    A global is a constant, the same in every process.
 
-    Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation, so a float32, int8
-    or int4 result has the same bits on every CPU, and a bfloat16 one but for denormals, which AVX-512's product of
-    pairs takes for 0; and isnan() works. Where a fused multiply-add or a sum over lanes pays, the kernel
-    says so itself (see tiles.py).
+    Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation. So a float32, int8
+    or int4 result has the same bits on every CPU, and isnan() works. bfloat16 differs in denormals, which AVX-512's
+    product of pairs takes for 0. A kernel that gains from a fused multiply-add or a sum over lanes asks for it itself.
     """
     return _kernel_or_part(function)
 
 
 def kernel(function):
-    """As `jit`, for what is called inside a step: it counts no references, and so makes no array.
+    """Compile as `jit` does, without reference counts: for functions inside a step, which make no array.
 
-    Numba would count one up and down for every array that a function is given. The counters are atomic and belong to
-    all threads: with a tile that takes 300 ns, its epilogue took 150. An error that tells a value needs them, too.
+    Numba counts one up and down for every array argument. The counters are atomic and shared by all threads: they took
+    150 ns of the 300 ns of a tile. An error that names a value needs them, too.
     """
     return _kernel_or_part(function, _nrt=False)
 
 
+def inline(function):
+    """Inline a function into each caller before types are known: for one that mainly calls others from one place.
+
+    Several loops in one function take longer to compile than a kernel for each of them.
+    """
+    return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
+
+
 def _kernel_or_part(function, **options):
-    compiled = _kernel(function, **options)
+    compiled = numba.njit(**KERNEL_OPTIONS, **options)(function)
+    compiled._cache = DiskCache(function)
 
     @functools.cache
-    def part():  # made where a kernel that calls it compiles: most processes read their kernels from the disk
+    def part():  # made when a kernel that calls it compiles: most processes load their kernels from disk
         return numba.njit(**PART_OPTIONS, **options)(function)
 
     compiled.get_call_template = lambda *types: part().get_call_template(*types)
@@ -98,130 +123,101 @@ def _kernel_or_part(function, **options):
     return compiled
 
 
-def _kernel(function, **options):
-    compiled = numba.njit(**KERNEL_OPTIONS, **options)(function)
-    compiled._cache = DiskCache(function, kernel_files)
-    return compiled
+class DiskCache:
+    """Numba's interface of a cache, over the kernels' folder."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+
+    def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
+        """Return the compiled function for arguments of these types, or None."""
+        # Numba's own cache fills the target's registries here. Only a compiler needs them, and fills them itself.
+        result, name = None, self._name(signature, target_context.codegen())
+        if name is not None:
+            result = kernel_cache().load(name, lambda parts: _rebuilt(target_context, parts))
+        # Two types may have the same description.
+        if result is not None and result.signature.args == sigutils.normalize_signature(signature)[0]:
+            return result
+        kernel_cache().announce(self._function.__name__)
+        return None
+
+    def save_overload(self, signature: Any, result: CompileResult) -> None:
+        name = self._name(signature, result.codegen)
+        if name is not None and not result.library.has_dynamic_globals:  # addresses of this process
+            kernel_cache().save(name, lambda: dumps(_for_python(result._reduce())))
+
+    @property
+    def cache_path(self) -> str:
+        return str(kernel_cache().folder)
+
+    def flush(self) -> None:
+        """Keep the files: their names stand for their sources."""
+
+    def enable(self) -> None:
+        pass
+
+    def disable(self) -> None:
+        raise NotImplementedError("kernels are compiled with this cache or without any")
+
+    def _name(self, signature: Any, codegen: Any) -> str | None:
+        """Return the name of the file, or None if another process would not find the same kernel by it."""
+        function = self._function
+        source = _digest_of(function.__code__.co_filename)
+        known = repr((function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, signature))
+        if source is None or function.__closure__ or " at 0x" in known:
+            return None
+        digest = hashlib.sha256(f"{known} {codegen.magic_tuple()}".encode()).hexdigest()[:32]
+        return f"{function.__name__.strip('<>')}-{digest}.kernel"
 
 
-def inline(function):
-    """Make a function part of whatever kernel calls it, before types are known.
+def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:
+    """Rebuild a compiled function, and Numba's runtime only if it is called: LLVM takes long to compile that."""
+    (_, _, (machine_code, _)), *_ = parts
+    if b"NRT_" in machine_code:
+        rtsys.initialize(target_context)
+    return CompileResult._rebuild(target_context, *parts)
 
-    That is for what does little but call others from one place: several loops in one function are dearer to compile
-    than a kernel for each of them.
+
+def _for_python(reduced: tuple) -> tuple:
+    """Drop a compiled function's LLVM code, which only a caller in LLVM links: loading a step takes half the time.
+
+    Numba looks up two of its functions by name, so stubs of these stay.
     """
-    return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
+    (library, kind, (machine_code, _)), descriptor, *rest = reduced
+    names = descriptor.llvm_func_name, descriptor.llvm_cpython_wrapper_name
+    stubs = "".join(f'define void @"{name}"() {{ unreachable }}\n' for name in names)
+    return (library, kind, (machine_code, binding.parse_assembly(stubs).as_bitcode())), descriptor, *rest
 
 
 @functools.cache
-def cache_folder() -> CacheFolder:
-    """The folder for this build's kernels."""
-    return find_folder(f"kernels-{fingerprint(SOURCES)}")
+def _digest_of(file: str) -> str | None:
+    """Return a digest of a source outside of this package, whose own sources name the folder."""
+    path = Path(file).resolve()
+    try:
+        return "" if path.is_relative_to(SOURCES) else hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:  # typed into an interpreter
+        return None
 
 
 @functools.cache
-def kernel_files() -> KernelFiles:
-    """The kernels in this build's folder."""
-    return KernelFiles.in_folder(cache_folder())
+def kernel_cache() -> KernelCache:
+    """Return the cache of this build's kernels."""
+    return open_cache(f"kernels-{fingerprint(SOURCES, build())}")
 
 
-class _Compilations(event.Listener):
-    """Passes on what Numba tells of the kernels here; other packages' functions are none of our business."""
-
-    def on_start(self, event) -> None:
-        if _is_kernel(dispatcher := event.data["dispatcher"]):
-            compiling.ANNOUNCER.begin(dispatcher.py_func.__name__)
-
-    def on_end(self, event) -> None:
-        if _is_kernel(event.data["dispatcher"]):
-            compiling.ANNOUNCER.end()
-
-
-def _is_kernel(dispatcher) -> bool:
-    return isinstance(getattr(dispatcher, "_cache", None), DiskCache)
-
-
-class _Waits(event.Listener):
-    """A thread that takes the compiler's lock compiles a kernel or reads it from the disk; or it waits for another."""
-
-    def on_start(self, event) -> None:
-        compiling.begin_wait()
-
-    def on_end(self, event) -> None:
-        compiling.end_wait()
-
-
-event.register("numba:compile", _Compilations())
-event.register("numba:compiler_lock", _Waits())
-
-
-def cache_is_cold(name: str) -> bool:
-    """True until `mark_warm(name)`, and once a kernel is gone: those of a dtype are compiled by its first step."""
-    return name not in kernel_files().marks()
-
-
-def is_first_run() -> bool:
-    """Whether this build's folder holds no kernel yet, and will keep those that are compiled."""
-    return not cache_folder().note and not kernel_files().names()
-
-
-def mark_warm(name: str) -> None:
-    """Note that this build's kernels for a dtype have been compiled on this machine."""
-    kernel_files().mark(name)
-
-
-def fingerprint(sources: Path) -> str:
-    """16 hex digits over all that decides the machine code of the kernels under the folder `sources`."""
-    return fingerprint_of(sources, build())
-
-
-def build() -> dict[str, str]:
-    """All that decides the kernels' machine code beside their sources: what it is, and what it is here."""
-    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _HARMLESS)
-    return {
-        "kernel format": MAGIC.decode().strip(),
-        "machine": platform.machine(),
-        "operating system": binding.get_process_triple(),
-        "CPU": binding.get_host_cpu_name(),
-        "list of CPU features": binding.get_host_cpu_features().flatten(),
-        "Python": f"{sys.version}{'' if __debug__ else ' -O'}",  # which compiles no assertion
-        "Numba": numba.__version__,
-        "llvmlite": llvmlite.__version__,
-        "NumPy": np.__version__,  # Numba's types follow NumPy's rules
-        "use of SVML": str(config.USING_SVML),
-        "environment of Numba": repr(settings),
-        ".numba_config.yaml": repr(_SETTINGS.read_bytes()) if _SETTINGS.is_file() else "not there",
-    }
-
-
-def whole_build() -> dict[str, str]:
-    """What a file of exported kernels was made for: `build`, and a digest of the sources with it."""
-    return build() | {"version of the kernels": fingerprint(SOURCES)}
-
-
-def has_feature(name: str) -> bool:
-    """Whether Numba compiles for a CPU with this feature, in LLVM's spelling ("avx512f").
-
-    NUMBA_CPU_FEATURES chooses other features than the machine's, and NUMBA_ENABLE_AVX=0 takes some away.
-    """
-    if platform.machine() in ("aarch64", "arm64", "ARM64"):
-        return name in _arm_features()
-    if config.CPU_FEATURES is not None:
-        return f"+{name}" in config.CPU_FEATURES.split(",")
-    if name.startswith("avx") and not config.ENABLE_AVX:
-        return False
-    return binding.get_host_cpu_features().get(name, False)
-
-
-def _arm_features() -> frozenset[str]:
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    features = config.CPU_FEATURES
-    if features is None:
-        features = binding.get_host_cpu_features().flatten()
-    return arm_features(binding.get_process_triple(), target_cpu(), features)
-
-
-def target_cpu() -> str:
-    """LLVM's name of the CPU that Numba compiles for."""
-    return config.CPU_NAME or binding.get_host_cpu_name()
+def build() -> tuple:
+    """Return all that decides the kernels' machine code, except their sources."""
+    settings = Path(".numba_config.yaml")
+    return (
+        platform.machine(),
+        binding.get_process_triple(),
+        binding.get_host_cpu_name(),
+        binding.get_host_cpu_features().flatten(),
+        f"{sys.version}{'' if __debug__ else ' -O'}",  # -O compiles no assertion
+        numba.__version__,
+        llvmlite.__version__,
+        np.__version__,  # Numba's types follow NumPy's rules
+        config.USING_SVML,
+        sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in HARMLESS),
+        settings.read_bytes() if settings.is_file() else None,
+    )

@@ -7,7 +7,6 @@ import pytest
 
 from support.commands import Result
 from tinygpt import LLM, SamplingParams
-from tinygpt.kernels.cpu import jit
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 
@@ -42,5 +41,4 @@ def llm():
     """The demo, its kernels compiled: stderr is then free of the notice of a first run."""
     with LLM("demo") as llm:
         llm.generate("Once", SamplingParams(max_tokens=1))
-        jit.mark_warm(llm.dtype)
         yield llm

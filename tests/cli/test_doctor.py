@@ -16,7 +16,6 @@ from tinygpt.cli.output.instructions import instructions
 from tinygpt.hardware import bandwidth
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets
-from tinygpt.kernels.kernel_files import KernelFiles
 
 
 @pytest.fixture
@@ -89,19 +88,9 @@ def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp
 
 
 def test_the_cache(report):
-    folder = jit.cache_folder().path
+    folder = jit.kernel_cache().folder
     assert report["cache"]["folder"] == str(folder)
     assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
-    assert report["cache"]["kernels_in"] == [*map(str, jit.kernel_files().folders)]
-
-
-def test_kernels_in_the_spare_folder_are_reported_where_they_lie(tmp_path, monkeypatch):
-    files = KernelFiles(tmp_path / "own", lambda is_made: tmp_path / "spare")
-    KernelFiles(tmp_path / "spare").save("add.kernel", b"code")
-    monkeypatch.setattr(jit, "kernel_files", lambda: files)
-    found = doctor._cache()
-    size = sum(path.stat().st_size for path in (tmp_path / "spare").iterdir())
-    assert (found["kernels"], found["kernels_in"], found["size"]) == (1, [str(tmp_path / "spare")], size)
 
 
 def test_sizes_of_folders(tmp_path):

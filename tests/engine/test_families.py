@@ -10,8 +10,6 @@ from support.golden_models import golden_ids
 from support.moe_models import moe_arrays, write_moe
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
-from tinygpt.execution.kernels_name import kernels_name
-from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
 NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "experts")
@@ -153,13 +151,6 @@ def test_alibi_has_no_last_position(folder, device):
         logits = llm.logits(ids)
         assert np.isfinite(logits).all()
         np.testing.assert_allclose(llm.logits(ids[:T]), logits[:T], atol=1e-4)
-
-
-def test_which_families_have_kernels_of_their_own(tmp_path):
-    """Kernels are compiled for types: a number is none."""
-    configs = [open_checkpoint(write(tmp_path / name, name)).config for name in ("xglm", "opt", "mpt-6")]
-    gpt2, *others = (kernels_name(config, "int8", "auto") for config in (ModelConfig(), *configs))
-    assert [name == gpt2 for name in others] == [True, True, False]
 
 
 def test_others_do(tmp_path):

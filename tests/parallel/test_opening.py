@@ -16,10 +16,8 @@ from support.thread_world import Threads, running
 from tinygpt.cli.main import main
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import CheckpointError
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_source import ModelSource
-from tinygpt.kernels import compiling
-from tinygpt.parallel import follower, rank_model, runner
+from tinygpt.parallel import follower, runner
 from tinygpt.parallel.follower import Opening, follow
 from tinygpt.parallel.layout import Layout
 from tinygpt.parallel.lead import Lead
@@ -118,47 +116,6 @@ def test_advice_is_logged_once_by_rank_0(monkeypatch, caplog, opened, five):
     assert [record.getMessage() for record in caplog.records] == [
         "ranks 0, 1 on here: 2 threads for 1 core, which is slow: give fewer ranks, or mpiexec -bind-to none"
     ]
-
-
-class Told:
-    def __init__(self):
-        self.names = []
-
-    def begin(self, name):
-        self.names.append(name)
-
-    def end(self):
-        pass
-
-
-@pytest.mark.parametrize("cold", [[], [0], [1], [0, 1]])
-def test_kernels_of_all_ranks_are_compiled_as_the_model_opens_and_told_once(monkeypatch, opened, five, cold):
-    """Rank 0 says so where it waits for another; where it compiles itself, that is said anyway."""
-    monkeypatch.setattr(Place, "of_this_process", lambda host, threads: HERE)
-    marked, steps = [], []
-    monkeypatch.setattr(rank_model, "mark_warm", marked.append)
-    load, forward = rank_model.RankModel.__init__, rank_model.RankModel.forward
-
-    def load_here(self, world, *arguments):
-        load(self, world, *arguments)
-        self.is_cold = world.rank in cold
-
-    def counted(self, batch: Batch):
-        steps.append(1)
-        return forward(self, batch)
-
-    monkeypatch.setattr(rank_model.RankModel, "__init__", load_here)
-    monkeypatch.setattr(rank_model.RankModel, "forward", counted)
-    told, clock = Told(), compiling.CompileClock()
-    with compiling.ANNOUNCER.told(told), clock.watching():
-        runner = opened((str(five),))
-        assert len(steps) == 2 * bool(cold)
-        runner.forward(Batch.of([[1]], [0], [0]))
-        runner.close()
-    names = [name for name in told.names if name == "a step of another rank"]
-    assert names == ["a step of another rank"] * (cold == [1])
-    assert len(marked) == len(cold)
-    assert set(marked) <= {"float32-ranks"}
 
 
 def test_each_rank_is_sent_its_share_of_keys_and_values(monkeypatch, opened):

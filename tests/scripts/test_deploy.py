@@ -16,7 +16,7 @@ import pytest
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.main import parse
-from tinygpt.kernels.cache_folder import find_folder
+from tinygpt.kernels.kernel_cache import open_cache
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
@@ -195,9 +195,7 @@ def test_compiled_kernels_outlive_a_pods_container(name, tmp_path, monkeypatch):
     seen = tmp_path / "cache"
     (volume / mount["subPath"]).rename(seen)
     monkeypatch.setenv("NUMBA_CACHE_DIR", environment_of_image()["NUMBA_CACHE_DIR"].replace("/cache", str(seen), 1))
-    assert find_folder("kernels").path == seen / "kernels" / "kernels"
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(volume))
-    assert find_folder("kernels").path != volume / "kernels"
+    assert open_cache("kernels").folder == seen / "kernels" / "kernels"
 
 
 def test_the_service_finds_its_pods():

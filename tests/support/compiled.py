@@ -1,27 +1,29 @@
-"""Which kernels a block of a test compiles."""
+"""The kernels that a block of a test compiles."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tinygpt.kernels.compiling import ANNOUNCER
+from numba.core import event
+
+from tinygpt.kernels.cpu.jit import DiskCache
 
 
-class Compiled:
-    """Listens. `names`: of the kernels in their order; `num_open`: how many have not come to their end."""
+class Compiled(event.Listener):
+    """A listener of Numba. names: the kernels, in the order in which they began to compile."""
 
     def __init__(self):
         self.names: list[str] = []
-        self.num_open = 0
 
-    def begin(self, name: str) -> None:
-        self.names.append(name)
-        self.num_open += 1
+    def on_start(self, event) -> None:
+        dispatcher = event.data["dispatcher"]
+        if isinstance(getattr(dispatcher, "_cache", None), DiskCache):
+            self.names.append(dispatcher.py_func.__name__)
 
-    def end(self) -> None:
-        self.num_open -= 1
+    def on_end(self, event) -> None:
+        pass
 
 
 @contextmanager
-def compiled_kernels():
-    listener = Compiled()
-    with ANNOUNCER.told(listener):
+def compiled_kernels() -> Iterator[Compiled]:
+    with event.install_listener("numba:compile", listener := Compiled()):
         yield listener

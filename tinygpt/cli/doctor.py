@@ -68,7 +68,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
     from tinygpt.bench.work import BYTES, weight_bytes
     from tinygpt.hardware.bandwidth import read_bandwidth
-    from tinygpt.kernels.cpu.jit import has_feature
+    from tinygpt.kernels.cpu.features import has_feature
     from tinygpt.weights.config import ModelConfig
 
     with elapsed("measuring the memory's bandwidth"):
@@ -144,17 +144,16 @@ def _memory_sizes() -> dict[str, int | None]:
 
 
 def _cache() -> dict[str, Any]:
-    from tinygpt.kernels.cpu.jit import cache_folder, kernel_files
+    from tinygpt.kernels.cpu.jit import kernel_cache
 
-    path, files = cache_folder().path, kernel_files()
+    cache = kernel_cache()
+    path = cache.folder
     others = [] if path is None else [build for build in path.parent.glob("kernels-*") if build != path]
     return {
         "folder": None if path is None else str(path),
-        "note": cache_folder().note or None,
-        "kernels": len(files.names()),
-        "kernels_in": [str(folder) for folder in files.folders],
-        "size": sum(map(_size_of, files.folders)),
-        "compiled_for": files.marks(),
+        "note": cache.note or None,
+        "kernels": len(cache.names()),
+        "size": 0 if path is None else _size_of(path),
         "other_builds": len(others),
         "other_builds_size": sum(map(_size_of, others)),
     }

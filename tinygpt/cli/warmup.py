@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     set_thread_pools(args.threads)
     from tinygpt.compile_ahead import warmup
-    from tinygpt.kernels.cpu.jit import kernel_files
+    from tinygpt.kernels.cpu.jit import kernel_cache
 
     if not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
         log("nothing was left to compile")
-    log(f"the kernels are kept in {' and '.join(map(str, kernel_files().folders))}")
+    log(f"the kernels are kept in {kernel_cache().folder}")

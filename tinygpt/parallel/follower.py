@@ -39,10 +39,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rank's part. any_is_cold: on rank 0, whether any rank has still to compile its kernels."""
+    """A rank's part."""
 
     model: RankModel
-    any_is_cold: bool
 
 
 def rank_threads(threads: int | None, world: World) -> int:
@@ -66,25 +65,25 @@ def load_together(world: World, opening: Opening, source: ModelSource | None = N
     layout = opening.layout
     group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
     model = error = None
-    about, is_cold = Identity(), False
+    about = Identity()
     try:
         source = source or ModelSource.open(*opening.source)
         checksum = source.begin_checksum()
         about = Identity((source.config, source.dtype, source.kv_cache_dtype))
         model = RankModel(world, group, layout, source, opening.sizes, rank_threads(opening.threads, world))
-        about, is_cold = replace(about, weights=checksum.result()), model.is_cold
+        about = replace(about, weights=checksum.result())
     except Exception as caught:  # whatever it is, the others wait
         error = caught if isinstance(caught, TinyGPTError) else TinyGPTError(f"{type(caught).__name__}: {caught}")
-    found = world.gather_objects((error, about, world.host, is_cold))
+    found = world.gather_objects((error, about, world.host))
     failure = None if found is None else _first_failure(found)
     failure = world.broadcast_object(failure)
-    return failure or Loaded(model, found is not None and any(cold for *_, cold in found))
+    return failure or Loaded(model)
 
 
 def _first_failure(found: list[tuple]) -> TinyGPTError | None:
     if found[0][0] is not None:
         return found[0][0]
-    for rank, (error, about, host, _) in enumerate(found):
+    for rank, (error, about, host) in enumerate(found):
         where = f"rank {rank} of {len(found)}, on {host}"
         if error is not None:
             kinds = CheckpointError, RequestError, TinyGPTError

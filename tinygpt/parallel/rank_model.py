@@ -9,10 +9,8 @@ import numpy as np
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import TinyGPTError
 from tinygpt.execution.batch import Batch
-from tinygpt.execution.kernels_name import kernels_name
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu import rank as kernels
-from tinygpt.kernels.cpu.jit import cache_is_cold, mark_warm
 from tinygpt.parallel.cut import part_of_rank
 from tinygpt.parallel.layout import Layout
 from tinygpt.parallel.micro_batches import micro_batches
@@ -42,20 +40,12 @@ class RankModel:
         vocab_parts = [self._parts[rank].vocab for rank in layout.tensor_group(world.rank)]
         self._vocab_parts, self._vocab_starts = vocab_parts, np.array([part.start for part in vocab_parts])
         self._rows = np.empty((sizes.max_num_batched_tokens, source.config.n_embd), np.float32)
-        is_usual = source.kv_cache_dtype == source.backend.kv_cache_dtypes(source.dtype)[0]
-        cache_dtype = "auto" if is_usual else source.kv_cache_dtype
-        self._kernels = kernels_name(source.config, source.dtype, cache_dtype, layout.tensor_size > 1)
-        self.is_cold = cache_is_cold(self._kernels)
         if world.rank == 0:
             self._logits = np.empty((sizes.max_num_logits, source.config.vocab_size), np.float32)
 
     def forward(self, batch: Batch) -> np.ndarray | None:
         """Take a step. Logits (R, V), valid until the next one, on rank 0."""
-        logits = self.begin(batch)()
-        if self.is_cold:
-            mark_warm(self._kernels)
-            self.is_cold = False
-        return logits
+        return self.begin(batch)()
 
     def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], np.ndarray | None]:
         """Take this rank's share of a step; what is returned waits for the others', and gives the logits on rank 0.

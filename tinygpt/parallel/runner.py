@@ -13,7 +13,6 @@ from tinygpt.errors import RequestError
 from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
-from tinygpt.kernels import compiling
 from tinygpt.parallel.follower import Loaded, Opening, find_places, load_together, rank_threads
 from tinygpt.parallel.groups import run_groups
 from tinygpt.parallel.lead import Lead
@@ -48,9 +47,7 @@ class ParallelRunner(ModelRunner):
                 self._close.atexit = False  # the lead ends by itself then
         if not isinstance(loaded, Loaded):
             raise loaded
-        self._params, self.shares_layers = loaded.model, opening.layout.tensor_size > 1
-        if loaded.any_is_cold:
-            self._compile()
+        self._params = loaded.model
 
     def forward(self, batch: Batch) -> Any:
         return self._ordered(lambda model: model.forward(batch), Order.FORWARD, batch=batch)
@@ -92,12 +89,6 @@ class ParallelRunner(ModelRunner):
     def close(self) -> None:
         self._params = None
         self._close()
-
-    def _compile(self) -> None:
-        """Have all ranks take a step, those that compile it and those that wait for them: told once, here."""
-        told = compiling.looked_for() if self._params.is_cold else compiling.waited_for("a step of another rank")
-        with told:
-            self.forward(Batch.of([[0]], [0], [0]))
 
     def _ordered(self, do: Callable[[RankModel], Any], order: Order, *numbers: int, batch: Batch | None = None) -> Any:
         with self._one_order() as model:

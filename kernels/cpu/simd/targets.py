@@ -7,7 +7,7 @@ The same bits come out of every row. What differs is which instruction multiplie
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinygpt.kernels.cpu.jit import has_feature, target_cpu
+from tinygpt.kernels.cpu.features import has_feature, target_cpu
 
 # How four bytes of a column are multiplied, by the instruction that does it.
 PAIRS = "vdpbf16ps"  # two bfloat16

@@ -13,9 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tinygpt.kernels import compiling
-from tinygpt.kernels.cache_folder import find_folder, fingerprint_of
-from tinygpt.kernels.kernel_files import MAGIC, KernelFiles
+from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
 SOURCES = Path(__file__).resolve().parents[1]
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
@@ -31,15 +29,15 @@ class DiskCache:
         """The compiled kernel for arguments of these types, or None."""
         from numba.cuda.dispatcher import _Kernel
 
-        kernel = kernel_files().load_object(self._name(signature), lambda states: _Kernel._rebuild(**states))
+        kernel = kernel_cache().load(self._name(signature), lambda states: _Kernel._rebuild(**states))
         if kernel is None:
-            compiling.ANNOUNCER.begin(self._function.__name__)  # it is compiled until `looked_for` ends
+            kernel_cache().announce(self._function.__name__)
         return kernel
 
     def save_overload(self, signature: Any, kernel: Any) -> None:
         from numba.cuda.serialize import dumps
 
-        kernel_files().save_object(self._name(signature), lambda: dumps(kernel._reduce_states()))
+        kernel_cache().save(self._name(signature), lambda: dumps(kernel._reduce_states()))
 
     def flush(self) -> None:
         """There is nothing to forget: a file that is there is right."""
@@ -65,7 +63,7 @@ def _describe_value(value: Any) -> str:
 
 
 @functools.cache
-def kernel_files() -> KernelFiles:
-    """The kernels of this build, in a folder whose name stands for all sources and the compilers."""
-    build = MAGIC, [metadata.version(name) for name in COMPILERS], sys.version, __debug__
-    return KernelFiles.in_folder(find_folder(f"cuda-{fingerprint_of(SOURCES, build)}"))
+def kernel_cache() -> KernelCache:
+    """Return the cache of this build's kernels."""
+    build = [metadata.version(name) for name in COMPILERS], sys.version, __debug__
+    return open_cache(f"cuda-{fingerprint(SOURCES, build)}")

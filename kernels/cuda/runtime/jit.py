@@ -9,7 +9,6 @@ if not hasattr(np, "row_stack"):  # numba-cuda asks NumPy 2.5 for a name that is
 
 from numba import cuda
 
-from tinygpt.kernels import compiling
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache
 from tinygpt.kernels.errors import DeviceError
 
@@ -25,7 +24,6 @@ def kernel(function):
     """
     compiled = cuda.jit(function)
     compiled._cache = DiskCache(function)
-    compiled.compile = compiling.looked_for()(compiled.compile)  # it asks the cache, and compiles what is not there
     return compiled
 
 

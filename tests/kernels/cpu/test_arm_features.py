@@ -3,7 +3,7 @@
 import pytest
 from llvmlite import binding
 
-from tinygpt.kernels.cpu.arm_features import arm_features
+from tinygpt.kernels.cpu.features import arm_features
 from tinygpt.kernels.cpu.simd.targets import choose
 
 LINUX, MACOS = "aarch64-unknown-linux-gnu", "arm64-apple-darwin24"

@@ -1,145 +1,90 @@
-"""Where compiled kernels are kept: one folder for each build, in a place that can be written to."""
+"""Compiled CPU kernels: a run loads those of earlier ones, and a function that a kernel calls is a part of it."""
 
-import inspect
-import json
 import os
-import shutil
+import runpy
+import subprocess
 import sys
-import tempfile
+from collections import namedtuple
 from pathlib import Path
+from typing import NamedTuple
 
+import numba
+import numpy as np
 import pytest
-from numba.core import config
+from numba.core import caching, compiler
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, CompileResult, DefaultPassBuilder
+from numba.core.errors import NumbaError
+from numba.core.runtime import rtsys
 
-from support.apart import printed
+from support.compiled import compiled_kernels
+from support.paths import ROOT
+from tinygpt.cli import main as cli
+from tinygpt.kernels.cpu import jit
+from tinygpt.kernels.cpu.jit import DiskCache
+from tinygpt.kernels.cpu.runtime.by_type import by_type
+from tinygpt.kernels.kernel_cache import KernelCache
+
+MODULE = """
 from tinygpt.kernels.cpu import jit
 
-REPORT = (
-    "from tinygpt.kernels.cpu import jit; from tinygpt.kernels.cpu.sampling import philox; folder = jit.cache_folder();"
-    "print(folder.path); print(folder.note); print(jit.cache_is_cold('int8'))"
-)
-RUN_ONE = (
-    "import numpy as np; philox.uniform(*np.ones(3, np.uint64)); jit.mark_warm('int8');"
-    "print(jit.cache_is_cold('int8')); print(jit.cache_is_cold('int4'))"
-)
+@jit.jit
+def inner(x):
+    return x + 1
 
-
-# The environment is the first thing that the process learns; of the folder it knows nothing yet.
-BEGIN = """
-import json, os, sys, tempfile
-from tinygpt.kernels.cpu import jit
-assert not jit.cache_folder.cache_info().currsize
-os.environ.clear()
-os.environ.update(json.loads(sys.argv[1]))
-tempfile.tempdir = None
+@jit.jit
+def triple(x):
+    return 3 * inner(x)
+"""
+# Prints the result, and how many kernels were compiled for it.
+RUN = """
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
+    import tiny
+    print(tiny.triple(4), len(compiled.names))
 """
 
 
-def report(script=REPORT, **environment):
-    """Run the script in a process that has no cache setting but those given, and no kernels elsewhere; its lines."""
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with a module, `tiny.py`."""
+    (tmp_path / "tiny.py").write_text(MODULE)
+    return tmp_path
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch) -> list[str]:
+    """The kernels that this test compiles and keeps in an empty cache."""
+    cache = KernelCache(tmp_path)
+    monkeypatch.setattr(jit, "kernel_cache", lambda: cache)
+    with compiled_kernels() as compiled:
+        yield compiled.names
+
+
+def run(folder: Path, code: str = RUN, root: Path = ROOT, **environment: str) -> str:
+    """Return what a process prints. Its kernels are kept in `folder`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "XDG_"))}
-    with tempfile.TemporaryDirectory() as empty:
-        places = kept | {"TMPDIR": empty} | environment
-        return printed(BEGIN + script, json.dumps(places), patience=300).splitlines()
+    paths = {
+        "NUMBA_CACHE_DIR": str(folder / "cache"),
+        "PYTHONPATH": f"{folder}{os.pathsep}{root}{os.pathsep}{ROOT / 'tests'}",
+    }
+    environment = kept | paths | environment
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
-def test_fingerprint_changes_with_any_source(tmp_path):
-    (tmp_path / "deep").mkdir()
-    sources = [tmp_path / "a.py", tmp_path / "deep" / "b.py"]
-    for source in sources:
-        source.write_text("x = 1\n")
-    seen = {jit.fingerprint(tmp_path)}
-    assert jit.fingerprint(tmp_path) in seen
-    for source in sources:
-        source.write_text("x = 2\n")
-        seen.add(jit.fingerprint(tmp_path))
-    sources[0].rename(tmp_path / "c.py")
-    seen.add(jit.fingerprint(tmp_path))
-    assert len(seen) == 4
-    shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
-    assert jit.fingerprint(copy) == jit.fingerprint(tmp_path)  # wherever they lie
-
-
-def test_fingerprint_changes_with_numba_settings_that_change_code(tmp_path, monkeypatch):
-    before = jit.fingerprint(tmp_path)
+def test_fingerprint_changes_with_settings_that_change_code(tmp_path, monkeypatch):
+    before = jit.build()
     monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
-    assert jit.fingerprint(tmp_path) == before
+    assert jit.build() == before
     with monkeypatch.context() as patch:
         patch.setenv("NUMBA_CPU_NAME", "generic")
-        assert jit.fingerprint(tmp_path) != before
+        assert jit.build() != before
     monkeypatch.chdir(tmp_path)
-    assert jit.fingerprint(tmp_path) == before
+    assert jit.build() == before
     (tmp_path / ".numba_config.yaml").write_text("opt: 1\n")
-    assert jit.fingerprint(tmp_path) != before
-
-
-def test_assertions_are_part_of_the_code():
-    """python -O compiles none."""
-    optimised = compile(inspect.getsource(jit.build), jit.__file__, "exec", optimize=1)
-    exec(optimised, names := dict(vars(jit)))
-    assert names["build"]() != jit.build()
-
-
-def test_folder_follows_the_environment_and_warms_up(tmp_path):
-    path, note, cold = report(XDG_CACHE_HOME=str(tmp_path), HOME=str(tmp_path / "home"))
-    if sys.platform == "linux":
-        assert Path(path).parent == tmp_path / "tinygpt"
-    assert (note, cold) == ("", "True")
-    *_, before, after, other = report(f"{REPORT}; {RUN_ONE}", NUMBA_CACHE_DIR=str(tmp_path / "own"))
-    assert (before, after, other) == ("True", "False", "True")
-    path, note, cold = report(NUMBA_CACHE_DIR=str(tmp_path / "own"))
-    assert (Path(path).parent, note, cold) == (tmp_path / "own", "", "False")
-
-
-def test_a_first_run_is_one_before_any_kernel_is_kept(tmp_path):
-    is_first, run_one = "print(jit.is_first_run())", "import numpy as np; philox.uniform(*np.ones(3, np.uint64))"
-    script = f"{REPORT}; {is_first}; {run_one}; {is_first}"
-    *_, before, after = report(script, NUMBA_CACHE_DIR=str(tmp_path))
-    assert (before, after) == ("True", "False")
-    (blocked := tmp_path / "file").write_text("")
-    assert report(script, NUMBA_CACHE_DIR=str(blocked), TMPDIR=str(tmp_path))[-2] == "False"
-
-
-def test_unwritable_cache_falls_back_and_says_so(tmp_path):
-    blocked = tmp_path / "file"  # a file, since the permissions of a folder do not stop root
-    blocked.write_text("")
-    path, note, _ = report(NUMBA_CACHE_DIR=str(blocked / "cache"), TMPDIR=str(tmp_path))
-    assert tmp_path in Path(path).parents
-    assert str(blocked) in note
-    assert "NUMBA_CACHE_DIR" in note
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of folders on Windows")
-@pytest.mark.parametrize("trap", ["writable by others", "a link"])
-def test_a_temporary_folder_that_others_control_is_not_used(tmp_path, trap):
-    """Kernels then stay in memory, and nothing is left behind."""
-    target = tmp_path / f"tinygpt-{os.getuid()}"
-    if trap == "a link":
-        (tmp_path / "elsewhere").mkdir()
-        target.symlink_to(tmp_path / "elsewhere")
-    else:
-        target.mkdir()
-        target.chmod(0o777)
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    before = set(tmp_path.rglob("*"))
-    path, note, *_, is_cold, _ = report(
-        f"{REPORT}; {RUN_ONE}", NUMBA_CACHE_DIR=str(blocked / "cache"), TMPDIR=str(tmp_path)
-    )
-    assert (path, is_cold) == ("None", "True")
-    assert "in memory" in note
-    assert set(tmp_path.rglob("*")) == before
-
-
-def test_other_packages_keep_their_cache_folder(monkeypatch):
-    monkeypatch.setattr(config, "CACHE_DIR", "theirs")
-
-    @jit.jit
-    def kernel(x):
-        return x
-
-    assert config.CACHE_DIR == "theirs"
-    assert kernel.stats.cache_path == str(jit.cache_folder().path)
+    assert jit.build() != before
 
 
 def test_floating_point_is_strict():
@@ -153,3 +98,275 @@ def test_floating_point_is_strict():
 
     assert adds_in_order(1e30, 1.0) == 0.0
     assert is_nan(float("nan"))
+
+
+def triple_of_four(folder: Path) -> int:
+    """Run `tiny.py` as in a process that has not imported it."""
+    return runpy.run_path(str(folder / "tiny.py"))["triple"](4)
+
+
+def test_a_damaged_kernel_is_compiled_again(folder, compiled):
+    assert [triple_of_four(folder) for _ in range(2)] == [15, 15]
+    assert compiled == ["triple"]
+    [path] = folder.glob("*.kernel")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [triple_of_four(folder) for _ in range(2)] == [15, 15]
+    assert compiled == ["triple"] * 2
+
+
+def test_a_kernel_from_disk_makes_no_part_and_lists_no_function_but_its_own(folder, compiled):
+    """Either took a tenth of a start that finds all its kernels."""
+    assert triple_of_four(folder) == 15
+    triple = runpy.run_path(str(folder / "tiny.py"))["triple"]
+    assert (triple(4), len(compiled)) == (15, 1)
+    [result] = triple.overloads.values()
+    listed = {function.name for function in result.library._shared_module.functions}
+    assert listed == {result.fndesc.llvm_func_name, result.fndesc.llvm_cpython_wrapper_name}
+
+
+def test_a_step_and_a_draw_are_read_without_numbas_runtime(folder):
+    """LLVM compiles that for each process, which takes as long as all else to read a step. What makes arrays has it."""
+    assert cli.main(["convert", "demo", str(folder / "packed"), "--dtype", "int8"]) == 0
+    code = """
+import os
+from numba.core.runtime import nrt
+compile_runtime, compiled = nrt.nrtdynmod.compile_nrt_functions, []
+nrt.nrtdynmod.compile_nrt_functions = lambda context: compiled.append(1) or compile_runtime(context)
+from tinygpt import LLM
+llm = LLM(os.environ["PACKED"], max_num_seqs=1)
+for asked in ({}, {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1}, {"logprobs": 1}):
+    llm.generate("Once", max_tokens=2, **asked)
+print(bool(compiled))
+llm.generate("Once", max_tokens=2, repetition_penalty=1.1)
+print(bool(compiled))
+"""
+    kept = os.environ.get("NUMBA_CACHE_DIR", "")  # where other tests' kernels are
+    environment = {"NUMBA_CACHE_DIR": kept, "PACKED": str(folder / "packed")}
+    run(folder, code, **environment)  # which may compile
+    assert run(folder, code, **environment) == "False\nTrue"
+
+
+def test_a_kernel_whose_part_makes_an_array_is_read_with_numbas_runtime(folder):
+    """Though a kernel counts no references: the part was compiled for another function, which does."""
+    source = """
+import numpy as np
+from tinygpt.kernels.cpu.jit import jit, kernel
+
+@jit
+def total(n):
+    return np.full(n, 2.0).sum()
+
+@jit
+def plain(n):
+    return total(n)
+
+@kernel
+def counted(n):
+    return total(n)
+"""
+    (folder / "parts_of.py").write_text(source)
+    both = "import parts_of; print(parts_of.plain(3), parts_of.counted(3))"
+    run(folder, both)  # which compiles
+    assert run(folder, both) == "6.0 6.0"
+    assert run(folder, "import parts_of; print(parts_of.counted(3))") == "6.0"
+
+
+def test_a_changed_source_is_compiled_anew(folder):
+    """Here one outside of the package, whose sources name the folder."""
+    assert run(folder) == "15 1"
+    (folder / "tiny.py").write_text(
+        MODULE.replace("x + 1", "x + 20")
+    )  # of another size: within a second, Python looks at that
+    assert run(folder) == "72 1"
+
+
+HASHES = """
+from tinygpt.kernels.cpu import jit
+
+@jit.jit
+def hashes(text):
+    found = {"king": 1, "queen": 2}
+    return hash(text), hash("wolf"), found[text], hash(("king", 2))
+"""
+RUN_HASHES = """
+from support.compiled import compiled_kernels
+with compiled_kernels() as compiled:
+    import tiny
+    print(tiny.hashes("queen") == (hash("queen"), hash("wolf"), 2, hash(("king", 2))), len(compiled.names))
+"""
+
+
+def test_no_process_finds_the_secret_of_another_in_a_kernel(folder):
+    """Python hashes texts by a secret of each process's own."""
+    (folder / "tiny.py").write_text(HASHES)
+    found = [run(folder, RUN_HASHES, PYTHONHASHSEED=seed) for seed in ("1", "2", "random")]
+    assert found == ["True 1", "True 0", "True 0"]
+
+
+def last_field(record):
+    return record[-1]
+
+
+def test_arguments_that_look_alike_are_told_apart(compiled):
+    """Two classes of one name, with fields of one type, are one and the same in Numba's words."""
+    first, second = namedtuple("Record", "a b"), namedtuple("Record", "c d")
+    for record in (first(1, 2.0), second(3, 4.0), first(5, 6.0)):
+        assert jit.jit(last_field)(record) == record[1]
+    assert len(compiled) >= 2
+
+
+def test_a_kernel_that_another_process_would_not_know_is_not_kept(compiled, tmp_path):
+    number = 5
+
+    @jit.jit
+    def closure(x):
+        return x + number
+
+    @jit.jit
+    def call(function, x):
+        return function(x)
+
+    table = np.arange(300_000)  # a large global array is held by its address
+    typed_in = {"table": table}
+    exec("def look_up(i):\n    return table[i]", typed_in)
+    assert closure(1) == 6
+    assert call(numba.njit(last_field), (1, 2)) == 2
+    assert jit.jit(typed_in["look_up"])(7) == 7
+    assert len(compiled) >= 3
+    assert not KernelCache(tmp_path).names()
+
+
+def test_what_numba_cannot_take_apart_runs_all_the_same(compiled, tmp_path, monkeypatch, caplog):
+    """As it may be with a version of Numba to come."""
+    monkeypatch.setattr(compiler.CompileResult, "_reduce", lambda result: 1 / 0)
+    assert jit.jit(last_field)((1, 2)) == 2
+    assert not KernelCache(tmp_path).names()
+    assert str(tmp_path) in caplog.text
+    monkeypatch.undo()
+
+
+class Metres(NamedTuple):
+    length: float
+
+
+class Feet(NamedTuple):
+    length: float
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[str]:
+    """The functions that have become machine code, but for Numba's own."""
+    names, finish = [], JITCodeLibrary._finalize_specific
+
+    def note(library):
+        names.extend({library.name.split(".")[-1]} - {"nrt"})
+        finish(library)
+
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", note)
+    return names
+
+
+def new_kernels():
+    """Two kernels, the first of which calls the second; closures, and so compiled anew."""
+
+    @jit.kernel
+    def thrice(x):
+        if x > 100:
+            raise ValueError("more than a hundred")
+        return 3 * x
+
+    @jit.kernel
+    def nine_times(x):
+        return thrice(thrice(x))
+
+    def as_it_is(record):
+        return record.length
+
+    def to_metres(record):
+        return thrice(record.length) * 0.1
+
+    in_metres = by_type({Feet: to_metres}, otherwise=as_it_is)
+
+    @jit.jit
+    def twelve_times(record):
+        return nine_times(in_metres(record)) + thrice(in_metres(record))
+
+    return twelve_times, nine_times
+
+
+def test_only_what_python_calls_becomes_machine_code(made):
+    twelve_times, nine_times = new_kernels()
+    for record, expected in ((Metres(2.0), 24.0), (Feet(20.0), 72.0)):
+        made.clear()
+        assert twelve_times(record) == expected
+        assert made == ["twelve_times"]
+    assert nine_times(np.int32(2)) == 18  # Python may call each
+    assert made == ["twelve_times", "nine_times"]
+
+
+@pytest.mark.filterwarnings("ignore:.*object mode")
+def test_what_a_part_may_not_have_is_refused():
+    """Python may call both."""
+
+    @jit.jit
+    def in_object_mode(x):
+        with numba.objmode(y="int64"):
+            y = x + 1
+        return y
+
+    @jit.jit
+    def factorial(n):
+        if n > 1:
+            return n * factorial(n - 1)
+        return 1
+
+    assert in_object_mode(3) == 4
+    assert factorial(4) == 24
+    for function, says in ((in_object_mode, "a block in object mode"), (factorial, "re-entrant")):
+        with pytest.raises(NumbaError, match=says):
+            jit.jit(lambda x, function=function: function(x) + 1)(3)
+
+
+def new_errors():
+    """Two kernels and their part; what it says of a value needs Python."""
+
+    @jit.jit
+    def checked(x):
+        if x > 100:
+            raise ValueError("more than a hundred", x)
+        return x
+
+    @jit.jit
+    def negative(x):
+        return -checked(x)
+
+    @jit.jit
+    def doubled(x):
+        return 2 * checked(x)
+
+    return negative, doubled, checked
+
+
+def test_an_error_of_a_part_tells_values_whichever_kernel_it_is_a_part_of():
+    for kernel in new_errors():
+        with pytest.raises(ValueError, match="more than a hundred") as raised:
+            kernel(101)
+        assert raised.value.args == ("more than a hundred", 101)
+
+
+def test_numba_has_the_internals_that_the_cache_and_parts_use():
+    """Numba promises none of them. If this fails, kernels may run, and every process compiles them."""
+    plain, ours = numba.njit(last_field), jit.jit(last_field)
+    assert isinstance(plain._cache, caching.NullCache)
+    assert caching._Cache.__abstractmethods__ <= {*dir(DiskCache)}
+    assert plain.targetctx.codegen().magic_tuple()
+    assert callable(rtsys.initialize)
+    assert ours.stats.cache_path == str(jit.kernel_cache().folder)
+    for owner, names in {
+        Compiler: ("compile_extra",),
+        DefaultPassBuilder: ("define_nopython_pipeline",),
+        JITCodeLibrary: ("_optimize_final_module", "_finalize_final_module"),
+        CompileResult: ("_reduce", "_rebuild", "_replace", "_find_referenced_environments"),
+    }.items():
+        missing = [name for name in names if not hasattr(owner, name)]
+        assert not missing, f"Numba's {owner.__name__} has no {missing} any more"

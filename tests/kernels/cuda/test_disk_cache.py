@@ -1,24 +1,21 @@
 """Compiled CUDA kernels on disk: two kernels are never taken for one another, nor one for two."""
 
 import itertools
-import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from support.compiled import compiled_kernels
 from support.paths import ROOT
-from tinygpt.kernels.compiling import CompileClock, looked_for
 from tinygpt.kernels.cuda.layers.attention import attend_chunks_kernel, attend_tiles_kernel
 from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
 from tinygpt.kernels.cuda.layers.gemm_tiles import TILES
 from tinygpt.kernels.cuda.layers.layer_norm import layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel, normed_linear_kernel
-from tinygpt.kernels.cuda.runtime import disk_cache, jit
+from tinygpt.kernels.cuda.runtime import disk_cache
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache, describe
-from tinygpt.kernels.kernel_files import KernelFiles
+from tinygpt.kernels.kernel_cache import KernelCache
 
 PURPOSES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
 
@@ -72,8 +69,8 @@ def cache(tmp_path, monkeypatch) -> DiskCache:
     from numba import cuda
     from numba.cuda import dispatcher
 
-    files = KernelFiles(tmp_path)
-    monkeypatch.setattr(disk_cache, "kernel_files", lambda: files)
+    files = KernelCache(tmp_path)
+    monkeypatch.setattr(disk_cache, "kernel_cache", lambda: files)
     monkeypatch.setattr(dispatcher, "_Kernel", FakeKernel)
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
     return DiskCache(linear_kernel("int8", 1, ADD).py_func)
@@ -85,44 +82,7 @@ def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
     assert cache.load_overload("types", None).states == {"name": "compiled", "size": 3}
     assert cache.load_overload("other types", None) is None
     assert DiskCache(linear_kernel("int8", 1, LOGITS).py_func).load_overload("types", None) is None
-    assert len(KernelFiles(tmp_path).names()) == 1
-
-
-def test_what_compiles_is_told_until_it_is_saved(cache):
-    clock = CompileClock()
-    with clock.watching(), compiled_kernels() as compiled:
-        with looked_for():
-            assert cache.load_overload("types", None) is None
-            assert (compiled.names, compiled.num_open) == (["linear"], 1)
-            cache.save_overload("types", FakeKernel(name="compiled"))
-        assert compiled.num_open == 0
-        waited = clock.seconds(0, math.inf)
-        with looked_for():
-            assert cache.load_overload("types", None) is not None
-    assert (compiled.names, compiled.num_open) == (["linear"], 0)
-    assert clock.seconds(0, math.inf) > waited > 0
-
-
-@pytest.mark.usefixtures("cache")
-def test_what_cannot_be_compiled_comes_to_an_end(monkeypatch):
-    from numba import types
-    from numba.cuda import dispatcher
-
-    def broken(*arguments, **options):
-        raise ArithmeticError
-
-    def nothing(number):
-        pass
-
-    monkeypatch.setattr(dispatcher, "_Kernel", broken)
-    clock, kernel = CompileClock(), jit.kernel(nothing)
-    with clock.watching(), compiled_kernels() as compiled:
-        for _ in range(2):
-            before = clock.seconds(0, math.inf)
-            with pytest.raises(ArithmeticError):
-                kernel.compile((types.int32,))
-            assert clock.seconds(0, math.inf) > before
-        assert (compiled.names, compiled.num_open) == (["nothing"] * 2, 0)
+    assert len(KernelCache(tmp_path).names()) == 1
 
 
 def test_a_damaged_file_is_compiled_again(cache, tmp_path):
@@ -134,5 +94,5 @@ def test_a_damaged_file_is_compiled_again(cache, tmp_path):
 
 def test_what_cannot_be_taken_apart_runs_all_the_same(cache, tmp_path, caplog):
     cache.save_overload("types", FakeKernel(name=lambda: 0, stuck=(number for number in range(3))))
-    assert not KernelFiles(tmp_path).names()
+    assert not KernelCache(tmp_path).names()
     assert str(tmp_path) in caplog.text

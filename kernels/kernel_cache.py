@@ -1,0 +1,169 @@
+"""Compiled kernels on disk: a private folder for each build, a file with a SHA-256 for each kernel.
+
+A kernel is a pickle with machine code in it: loading one runs it. So the folder and its files must belong to this user,
+and no other user may write to them. A file that is damaged is compiled and written again. The cache of one machine
+works on another with the same CPU, operating system, Python and packages: copy the folder.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"tinygpt kernel 2\n"  # the format of a file, which is part of a build's fingerprint
+HEADER = len(MAGIC) + hashlib.sha256().digest_size
+ANNOUNCEMENT = "compiling kernels for this machine (about 10 s, once for each dtype and kind of request)"
+
+logger = logging.getLogger(__name__)
+
+
+class KernelCache:
+    """The compiled kernels of one build.
+
+    folder: None if no folder is usable; each process then compiles for itself
+    note: the reason why the folder is not the user's cache folder, or ""
+    is_keeping: whether all kernels that this process compiled are on disk
+    num_compiled: kernels that this process has compiled
+    """
+
+    def __init__(self, folder: Path | None, note: str = ""):
+        self.folder, self.note = folder, note
+        self.is_keeping = folder is not None
+        self.num_compiled = 0
+
+    def names(self) -> set[str]:
+        """Return the names of the files."""
+        return set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
+
+    def load(self, name: str, rebuild: Callable[[Any], Any]) -> Any | None:
+        """Return what `rebuild` makes of the object saved under a name, or None if it must be compiled."""
+        if (body := self._read(name)) is None:
+            return None
+        try:
+            return rebuild(pickle.loads(body))
+        except Exception as error:  # a kernel that does not load is compiled again, whatever the reason
+            logger.debug("%s does not load and is compiled again: %r", name, error)
+            return None
+
+    def announce(self, name: str) -> None:
+        """Log that a kernel is about to compile: the first one as a warning, as it takes seconds."""
+        if not self.num_compiled:
+            logger.warning(ANNOUNCEMENT)
+        logger.debug("compiling %s", name)
+        self.num_compiled += 1
+
+    def save(self, name: str, pickled: Callable[[], bytes]) -> None:
+        """Keep a compiled kernel. A full disk is logged once: the kernel runs anyway."""
+        if self.folder is None:
+            return
+        try:
+            body = pickled()
+            self._write(name, _header(name, body) + body)
+        except Exception as error:  # of Numba's serializer as well
+            if self.is_keeping:
+                logger.warning("compiled kernels cannot be kept in %s: %s", self.folder, error)
+            self.is_keeping = False
+
+    def _read(self, name: str) -> bytes | None:
+        """Return the content of a file that only this user can have written, or None."""
+        if self.folder is None:
+            return None
+        try:
+            with open(self.folder / name, "rb") as file:
+                is_ours = not _distrust(os.fstat(file.fileno()))
+                content = file.read() if is_ours else b""
+        except OSError:
+            return None
+        body = content[HEADER:]
+        if content[:HEADER] == _header(name, body):
+            return body
+        logger.debug("%s is damaged, or another user may write to it: the kernel is compiled again", name)
+        return None
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Write a file atomically: another process may read or write the same kernel."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(suffix=".part", dir=self.folder)  # mode 0600
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(part, self.folder / name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
+
+
+def open_cache(name: str) -> KernelCache:
+    """Return the cache in the folder of a name: of the user's cache folder, else of the temporary folder.
+
+    $NUMBA_CACHE_DIR overrides the user's cache folder.
+    """
+    base = user_cache()
+    if not (reason := _make_private(base / name)):
+        return KernelCache(base / name)
+    user = f"-{os.geteuid()}" if hasattr(os, "geteuid") else ""
+    spare = Path(tempfile.gettempdir(), f"tinygpt{user}", name)
+    is_usable = not _make_private(spare)
+    use = f"using {spare.parent}" if is_usable else "this run keeps them in memory"
+    note = f"compiled kernels cannot be kept in {base} ({reason}); {use}. Set NUMBA_CACHE_DIR to choose another folder."
+    logger.warning("%s", note)
+    return KernelCache(spare if is_usable else None, note)
+
+
+def fingerprint(sources: Path, build: Any) -> str:
+    """Return 16 hex digits of all Python files below a folder and of `build`, which also decides the machine code."""
+    digest = hashlib.sha256(MAGIC)
+    for file in sorted(sources.rglob("*.py")):
+        digest.update(f"{file.relative_to(sources).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    digest.update(repr(build).encode())
+    return digest.hexdigest()[:16]
+
+
+def user_cache() -> Path:
+    """Return the folder that the builds' folders lie in."""
+    if os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(os.environ["NUMBA_CACHE_DIR"]).absolute()
+    home = Path(os.path.expanduser("~"))  # stays "~" for a user without a home; Path.home() raises
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "tinygpt" / "cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "tinygpt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "tinygpt"
+
+
+def _make_private(folder: Path) -> str:
+    """Make a folder that this user alone can use, with its parents. Return a reason if that fails, else ""."""
+    if not folder.is_absolute():
+        return "not an absolute path"
+    try:
+        for part in (*reversed(folder.parents), folder):
+            if not part.exists():
+                with suppress(FileExistsError):  # another process made it
+                    part.mkdir(mode=0o700)
+                    part.chmod(0o700)  # whatever the umask
+        reason = _distrust(folder.lstat())
+        with tempfile.TemporaryFile(dir=folder):
+            return f"{folder} {reason}" if reason else ""
+    except OSError as error:
+        return f"not writable: {error.strerror or error}"
+
+
+def _distrust(status: os.stat_result) -> str:
+    """Return the reason why another user may have written a file or folder, or ""."""
+    if not hasattr(os, "geteuid"):  # Windows: the user's cache folder is private
+        return ""
+    if status.st_uid != os.geteuid():
+        return "belongs to another user"
+    return "is writable by other users" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+
+
+def _header(name: str, body: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(f"{name}\0".encode() + body).digest()
