@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, invalid
 from tinygpt.weights.config import ModelConfig
 
 # Rows whose logits are computed together when all are wanted: 64 x 50257 x 4 bytes are 13 MB.
@@ -67,4 +67,4 @@ def _check_count(name: str, value: Any, least: int, is_optional: bool = False) -
     if value is None and is_optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RequestError(f"{name} is {value!r} and must be a whole number, {least} or more.")
+        raise invalid(name, value, f"a whole number, {least} or more")

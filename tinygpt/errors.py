@@ -1,5 +1,6 @@
 """Exceptions that a user can act on, and the sentences that more than one module builds."""
 
+import reprlib
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ def _restored(kind: type[RequestError], reason, field, value, allowed, work_star
 
 def invalid(field: str, value: Any, allowed: str) -> RequestError:
     """Return the error "{field} is {value} and must be {allowed}."; `allowed` starts as "at least 0" does."""
-    return RequestError(f"is {value!r} and must be {allowed}.", field, value, allowed)
+    return RequestError(f"is {reprlib.repr(value)} and must be {allowed}.", field, value, allowed)
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

@@ -71,7 +71,8 @@ def refuse(field: str, value: Any, problem: str) -> None:
     """RequestError if the package has found a problem."""
     if problem:
         shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
-        raise RequestError(f"{field}={shown} is not possible: {in_short(problem, field == 'guided_grammar')}.")
+        reason = in_short(problem, field == "guided_grammar")
+        raise RequestError(f"is {shown}, which is not possible: {reason}.", field, value)
 
 
 def in_short(problem: str, is_of_lines: bool = False) -> str:

@@ -27,7 +27,6 @@ from tinygpt.request.request import Request
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.validation import known_keywords
 
 
 class LLM:
@@ -69,7 +68,6 @@ class LLM:
     threads may call one LLM: their requests share its steps.
     """
 
-    @known_keywords("argument", "LLM")
     def __init__(
         self,
         model: str = "demo",

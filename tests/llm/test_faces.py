@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.demo import EOS, VOCAB_SIZE
-from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
+from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 
 PROMPT = "Once upon a time"
@@ -52,7 +52,7 @@ def test_keywords_are_one_sampling_params(llm):
 def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
     with pytest.raises(RequestError, match=r"max_tokens is given beside params: .* put them into params"):
         llm.generate(PROMPT, SamplingParams(), max_tokens=3)
-    with pytest.raises(RequestError, match=r"unknown sampling field 'max_token' .did you mean 'max_tokens'"):
+    with pytest.raises(RequestError, match=r"unknown sampling field 'max_token'; did you mean max_tokens\?"):
         llm.generate(PROMPT, max_token=3)
     with pytest.raises(
         RequestError, match=r"unknown sampling field 'frobnicate'; help\(SamplingParams\) has all names"
@@ -60,20 +60,6 @@ def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
         llm.generate(PROMPT, frobnicate=3)
     with pytest.raises(RequestError, match=r"sampling_params is called params here"):
         llm.generate(PROMPT, sampling_params=SamplingParams())
-
-
-def test_unknown_arguments_of_an_llm_are_a_sentence():
-    for front in (LLM, AsyncLLM):
-        with pytest.raises(RequestError, match=r"unknown argument 'frobnicate'; help\(LLM\) has all names[.]"):
-            front(model="demo", frobnicate=0.9)
-        with pytest.raises(RequestError, match=r"utilization' .the memory .* max_num_seqs and max_model_len"):
-            front(model="demo", gpu_memory_utilization=0.9)
-        with pytest.raises(RequestError, match=r"unknown argument 'quantization' .did you mean 'dtype'"):
-            front(quantization="int8")
-        with pytest.raises(RequestError, match=r"argument 'tensor_parallel' .did you mean 'tensor_parallel_size'"):
-            front(tensor_parallel=2)
-    with pytest.raises(RequestError, match=r"unknown argument 'token' .did you mean 'api_key'"):
-        RemoteLLM(token="secret")
 
 
 def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):
@@ -166,10 +152,3 @@ def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):
     assert tokenizer([PROMPT, ""]) == {"input_ids": [ids, []], "attention_mask": [[1] * len(ids), []]}
     split = tokenizer("<|endoftext|>", split_special_tokens=True)["input_ids"]
     assert split == tokenizer.encode("<|endoftext|>", split_special_tokens=True) != [EOS]
-
-
-@pytest.mark.parametrize("field", ["quiet", "log_file", "session", "escape", "numa"])
-def test_a_field_gets_no_advice_for_a_shell(field, llm):
-    with pytest.raises(RequestError, match=f"unknown sampling field '{field}'") as refusal:
-        llm.generate(PROMPT, **{field: 1})
-    assert not any(word in str(refusal.value) for word in ("stdout", "stderr", "shell", "taskset", ":save"))

@@ -165,10 +165,10 @@ def test_a_soft_prompt_stays(overflow):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stride": 4}, "stride=4 is for overflow='slide': set that too"),
-        ({"overflow": "slide", "stride": 0}, "stride=0 is not possible"),
-        ({"overflow": "slide", "num_beams": 2}, "num_beams=2 is not possible with overflow='slide'"),
-        ({"overflow": "ring"}, "overflow='ring' is not possible"),
+        ({"stride": 4}, "stride is for overflow='slide': set that too"),
+        ({"overflow": "slide", "stride": 0}, "stride is 0 and must be"),
+        ({"overflow": "slide", "num_beams": 2}, "overflow is 'slide' and must be another one with num_beams"),
+        ({"overflow": "ring"}, "overflow is 'ring' and must be"),
     ],
     ids=str,
 )

@@ -1,17 +1,18 @@
 """Flags that several commands share: those of LLM, and those of SamplingParams.
 
-To add a flag of the model, add it to MODEL_FLAGS under the name of LLM's argument. A sampling flag is a line of
-SAMPLING_FLAGS. A flag of another program with the same meaning is an alias in ALIASES, which --help does not list.
+To add a flag of the model, add it to MODEL_FLAGS under the name of LLM's argument. The sampling flags derive from the
+fields of SamplingParams. A flag of another program with the same meaning is an alias in ALIASES, which --help does not
+list.
 """
 
 import argparse
 import secrets
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from tinygpt.errors import RequestError
-from tinygpt.sampling_params import SamplingParams
+from tinygpt.sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
 from tinygpt.weights.config import DTYPES
 
 # Flags of llama.cpp, vLLM, transformers, nanoGPT and FasterTransformer that mean the same. JSONL fields have them too.
@@ -60,24 +61,6 @@ def dtypes(text: str) -> tuple[str, ...]:
 
 def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
-
-
-def token_ids(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def bias(text: str) -> tuple[int, float]:
-    token_id, _, number = text.partition("=")
-    return int(token_id), float(number)
-
-
-def repetition(text: str) -> dict[str, int]:
-    size, count, least = [*map(int, text.split(",")), 1][:3]
-    return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
-
-
-def early_stopping(text: str) -> bool | str:
-    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def named_path(text: str) -> tuple[str, str]:
@@ -235,114 +218,39 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 SHORT = {"max_tokens": "-n", "seed": "-s"}  # as in llama.cpp
-# Groups of --help -> fields of SamplingParams -> type, metavar and help of the flag.
-SAMPLING_FLAGS: dict[str, dict[str, tuple]] = {
-    "sampling": {
-        "max_tokens": (int, "N", "largest number of new tokens"),
-        "temperature": (float, "X", "0 is greedy, 1 the model's own distribution"),
-        "top_k": (int, "N", "keep the N most probable tokens; 0 is off"),
-        "top_p": (float, "P", "of those, keep the most probable that reach probability P; 1 is off"),
-        "seed": (int, "N", "the same seed gives the same text (default: drawn, and reported)"),
-        "n": (int, "N", "samples for each prompt, which --json tells apart in a file"),
-        "best_of": (
-            int,
-            "N",
-            "samples to make, of which the --n most probable per token are returned (default: as many as --n)",
-        ),
-    },
-    "where a sample ends": {
-        "stop": (str, "TEXT", "a text to end at, which is left out; may be given several times"),
-        "include_stop_str_in_output": (bool, None, "keep that text, or that of the stop token"),
-        "stop_token_ids": (token_ids, "ID,ID", "tokens to end at"),
-        "eos_token_id": (token_ids, "ID,ID", "end-of-text tokens in place of the model's (default: the model's)"),
-        "ignore_eos": (bool, None, "go on past the end-of-text token"),
-        "min_tokens": (int, "N", "not before N tokens"),
-        "max_time": (float, "SECONDS", "after this many seconds"),
-        "repetition_detection": (
-            repetition,
-            "SIZE,COUNT[,MIN]",
-            "when its last tokens are one pattern of at most SIZE tokens (and MIN or more), COUNT times in a row",
-        ),
-    },
-    "tokens to favour or avoid, sampling or not": {
-        "logit_bias": (bias, "ID=X", "add X to a token's score; may be given several times"),
-        "repetition_penalty": (float, "X", "divide the scores of tokens in the prompt or text by X; 1 is off"),
-        "frequency_penalty": (float, "X", "subtract X each time a token occurs in the text"),
-        "presence_penalty": (float, "X", "subtract X if a token occurs in the text"),
-        "no_repeat_ngram_size": (int, "N", "no run of N tokens occurs twice; 0 is off"),
-        "bad_words": (str, "TEXT", "a text that may not occur; may be given several times"),
-        "bad_words_ids": (token_ids, "ID,ID", "tokens that may not occur in a row; also several times"),
-        "allowed_token_ids": (token_ids, "ID,ID", "only these tokens may occur"),
-        "suppress_tokens": (token_ids, "ID,ID", "these tokens may not occur"),
-    },
-    "what the text has to be (one of these; pip install '.[guided]')": {
-        "guided_choice": (str, "TEXT", "this text; given several times, one of them"),
-        "guided_regex": (str, "REGEX", "what the whole of this regular expression matches"),
-        "guided_json": (str, "SCHEMA", 'JSON by this schema, such as \'{"type": "object"}\' or "$(cat schema.json)"'),
-        "guided_grammar": (str, "GRAMMAR", "by this grammar, in Lark's syntax or llama.cpp's"),
-    },
-    "more ways to leave tokens out, with --temperature above 0": {
-        "top_p_rule": (
-            str.lower,
-            "RULE",
-            "what happens to the token that reaches --top-p: hf, openai, fastertransformer",
-        ),
-        "top_p_decay": (float, "X", "multiply --top-p by X after each token; 1 is off"),
-        "top_p_min": (float, "P", "but not below P"),
-        "top_p_reset_ids": (token_ids, "ID,ID", "one of these tokens resets --top-p to its first value"),
-        "min_p": (float, "P", "leave out what is less than P times as probable as the most probable token"),
-        "typical_p": (float, "P", "keep the most typical tokens that reach probability P; 1 is off"),
-        "epsilon_cutoff": (float, "P", "leave out what is less probable than P; 0 is off"),
-        "eta_cutoff": (float, "P", "as --epsilon-cutoff, lower where the distribution is flat; 0 is off"),
-    },
-    "beam search": {
-        "num_beams": (int, "N", "beams; 1 is off, and more need --temperature 0"),
-        "length_penalty": (float, "X", "above 0 favours long texts, below 0 short ones"),
-        "early_stopping": (early_stopping, "WHEN", "when to end: true, false or never (default: false)"),
-        "num_beam_groups": (int, "N", "groups that avoid one another's tokens"),
-        "diversity_penalty": (float, "X", "how much they do"),
-    },
-    "speculative decoding, for fewer steps with the same result": {
-        "prompt_lookup_num_tokens": (int, "N", "draft N tokens found earlier in the text; 0 is off"),
-        "max_matching_ngram_size": (int, "N", "longest run of tokens before them that must match"),
-    },
-    "more tokens than positions": {
-        "overflow": (
-            str.lower,
-            "HOW",
-            "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: "
-            "the oldest tokens are dropped, and the rest is read again)",
-        ),
-        "stride": (int, "N", "tokens to drop at a time (default: half the positions)"),
-    },
-    "probabilities, in JSON records": {
-        "logprobs": (int, "N", "of each new token, and of the N most probable ones at its position; -1 is all"),
-        "prompt_logprobs": (int, "N", "of each token of the prompt"),
-        "logprobs_mode": (str.lower, "MODE", "raw: the model's own; processed: those that tokens were drawn from"),
-    },
+FLAGS = {  # the fields of SamplingParams that have a flag
+    name: field
+    for name, field in SAMPLING_FIELDS.items()
+    if field.metadata["metavar"] or field.metadata["rule"].parse is None
 }
-APPENDED = ("stop", "logit_bias", "bad_words", "bad_words_ids", "guided_choice")  # flags that may be repeated
-DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
-CLI_DEFAULTS = {**DEFAULTS, "max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
-SAMPLING_FIELDS = tuple(name for flags in SAMPLING_FLAGS.values() for name in flags)
+CLI_DEFAULTS = {name: field.default for name, field in FLAGS.items()} | {
+    "max_tokens": 128,
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+}
 
 
 def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
-    for title, flags in SAMPLING_FLAGS.items():
+    for title in GROUPS:
         group = parser.add_argument_group(title)
-        for name, (kind, metavar, about) in flags.items():
-            default = CLI_DEFAULTS[name]
-            if kind is bool:
+        for name, field in FLAGS.items():
+            if field.metadata["group"] != title:
+                continue
+            rule, default = field.metadata["rule"], CLI_DEFAULTS[name]
+            if rule.parse is None:
                 options = {"action": "store_true"}
             else:
-                options = {"type": kind, "metavar": metavar, "action": "append" if name in APPENDED else "store"}
+                action = "append" if rule.repeats else "store"
+                options = {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action}
             short = [SHORT[name]] if name in SHORT else []
-            add_argument(group, name, *short, default=default, help=_with_default(about, default), **options)
+            about = _with_default(field.metadata["help"], default, rule.repeats)
+            add_argument(group, name, *short, default=default, help=about, **options)
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
     """Return the SamplingParams of the flags. RequestError names every flag with an impossible value."""
-    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING_FIELDS}, **others)
+    return SamplingParams(**{name: getattr(args, name) for name in FLAGS}, **others)
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
@@ -350,7 +258,9 @@ def with_seed(params: SamplingParams) -> SamplingParams:
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
 
 
-def _with_default(about: str, default: Any) -> str:
+def _with_default(about: str, default: Any, repeats: bool) -> str:
+    if repeats and "several times" not in about:
+        about += "; may be given several times"
     if "(default: " in about:
         return about
     shown = "none" if default is None else "off" if default is False else default

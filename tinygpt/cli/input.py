@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinygpt.cli.flags import ALIASES, DEFAULTS, with_seed
+from tinygpt.cli.flags import ALIASES, with_seed
 from tinygpt.cli.output import counted, log
 from tinygpt.errors import RequestError, suggest
 from tinygpt.evaluation.texts import check_encoding
-from tinygpt.sampling_params import SamplingParams
+from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 STDIN = "-"
 MAX_LISTED = 20  # lines with problems that an error lists
 EXAMPLE = json.dumps({"prompt": "Once upon a time"})
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
-_PARAMS_FIELDS = tuple(name for name in DEFAULTS if name != "logits_processors")  # JSON has no functions
+_PARAMS_FIELDS = tuple(name for name in SAMPLING_FIELDS if name != "logits_processors")  # JSON has no functions
 _FIELDS = (*PROMPT_FIELDS, "id", "split_special_tokens", *_PARAMS_FIELDS)
 _FIELD_OF_ALIAS = {alias: name for name, aliases in ALIASES.items() for alias in aliases if name in _PARAMS_FIELDS}
 

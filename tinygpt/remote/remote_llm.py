@@ -33,7 +33,6 @@ from tinygpt.request.prompts import (
     unsalted,
 )
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.validation import known_keywords
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +71,6 @@ class RemoteLLM:
     use one RemoteLLM. A request's times are the server's, without the way there.
     """
 
-    @known_keywords("argument", "RemoteLLM")
     def __init__(
         self,
         url: str = "http://127.0.0.1:8000",

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from tinygpt.errors import RequestError, ServerError
+from tinygpt.field_rules import MAX_COUNT
 from tinygpt.outputs import CompletionOutput, ContinuationScore, RequestMetrics, RequestOutput, StreamChunk
 from tinygpt.sampling_params import ALL, SamplingParams
-from tinygpt.validation import MAX_COUNT
 
 PATH, SCORE_PATH = "/generate", "/score_continuations"
 ALWAYS = ("max_tokens", "temperature")  # sent whatever they are: servers have other defaults

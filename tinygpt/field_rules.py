@@ -1,0 +1,239 @@
+"""Rules of SamplingParams' fields: the values that a field takes, the words for them, and how a flag's text is read."""
+
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from tinygpt.errors import invalid
+
+MAX_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The values that a field takes.
+
+    allowed: completes "must be".
+    read: returns the value as the engine sees it, or raises TypeError or ValueError.
+    parse: converts the text of a flag; None is a flag without a value.
+    repeats: whether the flag may be given several times.
+    """
+
+    allowed: str
+    read: Callable[[Any], Any]
+    parse: Callable[[str], Any] | None = str
+    repeats: bool = False
+
+
+def option(default: Any, rule: Rule, metavar: str | None, text: str, group: str = "sampling", **more: Any) -> Any:
+    """Return a dataclass field. The command line and the documentation read its metadata: one line declares it."""
+    return field(default=default, metadata={"rule": rule, "metavar": metavar, "help": text, "group": group}, **more)
+
+
+def read_field(name: str, value: Any, rule: Rule) -> Any:
+    """Return the value as the engine sees it. Raise RequestError with name, value and allowed values."""
+    try:
+        return rule.read(value)
+    except (TypeError, ValueError):
+        raise invalid(name, value, rule.allowed) from None
+
+
+# Readers.
+
+
+def as_integer(value: Any, low: int, high: int = MAX_COUNT) -> int:
+    if isinstance(value, bool):  # True == 1 would be taken for a count
+        raise TypeError
+    number = operator.index(value)
+    if not low <= number <= high:
+        raise ValueError
+    return number
+
+
+def as_number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError from error
+
+
+def as_texts(value: Any) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError
+    return texts
+
+
+def as_ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else tuple(as_integer(token_id, 0) for token_id in value)
+
+
+def as_unicode(value: Any) -> str:
+    if not (isinstance(value, str) and value):
+        raise ValueError
+    value.encode("utf-8")  # UnicodeEncodeError, a ValueError, for half a character
+    return value
+
+
+def _ids_of(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+# Rules.
+
+
+def integer(low: int, high: int = MAX_COUNT, note: str = "") -> Rule:
+    top = {MAX_COUNT: "2**31 - 1", 2**64 - 1: "2**64 - 1"}.get(high, high)
+    return Rule(f"a whole number from {low} to {top}{note}", lambda value: as_integer(value, low, high), int)
+
+
+def number(is_allowed: Callable[[float], bool], allowed: str) -> Rule:
+    def read(value: Any) -> float:
+        found = as_number(value)
+        if not is_allowed(found):  # false for NaN
+            raise ValueError
+        return found
+
+    return Rule(allowed, read, float)
+
+
+def between(low: float, high: float, note: str = "") -> Rule:
+    return number(lambda found: low <= found <= high, f"a number from {low:g} to {high:g}{note}")
+
+
+def one_of(*names: str) -> Rule:
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError
+        return value
+
+    return Rule(f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}", read, str.lower)
+
+
+def optional(rule: Rule) -> Rule:
+    return Rule(
+        f"{rule.allowed}, or None",
+        lambda value: None if value is None else rule.read(value),
+        rule.parse,
+        rule.repeats,
+    )
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    words = as_texts(value)
+    if not all(map(str.strip, words)):
+        raise ValueError
+    return words
+
+
+def _some(values: tuple) -> tuple:
+    if not values:
+        raise ValueError
+    return values
+
+
+def _id_or_ids(value: Any) -> tuple[int, ...]:
+    return _some(as_ids(value if hasattr(value, "__iter__") else (value,)))
+
+
+def _id_lists(value: Any) -> tuple[tuple[int, ...], ...]:
+    return () if value is None else tuple(_some(as_ids(token_ids)) for token_ids in value)
+
+
+def biases(limit: float) -> Rule:
+    """A dict from token ids to numbers, or its pairs; kept as pairs, which can be hashed."""
+    bias = between(-limit, limit)
+
+    def read(value: Any) -> tuple[tuple[int, float], ...]:
+        pairs = dict(() if value is None else value if isinstance(value, Mapping) else tuple(value))
+        return tuple((as_integer(token_id, 0), bias.read(found)) for token_id, found in pairs.items())
+
+    def parse(text: str) -> tuple[int, float]:
+        token_id, _, found = text.partition("=")
+        return int(token_id), float(found)
+
+    allowed = f"a dict from token ids to numbers from {-limit:g} to {limit:g} (to forbid: suppress_tokens), or None"
+    return Rule(allowed, read, parse, repeats=True)
+
+
+def _embeddings(value: Any) -> Any:
+    import numpy as np  # not needed for --help
+
+    array = np.array(value, np.float32)  # (P, C), a copy
+    if array.ndim != 2 or not array.size or not np.isfinite(array).all():
+        raise ValueError
+    array.flags.writeable = False
+    return array
+
+
+def _functions(value: Any) -> tuple[Callable, ...]:
+    functions = () if value is None else (value,) if callable(value) else tuple(value)
+    if not all(map(callable, functions)):
+        raise TypeError
+    return functions
+
+
+def _alternatives(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):  # its letters are not meant
+        raise TypeError
+    return _some(tuple(map(as_unicode, value)))
+
+
+def _json_schema(value: Any) -> str:
+    """Read a dict, its JSON text, or a class with `model_json_schema`, such as pydantic's. Kept as text."""
+    if hasattr(value, "model_json_schema"):
+        try:
+            value = value.model_json_schema()
+        except Exception as error:  # pydantic's own, of a class whose fields no schema describes
+            raise ValueError from error
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise TypeError
+        return as_unicode(json.dumps(dict(schema), ensure_ascii=False, allow_nan=False))
+    except RecursionError as error:
+        raise ValueError from error
+
+
+def _early_stopping(value: Any) -> bool | str:
+    if value == "never":
+        return value
+    return _boolean(value)
+
+
+_IDS = "a list of token ids, each a whole number from 0 to 2**31 - 1"
+COUNT = integer(0, note=" (0 is off)")
+POSITIVE = integer(1)
+SHARE = number(lambda found: 0 < found <= 1, "a number above 0 and at most 1")
+CUTOFF = number(lambda found: 0 <= found < 1, "a number from 0 (off) to below 1")
+SECONDS = optional(number(lambda found: 0 < found < math.inf, "a finite number of seconds above 0"))
+LOGPROBS = optional(integer(-1, note=" (-1 is all)"))
+BOOLEAN = Rule("True or False", _boolean, None)
+TEXTS = Rule("a text or a list of texts, none of them empty, or None", as_texts, repeats=True)
+WORDS = Rule("a text or a list of texts, each with more than white space, or None", _words, repeats=True)
+IDS = Rule(f"{_IDS}, or None", as_ids, _ids_of)
+SOME_IDS = optional(Rule(f"{_IDS}, and not an empty one", lambda value: _some(as_ids(value)), _ids_of))
+ID_OR_IDS = optional(Rule(f"a token id, or {_IDS}, and not an empty one", _id_or_ids, _ids_of))
+ID_LISTS = Rule("a list of lists of token ids, none of them empty, or None", _id_lists, _ids_of, repeats=True)
+NAME = optional(Rule("the name of a soft prompt that the LLM was given", as_unicode))
+EMBEDDINGS = optional(Rule("an array of finite numbers, (P, n_embd) with P 1 or more", _embeddings))
+FUNCTIONS = Rule("a function or a list of functions, or None", _functions)
+ALTERNATIVES = optional(Rule("a list of texts, none of them empty", _alternatives, repeats=True))
+REGEX = optional(Rule("a regular expression", as_unicode))
+GRAMMAR = optional(Rule("the text of a grammar", as_unicode))
+JSON_SCHEMA = optional(Rule("a JSON schema: a dict, or the same as JSON text", _json_schema))
+EARLY_STOPPING = Rule(
+    "True, False or 'never'", _early_stopping, lambda text: {"true": True, "false": False}.get(text.lower(), text)
+)
