@@ -81,7 +81,7 @@ def as_unicode(value: Any) -> str:
     return value
 
 
-def _ids_of(text: str) -> list[int]:
+def token_ids(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
@@ -149,23 +149,23 @@ def _id_or_ids(value: Any) -> tuple[int, ...]:
 
 
 def _id_lists(value: Any) -> tuple[tuple[int, ...], ...]:
-    return () if value is None else tuple(_some(as_ids(token_ids)) for token_ids in value)
+    return () if value is None else tuple(_some(as_ids(ids)) for ids in value)
 
 
 def biases(limit: float) -> Rule:
     """A dict from token ids to numbers, or its pairs; kept as pairs, which can be hashed."""
-    bias = between(-limit, limit)
+    rule = between(-limit, limit)
 
     def read(value: Any) -> tuple[tuple[int, float], ...]:
         pairs = dict(() if value is None else value if isinstance(value, Mapping) else tuple(value))
-        return tuple((as_integer(token_id, 0), bias.read(found)) for token_id, found in pairs.items())
+        return tuple((as_integer(token_id, 0), rule.read(found)) for token_id, found in pairs.items())
 
-    def parse(text: str) -> tuple[int, float]:
+    def bias(text: str) -> tuple[int, float]:
         token_id, _, found = text.partition("=")
         return int(token_id), float(found)
 
     allowed = f"a dict from token ids to numbers from {-limit:g} to {limit:g} (to forbid: suppress_tokens), or None"
-    return Rule(allowed, read, parse, repeats=True)
+    return Rule(allowed, read, bias, repeats=True)
 
 
 def _embeddings(value: Any) -> Any:
@@ -223,10 +223,10 @@ LOGPROBS = optional(integer(-1, note=" (-1 is all)"))
 BOOLEAN = Rule("True or False", _boolean, None)
 TEXTS = Rule("a text or a list of texts, none of them empty, or None", as_texts, repeats=True)
 WORDS = Rule("a text or a list of texts, each with more than white space, or None", _words, repeats=True)
-IDS = Rule(f"{_IDS}, or None", as_ids, _ids_of)
-SOME_IDS = optional(Rule(f"{_IDS}, and not an empty one", lambda value: _some(as_ids(value)), _ids_of))
-ID_OR_IDS = optional(Rule(f"a token id, or {_IDS}, and not an empty one", _id_or_ids, _ids_of))
-ID_LISTS = Rule("a list of lists of token ids, none of them empty, or None", _id_lists, _ids_of, repeats=True)
+IDS = Rule(f"{_IDS}, or None", as_ids, token_ids)
+SOME_IDS = optional(Rule(f"{_IDS}, and not an empty one", lambda value: _some(as_ids(value)), token_ids))
+ID_OR_IDS = optional(Rule(f"a token id, or {_IDS}, and not an empty one", _id_or_ids, token_ids))
+ID_LISTS = Rule("a list of lists of token ids, none of them empty, or None", _id_lists, token_ids, repeats=True)
 NAME = optional(Rule("the name of a soft prompt that the LLM was given", as_unicode))
 EMBEDDINGS = optional(Rule("an array of finite numbers, (P, n_embd) with P 1 or more", _embeddings))
 FUNCTIONS = Rule("a function or a list of functions, or None", _functions)

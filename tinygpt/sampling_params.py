@@ -117,12 +117,12 @@ def _repetition(value: Any) -> RepetitionDetection:
     return value if isinstance(value, RepetitionDetection) else RepetitionDetection(**value)
 
 
-def _parse_repetition(text: str) -> dict[str, int]:
+def repetition(text: str) -> dict[str, int]:
     size, count, least = [*map(int, text.split(",")), 1][:3]
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
 
 
-def _parse_repetition(text: str) -> dict[str, int]:
+def repetition(text: str) -> dict[str, int]:
     size, count, least = [*map(int, text.split(",")), 1][:3]
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
 
@@ -144,7 +144,7 @@ REPETITION = optional(
         "a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
         "min_pattern_size, 1 to max_pattern_size",
         _repetition,
-        _parse_repetition,
+        repetition,
     )
 )
 

@@ -30,7 +30,6 @@ class ModelRunner:
     Shapes: N new tokens of a step, R rows whose logits are wanted, V vocabulary, L layers, H heads, D head size.
     """
 
-
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
         """Load the weights, and reserve the KV cache and the buffers of the largest step.
 

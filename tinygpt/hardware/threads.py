@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import invalid
 
 MAX_THREADS = 1024
 ROOT = Path("/")  # of what Linux tells in files
@@ -18,7 +18,7 @@ def thread_count(threads: Any = None) -> int:
     if threads is None:
         return physical_cores()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-        raise RequestError(f"threads is {threads!r} and must be a whole number from 1 to {MAX_THREADS}.")
+        raise invalid("threads", threads, f"a whole number from 1 to {MAX_THREADS}")
     return threads
 
 
