@@ -1,12 +1,46 @@
-"""Arithmetic in NumPy on what any backend hands out, for the few things that are asked for rarely."""
+"""NumPy arithmetic that the backends share: bfloat16, rows of an int8 KV cache, and rare requests.
+
+A row of an int8 KV cache, outside of the cache, is (D + 4,) int8 for each head and position: D whole numbers, of which
+the largest size is 127, and the four bytes of a float32 scale.
+"""
 
 import numpy as np
 
-from tinygpt.kernels.int8_rows import from_rows
+SCALE_BYTES = 4
+LEVELS = np.float32(127)
+LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: its inverse, and 2**14 times it, must stay finite
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Return the bits (uint16) of the nearest bfloat16, ties to even. NaN may lose its payload, not its kind."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """Return bfloat16 values, given by their bits (uint16), as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_rows(x: np.ndarray) -> np.ndarray:
+    """Quantize float32 (..., D) to rows (..., D + 4), as the CPU's kernel does. The scale is NaN if x is not finite."""
+    largest = np.abs(x).max(-1, keepdims=True)  # (..., 1)
+    is_finite = np.isfinite(largest)
+    is_some = is_finite & (largest >= LEAST_ROW)
+    inverse = np.divide(LEVELS, largest, out=np.zeros_like(largest), where=is_some)
+    # A product of two float32 is exact in float64: one rounding, as in a fused multiply-add.
+    whole = np.rint(np.where(is_finite, x, 0).astype(np.float64) * inverse)
+    scales = np.where(is_finite, np.where(is_some, largest / LEVELS, 0), np.nan).astype(np.float32)
+    return np.concatenate([whole.astype(np.int8), scales.view(np.int8)], axis=-1)
+
+
+def from_rows(rows: np.ndarray) -> np.ndarray:
+    """Return rows (..., D + 4) as float32 (..., D)."""
+    return rows[..., :-SCALE_BYTES] * np.ascontiguousarray(rows[..., -SCALE_BYTES:]).view(np.float32)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Of each row of (R, V) float32, in float32 as in transformers. Rows that are not finite give NaN."""
+    """Return the log-softmax of each row of (R, V) float32, in float32 as transformers. Infinite rows give NaN."""
     with np.errstate(invalid="ignore"):
         rows = [row - row.max() for row in logits]  # (V,) each
         return np.stack([row - np.log(np.exp(row).sum()) for row in rows])  # (R, V)
@@ -15,18 +49,21 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def attention_maps(
     queries: np.ndarray, keys: np.ndarray, scales: list[float], slopes: tuple[float, ...] = ()
 ) -> np.ndarray:
-    """softmax(scale q·k) over the positions up to each query's, (L, H, T, T) float32.
+    """Return softmax(scale q·k) over the positions up to each query's, (L, H, T, T) float32.
 
-    queries (L, T, C) float32; keys (L, H, T, D) as they are read of a KV cache: float32, bfloat16 in uint16, or rows of
-    int8_rows.py; scales (L,); slopes (H,) of ALiBi, or (): none.
+    queries: (L, T, C) float32
+    keys: (L, H, T, D) as `read_positions` returns them: float32, bfloat16 bits, or rows of an int8 cache
+    scales: (L,)
+    slopes: (H,) of ALiBi, or ()
     """
     layers, heads, length, _ = keys.shape
     maps = np.zeros((layers, heads, length, length), np.float32)
     is_past = np.tri(length, dtype=bool)  # (T, T)
     back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
+    decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}.get(keys.dtype, np.float32)
     for layer in range(layers):
         q = queries[layer].reshape(length, heads, -1).swapaxes(0, 1)  # (H, T, D)
-        scores = q @ _float32(keys[layer]).swapaxes(1, 2)  # (H, T, T)
+        scores = q @ decode(keys[layer]).swapaxes(1, 2)  # (H, T, T)
         scores *= np.float32(scales[layer])
         if slopes:
             scores -= np.float32(slopes)[:, None, None] * back
@@ -34,11 +71,3 @@ def attention_maps(
         np.exp(scores - scores.max(-1, keepdims=True), out=maps[layer])
         maps[layer] /= maps[layer].sum(-1, keepdims=True)
     return maps
-
-
-def _float32(keys: np.ndarray) -> np.ndarray:
-    if keys.dtype == np.uint16:
-        return (keys.astype(np.uint32) << 16).view(np.float32)
-    if keys.dtype == np.int8:
-        return from_rows(keys)
-    return keys.astype(np.float32, copy=False)

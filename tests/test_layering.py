@@ -20,8 +20,8 @@ PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each b
 # Who reaches past a backend's interface, and for what. Converting and compiling ahead are for the CPU's kernels alone;
 # how long kernels compile is told by every backend.
 INTO_KERNELS = {
-    "tinygpt.execution.backend": {"tinygpt.kernels.errors"},
-    "tinygpt.execution.model_runner": {"tinygpt.kernels.errors", "tinygpt.kernels.host"},
+    "tinygpt.execution.backend": {"tinygpt.kernels.backend"},
+    "tinygpt.execution.model_runner": {"tinygpt.kernels.backend", "tinygpt.kernels.host"},
     "tinygpt.bench.work": {"tinygpt.kernels.cpu.simd.peak", "tinygpt.kernels.cuda.runtime.peak"},
     "tinygpt.bench.measure": {"tinygpt.kernels.cuda.runtime.device"},
     "tinygpt.cli.convert": {"tinygpt.kernels.cpu.packed", "tinygpt.kernels.cpu.params"},

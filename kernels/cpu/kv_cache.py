@@ -11,7 +11,7 @@ import numpy as np
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, padded_head
 from tinygpt.kernels.cpu.layers.int8_cache import SCALE_STEPS
 from tinygpt.kernels.cpu.simd.memory import untouched
-from tinygpt.kernels.int8_rows import SCALE_BYTES, to_rows
+from tinygpt.kernels.host import SCALE_BYTES, to_bfloat16, to_rows
 
 # Of a cache: the type of its arrays, and how many values 4 bytes hold, which a tile multiplies in one step.
 KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
@@ -66,7 +66,7 @@ def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, sto
 def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Copies of a slot's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16.
 
-    Those of an int8 cache are rows (L, H, stop - start, D + 4) of int8_rows.py.
+    Those of an int8 cache are rows (L, H, stop - start, D + 4) of host.py.
     """
     layers, _, heads, blocks, _, _, _ = kv_cache.k.shape
     k = kv_cache.k[:, slot].transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, D)
@@ -130,7 +130,7 @@ def _encoded(kv_cache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.nda
     if kind == np.uint8:
         (k, k_scales), (v, v_scales) = map(_levels_and_scales, (k, v))
         return np.concatenate([_in_whole_steps(k, per_step), k_scales, v_scales], axis=-1), v
-    k, v = (x if x.dtype == kind else _bfloat16_bits(x) for x in (k, v))
+    k, v = (x if x.dtype == kind else to_bfloat16(x) for x in (k, v))
     return _in_whole_steps(k, per_step), v
 
 
@@ -142,8 +142,3 @@ def _levels_and_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The bytes of whole numbers + 128, (L, H, n, D), and of their scales, (L, H, n, 4)."""
     rows = (x if x.dtype == np.int8 else to_rows(np.asarray(x, np.float32))).view(np.uint8)
     return rows[..., :-SCALE_BYTES] ^ OFFSET, rows[..., -SCALE_BYTES:]
-
-
-def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)  # ties to even
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tinygpt.kernels.backend import KINDS, LINEARS, NORMS
 from tinygpt.kernels.cpu.layers.formats import Nothing, Projection
 from tinygpt.kernels.cpu.packing.pack import panel_count
 from tinygpt.kernels.cpu.packing.packers import placed_zeros
@@ -21,7 +22,6 @@ from tinygpt.kernels.cpu.params import (
 from tinygpt.kernels.cpu.runtime.nodes import homes_of_threads
 from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import PANEL
-from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
 # What a reader must share with the writer. Count `packing` up when the same layout comes to mean other numbers.
 PACKING = {"packing": 3, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_GROUP}

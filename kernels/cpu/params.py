@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tinygpt.kernels.backend import KINDS, LINEARS, NORM_BEFORE, NORMS
 from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS
 from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, Nothing, PostNorm, Projection
 from tinygpt.kernels.cpu.layers.linear import quarters, whole
@@ -15,7 +16,6 @@ from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing
 from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, head_dtype_of, new_weight, pack_layers
 from tinygpt.kernels.cpu.simd.tiles import PANEL
-from tinygpt.kernels.names import KINDS, LINEARS, NORM_BEFORE, NORMS
 
 # What evens out the inputs of a c_proj, by its name: quantised activations are multiplied by them.
 FACTORS_BEFORE = {"attn_proj": "attended_factors", "mlp_proj": "inner_factors"}

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.batch import query_tiles, slots_of_tokens
+from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.jit import inline
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
@@ -167,7 +167,7 @@ def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
         given = np.flatnonzero(batch.token_ids < 0)
         step.embeds[given] = batch.embeds[-1 - batch.token_ids[given]]
     step.positions[:n] = batch.positions
-    step.token_slots[:n] = slots_of_tokens(batch)
+    step.token_slots[:n] = batch.token_slots
     step.tiles[: tiles.size] = tiles
     step.logit_rows[:r] = batch.logit_rows
     buffers.choices.wanted[0], buffers.choices.counts[:r], buffers.choices.has_ended[0] = num_steps, 0, 0

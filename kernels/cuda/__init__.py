@@ -21,32 +21,6 @@ from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits
 from tinygpt.kernels.cuda.trace import trace
 from tinygpt.kernels.cuda.workspace import new_workspace
 
-__all__ = [
-    "DTYPES",
-    "MAX_STEP_TOKENS",
-    "PACKED",
-    "QUEUES_STEPS",
-    "check_device",
-    "check_memory",
-    "check_model",
-    "copy_positions",
-    "filter_logits",
-    "forward",
-    "kv_cache_bytes",
-    "kv_cache_dtypes",
-    "load_params",
-    "multi_step",
-    "new_kv_cache",
-    "new_workspace",
-    "process_logits",
-    "read_positions",
-    "sample",
-    "stop_early",
-    "top_logprobs",
-    "trace",
-    "write_positions",
-]
-
 DTYPES = ("float32", "bfloat16", "int8")
 MAX_STEP_TOKENS = 2048
 PACKED = None  # weights are packed at load; no file keeps them

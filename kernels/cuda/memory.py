@@ -1,11 +1,11 @@
 """What a model takes of the GPU's memory, counted before anything is allocated."""
 
+from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda.kv_cache import kv_cache_bytes
 from tinygpt.kernels.cuda.params import params_bytes
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.sizes import Sizes
 from tinygpt.kernels.cuda.workspace import workspace_bytes
-from tinygpt.kernels.errors import DeviceError
 
 
 def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:

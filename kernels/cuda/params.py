@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.kernels.backend import KINDS, LINEARS, NORMS, DeviceError
 from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
 from tinygpt.kernels.cuda.layers.linear import Weights
 from tinygpt.kernels.cuda.packing.dtypes import array_type, item_bytes
 from tinygpt.kernels.cuda.packing.layout import PANEL, pack, padded_columns, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.errors import DeviceError
-from tinygpt.kernels.names import KINDS, LINEARS, NORMS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.batch import query_tiles, slots_of_tokens
+from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cuda.layers.attention import QUERY_TILE, padded_head
 from tinygpt.kernels.cuda.packing.dtypes import array_type, family_of, item_bytes
 from tinygpt.kernels.cuda.packing.layout import padded_columns
@@ -111,7 +111,7 @@ def fill(workspace: Workspace, batch) -> None:
         "sizes": np.array([batch.token_ids.size, batch.logit_rows.size]),
         "token_ids": batch.token_ids,
         "positions": batch.positions,
-        "token_slots": slots_of_tokens(batch),
+        "token_slots": batch.token_slots,
         "logit_rows": batch.logit_rows,
         "tiles": bounds,
     }

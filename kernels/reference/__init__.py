@@ -3,7 +3,7 @@
 Imports NumPy and nothing of another backend. `model.py` is the page to read first.
 """
 
-from tinygpt.kernels.any_machine import QUEUES_STEPS, check_device, check_memory, check_model
+from tinygpt.kernels.backend import accept
 from tinygpt.kernels.reference.kv_cache import (
     copy_positions,
     kv_cache_bytes,
@@ -19,42 +19,17 @@ from tinygpt.kernels.reference.trace import trace
 from tinygpt.kernels.reference.warpers import filter_logits
 from tinygpt.kernels.reference.workspace import new_workspace
 
-__all__ = [
-    "DTYPES",
-    "MAX_STEP_TOKENS",
-    "PACKED",
-    "QUEUES_STEPS",
-    "check_device",
-    "check_memory",
-    "check_model",
-    "copy_positions",
-    "filter_logits",
-    "forward",
-    "kv_cache_bytes",
-    "kv_cache_dtypes",
-    "load_params",
-    "multi_step",
-    "new_kv_cache",
-    "new_workspace",
-    "process_logits",
-    "read_positions",
-    "sample",
-    "stop_early",
-    "top_logprobs",
-    "trace",
-    "write_positions",
-]
-
 DTYPES = ("float32",)
 MAX_STEP_TOKENS = 512
-PACKED = None  # there is no layout of its own to convert a checkpoint to
-multi_step = None  # a step after another is easier to read
+PACKED = None
+QUEUES_STEPS = False
+multi_step = None  # single steps are easier to read
+check_device = check_model = check_memory = accept
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
-    """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
     return ("float32", "int8")
 
 
 def stop_early(workspace, is_wanted: bool) -> None:
-    """Nothing: a call is one step."""
+    """Do nothing: a call is one step."""

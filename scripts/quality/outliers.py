@@ -6,8 +6,8 @@ somewhere else what it has done, so that the function stays the same, or nearly.
 
 import numpy as np
 
-from tinygpt.execution.batch import Batch
 from tinygpt.kernels import reference
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig

@@ -196,8 +196,8 @@ def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
     ],
 )
 def test_a_gpu_refuses_them_by_name(name, message, tmp_path):
+    from tinygpt.kernels.backend import DeviceError
     from tinygpt.kernels.cuda import check_model
-    from tinygpt.kernels.errors import DeviceError
 
     with pytest.raises(DeviceError, match=message):
         check_model(open_checkpoint(write(tmp_path, name)).config)

@@ -17,8 +17,8 @@ from support.bits import assert_same_bits
 from support.examples import examples
 from support.golden_models import write_model
 from tinygpt import LLM, SamplingParams
-from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
+from tinygpt.kernels.batch import Batch
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tinygpt.execution.batch import Batch
+from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.groups import run_groups
 
 

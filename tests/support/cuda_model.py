@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tinygpt.execution.batch import Batch
+from tinygpt.kernels.batch import Batch
 from tinygpt.weights.config import ModelConfig
 
 V, T, SLOTS = 29, 140, 4

@@ -12,8 +12,8 @@ from support.golden_adapters import NEED_PEFT
 from support.recorded import MISSING
 from support.tiny_checkpoint import C, write_checkpoint
 from tinygpt.errors import CheckpointError
-from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu, reference
+from tinygpt.kernels.batch import Batch
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.containers.mapped_file import MappedTensor
 from tinygpt.weights.open import open_checkpoint

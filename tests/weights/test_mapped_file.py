@@ -17,7 +17,7 @@ import os, sys
 import numpy as np
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import LostFileError
-from tinygpt.execution.batch import Batch
+from tinygpt.kernels.batch import Batch
 from tinygpt.sampling.metadata import Warpers
 
 folder, file, change = sys.argv[1:]

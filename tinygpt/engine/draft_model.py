@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 from tinygpt.engine.kv_slots import Held, common_prefix
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
+from tinygpt.kernels.batch import Batch
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.sampler import Sampler
 from tinygpt.sampling_params import SamplingParams

@@ -6,8 +6,8 @@ import numpy as np
 
 from tinygpt.engine_config import LOGIT_ROWS, EngineConfig
 from tinygpt.errors import RequestError
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.kernels.batch import Batch
 
 POOLINGS = {
     "last": lambda states: states[-1],

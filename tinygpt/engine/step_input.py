@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.engine.scheduler import Chunk
-from tinygpt.execution.batch import NO_EMBEDS, Batch
+from tinygpt.kernels.batch import NO_EMBEDS, Batch
 from tinygpt.request.sequence import Sequence
 
 

@@ -14,8 +14,8 @@ from tinygpt.engine.scheduler import Chunk, Scheduler
 from tinygpt.engine.spec_decode import Drafter, confirm_drafts
 from tinygpt.engine.step_input import StepInput, rows_of
 from tinygpt.engine_config import EngineConfig
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.kernels.batch import Batch
 from tinygpt.outputs import Throughput
 from tinygpt.request.sequence import SampledToken, Sequence
 from tinygpt.sampling.metadata import gather_warpers

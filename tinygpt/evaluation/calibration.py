@@ -15,7 +15,7 @@ import numpy as np
 
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.execution.backend import load_backend
-from tinygpt.execution.batch import Batch
+from tinygpt.kernels.batch import Batch
 from tinygpt.progress_bar import UseTqdm, with_bar
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.torch import read_torch

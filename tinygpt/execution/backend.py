@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tinygpt.errors import RequestError
-from tinygpt.kernels.errors import DeviceError
+from tinygpt.kernels.backend import DeviceError
 from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/

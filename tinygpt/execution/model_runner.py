@@ -12,10 +12,10 @@ import numpy as np
 
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import host
-from tinygpt.kernels.errors import DeviceError
+from tinygpt.kernels.backend import DeviceError
+from tinygpt.kernels.batch import Batch
 from tinygpt.sampling_params import num_best
 from tinygpt.weights.config import ModelConfig
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tinygpt.execution.batch import NO_EMBEDS, Batch
+from tinygpt.kernels.batch import NO_EMBEDS, Batch
 
 
 def run_groups(

@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
-from tinygpt.execution.batch import Batch
+from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.ending import EndAtOnce, end_all
 from tinygpt.parallel.plan import NO_PLAN, Order, plan_size, put_batch, put_numbers
 from tinygpt.parallel.world import World

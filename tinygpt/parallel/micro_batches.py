@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tinygpt.execution.batch import Batch
+from tinygpt.kernels.batch import Batch
 
 # As many tokens are computed in the time that a stage takes to read its weights, which it does for each run.
 TOKENS_OF_A_READING = 16

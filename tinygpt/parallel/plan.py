@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from tinygpt.engine_config import EngineConfig
-from tinygpt.execution.batch import Batch
+from tinygpt.kernels.batch import Batch
 
 
 class Order(IntEnum):

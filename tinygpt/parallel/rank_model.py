@@ -8,8 +8,8 @@ import numpy as np
 
 from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import TinyGPTError
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_source import ModelSource
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu import rank as kernels
 from tinygpt.parallel.cut import part_of_rank
 from tinygpt.parallel.layout import Layout

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import RequestError
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.execution.model_source import ModelSource
+from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.follower import Loaded, Opening, find_places, load_together, rank_threads
 from tinygpt.parallel.groups import run_groups
 from tinygpt.parallel.lead import Lead

@@ -26,7 +26,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     uint8_at,
     uint32_at,
 )
-from tinygpt.kernels.int8_rows import LEVELS, NOTHING
+from tinygpt.kernels.host import LEAST_ROW, LEVELS
 
 PER_STEP = 4  # values
 SCALE_STEPS = 2
@@ -141,7 +141,7 @@ def _largest(x):
 @kernel
 def _scales(largest, levels):
     """What whole numbers are multiplied by, and what makes them. All are NaN where the largest is not finite."""
-    if largest < NOTHING:
+    if largest < LEAST_ROW:
         return ZERO, ZERO
     if largest < INFINITE:
         return largest / levels, levels / largest

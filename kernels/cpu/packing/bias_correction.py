@@ -10,6 +10,7 @@ import numpy as np
 
 from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.host import from_bfloat16
 
 
 def bias_correction(weight: np.ndarray, factors: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
@@ -26,7 +27,7 @@ def unpack(dtype: str, arrays: tuple[np.ndarray, ...], n: int, k: int) -> np.nda
     else:
         both = np.stack([panels & 15, panels >> 4], axis=2)  # (P, K / 8, 2, PANEL, 4): two steps
         values = _in_order(both.reshape(len(panels), -1, PANEL, 4).astype(np.float32))
-        groups = (scales.astype(np.uint32) << 16).view(np.float32)  # (P, K / WEIGHT_GROUP, 2, PANEL)
+        groups = from_bfloat16(scales)  # (P, K / WEIGHT_GROUP, 2, PANEL)
         scale, offset = (np.repeat(groups[:, :, i], WEIGHT_GROUP, axis=1) for i in (0, 1))  # (P, K, PANEL)
         values = values * scale + offset
     return values.transpose(0, 2, 1).reshape(-1, values.shape[1])[:n, :k]

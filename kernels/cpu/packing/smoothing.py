@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.kernels.backend import KINDS, LINEARS, NORM_BEFORE
 from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS, activate
-from tinygpt.kernels.names import KINDS, LINEARS, NORM_BEFORE
 
 # How much of a channel's size goes into the activations. int4 weights have a scale for every 32 weights along K and
 # 16 levels only, so that behind a layer norm the weights are the side to make even.

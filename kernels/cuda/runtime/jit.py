@@ -9,8 +9,8 @@ if not hasattr(np, "row_stack"):  # numba-cuda asks NumPy 2.5 for a name that is
 
 from numba import cuda
 
+from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache
-from tinygpt.kernels.errors import DeviceError
 
 INSTALL = 'pip install "tinygpt[cuda]" (or pip install ".[cuda]" in a clone)'  # as tinygpt.errors
 OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older GPU was ever tried

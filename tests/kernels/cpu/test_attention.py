@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import bfloat16_bits, check, from_bits, random_values, same_bits, solo_team, unwritten
-from tinygpt.kernels import int8_rows
+from tinygpt.kernels import host
 from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token
@@ -51,7 +51,7 @@ def as_float32(array: np.ndarray) -> np.ndarray:
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """What a cache of this dtype keeps of them, (..., D)."""
     if dtype == "int8":
-        return int8_rows.from_rows(int8_rows.to_rows(values))
+        return host.from_rows(host.to_rows(values))
     return values if dtype == "float32" else from_bits(bfloat16_bits(values))
 
 

@@ -20,8 +20,8 @@ from support.demo import EOS
 from support.kernel_tools import operand_of, packed, random_values, solo_team, unwritten
 from support.paths import ROOT
 from tinygpt import LLM
-from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv
 from tinygpt.kernels.cpu.layers.formats import Linear

@@ -11,9 +11,9 @@ from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from support.memory_nodes import tell_cpus
 from tinygpt.cli import main as cli
-from tinygpt.execution.batch import Batch
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import cpu
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.packed import arrays_of
 from tinygpt.kernels.cpu.packing import packers
 from tinygpt.kernels.cpu.params import part_of

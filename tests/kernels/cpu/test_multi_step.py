@@ -10,8 +10,8 @@ import pytest
 
 from support.golden_models import write_model
 from tinygpt.execution import model_runner
-from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.workspace import MAX_STEPS
 from tinygpt.sampling.metadata import Warpers
 from tinygpt.weights.open import open_checkpoint

@@ -9,8 +9,8 @@ import pytest
 from support.golden_models import golden_ids, write_model
 from support.golden_oracle import live_model
 from support.recorded import recorded
-from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cpu, reference
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.trace import final_norm
 from tinygpt.kernels.reference.layers import layer_norm
 from tinygpt.weights.checkpoint import Checkpoint

@@ -13,8 +13,8 @@ from support.cuda_compile import compile_kernel, is_cooperative
 from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.cuda_model import Model, Random, T
 from support.cuda_simulator import simulate
-from tinygpt.execution.batch import Batch
 from tinygpt.kernels import cuda
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cuda.decode_steps import DecodeSteps
 from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
 from tinygpt.kernels.cuda.layers.linear import Heads, Weights
