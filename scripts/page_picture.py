@@ -1,56 +1,42 @@
-"""The picture of the server's page in the README: python scripts/page_picture.py [--output FILE] [--seed N]
+"""Take the README's picture of the server's page: python scripts/page_picture.py [--output FILE] [--seed N]
 
-Serves the demo, has it continue a text in a headless Chromium, and opens the candidates of the first token, far enough
-to the right, for which the model had a better one. `--seed` is that of the story: look at the picture, and take another
-if the story is not one to show. Needs the extras `serve` and `page`, Pillow, a Chromium, and the fonts of the picture
-(Debian's fonts-sil-charis and fonts-inter).
+Serves the demo, continues a text in a headless Chromium, and opens the candidates of a token for which the model had a
+better one. `--seed` is that of the story. Needs the extras `serve` and `page`, Pillow, a Chromium, and the fonts
+fonts-sil-charis and fonts-inter of Debian.
 """
 
 import argparse
 import io
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlencode
+
+from PIL import Image
+from playwright.sync_api import Page, expect, sync_playwright
+
+# tinygpt is next to scripts/, installed or not.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from tinygpt.bench.study_runs import served
 
 PICTURE = Path(__file__).resolve().parent / "page.png"
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TEXT = "Once upon a time, there was a little bird who was afraid to fly."
 SETTINGS = {"max_tokens": 66, "temperature": 0.7, "top_p": 0.95, "top_k": 40, "repetition_penalty": 1}
-WIDTH, HEIGHT, SCALE = 940, 672, 1.6  # CSS pixels, and how many of the picture stand for one
-SECONDS = 120  # kernels may have to compile
-RIGHT, FIRST = 0.55, 12  # the share of the width from which on, and the made token from which on, one is chosen
-
-
-@contextmanager
-def served() -> Iterator[str]:
-    """The address of the demo behind a server."""
-    command = [sys.executable, "-m", "tinygpt", "serve", "--served-model-name", "demo", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            addresses = (re.findall(r"serving demo on (http://\S+)", line) for line in server.stderr)
-            found = next(filter(None, addresses), None)
-            if found is None:
-                raise SystemExit("tinygpt serve does not begin: run it to see why")
-            yield found[0]
-        finally:
-            server.terminate()
+VIEWPORT, SCALE = {"width": 940, "height": 672}, 1.6  # CSS pixels; device pixels for each
+RIGHT, FIRST = 0.55, 12  # share of the width and number of the generated token from which on a token is opened
 
 
 def take(address: str, seed: int, executable: str) -> bytes:
-    """A PNG of the page after the text has been continued."""
-    from playwright.sync_api import expect, sync_playwright
-
+    """Return a PNG of the page after the text has been continued."""
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=SCALE)
-        expect.set_options(timeout=1000 * SECONDS)
+        page = browser.new_page(viewport=VIEWPORT, device_scale_factor=SCALE)
+        expect.set_options(timeout=120_000)  # ms; kernels may compile
         link = urlencode({"text": TEXT, **SETTINGS, "seed": seed}).replace("+", "%20")
-        for _ in range(2):  # the second time everything is compiled, so that the figures are those of a warm server
+        for _ in range(2):  # the second figures are those of a warm server
             page.goto("about:blank")
             page.goto(f"{address}/#{link}")
             expect(page.locator("#go")).to_be_enabled()
@@ -62,20 +48,20 @@ def take(address: str, seed: int, executable: str) -> bytes:
         return page.screenshot()
 
 
-def open_candidates(page) -> None:
-    made = page.locator(".token.made")
-    for i in range(FIRST, made.count()):
-        box = made.nth(i).bounding_box()
-        if box["x"] < RIGHT * WIDTH or not re.fullmatch(r" \w+", made.nth(i).text_content()):
+def open_candidates(page: Page) -> None:
+    generated = page.locator(".token.made")
+    for i in range(FIRST, generated.count()):
+        box = generated.nth(i).bounding_box()
+        if box["x"] < RIGHT * VIEWPORT["width"] or not re.fullmatch(r" \w+", generated.nth(i).text_content()):
             continue
         page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         if re.search(r"rank [23]$", page.locator("#about").inner_text()):
             return
         page.keyboard.press("Escape")
-    raise SystemExit("the model had no better one for any of these tokens: give another --seed")
+    raise SystemExit("no generated token had a better candidate: give another --seed")
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=PICTURE)
     parser.add_argument("--seed", type=int, default=3)
@@ -83,13 +69,7 @@ def main() -> None:
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:
         parser.error(f"there is no browser: none of {', '.join(BROWSERS)}.")
-    from PIL import Image
-
-    with served() as address:
-        picture = Image.open(io.BytesIO(take(address, arguments.seed, executable)))
+    with served("demo", "auto", {}) as server:
+        picture = Image.open(io.BytesIO(take(server.url, arguments.seed, executable)))
     picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(arguments.output, optimize=True)
     print(f"{arguments.output}: {picture.width} x {picture.height}, {arguments.output.stat().st_size / 1e3:.0f} kB")
-
-
-if __name__ == "__main__":
-    main()
