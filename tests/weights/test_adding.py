@@ -43,13 +43,13 @@ SPLIT = Family(
         {**source.config_json, "model_type": "gpt2", "n_embd": source.config_json["width"]}
     ),
     rules=lambda source, config: {name: rule_of(name) for name in parameter_shapes(config)},
-    place=lambda source: [NamedTensor(name, name, tensor) for name, tensor in source.container.tensors.items()],
+    named=lambda source: [NamedTensor(name, name, tensor) for name, tensor in source.container.tensors.items()],
 )
 
 
 @pytest.fixture
 def split(monkeypatch):
-    monkeypatch.setattr(table, "FAMILIES", (SPLIT, *table.FAMILIES))
+    monkeypatch.setattr(table, "OTHERS", (SPLIT, *table.OTHERS))
 
 
 def split_tensors():

@@ -1,95 +1,79 @@
-"""GGUF: block formats beside the gguf package's, tokenizers, and files that are damaged."""
+"""GGUF: blocks, tokenizers, what converting writes, and damaged files."""
 
 import json
+import sys
 from dataclasses import replace
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from support.commands import Result
 from support.family_models import write_family
-from support.foreign import GGUF_KEYS, NEED_GGUF, gguf, gguf_name, linear
+from support.foreign import GGUF_KEYS, gguf_name, linear
+from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
 from support.tiny_checkpoint import random_tensors
 from tinygpt.errors import CheckpointError
 from tinygpt.execution.model_source import load_tokenizer
-from tinygpt.weights.containers.gguf import AT_ONCE, BLOCKS, NOT_IMPLEMENTED, read_gguf
+from tinygpt.weights.containers.gguf import AT_ONCE, read_gguf
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
 
 
-def random_blocks(name, count):
-    """Any bytes, but for scales that are finite and not tiny."""
-    generator, format = np.random.default_rng(1), BLOCKS[name]
-    blocks = generator.integers(0, 256, (count, format.bytes), np.uint8)
-    scales = generator.uniform(0.1, 2, (count, 2)).astype(np.float16).view(np.uint8)
-    places = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0], "Q5_0": [0]}.get(name, [0, 2])
-    for i, place in enumerate(places):
-        blocks[:, place : place + 2] = scales[:, 2 * i : 2 * i + 2]
-    return blocks
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_are_decoded_as_ggml_does(name):
-    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
-    blocks = random_blocks(name, 37)
-    theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
-    ours = BLOCKS[name].decode(blocks)
-    assert ours.dtype == np.float32
-    np.testing.assert_array_equal(ours, theirs)
-    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(BLOCKS[name].id)] == (ours.shape[1], BLOCKS[name].bytes)
-
-
-@pytest.mark.parametrize("name", [name for name, format in BLOCKS.items() if format.encode])
-def test_blocks_are_encoded_as_ggml_does(name):
-    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
-    values = np.random.default_rng(2).standard_normal((99, 32), np.float32)
-    values[3] = 0
-    values[4, 5] = -values[4].max() * 4
-    ours = BLOCKS[name].encode(values)
-    np.testing.assert_array_equal(ours, gguf.quants.quantize(values, gguf.GGMLQuantizationType[name]))
-
-
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_NL"])
 def test_a_tensor_of_blocks_is_read_in_rows(tmp_path, name):
-    format = BLOCKS[name]
-    blocks = random_blocks(name, 2 * AT_ONCE + 6)
-    shape = (len(blocks) // 2, 2 * format.values)
+    kind, (values, size) = gguf.GGMLQuantizationType[name], gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    blocks = np.random.default_rng(1).integers(0, 120, (2 * AT_ONCE + 6, size), np.uint8)  # no scale is a NaN
+    shape = (len(blocks) // 2, 2 * values)
     path = tmp_path / "x.gguf"
-    path.write_bytes(gguf_bytes({}, {"a": (shape, format.id, blocks.tobytes()), "b": plain(np.ones(3, np.float32))}))
+    path.write_bytes(gguf_bytes({}, {"a": (shape, int(kind), blocks.tobytes()), "b": plain(np.ones(3, np.float32))}))
     tensors = read_gguf(path).tensors
     found = tensors["a"].float32()
-    assert (found.shape, tensors["a"].dtype) == (shape, name)
-    np.testing.assert_array_equal(found, format.decode(blocks).reshape(shape))
+    assert (found.shape, tensors["a"].dtype, tensors["a"].nbytes) == (shape, name, blocks.nbytes)
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(blocks, kind).reshape(shape))
     tensors["a"].release()
     np.testing.assert_array_equal(tensors["b"].float32(), np.ones(3))
 
 
+def test_blocks_without_the_package_name_its_extra(tmp_path, monkeypatch):
+    """Plain tensors and Q8_0 need no package."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(gguf_bytes({}, {"a": plain(np.ones(3, np.float32)), "b": ((1, 32), 8, bytes(34))}))
+    assert read_gguf(path).tensors["b"].float32().tolist() == [[0] * 32]
+    path.write_bytes(gguf_bytes({}, {"a": ((1, 256), 12, bytes(144))}))
+    with pytest.raises(CheckpointError, match=r"tinygpt\[gguf\]"):
+        read_gguf(path)
+
+
 def test_a_model_in_halves_is_rounded_as_it_was_stored(tmp_path):
     halves = {name: array.astype(np.float16) for name, array in TENSORS.items()}
-    checkpoint = open_checkpoint(gguf(tmp_path, halves))
+    checkpoint = open_checkpoint(write_gguf_folder(tmp_path, halves))
     np.testing.assert_array_equal(checkpoint.tensor("wte.weight"), halves["wte.weight"].astype(np.float32))
 
 
 def test_the_file_says_what_it_is(tmp_path):
-    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS, **{"gpt2.attention.layer_norm_epsilon": (6, 0.5)}))
+    checkpoint = open_checkpoint(
+        write_gguf_folder(tmp_path, TENSORS, **{"gpt2.attention.layer_norm_epsilon": (6, 0.5)})
+    )
     assert (checkpoint.container, checkpoint.family) == ("GGUF", "GPT-2 of GGUF")
     assert checkpoint.config.layer_norm_epsilon == 0.5
     assert checkpoint.tied
 
 
 def test_a_head_of_its_own(tmp_path):
-    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS | {"lm_head.weight": TENSORS["wte.weight"] + 1}))
+    checkpoint = open_checkpoint(write_gguf_folder(tmp_path, TENSORS | {"lm_head.weight": TENSORS["wte.weight"] + 1}))
     assert not checkpoint.tied
     np.testing.assert_array_equal(checkpoint.tensor("lm_head.weight"), TENSORS["wte.weight"] + 1)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="'mpt' and must hold 'gpt2' or 'bloom'"):
-        open_checkpoint(gguf(tmp_path, TENSORS, **{"general.architecture": (8, "mpt")}))
+        open_checkpoint(write_gguf_folder(tmp_path, TENSORS, **{"general.architecture": (8, "mpt")}))
 
 
 BLOOM_NAMES = {
@@ -190,15 +174,10 @@ def test_a_bloom_whose_mlps_are_of_another_width(tmp_path):
 
 def test_a_type_that_is_not_implemented_is_named(tmp_path):
     tensors = {gguf_name(name): plain(array) for name, array in linear(TENSORS).items()}
-    tensors["blk.1.ffn_up.weight"] = ((20, 8), 19, b"\0" * 99)
+    tensors["blk.1.ffn_up.weight"] = ((20, 8), 24, b"\0" * 999)
     (tmp_path / "x.gguf").write_bytes(gguf_bytes(GGUF_KEYS, tensors))
-    with pytest.raises(CheckpointError, match=r"not implemented: blk\.1\.ffn_up\.weight is IQ1_S\n"):
+    with pytest.raises(CheckpointError, match=r"not implemented: blk\.1\.ffn_up\.weight is ggml type 24\n"):
         open_checkpoint(tmp_path / "x.gguf")
-
-
-def test_types_that_are_not_implemented_have_ggmls_names():
-    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
-    assert {number: gguf.GGMLQuantizationType(number).name for number in NOT_IMPLEMENTED} == NOT_IMPLEMENTED
 
 
 TOKENIZER = {
@@ -213,7 +192,7 @@ TOKENIZER = {
 
 
 def test_its_tokenizer(tmp_path):
-    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS, **TOKENIZER))
+    checkpoint = open_checkpoint(write_gguf_folder(tmp_path, TENSORS, **TOKENIZER))
     tokenizer = load_tokenizer(checkpoint)
     assert tokenizer.encode("abcab <end>a<user>") == [6, 3, 5, 4, 0, 7]
     assert tokenizer.decode([6, 3, 5, 4, 8, 7]) == "abcab <end><user>"
@@ -224,12 +203,12 @@ def test_its_tokenizer(tmp_path):
 
 def test_a_tokenizer_that_begins_texts(tmp_path):
     keys = TOKENIZER | {"tokenizer.ggml.add_bos_token": (7, True)}
-    assert load_tokenizer(open_checkpoint(gguf(tmp_path, TENSORS, **keys))).encode("ab") == [4, 3]
+    assert load_tokenizer(open_checkpoint(write_gguf_folder(tmp_path, TENSORS, **keys))).encode("ab") == [4, 3]
 
 
 def test_what_begins_texts_is_not_lost_on_the_way(tmp_path, capsys):
     keys = TOKENIZER | {"tokenizer.ggml.add_bos_token": (7, True)}
-    folder = converted(capsys, gguf(tmp_path / "x", TENSORS, **keys), tmp_path / "there", "--to", "gguf")
+    folder = converted(capsys, write_gguf_folder(tmp_path / "x", TENSORS, **keys), tmp_path / "there", "--to", "gguf")
     assert load_tokenizer(open_checkpoint(folder / "model.gguf")).encode("ab") == [4, 3]
 
 
@@ -255,7 +234,7 @@ def test_what_begins_texts_is_not_lost_on_the_way(tmp_path, capsys):
     ids=["a space", "a token behind", "behind, the token that begins texts"],
 )
 def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, capsys, change):
-    source = gguf(tmp_path / "x", TENSORS, **TOKENIZER)
+    source = write_gguf_folder(tmp_path / "x", TENSORS, **TOKENIZER)
     folder = converted(capsys, source, tmp_path / "folder", "--to", "safetensors")
     spec = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**spec, **change}))
@@ -274,7 +253,7 @@ def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path, capsys):
         "tokenizer.ggml.token_type": (9, (5, [1, 1, 1, 1, 3, *[1] * 6])),
         "tokenizer.ggml.merges": (9, (8, ["b -", "b- c", "\u0120 a"])),
     }
-    path = gguf(tmp_path / "x", TENSORS, **keys)
+    path = write_gguf_folder(tmp_path / "x", TENSORS, **keys)
     again = converted(capsys, path, tmp_path / "gguf", "--to", "gguf")
     for there in (path, again / "model.gguf", converted(capsys, path, tmp_path / "folder", "--to", "safetensors")):
         assert load_tokenizer(open_checkpoint(there)).encode("b-c. a<end>") == [8, 9, 10, 4]
@@ -295,7 +274,7 @@ DAMAGED_TOKENIZERS = {
 @pytest.mark.parametrize("key", DAMAGED_TOKENIZERS)
 def test_a_tokenizer_that_cannot_be_used_leaves_the_model(tmp_path, key):
     keys = TOKENIZER | {f"tokenizer.ggml.{key}": DAMAGED_TOKENIZERS[key]}
-    checkpoint = open_checkpoint(gguf(tmp_path, TENSORS, **keys))
+    checkpoint = open_checkpoint(write_gguf_folder(tmp_path, TENSORS, **keys))
     with pytest.raises(CheckpointError, match="give token ids"):
         load_tokenizer(checkpoint)
 
@@ -374,7 +353,6 @@ def test_a_file_of_another_alignment_and_of_version_2(tmp_path):
 
 
 def test_what_the_gguf_package_writes(tmp_path):
-    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gpt2")
     values = np.random.default_rng(3).standard_normal((6, 64), np.float32)
     writer.add_block_count(7)

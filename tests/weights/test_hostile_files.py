@@ -18,10 +18,8 @@ from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_config
 from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers import mapped_file
 from tinygpt.weights.containers.safetensors import read_safetensors
-from tinygpt.weights.containers.torch import PickleReader, read_torch
-from tinygpt.weights.files import open_regular
+from tinygpt.weights.containers.torch import read_torch
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors()
@@ -230,7 +228,6 @@ HOSTILE_PROGRAMS = {
     "an odd number of items": b"}(" + text("a") + b"u",
     "NEWOBJ": ORDERED_DICT + b")\x81",
     "INST": b"(iposix\nsystem\n",
-    "OBJ": b"(" + ORDERED_DICT + b"o",
     "EXT1": b"\x82\x01",
     "STACK_GLOBAL": text("os") + text("system") + b"\x93",
     "PERSID": b"P0\n",
@@ -258,15 +255,18 @@ HOSTILE_PROGRAMS = {
 
 @pytest.mark.parametrize("case", HOSTILE_PROGRAMS)
 def test_a_pickle_that_means_no_state_dict(tmp_path, case):
-    reader = PickleReader(io.BytesIO(program(HOSTILE_PROGRAMS[case])), "here.bin")
-    with pytest.raises(CheckpointError, match=r"here\.bin (holds a damaged pickle|asks for)"):
-        reader.read()
+    path = write_bin(tmp_path, rewrite_zip(data_pkl=program(HOSTILE_PROGRAMS[case])))
+    refuse(path, "holds a damaged pickle|asks for|must hold a state dict")
 
 
 def test_a_pickle_without_end_and_one_that_only_grows(tmp_path):
     for data, sentence in ((b"\x80\x02N", "damaged pickle"), (program(b"N" * 2_000_000), "more than 1000000")):
-        with pytest.raises(CheckpointError, match=sentence):
-            PickleReader(io.BytesIO(data), "here.bin").read()
+        refuse(write_bin(tmp_path, rewrite_zip(data_pkl=data)), sentence)
+
+
+def test_memory_that_an_instruction_claims_is_not_allocated(tmp_path):
+    claim = b"Nr" + struct.pack("<I", 2**31)  # to remember an object under a number
+    refuse(write_bin(tmp_path, rewrite_zip(data_pkl=program(claim))), "more than 1000000 instructions")
 
 
 def view(offset=0, shape=(4,), strides=(1,)):
@@ -295,23 +295,23 @@ def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, stride
     whole = rewrite_zip(torch_bytes({"a": np.arange(4, dtype=np.float32)}), data_pkl=view())
     assert read_torch(write_bin(tmp_path, whole)).tensors["a"].float32().tolist() == [0, 1, 2, 3]
     outside = rewrite_zip(whole, data_pkl=view(offset, shape, strides))
-    refuse(write_bin(tmp_path, outside), "truncated or damaged|from 0 to 2")
+    refuse(write_bin(tmp_path, outside), "truncated or damaged|an impossible shape")
 
 
 BAD_ZIPS = {
     "an entry outside": (lambda: moved(ZIP, 2**31), "begins outside"),
     "an entry elsewhere": (lambda: moved(ZIP, 10), "damaged zip archive"),
-    "compressed": (lambda: rewrite_zip(compression=zipfile.ZIP_DEFLATED), "compressed, encrypted or repeated"),
+    "compressed": (lambda: rewrite_zip(compression=zipfile.ZIP_DEFLATED), "compressed, encrypted, repeated"),
     "a bomb": (
         lambda: rewrite_zip(compression=zipfile.ZIP_LZMA, data__0=b"\0" * 10**7),
-        "compressed, encrypted or repeated",
+        "compressed, encrypted, repeated",
     ),
-    "encrypted": (lambda: flagged(ZIP, 0, 1), "compressed, encrypted or repeated"),
+    "encrypted": (lambda: flagged(ZIP, 0, 1), "compressed, encrypted, repeated"),
     "a name that is not UTF-8": (
         lambda: flagged(ZIP.replace(b"archive/data.pkl", b"archive/data\xffpkl"), 1, 8),
         "damaged zip archive",
     ),
-    "an entry twice": (lambda: repeated(ZIP), "compressed, encrypted or repeated"),
+    "an entry twice": (lambda: repeated(ZIP), "compressed, encrypted, repeated"),
     "no data.pkl": (lambda: rewrite_zip(data_pkl=None), r"without data\.pkl"),
     "no storage": (lambda: rewrite_zip(data__0=None), "holds 0 bytes for the storage"),
     "a storage cut": (lambda: rewrite_zip(data__0=b"\0" * 12), "holds 12 bytes for the storage"),
@@ -339,10 +339,6 @@ BAD_ZIPS = {
     "complex numbers": (
         lambda: saved_by_torch(lambda torch: {"a": torch.zeros(2, dtype=torch.cfloat)}),
         r"asks for 'torch\.Complex",
-    ),
-    "protocol 4": (
-        lambda: saved_by_torch(lambda torch: {"a": torch.zeros(2)}, pickle_protocol=4),
-        "asks for the pickle instruction",
     ),
 }
 
@@ -440,7 +436,7 @@ def test_entries_that_share_their_bytes(tmp_path):
     tail = ZIP[end : end + 8] + counts[:4] + struct.pack("<I", size + len(again)) + ZIP[end + 16 :]
     zip64 = ZIP.find(b"PK\x06\x06")
     directory_end = zip64 if zip64 >= 0 else end
-    refuse(write_bin(tmp_path, ZIP[:directory_end] + again + tail), "is laid over another")
+    refuse(write_bin(tmp_path, ZIP[:directory_end] + again + tail), "laid over one")
 
 
 def test_tensors_that_share_one_storage_beyond_reason(tmp_path):
@@ -449,27 +445,6 @@ def test_tensors_that_share_one_storage_beyond_reason(tmp_path):
     assert len(read_torch(write_bin(tmp_path, torch_bytes(layers))).tensors) == 50
     layers = {f"h.{i}.bias": row for i in range(500)}
     refuse(write_bin(tmp_path, torch_bytes(layers)), "sharing their storages beyond reason")
-
-
-@pytest.mark.parametrize("form", ["safetensors", "zip"])
-def test_what_is_checked_is_what_is_mapped(tmp_path, monkeypatch, form):
-    """Another file takes the place of the one that was opened."""
-    if form == "safetensors":
-        path, whole, read = tmp_path / "model.safetensors", WHOLE, read_safetensors
-    else:
-        path, whole, read = tmp_path / "pytorch_model.bin", ZIP, read_torch
-
-    def opened_and_replaced(name):
-        file = open_regular(name)
-        (tmp_path / "other").write_bytes(b"PK\x03\x04 damaged" * 10)
-        (tmp_path / "other").replace(name)
-        return file
-
-    path.write_bytes(whole)
-    monkeypatch.setattr(mapped_file, "open_regular", opened_and_replaced)
-    assert len(read(path).tensors) in (2, len(STATE))
-    with pytest.raises(CheckpointError):
-        read(path)
 
 
 def legacy(structure, keys, data=b"", head=None):

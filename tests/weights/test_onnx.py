@@ -1,15 +1,17 @@
-"""ONNX: every encoding of initialisers, what exporters do to them, and files that are damaged or hostile."""
+"""ONNX: every encoding of initializers, what exporters do to them, and files that are damaged or hostile."""
+
+import sys
 
 import numpy as np
+import onnx as theirs
 import pytest
 
 from support import onnx_writer as w
-from support.foreign import NEED_ONNX, PAST, linear, onnx, onnx_nodes, onnx_tensors
+from support.foreign import PAST, linear, onnx, onnx_nodes, onnx_tensors
 from support.tf_writer import field
-from support.tiny_checkpoint import CONFIG, random_tensors, write_json
+from support.tiny_checkpoint import random_tensors, write_json
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.onnx import read_onnx
-from tinygpt.weights.containers.protobuf import Message
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed
 
@@ -69,13 +71,6 @@ def test_tensors_in_nodes_and_in_branches(tmp_path):
 A = w.tensor("a", VALUES)
 
 
-def deep(levels):
-    inner = w.graph([], [A])
-    for _ in range(levels):
-        inner = w.graph([w.node("If", [], ["y"], then_branch=inner)], [])
-    return inner
-
-
 def sized(shape, data):
     return b"".join(field(1, size) for size in shape) + field(2, 1) + field(8, b"a") + field(9, data)
 
@@ -83,23 +78,17 @@ def sized(shape, data):
 REFUSED = {
     "no weights": (w.model(w.graph([], [])), "holds no weights"),
     "cut": (w.model(w.graph([], [A]))[:-3], "damaged ONNX file"),
-    "two of one name": (w.model(w.graph([], [A, A])), "two initialisers 'a'"),
+    "two of one name": (w.model(w.graph([], [A, A])), "two initializers 'a'"),
     "too few bytes": (w.model(w.graph([], [sized((3, 5), VALUES.tobytes())])), "has 48 bytes and needs 60"),
     "too few elements": (
         w.model(w.graph([], [field(1, 9) + field(2, 1) + field(8, b"a") + field(4, VALUES.tobytes())])),
-        "has 12 elements",
+        "has 48 bytes and needs 36",
     ),
-    "no elements": (w.model(w.graph([], [field(1, 9) + field(2, 1) + field(8, b"a")])), "has 0 elements"),
-    "bits that are no half": (
-        w.model(w.graph([], [field(1, 1) + field(2, 10) + field(8, b"a") + field(5, 2**40)])),
-        "has 1 elements",
-    ),
+    "no elements": (w.model(w.graph([], [field(1, 9) + field(2, 1) + field(8, b"a")])), "has 0 bytes and needs 36"),
     "9 dimensions": (w.model(w.graph([], [sized((1,) * 9, b"1234")])), "impossible shape"),
     "a negative size": (w.model(w.graph([], [sized((2**64 - 1,), b"1234")])), "impossible shape"),
     "a product of 2^64": (w.model(w.graph([], [sized((2**32, 2**32), b"1234")])), "has 4 bytes"),
-    "graphs in graphs": (w.model(deep(20)), "without end"),
-    "a graph that is a number": (field(1, 8) + field(2, b"x") + field(7, 5) + b"\0" * 9, "number stands|wire type"),
-    "a name that is not UTF-8": (w.model(w.graph([], [sized((1,), b"1234") + field(8, b"\xff")])), "damaged ONNX"),
+    "a graph that is a number": (field(1, 8) + field(2, b"x") + field(7, 5) + b"\0" * 9, "damaged ONNX"),
     "no end of a number": (field(1, 8) + field(2, b"x") + b"\xff" * 20, "damaged ONNX"),
 }
 
@@ -314,27 +303,10 @@ def test_the_epsilon_of_layer_norms_that_are_taken_apart(tmp_path):
     assert (said.config.layer_norm_epsilon, said.quirks) == (1e-4, ())
 
 
-def test_nodes_that_say_nothing_of_a_model_are_not_kept(tmp_path):
-    """Each takes two bytes of a file, and much more in memory."""
-    nodes = [b"", w.node("Shape", ["x"], ["y"]), w.node("Tanh", ["x"], ["y"])] * 50
-    container = read_onnx(write(tmp_path, nodes, [A]))
-    assert {node.kind for node in container.metadata["graph"].nodes} == {"Tanh"}
-
-
-@pytest.mark.parametrize("numbers", [[0], [1, 127, 128, 16383, 16384, 65535, 2**35, 2**63], [], [300] * 5])
-def test_packed_numbers(numbers):
-    data = b"".join(map(w.varint, numbers))
-    packed = Message(memoryview(data), 0, len(data))
-    assert packed.varint_array().tolist() == packed.varints() == numbers
-    for damaged in (data + b"\x80", data + b"\x80" * 10 + b"\0"):
-        with pytest.raises(ValueError, match="has no end"):
-            Message(memoryview(damaged), 0, len(damaged)).varint_array()
-
-
-def test_a_config_json_beside_it_is_the_models_own(tmp_path):
-    path = write_model(tmp_path, onnx_tensors(TENSORS))
-    write_json(tmp_path / "config.json", CONFIG | {"scale_attn_by_inverse_layer_idx": True})
-    assert open_checkpoint(path).config.scale_attn_by_inverse_layer_idx
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(CheckpointError, match=r"tinygpt\[onnx\]"):
+        open_checkpoint(onnx(tmp_path, TENSORS))
 
 
 @pytest.mark.parametrize("quantised", ["MatMulNBits", "a_quantized"])
@@ -369,7 +341,6 @@ def test_weights_whose_names_are_lost(tmp_path):
 
 
 def test_what_the_onnx_package_writes(tmp_path):
-    theirs = pytest.importorskip("onnx", reason=NEED_ONNX)
     helper = theirs.helper
     tensors = [theirs.numpy_helper.from_array(array, name) for name, array in onnx_tensors(TENSORS).items()]
     tensors.append(helper.make_tensor("listed", 1, (2,), [1.5, 2.5]))
@@ -383,6 +354,6 @@ def test_what_the_onnx_package_writes(tmp_path):
         np.testing.assert_array_equal(container.tensors[name].float32(), array)
     assert container.tensors["listed"].float32().tolist() == [1.5, 2.5]
     assert container.tensors["half"].float32().tolist() == [1.5, -2.5]
-    graph = container.metadata["graph"]
-    assert graph.inputs == {"past_0": (2, "batch", 2, "past", 4)}
+    graph = container.graph
+    assert graph.inputs == {"past_0": (2, None, 2, None, 4)}
     assert graph.nodes[0].attributes == {"approximate": "tanh"}

@@ -1,7 +1,8 @@
-"""TensorFlow's bundles beside one that TensorFlow wrote, checksums, and files that are damaged."""
+"""TensorFlow's bundles, next to one that TensorFlow wrote, and damaged files."""
 
 import base64
 import hashlib
+import sys
 
 import numpy as np
 import pytest
@@ -11,35 +12,10 @@ from support.foreign import openai_tf, tf_arrays
 from support.tf_writer import field, table, write_bundle
 from support.tiny_checkpoint import random_tensors, write_json
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.tensorflow import crc32c as ours
 from tinygpt.weights.containers.tf_bundle import read_tf_bundle
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
-
-# CRC-32C
-
-
-def test_the_checksum_of_the_standard():
-    assert ours.crc32c(memoryview(b"123456789")) == 0xE3069283
-
-
-def test_four_terms_are_a_multiple_of_the_polynomial():
-    powers = [ours._power_of_x(ours.WORD * power) for power in (ours.A, ours.B, ours.C, 0)]
-    assert powers[0] ^ powers[1] ^ powers[2] ^ powers[3] == 0
-
-
-@pytest.mark.parametrize("words", [0, 1, 2, 3, 2 * ours.A - 1, 2 * ours.A, 2 * ours.A + 1, ours.BLOCK + ours.A + 7])
-@pytest.mark.parametrize("more", [0, 1, 7])
-def test_the_checksum_of_every_length(words, more):
-    data = np.random.default_rng(words).integers(0, 256, 8 * words + more, np.uint8).tobytes()
-    assert ours.crc32c(memoryview(data)) == tf_writer.crc32c(data)
-
-
-def test_the_checksum_of_several_blocks_and_of_zeros():
-    for data in (bytes(8 * (3 * ours.BLOCK + 5)), b"\xff" * (8 * (2 * ours.BLOCK + ours.A))):
-        assert ours.crc32c(memoryview(data)) == tf_writer.crc32c(data)
-
 
 # A bundle that tf.compat.v1.train.Saver of TensorFlow 2.21 wrote: 2 layers, C 8, V 96, P 16.
 
@@ -169,6 +145,12 @@ def test_heads_that_nothing_tells(tmp_path):
 def test_hparams_that_are_not_those_of_the_tensors(tmp_path):
     with pytest.raises(CheckpointError, match=r"model/wpe is \(6, 8\) and hparams\.json asks for \(7, 8\)"):
         open_checkpoint(openai_tf(tmp_path, TENSORS, n_ctx=7))
+
+
+def test_without_the_package_of_checksums_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    with pytest.raises(CheckpointError, match=r"tinygpt\[tf\]"):
+        open_checkpoint(openai_tf(tmp_path, TENSORS))
 
 
 # Damage

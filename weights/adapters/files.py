@@ -1,4 +1,4 @@
-"""A folder that PEFT's save_pretrained wrote: adapter_config.json and the tensors that were trained."""
+"""Folders of PEFT's save_pretrained: adapter_config.json and the trained tensors."""
 
 import os
 import re
@@ -20,6 +20,7 @@ PLACES = {
     "LORA": "as lora, or --lora {}",
     **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), "among soft_prompts, or as --soft-prompt NAME={}"),
 }
+MAX_CONFIG = 2**18  # bytes: each regular expression takes time; of GPT-2 1.5B, names take some 6 000
 MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, and matched
 
 
@@ -55,7 +56,7 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         raise CheckpointError(f"{path} is a checkpoint, and no adapter: it has {MODEL_CONFIG}. Give it as the model.")
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path} holds no {CONFIG}: give the folder that the adapter was saved into.")
-    config = read_json_object(path / CONFIG)
+    config = _read_config(path)
     if config.get("peft_type") not in peft_types:
         place = _place_of(config, path)
         raise CheckpointError(
@@ -79,7 +80,7 @@ def refuse_adapter(path: Path, repo_id: str | None = None) -> None:
     is_meant = path.is_dir() or path.name in (CONFIG, *READERS)
     if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
         return
-    config = read_json_object(folder / CONFIG)
+    config = _read_config(folder)
     given, whole, where = path, folder, "this folder"
     if repo_id is not None:
         given, whole, where = repo_id, Path(repo_id).name, f"the folder that `{_download_of(repo_id)}` makes"
@@ -89,6 +90,13 @@ def refuse_adapter(path: Path, repo_id: str | None = None) -> None:
         f"{given} is an adapter of the type {shown(config.get('peft_type'))}, and no checkpoint: give the checkpoint "
         f"that it was trained for{f', {shown(base)},' if base and place else ''}{use}."
     )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of adapter_config.json. Raise CheckpointError if it is damaged or too large."""
+    if (folder / CONFIG).stat().st_size > MAX_CONFIG:
+        raise CheckpointError(f"{folder / CONFIG} has more than {MAX_CONFIG} bytes, which no adapter's needs: refused.")
+    return read_json_object(folder / CONFIG)
 
 
 def _place_of(config: Mapping[str, Any], folder: str | Path) -> str | None:

@@ -1,10 +1,10 @@
-"""LoRA adapters in PEFT's layout, added to a checkpoint's matrices as they are read.
+"""LoRA adapters in PEFT's layout, added to a checkpoint's matrices at reading.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), and PEFT's `LoraModel`: a matrix W
 becomes W + scale * B @ A, where A is (r, in) and B is (out, r).
 
 An adapter goes by the modules of transformers, and so by the tensors of its files: three of them may be one parameter
-here, or have their rows in another order. What the rules of a family do to a matrix, they do to its update.
+here, or have their rows in another order. A family's rules apply to the update of a matrix as to the matrix.
 """
 
 import os
@@ -17,24 +17,73 @@ import numpy as np
 
 from tinygpt.weights.adapters.files import AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
-from tinygpt.weights.adapters.model_in_files import ModelInFiles
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.checks import listed
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.family import Rule, Transform
+from tinygpt.weights.families.family import AS_IS, Layout, Rule, Transform
 from tinygpt.weights.families.gpt2 import is_ignored
-from tinygpt.weights.parameters import EMBEDDING, HEAD
-from tinygpt.weights.stored.export import can_be_written
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
+from tinygpt.weights.stored.export import can_be_written, layout_of
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.tensor import DefaultTensor, LazyTensor, Tensor, zeros
 
 PREFIX = "base_model.model."  # what PEFT wraps the model in
-TIED = (EMBEDDING, HEAD)
+TIED, EMBEDDINGS = (EMBEDDING, HEAD), (EMBEDDING, POSITIONS)
+
+
+@dataclass(frozen=True)
+class ModelInFiles:
+    """A model by the tensors of transformers' files, whatever it was opened from.
+
+    rules: by parameter. parameters, shapes: by the names of tensors in the files, without wrappers.
+    """
+
+    layout: Layout
+    rules: dict[str, Rule]
+    parameters: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "ModelInFiles":
+        layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
+        rules = {
+            name: rule
+            for name, rule in layout.rules(checkpoint.config).items()
+            if not (layout.has_defaults and isinstance(checkpoint.stored.get(name), DefaultTensor))
+        }
+        parameters = {source: name for name, rule in rules.items() for source in rule.sources}
+        stored_shapes = {
+            source: rules[name].transform.stored_shape(shapes[name], len(rules[name].sources))
+            for source, name in parameters.items()
+        }
+        return cls(layout, rules, parameters, stored_shapes)
+
+    def is_in_out(self, name: str) -> bool:
+        return self.layout.is_in_out and is_transposed(self.parameters[name])
+
+    def is_embedding(self, name: str) -> bool:
+        return self.parameters[name] in EMBEDDINGS
+
+    def has_own_positions(self, name: str) -> bool:
+        """Return whether the tensor is a table of positions that skips rows."""
+        parameter = self.parameters[name]
+        return parameter == POSITIONS and self.rules[parameter].transform is not AS_IS
+
+    def modules(self, stored: Iterable[str]) -> dict[str, str]:
+        """Return the names of modules in an adapted model whose tensors are `stored`.
+
+        A model with a head has its layers in `transformer`, for example; one without may have them at the top.
+        """
+        root = max((name.removesuffix(self.layout.short_name(name)) for name in stored), key=len, default="")
+        return {
+            name: ("" if self.layout.file_name(name) == name else root) + name.rpartition(".")[0]
+            for name in self.shapes
+        }
 
 
 @dataclass(frozen=True)
 class Update:
-    """scale * b @ a, where a is (r, in) and b is (out, r): what is added to a matrix of transformers' files.
+    """The update of a matrix in transformers' files: scale * b @ a, where a is (r, in) and b is (out, r).
 
     is_in_out: the matrix is (in, out) there, and so is this.
     """
@@ -74,7 +123,7 @@ class AdaptedTensor:
 
 
 def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint with the adapter in the folder `adapter` merged into it.
+    """Return the checkpoint with the adapter in the folder `adapter` merged into it.
 
     It is tied unless the adapter changes the token embedding or the head alone, as in the model that was trained.
     Raises CheckpointError, with everything that is wrong, when the adapter cannot be read or belongs to another
@@ -113,7 +162,7 @@ def _changed(
     updates: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Tensor:
-    """A parameter of which some tensors are replaced or updated, and the others stay."""
+    """Return a parameter of which some tensors are replaced or updated, and the others stay."""
     names, count = rule.sources, len(rule.sources)
     if not replaced.keys().isdisjoint(names):
         own = [LazyTensor(partial(_part, rule.transform, i, count), (tensor,)) for i in range(count)]
@@ -130,10 +179,9 @@ def _part(transform: Transform, i: int, count: int, array: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class _Contents:
-    """What an adapter's file holds, by the names of tensors.
+    """The content of an adapter's file, by the names of tensors.
 
-    `updates` are of matrices, `replaced` the tensors that are there as a whole, and `saved` the names of those whose
-    modules were trained as a whole.
+    updates: of matrices. replaced: whole tensors. saved: names of tensors whose modules were trained as a whole.
     """
 
     updates: dict[str, Update]
@@ -143,7 +191,7 @@ class _Contents:
 
 
 def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Contents:
-    """Total, as for a checkpoint: every tensor is used or ignored by name, and every one that is asked for is there."""
+    """Sort all tensors: each is used or ignored by name, and each required one is there, as in a checkpoint."""
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
     modules, shapes = model.modules(stored), model.shapes
     # PEFT adapts linear layers and embeddings alone: what has two dimensions.
@@ -185,7 +233,7 @@ def _check_positions(files: AdapterFiles, modules: list[str]) -> None:
 
 
 def _factors(name: str, module: str, model: ModelInFiles, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """The names and shapes in the file of a and b, the factors of a matrix."""
+    """Return the names and shapes in the file of a and b, the factors of a matrix."""
     shape, r = model.shapes[name], lora.rank(module)
     out, inner = shape[::-1] if model.is_in_out(name) else shape
     if model.is_embedding(name):  # PEFT takes an embedding for a layer from V to C, which is wte's transpose
@@ -200,7 +248,7 @@ def _update(name: str, a: Tensor, b: Tensor, scale: float, model: ModelInFiles) 
 
 
 def _whole_tensors(names: Iterable[str], model: ModelInFiles) -> tuple[dict[str, str], list[str], list[str]]:
-    """The names in the file of tensors that are there as a whole, of what is ignored, and of what is unexpected."""
+    """Return the names in the file of whole tensors, of ignored and of unexpected ones."""
     file_names, ignored, unexpected = {}, [], []
     for name in sorted(names):
         # ".base_layer." is the adapted layer itself, beside its factors.
@@ -220,7 +268,7 @@ def _trained_biases(modules: Mapping[str, str], targets: Iterable[str], bias: st
 
 
 def _with_ties(replaced: dict[str, Tensor], saved: frozenset[str], tied: tuple[str, ...]) -> dict[str, Tensor]:
-    """A tied matrix that came along under one of its names is the other one too, unless that was trained apart."""
+    """Give a tied matrix that is stored under one name to the other too, unless that was trained apart."""
     shared = [replaced[name] for name in tied if name in replaced and name not in saved]
     return replaced | {name: shared[0] for name in tied if shared and name not in saved}
 

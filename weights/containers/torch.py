@@ -369,21 +369,26 @@ def _zip_entries(file: MappedFile) -> dict[str, Entry]:
     """
     try:
         with zipfile.ZipFile(_ZipView(file.data)) as archive:
-            listed = archive.infolist()
-        ranges = [_data_range(file, info) for info in listed]
+            entries = archive.infolist()
+        names = [info.filename.partition("/")[2] for info in entries]
+        is_plain = all(
+            info.compress_type == zipfile.ZIP_STORED
+            and info.compress_size == info.file_size
+            and not info.flag_bits & 1  # encrypted
+            for info in entries
+        )
+        ranges = [_data_range(file, info) for info in entries] if is_plain else []
     except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, ValueError, struct.error) as error:
         raise CheckpointError(f"{file.path} is a damaged zip archive ({error}): download it again.") from error
-    names = [info.filename.partition("/")[2] for info in listed]
-    is_plain = all(info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1 for info in listed)
     if not is_plain or len(set(names)) < len(names) or do_overlap(ranges):
         raise CheckpointError(
             f"{file.path} is a zip archive with entries that are compressed, encrypted, repeated or laid over one "
             "another, as torch.save never writes them: save it again with torch.save or as safetensors."
         )
-    has_checksums = any(info.CRC for info in listed)  # torch.serialization.set_crc32_options(False) writes 0 for all
+    has_checksums = any(info.CRC for info in entries)  # torch.serialization.set_crc32_options(False) writes 0 for all
     return {
         name: Entry(file, info.filename, data, info.CRC if has_checksums else None)
-        for name, info, data in zip(names, listed, ranges, strict=True)
+        for name, info, data in zip(names, entries, ranges, strict=True)
     }
 
 
@@ -405,7 +410,7 @@ def _data_range(file: MappedFile, info: zipfile.ZipInfo) -> range:
         raise zipfile.BadZipFile(f"the entry {info.filename!r} begins outside the file")
     signature, name_size, extra_size = LOCAL_HEADER.unpack_from(file.data, info.header_offset)
     start += name_size + extra_size
-    if signature != ZIP or info.file_size != info.compress_size or start + info.file_size > len(file):
+    if signature != ZIP or start + info.file_size > len(file):
         raise zipfile.BadZipFile(f"the entry {info.filename!r} reaches beyond the file")
     return range(start, start + info.file_size)
 
