@@ -1,25 +1,28 @@
 """Settings for every test."""
 
+import functools
 import gc
+import re
 from pathlib import Path
 
 import pytest
 
-from support import demo_tokenizer, examples, settled
+from support import demo_tokenizer, examples
 from support.cuda_compile import need_toolchain
 from support.golden_models import write_small_demo
 from tinygpt.engine.step_loop import StepTimer
 from tinygpt.weights import open as checkpoints
 
+# A test file with one of these words asks a library of the extra `parity`, or compares a recorded answer with it.
+LIBRARIES = re.compile(r"@recorded|HAS_TRANSFORMERS|needs_transformers|skip\(.(torch|transformers|peft|openai)\b")
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked `slow`, too")
-    settled.add_options(parser)
 
 
 def pytest_configure(config):
     examples.choose(config.getoption("--slow"))
-    settled.configure(config)
 
 
 @pytest.fixture
@@ -28,14 +31,21 @@ def single_steps(monkeypatch):
     monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: 1)
 
 
+@functools.cache
+def asks_libraries(path: Path) -> bool:
+    return bool(LIBRARIES.search(path.read_text(encoding="utf-8")))
+
+
 def pytest_collection_modifyitems(config, items):
     """What runs by its own name, `-m gpu` or `-m toolchain`, needs no --slow."""
+    for item in items:
+        if asks_libraries(item.path):
+            item.add_marker("parity")
     if not config.getoption("--slow"):
         for item in items:
             markers = {marker.name for marker in item.iter_markers()}
             if "slow" in markers and not markers & {"gpu", "toolchain"}:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
-    settled.leave_out_settled(config, items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,6 @@
 
 from hypothesis import settings
 
-from support.settled import ask_for_more
-
 ALL, SOME = "all examples", "a third of them"
 
 # A first example may wait for a kernel to compile, so no deadline.
@@ -17,5 +15,4 @@ def choose(is_slow: bool) -> None:
 
 def examples(count: int) -> int:
     """For a property that is not tried with as many as others."""
-    ask_for_more()
     return count if settings.default.max_examples == settings.get_profile(ALL).max_examples else -(-count // 3)

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from support.paths import ROOT
-from support.settled import ask_for_more
 
 FOLDER = ROOT / "tests" / "data" / "recorded"
 HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -80,7 +79,6 @@ def recorded(function: Oracle | None = None, *, is_live: bool = True, varies: bo
 
     @functools.wraps(function)
     def ask(*arguments, **named):
-        ask_for_more()
         key = key_of(*arguments, **named)
         stored = recordings.stored.get(key)
         if HAS_TRANSFORMERS and is_live:
