@@ -1,4 +1,4 @@
-"""`tinygpt doctor`: what it says of the machine is what the kernels see."""
+"""`tinygpt doctor`: its report on the machine agrees with the kernels."""
 
 import json
 import os
@@ -8,11 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from support import tiny_checkpoint
 from support.paths import ROOT
+from tinygpt.cli import doctor
 from tinygpt.cli import main as cli
-from tinygpt.cli.commands import doctor
-from tinygpt.cli.output.instructions import instructions
+from tinygpt.cli.doctor import instructions
 from tinygpt.hardware import bandwidth
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets
@@ -42,22 +41,6 @@ def test_what_the_memory_allows(report):
     assert set(rates) == {"float32", "bfloat16", "int8", "int4"}
 
 
-def test_a_package_that_is_not_there():
-    assert doctor._version_of("no-such-package-of-tinygpt") is None
-
-
-def test_kernels_follow_the_features(monkeypatch):
-    monkeypatch.setattr(targets, "TARGET", targets.choose({"avx2", "fma"}.__contains__, "znver3"))
-    assert instructions() == {
-        "target": "AVX2",
-        "float32": "multiply-adds, 8 products an instruction",
-        "bfloat16": "two multiply-adds, 8 products an instruction",
-        "int8": "vpmaddwd, 16 products an instruction",
-        "int4": "vpmaddubsw, 32 products an instruction",
-        "int8 KV cache": "vpmaddwd, 16 products an instruction",
-    }
-
-
 @pytest.mark.parametrize("target", targets.TARGETS, ids=lambda target: target.name)
 def test_every_target_says_what_it_expects_of_each_dtype(monkeypatch, target):
     """As many products an instruction as its vector holds numbers of the width that it multiplies, or twice those."""
@@ -70,34 +53,10 @@ def test_every_target_says_what_it_expects_of_each_dtype(monkeypatch, target):
         assert told[dtype] == f"{step}, {target.vector_bytes * 8 // bits.get(step, 32)} products an instruction"
 
 
-def test_a_checkpoint_is_reported_on_where_one_is_given(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
-    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", n_head=3)
-    for given in (["demo"], ["--model", "demo"], ["-m", str(folder)]):
-        code = cli.main(["doctor", "--json", *given])
-        found, err = capsys.readouterr()
-        found = json.loads(found)["checkpoint"]
-        assert cli.main(["info", "--json", given[-1]]) == code == (given[0] == "-m")
-        told, sentence = capsys.readouterr()
-        told = json.loads(told)
-        assert err.endswith(sentence)
-        kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
-        assert found == {name: told[name] for name in kept} | {"tokenizer_error": told["tokenizer"]["error"]}
-        assert (found["container"], found["family"]) == ("safetensors", "GPT-2")
-        assert bool(found["refused"]) == (given[0] == "-m")
-
-
 def test_the_cache(report):
     folder = jit.kernel_cache().folder
     assert report["cache"]["folder"] == str(folder)
     assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
-
-
-def test_sizes_of_folders(tmp_path):
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "one").write_bytes(bytes(10))
-    (tmp_path / "inner" / "two").write_bytes(bytes(32))
-    assert doctor._size_of(tmp_path) == 42
 
 
 def test_a_driver_and_its_devices(monkeypatch):

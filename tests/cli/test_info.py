@@ -1,4 +1,4 @@
-"""`tinygpt info`: what is in a checkpoint, and all that is wrong with one."""
+"""`tinygpt info`, and `tinygpt doctor CHECKPOINT`: the content of a checkpoint, and all that is wrong with one."""
 
 import hashlib
 import json
@@ -14,6 +14,7 @@ from support.demo import EOS, VOCAB_SIZE
 from support.gguf_writer import gguf_bytes
 from support.paths import DEMO
 from tinygpt.cli import main as cli
+from tinygpt.hardware import bandwidth
 
 
 def info(capsys, folder: Path) -> dict:
@@ -218,3 +219,99 @@ def test_text_says_what_is_refused(capsys, folder):
 def test_no_checkpoint_at_all(capsys, tmp_path):
     assert cli.main(["info", str(tmp_path)]) == 2
     assert "is no checkpoint" in capsys.readouterr().err
+
+
+# --- Tokenizers
+
+
+def cut_short(folder: Path) -> None:
+    (folder / "vocab.json").write_bytes((folder / "vocab.json").read_bytes()[:-9])
+
+
+def of_another(folder: Path) -> None:
+    with (folder / "merges.txt").open("a") as file:
+        file.write("q q\n")
+
+
+def not_a_file(folder: Path) -> None:
+    (folder / "tokenizer_config.json").mkdir()
+
+
+DAMAGES = {
+    cut_short: "vocab.json is not valid JSON",
+    of_another: "vocab.json lacks 'qq'",
+    not_a_file: "tokenizer_config.json",
+}
+
+
+@pytest.fixture(params=DAMAGES, ids=lambda damage: damage.__name__)
+def damaged(request, folder, monkeypatch) -> tuple[Path, str]:
+    """A folder with a damaged tokenizer, and what is wrong with it."""
+    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(DEMO / name, folder / name)
+    request.param(folder)
+    return folder, DAMAGES[request.param]
+
+
+@pytest.mark.parametrize("flags", [[], ["--dtype", "float8"], ["--to", "gguf"]])
+def test_convert_refuses_a_damaged_tokenizer_and_writes_nothing(damaged, tmp_path, capsys, flags):
+    folder, wrong = damaged
+    assert cli.main(["convert", str(folder), str(tmp_path / "new"), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert wrong in err
+    assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_doctor_and_info_refuse_a_damaged_tokenizer(damaged, capsys):
+    folder, wrong = damaged
+    said = f'the tokenizer of {folder} cannot be used, only token ids: the report says why, under "refused".'
+    assert cli.main(["info", "--json", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert wrong in report["tokenizer"]["error"]
+    assert (report["refused"], err) == ([report["tokenizer"]["error"]], f"tinygpt: error: {said}\n")
+    assert cli.main(["doctor", "--json", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    checkpoint = json.loads(out)["checkpoint"]
+    assert err.endswith(f"tinygpt: error: {said}\n")
+    kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
+    assert checkpoint == {name: report[name] for name in kept} | {"tokenizer_error": report["refused"][0]}
+    for command in ("info", "doctor"):  # the text says it once
+        assert cli.main([command, str(folder)]) == 1
+        out = capsys.readouterr().out
+        assert out.count(wrong) == out.count('see "refused"') == 1
+
+
+@pytest.mark.parametrize("command", ["info", "doctor"])
+def test_a_checkpoint_without_a_tokenizer_is_not_refused(folder, capsys, monkeypatch, command):
+    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
+    assert cli.main([command, str(folder)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any("error" in line and "has no tokenizer that can be used" in line for line in lines)
+    assert "nothing" in lines if command == "info" else "refused none" in lines
+
+
+def with_added(folder: Path, count: int) -> Path:
+    """The demo's tokenizer with tokens that the model has no row for."""
+    return tiny_checkpoint.write_with_demo_tokenizer(folder, {f"<extra {i}>": VOCAB_SIZE + i for i in range(count)})
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_tokens_without_a_row_of_the_embedding_are_listed(tmp_path, capsys, count):
+    folder = with_added(tmp_path / "added", count)
+    outside = info(capsys, folder)["tokenizer"]["outside_vocabulary"]
+    assert outside == [{"id": VOCAB_SIZE + i, "text": f"<extra {i}>"} for i in range(count)]
+    assert cli.main(["info", str(folder)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "outside_vocabulary" in line]
+    assert len(lines) == (count > 0)
+    assert all(f"{VOCAB_SIZE} '<extra 0>'" in line and ("2 more" in line) == (count == 7) for line in lines)
+
+
+def test_a_text_to_calibrate_on_that_holds_such_a_token_is_refused(tmp_path, capsys):
+    (text := tmp_path / "text").write_text("Once upon a time <extra 0> there was a king.")
+    folder = with_added(tmp_path / "one", 1)
+    assert cli.main(["convert", str(folder), str(tmp_path / "new"), "--calibrate", str(text)]) == 2
+    assert f"token id {VOCAB_SIZE} is outside the vocabulary" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
