@@ -122,11 +122,6 @@ def repetition(text: str) -> dict[str, int]:
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
 
 
-def repetition(text: str) -> dict[str, int]:
-    size, count, least = [*map(int, text.split(",")), 1][:3]
-    return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
-
-
 def _seed(value: Any) -> int | None:
     seed = as_integer(value, -1, MAX_SEED)
     return None if seed == -1 else seed

@@ -211,18 +211,11 @@ def test_a_process_ends_with_the_exit_code():
 
 
 @POSIX
-@pytest.mark.parametrize(
-    ("arguments", "closed", "code", "says"),
-    [
-        (["--max-tokens", "1"], "<&-", 2, "no PROMPT was given and stdin is closed"),
-        (["Once", "--n", "0"], "2>&-", 2, ""),
-    ],
-)
-def test_a_closed_stream(arguments, closed, code, says):
-    command = shlex.join([sys.executable, "-m", "tinygpt", "generate", *arguments])
-    result = subprocess.run(f"{command} {closed}", shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (code, "")
-    assert says in result.stderr
+def test_a_closed_stdin_is_refused():
+    command = shlex.join([sys.executable, "-m", "tinygpt", "generate", "--max-tokens", "1"])
+    result = subprocess.run(f"{command} <&-", shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no PROMPT was given and stdin is closed" in result.stderr
 
 
 @POSIX

@@ -9,7 +9,7 @@ import pytest
 
 from support.commands import run_process
 from support.paths import ROOT
-from tinygpt import LLM, compile_ahead
+from tinygpt import compile_ahead
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.kernel_cache import KernelCache
