@@ -1,49 +1,227 @@
-"""What each dtype costs: perplexity, logits and greedy choices beside float32's, as one markdown table.
+"""The cost of each dtype: perplexity, logits and greedy tokens compared with float32's, as one markdown table.
 
-    python scripts/quality.py TEXT                    # the demo checkpoint on a text, in windows of its n_positions
-    python scripts/quality.py TEXT --outliers         # and versions of it with channels far larger than the rest
-    python scripts/quality.py TEXT --extremes --calibrate TEXT2   # and of it with larger ones yet, calibrated, too
+    python scripts/quality.py TEXT                    # the demo on a text, in windows of its n_positions
+    python scripts/quality.py TEXT --outliers --calibrate TEXT2    # and versions of it with outliers, and calibrated
     python scripts/quality.py TEXT --model FOLDER --windows 8
-    python scripts/quality.py --random 124M           # random weights on random tokens: logits only
 
-The perplexity is that of the tokens of each window after its first, over whole windows. KL is the mean over all
-positions of the Kullback-Leibler divergence of the dtype's next-token distribution from float32's, in nats.
+The perplexity is that of the tokens of each window after its first. KL is the mean over all positions of the
+Kullback-Leibler divergence of the dtype's next-token distribution from float32's, in nats.
+
+A version with outliers has a few channels or neurons far larger than the rest, as trained models have them. Each edit
+changes tensors, (in, out) as Conv1D stores them, and reverts its effect elsewhere: the function stays nearly the same.
+"like GPT-2" follows publications on GPT-2's weights: rogue channels of the residual stream (Timkey and van Schijndel,
+EMNLP 2021), the same channels large in layer norms (Kovaleva et al., BERT Busters, 2021; Dettmers et al., LLM.int8(),
+2022), and massive activations at the first position (Sun et al., COLM 2024).
 """
 
 import argparse
+import shutil
+import sys
 import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from quality.checkpoints import EXTREMES, OUTLIERS, write_outliers
-from quality.measure import measure
-from quality.table import fill_tables, quality_table
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+# tinygpt is next to scripts/, installed or not.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from tinygpt import LLM
+from tinygpt.bench.report import table
 from tinygpt.cli import main as cli
-from tinygpt.errors import RequestError
 from tinygpt.evaluation.texts import read_text
+from tinygpt.kernels import reference
+from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.reference.model import attention_block, mlp_block
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import DTYPES
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.random_checkpoint import SHAPES
 
-RANDOM_WINDOWS = 2
-
-
-def text_windows(model: str, text: str, count: int | None) -> list[list[int]]:
-    """The first `count` whole windows of n_positions tokens, or all; what is left over at the end is not used."""
-    with LLM(model, max_num_seqs=1) as llm:
-        token_ids, size = llm.tokenizer.encode(text), llm.config.n_positions
-    starts = range(0, len(token_ids) - size + 1, size)[:count]
-    return [token_ids[start : start + size] for start in starts]
+INT8_CACHE = "int8 KV cache"  # with float32 weights: the name of its results
+Tensors = dict[str, np.ndarray]
+Edit = Callable[[Tensors, Checkpoint, list[int]], None]
 
 
-def random_windows(model: str, count: int) -> list[list[int]]:
-    config = open_checkpoint(model).config
-    return np.random.default_rng(0).integers(config.vocab_size, size=(count, config.n_positions)).tolist()
+@dataclass
+class Quality:
+    """One dtype compared with float32, summed over windows."""
+
+    loss: float = 0.0  # nats, over `predictions`
+    predictions: int = 0
+    kl: float = 0.0
+    difference: float = 0.0  # of logits, over all positions and the vocabulary
+    largest: float = 0.0
+    agreements: int = 0
+    positions: int = 0
+
+    def add(self, logits: np.ndarray, exact: np.ndarray, token_ids: list[int]) -> None:
+        """Add the logits and float32's, both (T, V), of the tokens (T,) of a window."""
+        shares, exact_shares = log_softmax(logits), log_softmax(exact)  # (T, V)
+        self.loss -= shares[np.arange(len(token_ids) - 1), token_ids[1:]].sum(dtype=float)
+        self.predictions += len(token_ids) - 1
+        self.kl += (np.exp(exact_shares) * (exact_shares - shares)).sum(dtype=float)
+        difference = np.abs(logits - exact)
+        self.difference += difference.mean(axis=1, dtype=float).sum()
+        self.largest = max(self.largest, float(difference.max()))
+        self.agreements += int((logits.argmax(axis=1) == exact.argmax(axis=1)).sum())
+        self.positions += len(token_ids)
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.loss / self.predictions))
+
+    @property
+    def mean_kl(self) -> float:
+        return self.kl / self.positions
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+
+
+def measure(
+    model: str,
+    windows: list[list[int]],
+    dtypes: Iterable[str] = (*DTYPES, INT8_CACHE),
+    converted: dict[str, str] | None = None,
+) -> dict[str, Quality]:
+    """Compare each dtype of a checkpoint, and folders that it was converted to, with float32."""
+    kinds = {dtype: {"dtype": dtype} for dtype in ("float32", *dtypes)}
+    kinds |= {INT8_CACHE: {"kv_cache_dtype": "int8"}} if INT8_CACHE in kinds else {}
+    llms = {name: LLM(model, max_num_seqs=1, **kind) for name, kind in kinds.items()}
+    llms |= {name: LLM(folder, max_num_seqs=1) for name, folder in (converted or {}).items()}
+    results = {name: Quality() for name in llms}
+    for token_ids in tqdm(windows, desc=Path(model).name, unit="window"):
+        exact = llms["float32"].logits(token_ids)  # (T, V)
+        for dtype, quality in results.items():
+            quality.add(exact if dtype == "float32" else llms[dtype].logits(token_ids), exact, token_ids)
+    return results
+
+
+def outlier_channels(size: int) -> np.ndarray:
+    return np.array([1, 2, 3]) * size // 4
+
+
+def amplify_norms(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], scale: float) -> None:
+    """Scale three channels of every ln_1 and ln_2, and divide the rows of the next matrix: the same function."""
+    channels = outlier_channels(checkpoint.config.n_embd)
+    for layer in range(checkpoint.config.n_layer):
+        for norm, matrix in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc")):
+            tensors[f"h.{layer}.{norm}.weight"][channels] *= scale
+            tensors[f"h.{layer}.{norm}.bias"][channels] *= scale
+            tensors[f"h.{layer}.{matrix}.weight"][channels] /= scale
+
+
+def amplify_values(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], scale: float) -> None:
+    """Scale three channels of the values in every layer, and divide the rows of attn.c_proj: the same function."""
+    n_embd = checkpoint.config.n_embd
+    channels = outlier_channels(n_embd)
+    for layer in range(checkpoint.config.n_layer):
+        for kind in ("weight", "bias"):
+            tensors[f"h.{layer}.attn.c_attn.{kind}"][..., 2 * n_embd + channels] *= scale
+        tensors[f"h.{layer}.attn.c_proj.weight"][channels] /= scale
+
+
+def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], level: float) -> None:
+    """Move three neurons in every layer to around `level`, far above the bend of GELU.
+
+    gelu(h) = h + gelu(-h), and gelu(level + h) = level + h. Neuron i becomes gelu(-h), a spare neuron gelu(level + h),
+    both with the row of c_proj that i had, and the bias of c_proj loses level times that row. Spare neurons are those
+    of the least weight in c_fc and c_proj; their effect is lost.
+    """
+    for layer in range(checkpoint.config.n_layer):
+        name = f"h.{layer}.mlp"
+        c_fc, bias, c_proj = (tensors[f"{name}.{part}"] for part in ("c_fc.weight", "c_fc.bias", "c_proj.weight"))
+        kept = outlier_channels(checkpoint.config.inner_size)
+        use = np.linalg.norm(c_fc, axis=0) * np.linalg.norm(c_proj, axis=1)  # (F,)
+        use[kept] = np.inf
+        spare = np.argsort(use)[: kept.size]
+        c_fc[:, spare], bias[spare], c_proj[spare] = c_fc[:, kept], bias[kept] + level, c_proj[kept]
+        c_fc[:, kept], bias[kept] = -c_fc[:, kept], -bias[kept]
+        tensors[f"{name}.c_proj.bias"] -= level * c_proj[kept].sum(axis=0)
+
+
+def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], offsets, embedding="wpe") -> None:
+    """Move three channels of the residual stream by `offsets` in wpe or wte.
+
+    Each layer norm divides by a larger std: its weights grow by the mean ratio, and the biases of the three channels
+    take out the constant. The function changes a little, because the stds of the tokens differ.
+    """
+    channels, stds = outlier_channels(checkpoint.config.n_embd), residual_stds(checkpoint, token_ids)
+    tensors[f"{embedding}.weight"][:, channels] += offsets.astype(np.float32)
+    for norm, std in stds.items():
+        new = np.sqrt(std**2 + (offsets**2).sum() / checkpoint.config.n_embd).mean()
+        tensors[f"{norm}.weight"] *= np.float32(new / std.mean())
+        tensors[f"{norm}.bias"][channels] -= (tensors[f"{norm}.weight"][channels] * offsets / new).astype(np.float32)
+
+
+def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.ndarray]:
+    """Return the std over channels (T,) of the residual stream in front of each layer norm."""
+    params, batch = reference.load_params(checkpoint), Batch.of([token_ids], [0], [0])
+    cache, stds = reference.new_kv_cache(checkpoint.config, 1, len(token_ids)), {}
+    x = params["wte.weight"][token_ids].astype(np.float64) + params["wpe.weight"][: len(token_ids)]  # (T, C)
+    for layer in range(checkpoint.config.n_layer):
+        stds[f"h.{layer}.ln_1"] = x.std(axis=1)
+        attention_block(params, layer, x, batch, cache)
+        stds[f"h.{layer}.ln_2"] = x.std(axis=1)
+        mlp_block(params, layer, x)
+    return {**stds, "ln_f": x.std(axis=1)}
+
+
+def typical_std(checkpoint: Checkpoint, token_ids: list[int]) -> float:
+    return float(np.mean([std.mean() for std in residual_stds(checkpoint, token_ids).values()]))
+
+
+def shift_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
+    """Move three channels by 10, -5 and -5 stds. With 30, float32 itself does badly."""
+    raise_residual(tensors, checkpoint, token_ids, typical_std(checkpoint, token_ids) * np.array([10, -5, -5]))
+
+
+def make_gpt2_like(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
+    """Apply what publications say of GPT-2. The demo loses its first token: its perplexity rises by two thirds."""
+    size = typical_std(checkpoint, token_ids)
+    rogue = np.array([8, -4, -4]) * tensors["wte.weight"].std()
+    raise_residual(tensors, checkpoint, token_ids, rogue, "wte")
+    massive = (np.array([100, -50, -50]) * size).astype(np.float32)
+    tensors["wpe.weight"][0, outlier_channels(checkpoint.config.n_embd)] += massive
+    amplify_norms(tensors, checkpoint, token_ids, 30)
+    amplify_values(tensors, checkpoint, token_ids, 4)
+    raise_neurons(tensors, checkpoint, token_ids, 10)
+
+
+OUTLIERS: dict[str, Edit] = {
+    "layer norms x 30": partial(amplify_norms, scale=30),
+    "residual stream + 10": shift_residual,
+    "values x 30": partial(amplify_values, scale=30),
+    "neurons at 20": partial(raise_neurons, level=20),
+    "like GPT-2": make_gpt2_like,
+}
+# Outliers that a calibration tames better than the weights alone.
+EXTREMES: dict[str, Edit] = {
+    "values x 100": partial(amplify_values, scale=100),
+    "neurons at 50": partial(raise_neurons, level=50),
+    "neurons at 100": partial(raise_neurons, level=100),
+}
+
+
+def write_outliers(model: str, edit: Edit, token_ids: list[int], folder: Path) -> str:
+    """Write an edited copy of a checkpoint into a new folder; the edit may measure on token_ids."""
+    checkpoint = open_checkpoint(model)
+    shutil.copytree(checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
+    tensors = {name: np.array(stored.float32()) for name, stored in checkpoint.stored.items()}
+    edit(tensors, checkpoint, token_ids)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
 
 
 def convert(model: str, folder: Path, text: Path | None) -> dict[str, str]:
-    """Folders with what only `tinygpt convert` makes of a checkpoint, by the name of their rows."""
+    """Return folders with the dtypes that only `tinygpt convert` makes, by name."""
     folder.mkdir()
     wanted = {"float8": ["--dtype", "float8"]}
     if text is not None:
@@ -54,54 +232,55 @@ def convert(model: str, folder: Path, text: Path | None) -> dict[str, str]:
     return {name: str(folder / name) for name in wanted}
 
 
-def text_of(file: Path, parser: argparse.ArgumentParser) -> str:
-    """The file's text; the parser ends the program where there is none."""
-    try:
-        return read_text("TEXT", file)
-    except RequestError as error:
-        parser.error(str(error))
+def quality_table(results: dict[str, dict[str, Quality]]) -> str:
+    """Return results[checkpoint][dtype] as markdown."""
+    header = (
+        "checkpoint",
+        "dtype",
+        "perplexity",
+        "change",
+        "KL",
+        "logits: mean difference",
+        "largest",
+        "same greedy token",
+    )
+    rows = []
+    for name, qualities in results.items():
+        for dtype, quality in qualities.items():
+            change = f"{100 * (quality.perplexity / qualities['float32'].perplexity - 1):+.3f} %"
+            differences = f"{quality.difference / quality.positions:.4f}", f"{quality.largest:.3f}"
+            same = f"{100 * quality.agreements / quality.positions:.2f} %"
+            rows.append(
+                [name, dtype, f"{quality.perplexity:.3f}", change, f"{quality.mean_kl:.6f}", *differences, same]
+            )
+    return table(header, rows, header[2:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", metavar="TEXT", type=Path, nargs="?", help="a file in UTF-8")
-    models = parser.add_mutually_exclusive_group()
-    models.add_argument("--model", default="demo", help="a local folder or a Hub id; default: %(default)s")
-    models.add_argument("--random", choices=SHAPES, help="a checkpoint of this shape with random weights, and no TEXT")
-    parser.add_argument("--windows", type=int, help=f"default: all; with --random, {RANDOM_WINDOWS}")
-    parser.add_argument("--outliers", action="store_true", help="the checkpoint's versions with outliers, too")
-    parser.add_argument(
-        "--extremes", action="store_true", help="and those with outliers that weights alone may not tame"
-    )
-    parser.add_argument("--calibrate", metavar="TEXT2", type=Path, help="int8 and int4 calibrated on this text, too")
-    parser.add_argument("--write", metavar="README", type=Path, help="put the figures into its tables, too")
+    parser.add_argument("text", metavar="TEXT", type=Path, help="a file in UTF-8")
+    parser.add_argument("--model", default="demo", help="a local folder or a Hub id; default: %(default)s")
+    parser.add_argument("--windows", type=int, help="default: all")
+    parser.add_argument("--outliers", action="store_true", help="also versions of the checkpoint with outliers")
+    parser.add_argument("--calibrate", metavar="TEXT2", type=Path, help="also int8 and int4 calibrated on this text")
     arguments = parser.parse_args()
-    if arguments.write and not (arguments.text and arguments.outliers and arguments.extremes and arguments.calibrate):
-        parser.error("--write needs a TEXT, --outliers, --extremes and --calibrate: the tables have figures of each.")
-    if (arguments.text is None) == (arguments.random is None):
-        parser.error("give either a TEXT to measure on, or --random and a shape.")
+    with LLM(arguments.model, max_num_seqs=1) as llm:
+        token_ids, size = llm.tokenizer.encode(read_text("TEXT", arguments.text)), llm.config.n_positions
+    starts = range(0, len(token_ids) - size + 1, size)[: arguments.windows]
+    windows = [token_ids[start : start + size] for start in starts]
+    if not windows:
+        parser.error("nothing to measure on: give a TEXT of more tokens than the model has positions.")
     with tempfile.TemporaryDirectory() as scratch:
-        model, folder = arguments.model, Path(scratch)
-        if arguments.random:
-            from peers.checkpoints import make_random
-
-            make_random(arguments.random, folder)
-            model, windows = str(folder), random_windows(str(folder), arguments.windows or RANDOM_WINDOWS)
-        else:
-            windows = text_windows(model, text_of(arguments.text, parser), arguments.windows)
-        if not windows:
-            parser.error("nothing to measure on: give a TEXT of more tokens than the model has positions.")
-        models = {f"random {arguments.random}" if arguments.random else model: model}
-        for name, edit in ((OUTLIERS if arguments.outliers else {}) | (EXTREMES if arguments.extremes else {})).items():
-            models[name] = write_outliers(model, edit, windows[0], folder / name)
+        models, folder = {arguments.model: arguments.model}, Path(scratch)
+        for name, edit in {**OUTLIERS, **EXTREMES}.items() if arguments.outliers else ():
+            models[name] = write_outliers(arguments.model, edit, windows[0], folder / name)
         results = {
-            name: measure(model, windows, converted=convert(model, folder / f"{name} converted", arguments.calibrate))
+            name: measure(
+                model, windows, converted=convert(model, folder / f"{Path(name).name} converted", arguments.calibrate)
+            )
             for name, model in models.items()
         }
-    print(quality_table(results, has_text=not arguments.random))
-    if arguments.write:
-        readme = arguments.write.read_text(encoding="utf-8")
-        arguments.write.write_text(fill_tables(readme, results, next(iter(models))), encoding="utf-8")
+    print(quality_table(results))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.quality.checkpoints import EXTREMES, OUTLIERS, write_outliers
-from scripts.quality.measure import INT8_CACHE, measure
+from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, measure, write_outliers
 from support.bits import assert_same_bits
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams

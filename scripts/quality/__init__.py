@@ -1,1 +1,0 @@
-"""What quality.py measures, and the checkpoints with outliers that it makes."""
