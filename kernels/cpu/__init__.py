@@ -17,8 +17,7 @@ from tinygpt.kernels.cpu.model import forward
 from tinygpt.kernels.cpu.multi_step import multi_step, stop_early
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.params import load_params
-from tinygpt.kernels.cpu.sampling.processors import process_logits
-from tinygpt.kernels.cpu.sampling.sampling import filter_logits, sample, top_logprobs
+from tinygpt.kernels.cpu.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
 from tinygpt.kernels.cpu.trace import trace
 from tinygpt.kernels.cpu.workspace import new_workspace
 

@@ -6,25 +6,30 @@ Each function changes one row, scores (V,) float32, in place. Arithmetic is in f
 import numpy as np
 
 
-def process_logits(logits, controls):
-    """Process rows of `logits` (R, V) float32 in place; `controls` holds which rows, and what for each of them.
+def process_logits(logits, processors):
+    """Process rows of `logits` (R, V) float32 in place; `processors` holds their indices, and the settings of each.
 
     The order is that of Hugging Face's `generate`. logit_bias takes the place of its sequence_bias; the penalties of
     OpenAI follow the repetition penalty, as in vLLM; allowed ids stand where Hugging Face's prefix_allowed_tokens_fn
     does, and forbidden ones are its min_new_tokens and suppress_tokens. A row may come to hold nothing but -inf, even
     where Hugging Face would then allow the allowed ids again.
     """
-    for i, r in enumerate(controls.rows):
-        scores, token_ids = logits[r], controls.token_ids.part(i)
-        new_token_ids = token_ids[controls.num_prompt_tokens[i] :]
-        add_bias(scores, controls.bias_ids.part(i), controls.biases.part(i))
-        penalise_repetition(scores, token_ids, controls.repetition_penalty[i])
-        penalise_presence(scores, new_token_ids, controls.frequency_penalty[i], controls.presence_penalty[i])
-        forbid_ngrams(scores, token_ids, controls.no_repeat_ngram_size[i])
-        for word in range(controls.word_bounds[i], controls.word_bounds[i + 1]):
-            forbid_word(scores, token_ids, controls.words.part(word))
-        allow(scores, controls.allowed_ids.part(i))
-        scores[controls.forbidden_ids.part(i)] = -np.inf
+    for i, r in enumerate(processors.rows):
+        process_row(logits[r], processors, i)
+
+
+def process_row(scores, processors, i):
+    """Process one row, scores (V,), by row i of `processors`."""
+    p, token_ids = processors, processors.token_ids.part(i)
+    new_token_ids = token_ids[p.num_prompt_tokens[i] :]
+    add_bias(scores, p.bias_ids.part(i), p.biases.part(i))
+    penalize_repetition(scores, token_ids, p.repetition_penalty[i])
+    penalize_presence(scores, new_token_ids, p.frequency_penalty[i], p.presence_penalty[i])
+    forbid_ngrams(scores, token_ids, p.no_repeat_ngram_size[i])
+    for word in range(p.word_bounds[i], p.word_bounds[i + 1]):
+        forbid_word(scores, token_ids, p.words.part(word))
+    allow(scores, p.allowed_ids.part(i))
+    scores[p.forbidden_ids.part(i)] = -np.inf
 
 
 def add_bias(scores, token_ids, biases):
@@ -32,7 +37,7 @@ def add_bias(scores, token_ids, biases):
     scores[token_ids] += biases
 
 
-def penalise_repetition(scores, token_ids, penalty):
+def penalize_repetition(scores, token_ids, penalty):
     """Divide the scores of all tokens in token_ids (T,) by `penalty`, or multiply them where they are negative.
 
     Each once, however often it stands there (Keskar et al., "CTRL", 2019).
@@ -42,7 +47,7 @@ def penalise_repetition(scores, token_ids, penalty):
     scores[present] = np.where(was < 0, was * penalty, was / penalty)
 
 
-def penalise_presence(scores, new_token_ids, frequency_penalty, presence_penalty):
+def penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalty):
     """Subtract, for each token in new_token_ids, its count times one penalty, then the other."""
     present, counts = np.unique(new_token_ids, return_counts=True)
     scores[present] -= frequency_penalty * counts.astype(np.float32)

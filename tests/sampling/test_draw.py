@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tinygpt.kernels import reference
-from tinygpt.kernels.cpu.sampling.row import STRIDE
+from tinygpt.kernels.cpu.sampling.sampling import STRIDE
 from tinygpt.kernels.cpu.sampling.sampling import _draw as draw
 from tinygpt.sampling.metadata import Warpers, warpers_of
 from tinygpt.sampling_params import SamplingParams

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.recorded import HAS_TRANSFORMERS, recorded
-from tinygpt.kernels.cpu.sampling import processors as cpu
-from tinygpt.kernels.reference import processors as reference
+from tinygpt.kernels import cpu, reference
 from tinygpt.request.sequence import Sequence
 from tinygpt.sampling.metadata import SamplingState, gather_processors
 from tinygpt.sampling_params import SamplingParams

@@ -10,7 +10,6 @@ from support.examples import examples
 from support.logit_rows import ROWS, extreme_row, masked_row, random_row
 from support.recorded import HAS_TRANSFORMERS, recorded
 from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.cpu.sampling.warpers import UsualWarpers, usual_if_possible
 from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
 
 if HAS_TRANSFORMERS:
@@ -150,16 +149,6 @@ def test_a_top_p_of_1_keeps_what_has_no_probability_in_float32(backend, min_p):
     rows, min_ps = np.float32([[0, -200], [0, -1]]), np.array([0, min_p])  # the second row decides which kernel it is
     filtered = backend.filter_logits(rows, warpers_of(2, min_p=min_ps))
     np.testing.assert_array_equal(filtered, rows)
-
-
-MORE = {"top_p_rule": 1, "min_p": 0.1, "typical_p": 0.5, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}
-
-
-def test_whoever_asks_for_no_more_has_the_usual_warpers():
-    assert isinstance(usual_if_possible(warpers_of(2, 0.8, 40, 0.95)), UsualWarpers)
-    for name, value in MORE.items():
-        warpers = warpers_of(2, **{name: np.array([getattr(warpers_of(1), name)[0], value])})
-        assert usual_if_possible(warpers) is warpers, name
 
 
 @BACKENDS
@@ -351,7 +340,7 @@ def test_cpu_draws_the_references_tokens_from_far_and_near():
 
 
 def test_cpu_exponential_is_as_good_as_libm():
-    from tinygpt.kernels.cpu.sampling.row import exponential
+    from tinygpt.kernels.cpu.sampling.rows import exponential
 
     x = np.concatenate([-np.geomspace(1e-18, 699, 5000), [0.0, -0.5, -np.log(2), -700.0]])
     np.testing.assert_allclose([exponential(value) for value in x], np.exp(x), rtol=5e-16)
@@ -364,7 +353,7 @@ def test_cpu_exponential_is_as_good_as_libm():
 @BACKENDS
 def test_uniform_numbers_are_numpys_philox(backend):
     if backend is cpu:
-        from tinygpt.kernels.cpu.sampling.philox import uniform
+        from tinygpt.kernels.cpu.sampling.sampling import uniform
     else:
         from tinygpt.kernels.reference.sampling import uniform
     for key in [(0, 0), (1, 2), (2**64 - 1, 3), (2**63, 2**64 - 1)]:
@@ -377,7 +366,7 @@ def test_uniform_numbers_are_numpys_philox(backend):
 
 def test_philox_equals_its_published_vector():
     """Philox4x64-10 of all ones, from Random123's known-answer tests (kat_vectors)."""
-    from tinygpt.kernels.cpu.sampling.philox import uniform
+    from tinygpt.kernels.cpu.sampling.sampling import uniform
 
     ones = np.uint64(2**64 - 1)
     vector = np.random.Philox(key=[ones, ones], counter=np.array([ones - np.uint64(1), ones, ones, ones]))

@@ -9,7 +9,7 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.runtime.team import atomic_load, atomic_store, claim, complete, finish_phase
-from tinygpt.kernels.cpu.sampling.row import GREATEST_KEY, LEAST_KEY, key_of
+from tinygpt.kernels.cpu.sampling.rows import GREATEST_KEY, LEAST_KEY, key_of
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 
 MAX_ENDS = 64  # where there are more, a call is one step

@@ -1,46 +1,79 @@
-"""From logits to a token; the reference's sampling.py says what is computed.
+"""From logits to a token. The reference's warpers.py, processors.py and sampling.py say what is computed.
 
-Shapes: R rows, one for each token to choose, V vocabulary.
+Compiled are the settings that most requests use: greedy, temperature, top-k, top-p, min-p, penalties and logit bias. A
+row with any other setting goes through the reference.
+Shapes: R rows, one for each token to choose, V vocabulary, K candidates of a row.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import inline, kernel
-from tinygpt.kernels.cpu.sampling.philox import uniform
-from tinygpt.kernels.cpu.sampling.row import STRIDE, divide, exponentials, greatest_of, new_buffers, sum_of, work_in
-from tinygpt.kernels.cpu.sampling.warpers import (
-    UsualWarpers,
-    keep_by_all,
-    keep_by_usual,
-    keep_greatest,
-    usual_if_possible,
+from tinygpt.kernels import reference
+from tinygpt.kernels.cpu.jit import inline, jit, kernel
+from tinygpt.kernels.cpu.sampling.rows import (
+    divide,
+    exponentials,
+    find_border,
+    greatest_of,
+    kth_greatest,
+    new_buffers,
+    sum_of,
+    work_in,
 )
+from tinygpt.kernels.reference.processors import process_row
 
 NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.int32), np.empty((3, 0), np.uint64)
+RARE = ("top_p_rule", "typical_p", "epsilon_cutoff", "eta_cutoff")  # warpers of the reference
+OFF = np.array([[0], [1], [0], [0]])  # their values that change nothing
+STRIDE = 1024  # a draw searches by strides before it looks at single weights
+
+# Philox4x64-10, a random number generator without state: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
+# easy as 1, 2, 3", SC 2011.
+MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
+INCREMENT_0, INCREMENT_1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+ROUNDS = 10
+LOW_HALF, HALF_BITS = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+class Warpers(NamedTuple):
+    """The compiled warpers, (R,) float64 each. temperature is 0 for a row that is not drawn here."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
-    """As the reference's: (R,) int32 tokens, -1 for a row that is not finite."""
+    """Return a token (R,) int32 for each row, -1 for a row that is not finite: see the reference."""
     logits, num_drawn = np.ascontiguousarray(logits, np.float32), np.count_nonzero(warpers.temperature)
     token_ids = _greatest(logits) if num_drawn < len(logits) else np.empty(len(logits), np.int32)
     if num_drawn:
-        numbers = np.array([seeds, sample_indices, positions], np.uint64)  # (3, R)
-        _warp_rows(logits, warpers, numbers, token_ids, NO_ROWS)
+        compiled, rare = _split(warpers)
+        if compiled.temperature.any():
+            numbers = np.array([seeds, sample_indices, positions], np.uint64)  # (3, R)
+            _warp_rows(logits, compiled, numbers, token_ids, NO_ROWS, new_buffers(logits.shape[1]))
+        if rare.size:
+            columns = (np.asarray(column)[rare] for column in (seeds, sample_indices, positions))
+            token_ids[rare] = reference.sample(logits[rare], [column[rare] for column in warpers], *columns)
     return token_ids
 
 
 def filter_logits(logits, warpers):
-    """As the reference's: (R, V) float32 scores after temperature and all filters, -inf where removed."""
+    """Return the scores (R, V) float32 after temperature and all filters, -inf for removed tokens."""
     logits = np.ascontiguousarray(logits, np.float32)
-    filtered = logits.copy()
-    _warp_rows(logits, warpers, NO_NUMBERS, NO_TOKENS, filtered)
+    filtered, (compiled, rare) = logits.copy(), _split(warpers)
+    if compiled.temperature.any():
+        _warp_rows(logits, compiled, NO_NUMBERS, NO_TOKENS, filtered, new_buffers(logits.shape[1]))
+    if rare.size:
+        filtered[rare] = reference.filter_logits(logits[rare], [column[rare] for column in warpers])
     return filtered
 
 
 def top_logprobs(logits, token_id, n):
-    """As the reference's: the n most probable ids, their log-probabilities, and that of `token_id`."""
+    """Return the n most probable ids, their log-probabilities, and that of `token_id`: see the reference."""
     logits, buffers = np.ascontiguousarray(logits, np.float32), new_buffers(logits.size)
     kept, greatest, log_total = _keep_most_probable(logits, min(n, logits.size), buffers)
     ids, scores = buffers.ids[:kept], buffers.singles[0, :kept]
@@ -49,73 +82,146 @@ def top_logprobs(logits, token_id, n):
     return ids[order], (best - greatest) - log_total, (chosen - greatest) - log_total
 
 
+def process_logits(logits, processors):
+    """Apply logits processors to rows of `logits` (R, V) float32, in place."""
+    p = processors
+    is_rare = p.no_repeat_ngram_size > 0  # (P,)
+    for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):
+        is_rare = is_rare | (np.diff(bounds) > 0)
+    for i in np.flatnonzero(is_rare):
+        process_row(logits[p.rows[i]], p, i)
+    if not is_rare.all():
+        _process_rows(logits, is_rare, *p[: p._fields.index("no_repeat_ngram_size")], p.bias_ids, p.biases)
+
+
+def _split(warpers):
+    """Return the compiled warpers, and the indices of the rows that the reference filters."""
+    is_rare = (np.array([getattr(warpers, name) for name in RARE]) != OFF).any(0) & (warpers.temperature != 0)
+    temperature = np.where(is_rare, 0.0, warpers.temperature)
+    return Warpers(temperature, warpers.top_k, warpers.top_p, warpers.min_p), np.flatnonzero(is_rare)
+
+
 def _greatest(logits):
-    """(R,) int32: the first of each row's greatest logits. NaN counts as the greatest, so that it is met here."""
+    """Return the first of each row's greatest logits, (R,) int32. argmax takes NaN for the greatest."""
     token_ids = logits.argmax(1)
     is_finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
     return np.where(is_finite, token_ids, -1).astype(np.int32)
 
 
-def _warp_rows(logits, warpers, numbers, token_ids, filtered):
-    """Filter the rows that are not greedy, into `filtered` (R, V), or where that is (0, 0) draw token_ids (R,)."""
-    warpers = usual_if_possible(warpers)
-    warp = _warp_by_usual if isinstance(warpers, UsualWarpers) else _warp_by_all
-    warp(logits, warpers, numbers, token_ids, filtered, new_buffers(logits.shape[1]))
-
-
 @kernel
-def _warp_by_usual(logits, warpers, numbers, token_ids, filtered, buffers):
+def _warp_rows(logits, warpers, numbers, token_ids, filtered, buffers):
+    """Filter the rows that are not greedy into `filtered` (R, V), or draw token_ids (R,) if that is (0, 0)."""
     work = work_in(buffers)
     for r in range(logits.shape[0]):
-        if warpers.temperature[r] != 0 and _begin_row(logits[r], warpers.temperature[r], r, token_ids, work):
-            _end_row(r, keep_by_usual(warpers, r, work), numbers, token_ids, filtered, work)
-
-
-@kernel
-def _warp_by_all(logits, warpers, numbers, token_ids, filtered, buffers):
-    work = work_in(buffers)
-    for r in range(logits.shape[0]):
-        if warpers.temperature[r] != 0 and _begin_row(logits[r], warpers.temperature[r], r, token_ids, work):
-            _end_row(r, keep_by_all(warpers, r, work), numbers, token_ids, filtered, work)
+        if warpers.temperature[r] == 0:
+            continue
+        is_finite = divide(logits[r], np.float32(warpers.temperature[r]), work.ids, work.scores)
+        if token_ids.size and not is_finite:
+            token_ids[r] = -1
+            continue
+        kept = _keep(warpers, r, work)
+        if token_ids.size:
+            number = uniform(numbers[0, r], numbers[1, r], numbers[2, r])
+            token_ids[r] = work.ids[_draw(work.weights[:kept], number)]
+            continue
+        filtered[r, :] = -np.inf
+        for i in range(kept):
+            filtered[r, work.ids[i]] = work.scores[i]
 
 
 @inline
-def _begin_row(logits, temperature, r, token_ids, work):
-    """Make every token of row r a candidate. False, and no token, if it is to be drawn and is not finite."""
-    is_finite = divide(logits, np.float32(temperature), work.ids, work.scores)
-    if token_ids.size and not is_finite:
-        token_ids[r] = -1
-    return is_finite or token_ids.size == 0
+def _keep(warpers, r, work):
+    """Apply row r's filters to all V candidates. Return the number that stay, with their weights."""
+    kept = work.scores.size
+    if 0 < warpers.top_k[r] < kept:
+        kept = keep_greatest(work.ids, work.scores, np.int64(warpers.top_k[r]), work)
+    exponentials(work.scores[:kept], work.weights)
+    if warpers.top_p[r] < 1:
+        kept = _keep_top_p(np.float32(1 - warpers.top_p[r]), kept, work)
+    if warpers.min_p[r]:
+        kept = _keep_min_p(np.float32(warpers.min_p[r]), kept, work)
+    return kept
+
+
+@kernel
+def keep_greatest(ids, scores, k, work):
+    """Keep the k greatest scores of all, and those tied with the k-th."""
+    threshold = kth_greatest(scores, k, work)
+    kept = 0
+    for i in range(scores.size):
+        if scores[i] >= threshold:
+            ids[kept], scores[kept] = ids[i], scores[i]
+            kept += 1
+    return kept
+
+
+@kernel
+def _keep_top_p(limit, count, work):
+    """Remove the least probable of `count` candidates that add up to `limit` = 1 - p at most.
+
+    Of the candidates tied at the border, the first ones go.
+    """
+    scores, probabilities = work.scores[:count], work.probabilities
+    _normalize(work.weights[:count], probabilities)
+    border, removed = find_border(scores, probabilities, limit, work)
+    kept = ties = 0
+    for i in range(count):
+        ties += scores[i] == border
+    for i in range(count):
+        stays = scores[i] > border
+        if scores[i] == border:
+            removed += probabilities[i]
+            ties -= 1
+            stays = np.float32(removed) > limit or ties == 0
+        if stays:
+            kept = _move(work, i, kept)
+    return kept
+
+
+@kernel
+def _keep_min_p(min_p, count, work):
+    """Remove the candidates less probable than min_p times the most probable one."""
+    probabilities = work.probabilities[:count]
+    _normalize(work.weights[:count], probabilities)
+    threshold = min_p * greatest_of(probabilities)
+    kept = 0
+    for i in range(count):
+        if probabilities[i] >= threshold:
+            kept = _move(work, i, kept)
+    return kept
 
 
 @inline
-def _end_row(r, kept, numbers, token_ids, filtered, work):
-    if token_ids.size:
-        number = uniform(numbers[0, r], numbers[1, r], numbers[2, r])
-        token_ids[r] = work.ids[_draw(work.weights[:kept], number)]
-        return
-    filtered[r, :] = -np.inf
-    for i in range(kept):
-        filtered[r, work.ids[i]] = work.scores[i]
+def _move(work, i, kept):
+    work.ids[kept], work.scores[kept], work.weights[kept] = work.ids[i], work.scores[i], work.weights[i]
+    return kept + 1
+
+
+@kernel
+def _normalize(weights, probabilities):
+    """Compute probabilities in float32, the precision in which the filters compare."""
+    total = sum_of(weights)
+    for i in range(weights.size):
+        probabilities[i] = weights[i] / total
 
 
 @kernel
 def _keep_most_probable(logits, n, buffers):
-    """The n most probable tokens, and those tied with the last, become candidates.
+    """Make the n most probable tokens, and those tied with the last, candidates.
 
-    Returns how many they are, and what takes a logit to its log-probability: the greatest logit, log of the total.
+    Return their number, and two terms that turn a logit into its log-probability: greatest logit, log of the total.
     """
     work = work_in(buffers)
     divide(logits, np.float32(1), work.ids, work.scores)
     exponentials(work.scores, work.weights)
     log_total = math.log(sum_of(work.weights))
-    kept = keep_greatest(work.ids, work.scores, n, work.room) if n > 0 else 0
+    kept = keep_greatest(work.ids, work.scores, n, work) if n > 0 else 0
     return kept, np.float64(greatest_of(logits)), log_total
 
 
 @kernel
 def _draw(weights, number):
-    """The first index at which the cumulated weight exceeds `number` (in [0, 1)) of the total."""
+    """Return the first index at which the cumulated weight exceeds `number` (in [0, 1)) of the total."""
     goal = number * sum_of(weights)
     cumulated, start = 0.0, 0
     while start + STRIDE < weights.size:
@@ -127,8 +233,73 @@ def _draw(weights, number):
     chosen = start
     for i in range(start, weights.size):
         cumulated += weights[i]
-        if weights[i] > 0:  # the last such one, should rounding leave the goal unreached
+        if weights[i] > 0:  # the last one, if rounding leaves the goal unreached
             chosen = i
         if cumulated > goal:
             break
     return chosen
+
+
+@kernel
+def uniform(seed, sample_index, position):
+    """Return the first number in [0, 1) of Philox4x64-10: see the reference's `uniform`."""
+    a, b, c, d = position + np.uint64(1), np.uint64(0), np.uint64(0), np.uint64(0)
+    key_0, key_1 = seed, sample_index
+    for _ in range(ROUNDS):
+        a, b, c, d = (
+            _multiply_high(MULTIPLIER_1, c) ^ b ^ key_0,
+            MULTIPLIER_1 * c,
+            _multiply_high(MULTIPLIER_0, a) ^ d ^ key_1,
+            MULTIPLIER_0 * a,
+        )
+        key_0, key_1 = key_0 + INCREMENT_0, key_1 + INCREMENT_1
+    return np.float64(a >> np.uint64(11)) * 2.0**-53
+
+
+@inline
+def _multiply_high(x, y):
+    """Return the upper 64 bits of x * y, from products of 32-bit halves."""
+    x_low, x_high, y_low, y_high = x & LOW_HALF, x >> HALF_BITS, y & LOW_HALF, y >> HALF_BITS
+    middle = x_high * y_low + (x_low * y_low >> HALF_BITS)
+    other = x_low * y_high + (middle & LOW_HALF)
+    return x_high * y_high + (middle >> HALF_BITS) + (other >> HALF_BITS)
+
+
+@jit
+def _process_rows(
+    logits, is_rare, rows, token_ids, num_prompt_tokens, repetition, frequency, presence, bias_ids, biases
+):
+    """Apply bias and penalties. `seen` (V,) counts tokens, and is all 0 between rows."""
+    counts = np.any(repetition != 1) or np.any(frequency != 0) or np.any(presence != 0)
+    seen = np.zeros(logits.shape[1] if counts else 0, np.int32)
+    for i in range(rows.size):
+        if is_rare[i]:
+            continue
+        scores, given = logits[rows[i]], token_ids.values[token_ids.bounds[i] : token_ids.bounds[i + 1]]
+        for j in range(bias_ids.bounds[i], bias_ids.bounds[i + 1]):
+            scores[bias_ids.values[j]] += biases.values[j]
+        if repetition[i] != 1:
+            _penalize_repetition(scores, given, repetition[i], seen)
+        if frequency[i] != 0 or presence[i] != 0:
+            _penalize_presence(scores, given[num_prompt_tokens[i] :], frequency[i], presence[i], seen)
+
+
+@jit
+def _penalize_repetition(scores, token_ids, penalty, seen):
+    for token_id in token_ids:
+        if not seen[token_id]:
+            seen[token_id] = 1
+            score = scores[token_id]
+            scores[token_id] = score * penalty if score < 0 else score / penalty
+    for token_id in token_ids:
+        seen[token_id] = 0
+
+
+@jit
+def _penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalty, seen):
+    for token_id in new_token_ids:
+        seen[token_id] += 1
+    for token_id in new_token_ids:
+        if seen[token_id]:
+            scores[token_id] = scores[token_id] - frequency_penalty * np.float32(seen[token_id]) - presence_penalty
+            seen[token_id] = 0

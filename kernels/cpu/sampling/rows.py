@@ -1,7 +1,7 @@
-"""Passes over one row of scores, shaped so that LLVM vectorises them.
+"""Passes over one row of scores, shaped so that LLVM vectorizes them.
 
-None of them makes an array: they take `work`, parts of three buffers that are made once for all rows. Without arrays
-of their own they need no reference counts, and compile in a fraction of the time.
+They make no array: they work in parts of buffers that are allocated once for all rows. Without arrays they need no
+reference counts, and compile in a fraction of the time.
 """
 
 from typing import NamedTuple
@@ -15,62 +15,53 @@ from numba.extending import intrinsic
 from tinygpt.kernels.cpu.jit import inline, kernel
 
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
-PARTIAL_SUMS = 64  # that LLVM adds side by side
-STRIDE = 1024  # a search goes by strides before it looks at single elements
-BUCKETS = 1024  # the search for a border first sums up by buckets, and then looks into one
+PARTIAL_SUMS = 64  # accumulators that LLVM adds side by side
+BUCKETS = 1024  # the search for a border sums by buckets first
+# exp(-104) is 0 in float32, the precision of the filters: lower scores have no probability.
+BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 
-# Float32 bits but for the sign, and the keys of -inf and +inf (see `key_of`).
-MAGNITUDE = np.int32(0x7FFFFFFF)
-LEAST_KEY, GREATEST_KEY = -0x7F800001, 0x7F800000
+MAGNITUDE = np.int32(0x7FFFFFFF)  # float32 bits without the sign
+LEAST_KEY, GREATEST_KEY = -0x7F800001, 0x7F800000  # the keys of -inf and +inf: see `key_of`
 
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 EXP_MIN = -700.0
 
 
-class Room(NamedTuple):
-    """Where a search puts what it is narrowed down to."""
-
-    chosen: np.ndarray  # (V,) float32
-    masses: np.ndarray  # (V,) float32
-    sums: np.ndarray  # (BUCKETS,) float64
-
-
 class Work(NamedTuple):
-    """A row's candidates in order of token id, and room for what is computed from them."""
+    """A row's candidates in order of token id, and room for searches."""
 
     ids: np.ndarray  # (V,) int32
     scores: np.ndarray  # (V,) float32
     weights: np.ndarray  # (V,) float64, exponentials of the scores
     probabilities: np.ndarray  # (V,) float32
-    nearness: np.ndarray  # (V,) float32
-    terms: np.ndarray  # (V,) float64
-    room: Room
+    chosen: np.ndarray  # (V,) float32
+    masses: np.ndarray  # (V,) float32
+    sums: np.ndarray  # (BUCKETS,) float64
 
 
 class Buffers(NamedTuple):
-    """What `Work` lies in: a call from Python pays for each array that it makes or hands over."""
+    """The memory of `Work`: a call from Python pays for each array that it makes or hands over."""
 
     ids: np.ndarray  # (V,) int32
-    singles: np.ndarray  # (5, V) float32
-    doubles: np.ndarray  # (2 * V + BUCKETS,) float64
+    singles: np.ndarray  # (4, V) float32
+    doubles: np.ndarray  # (V + BUCKETS,) float64
 
 
 def new_buffers(vocab_size: int) -> Buffers:
-    ids, singles = np.empty(vocab_size, np.int32), np.empty((5, vocab_size), np.float32)
-    return Buffers(ids, singles, np.empty(2 * vocab_size + BUCKETS))
+    ids, singles = np.empty(vocab_size, np.int32), np.empty((4, vocab_size), np.float32)
+    return Buffers(ids, singles, np.empty(vocab_size + BUCKETS))
 
 
 @inline
 def work_in(buffers):
     ids, singles, doubles = buffers
-    room = Room(singles[3], singles[4], doubles[2 * ids.size :])
-    return Work(ids, singles[0], doubles[: ids.size], singles[1], singles[2], doubles[ids.size : 2 * ids.size], room)
+    return Work(ids, singles[0], doubles[: ids.size], singles[1], singles[2], singles[3], doubles[ids.size :])
 
 
 @kernel
 def divide(logits, temperature, ids, scores):
-    """Make every token a candidate; whether no score is NaN or +inf, and one is above -inf."""
+    """Make every token a candidate. Return whether the row is finite: no NaN, no +inf, and one score above -inf."""
     bad = alive = 0
     for i in range(logits.size):
         score = logits[i] / temperature
@@ -82,7 +73,7 @@ def divide(logits, temperature, ids, scores):
 
 @kernel
 def greatest_of(scores):
-    """By keys: LLVM vectorises a maximum of integers, but not of floats, which may be NaN."""
+    """Return the greatest score, by keys: LLVM does not vectorize a maximum of floats, which may be NaN."""
     greatest = np.int32(LEAST_KEY)
     for i in range(scores.size):
         key = key_of(scores[i])
@@ -91,12 +82,12 @@ def greatest_of(scores):
 
 
 @inline
-def kth_greatest(scores, k, room):
-    """Select among the few scores that reach the k-th greatest of the blocks' maxima, a lower bound."""
+def kth_greatest(scores, k, work):
+    """Return the k-th greatest score, among the few that reach the k-th greatest of the blocks' maxima."""
     blocks = (scores.size + BLOCK - 1) // BLOCK
     candidates = scores
     if k <= blocks:
-        maxima, count = room.masses[:blocks], 0
+        maxima, count = work.masses[:blocks], 0
         for block in range(blocks):
             maxima[block] = greatest_of(scores[block * BLOCK : (block + 1) * BLOCK])
         bound = _reached_by(maxima, k)
@@ -104,15 +95,15 @@ def kth_greatest(scores, k, room):
             if maxima[block] >= bound:
                 for i in range(block * BLOCK, min((block + 1) * BLOCK, scores.size)):
                     if scores[i] >= bound:
-                        room.chosen[count] = scores[i]
+                        work.chosen[count] = scores[i]
                         count += 1
-        candidates = room.chosen[:count]
+        candidates = work.chosen[:count]
     return _reached_by(candidates, k)
 
 
 @kernel
 def _reached_by(scores, k):
-    """The greatest value that is reached by k scores."""
+    """Return the greatest value that k scores reach."""
     low, high = LEAST_KEY, GREATEST_KEY
     while low < high:
         middle = (low + high + 1) >> 1
@@ -126,25 +117,25 @@ def _reached_by(scores, k):
 
 @kernel
 def key_of(value):
-    """An int32 that orders as the float32 does, -0 just below 0."""
+    """Return an int32 that orders as the float32 does, -0 just below 0."""
     bits = np.float32(value).view(np.int32)
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE))
 
 
 @kernel
 def value_of(key):
-    """The float32 that `key_of` turns into this key."""
+    """Return the float32 of a key."""
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE)).view(np.float32)
 
 
 @intrinsic
 def _partial_sums(typingctx):
-    """An array of PARTIAL_SUMS float64 on the stack, for the calling function alone: LLVM holds it in registers."""
+    """Return an array of PARTIAL_SUMS float64 on the caller's stack, which LLVM keeps in registers."""
     array = types.Array(types.float64, 1, "C")
 
     def codegen(context, builder, signature, args):
-        from numba.np.arrayobj import populate_array  # see vector_ir.py
+        from numba.np.arrayobj import populate_array  # imported late: it takes long
 
         result, size = context.make_array(array)(context, builder), context.get_constant(types.intp, PARTIAL_SUMS)
         data, itemsize = (
@@ -161,7 +152,7 @@ def _partial_sums(typingctx):
 
 @kernel
 def sum_of(weights):
-    """PARTIAL_SUMS sums, element i in number i % PARTIAL_SUMS, then added up: vectorised, yet in a fixed order."""
+    """Return the sum of PARTIAL_SUMS partial sums, element i in number i % PARTIAL_SUMS: a fixed, vectorized order."""
     partial = _partial_sums()
     partial[:] = 0
     full = weights.size - weights.size % PARTIAL_SUMS
@@ -178,7 +169,7 @@ def sum_of(weights):
 
 @kernel
 def mass_reaching(scores, probabilities, value):
-    """The sum of the probabilities whose score is `value` or more, in the order of `sum_of`."""
+    """Return the sum of the probabilities whose score is `value` or more, in the order of `sum_of`."""
     partial = _partial_sums()
     partial[:] = 0
     full = scores.size - scores.size % PARTIAL_SUMS
@@ -196,7 +187,7 @@ def mass_reaching(scores, probabilities, value):
 
 @kernel
 def exponentials(scores, weights):
-    """weights[i] = e**(scores[i] - the greatest score), in float64."""
+    """Compute weights[i] = e**(scores[i] - greatest score), in float64."""
     greatest = np.float64(greatest_of(scores))
     for i in range(scores.size):
         weights[i] = exponential(scores[i] - greatest)
@@ -204,7 +195,7 @@ def exponentials(scores, weights):
 
 @inline
 def exponential(x):
-    """e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN; a call to libm is not vectorised.
+    """Return e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN. A call to libm is not vectorized.
 
     2**n * e**r with |r| <= ln(2)/2, e**r by its Taylor series: the next term, r**13/13!, is below 2e-16.
     """
@@ -226,3 +217,53 @@ def exponential(x):
     p = p * r + 1
     scale = np.int64((np.int64(np.int32(n)) + 1023) << 52).view(np.float64)
     return p * scale if x >= EXP_MIN else 0.0
+
+
+@kernel
+def find_border(scores, masses, limit, work):
+    """Return the score at which the masses, summed from the least score up, exceed `limit`, and the sum before it.
+
+    If they never do, the score is the greatest one.
+    """
+    greatest, sums = greatest_of(scores), work.sums
+    sums[:] = 0
+    for i in range(scores.size):
+        sums[_bucket_of(greatest - scores[i])] += masses[i]
+    before, found = 0.0, -1
+    for step in range(BUCKETS):
+        bucket = BUCKETS - 1 - step
+        if np.float32(before + sums[bucket]) > limit:
+            found = bucket
+            break
+        before += sums[bucket]
+    if found < 0:
+        return greatest, before - mass_reaching(scores, masses, greatest)
+    count = 0
+    for i in range(scores.size):
+        if _bucket_of(greatest - scores[i]) == found:
+            work.chosen[count], work.masses[count] = -scores[i], masses[i]
+            count += 1
+    inside = work.chosen[:count]
+    border = _search(inside, work.masses, before, limit)
+    for i in range(count):
+        before += work.masses[i] * (inside[i] > border)
+    return -border, before
+
+
+@kernel
+def _search(values, masses, before, limit):
+    """Return the greatest value down to which the masses, added to `before`, exceed `limit`; all of them do."""
+    low, high = GREATEST_KEY, np.int64(key_of(greatest_of(values)))
+    for i in range(values.size):
+        key = np.int64(key_of(values[i]))
+        low = key if key < low else low
+    while low < high:
+        middle = (low + high + 1) >> 1
+        mass = before + mass_reaching(values, masses, value_of(middle))
+        low, high = (middle, high) if np.float32(mass) > limit else (low, middle - 1)
+    return value_of(low)
+
+
+@inline
+def _bucket_of(gap):
+    return np.int64(min(gap * BUCKETS_PER_UNIT, np.float32(BUCKETS - 1)))
