@@ -5,11 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.cuda.decode_steps import DecodeSteps
 from tinygpt.kernels.cuda.kv_cache import KVCache
 from tinygpt.kernels.cuda.model import queue_step
 from tinygpt.kernels.cuda.params import Params
-from tinygpt.kernels.cuda.persistent.door import run_faster
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import wait_for_kernel_before
 from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
@@ -41,40 +39,39 @@ def multi_step(
     holds the keys and values of all tokens but the last, whether or not the host accepts them.
     """
     if num_steps > MAX_STEPS:
-        raise ValueError(f"{num_steps} steps at once and the GPU keeps the tokens of {MAX_STEPS}.")
-    steps = DecodeSteps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
-    return run_faster(run_steps, steps)
+        raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
+    return run_steps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
 
 
 def stop_early(workspace: Workspace, is_wanted: bool) -> None:
     """Nothing: what is queued is taken."""
 
 
-def run_steps(steps: DecodeSteps) -> Iterator[np.ndarray]:
-    """`multi_step`, as a graph for each step.
+def run_steps(
+    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
+) -> Iterator[np.ndarray]:
+    """Yield the tokens (S,) of each step, with a graph for each step.
 
     More cannot be queued before these tokens have been looked at: which sequences go on depends on them.
     """
-    params, w, batch = steps.params, steps.workspace, steps.batch
-    count, vocab_size = batch.token_ids.size, params.config.vocab_size
-    shape, greedy = Shape.of(batch, w.sizes, steps.num_steps), is_greedy(steps.warpers)
+    w, count, vocab_size = workspace, batch.token_ids.size, params.config.vocab_size
+    shape, greedy = Shape.of(batch, w.sizes, num_steps), is_greedy(warpers)
     fill(w, batch)
-    draws = np.arange(count), steps.warpers, steps.seeds, steps.sample_indices, batch.context_lens
-    w.sampling.write(w.device, *draws)
+    w.sampling.write(w.device, np.arange(count), warpers, seeds, sample_indices, batch.context_lens)
 
     def step() -> None:
-        queue_step(params, shape, steps.kv_cache, w)
+        queue_step(params, shape, kv_cache, w)
         queue_choice(w, shape.tokens, vocab_size, greedy)
         inputs, s = w.inputs, w.sampling
         places = inputs.token_ids, inputs.positions, s.positions, s.token_ids, s.history, inputs.sizes
         w.device.launch(advance, 1, ADVANCE_THREADS, *places, w.sizes.decode_tokens)
 
     marks = []
-    for first in range(0, steps.num_steps, READ_STEPS):
-        for _ in range(min(READ_STEPS, steps.num_steps - first)):
+    for first in range(0, num_steps, READ_STEPS):
+        for _ in range(min(READ_STEPS, num_steps - first)):
             w.graphs.run((shape, greedy), step)
         marks.append(w.device.mark())
-    return read_tokens(w, marks, steps.num_steps, count)
+    return read_tokens(w, marks, num_steps, count)
 
 
 def read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:

@@ -47,11 +47,6 @@ def compile_kernel(kernel, *arguments) -> Compiled:
     )
 
 
-def is_cooperative(kernel, *arguments) -> bool:
-    """Whether a kernel is launched only if all of its blocks run at once."""
-    return _library(kernel, *arguments).use_cooperative
-
-
 def llvm_of(kernel, *arguments) -> str:
     """What libNVVM is given."""
     return _library(kernel, *arguments).get_llvm_str()

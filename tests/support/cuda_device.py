@@ -57,13 +57,13 @@ class SimulatedDevice:
         assert mark <= self.now
         return self.read(source)
 
-    def launch(self, kernel, grid, threads: int, *arguments, shared_bytes: int = 0, cooperative: bool = False) -> None:
+    def launch(self, kernel, grid, threads: int, *arguments, shared_bytes: int = 0) -> None:
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         assert min(grid) > 0
         assert max(grid[1:], default=1) < 1 << 16
         for argument in arguments:
             _check_not_empty(argument)
-        launch = kernel, grid, threads, arguments, shared_bytes, cooperative
+        launch = kernel, grid, threads, arguments, shared_bytes
         if self._captured is None:
             _run(*launch)
             self.now += 1
@@ -99,8 +99,8 @@ class SimulatedDevice:
         return float(last - first)
 
 
-def _run(kernel, grid, threads, arguments, shared_bytes, cooperative, touched=None) -> None:
-    how = {"shared_bytes": shared_bytes, "cooperative": cooperative, "touched": touched}
+def _run(kernel, grid, threads, arguments, shared_bytes, touched=None) -> None:
+    how = {"shared_bytes": shared_bytes, "touched": touched}
     simulate(kernel, grid, threads, *arguments, **how)
 
 

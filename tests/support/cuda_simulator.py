@@ -27,9 +27,7 @@ WARP = 32
 WARP_OPERATIONS = {"syncwarp", "ballot_sync", "mma_bfloat16"}
 WARP_OPERATIONS |= {"shfl_sync", "shfl_xor_sync", "shfl_down_sync", "shfl_up_sync"}
 BLOCK_OPERATIONS = {"syncthreads", "syncthreads_or", "syncthreads_and", "syncthreads_count"}
-PAUSES = {"load_acquire"}  # in a loop, it waits for another thread
-WAITING = WARP_OPERATIONS | BLOCK_OPERATIONS | PAUSES
-MAX_IDLE_ROUNDS = 100_000
+WAITING = WARP_OPERATIONS | BLOCK_OPERATIONS
 
 
 class Dimensions:
@@ -253,12 +251,10 @@ def simulate(
     threads: int,
     *arguments,
     shared_bytes: int = 0,
-    cooperative: bool = False,
     touched: Touched | None = None,
 ) -> None:
     """Run a kernel. Arrays are changed in place.
 
-    cooperative: all blocks run at once, as a kernel with a barrier among blocks needs; otherwise one after another.
     touched: what it touches is noted there.
     """
     grid = (grid,) if isinstance(grid, int) else tuple(grid)
@@ -271,8 +267,8 @@ def simulate(
         block = Block(Dimensions(x, y, z), number, launch)
         blocks.append([Thread(block, Dimensions(i), i) for i in range(threads)])
     with np.errstate(all="ignore"):
-        for together in [[thread for block in blocks for thread in block]] if cooperative else blocks:
-            _run(together, simulated, arguments)
+        for block in blocks:
+            _run(block, simulated, arguments)
 
 
 def _device_argument(argument, touched: Touched | None):
@@ -295,11 +291,10 @@ def _run(threads: list[Thread], simulated: Simulated, arguments: list) -> None:
         for group in (thread.warp, thread.block):
             alive[group] = alive.get(group, 0) + 1
     waiting: dict[Any, list[Thread]] = {}
-    runnable, idle_rounds = list(threads), 0
+    runnable = list(threads)
     order = random.Random(0)
     while runnable:
         order.shuffle(runnable)  # in a fixed order, a barrier that is missing might not be missed
-        paused = []
         for thread in runnable:
             cuda.current = thread
             try:
@@ -309,24 +304,14 @@ def _run(threads: list[Thread], simulated: Simulated, arguments: list) -> None:
                 alive[thread.block] -= 1
                 continue
             name = thread.operation[0]
-            if name in PAUSES:
-                paused.append(thread)
-            else:
-                group = thread.warp if name in WARP_OPERATIONS else thread.block
-                waiting.setdefault((name, group), []).append(thread)
+            group = thread.warp if name in WARP_OPERATIONS else thread.block
+            waiting.setdefault((name, group), []).append(thread)
         runnable = []
         for (name, group), members in list(waiting.items()):
             if len(members) == alive[group]:
                 del waiting[name, group]
                 OPERATIONS[name](members)
                 runnable += members
-        idle_rounds = 0 if runnable else idle_rounds + 1
-        for cuda.current in paused:
-            _, array, index = cuda.current.operation
-            cuda.current.answer = array[index]
-        runnable += paused
-        if idle_rounds > MAX_IDLE_ROUNDS:
-            raise RuntimeError("threads wait for each other in a loop")
     if waiting:
         places = [f"{name} with {len(members)} threads" for (name, _), members in waiting.items()]
         raise RuntimeError(f"a barrier that not all threads reach: {', '.join(places[:5])}")
@@ -428,14 +413,6 @@ def wait_for_kernel_before():
         cuda.current.block.launch.touched.has_waited = True
 
 
-def run_all_blocks_at_once():
-    pass
-
-
-def opaque(value):
-    return value
-
-
 def store_bfloat16(array: GlobalArray, index, value):
     array[index] = pack_bfloat16(value, np.float32(0)) & 0xFFFF
 
@@ -521,10 +498,6 @@ def arrive(array: GlobalArray, index):
     return old
 
 
-def signal_arrival(array: GlobalArray, index):
-    arrive(array, index)
-
-
 INTRINSICS = {
     function.__name__: function
     for function in (
@@ -533,8 +506,6 @@ INTRINSICS = {
         load_fresh_pair,
         let_next_kernel_begin,
         wait_for_kernel_before,
-        run_all_blocks_at_once,
-        opaque,
         store_bfloat16,
         store_bfloat16_pair,
         pack_bfloat16,
@@ -552,7 +523,6 @@ INTRINSICS = {
         prefetch,
         prefetch_run,
         arrive,
-        signal_arrival,
     )
 } | {"load_global": load_global, "load_cached": load_cached}
 

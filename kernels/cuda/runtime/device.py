@@ -92,12 +92,8 @@ class Device:
         threads: int,
         *arguments: Any,
         shared_bytes: int = 0,
-        cooperative: bool = False,
     ) -> None:
-        """Queue a kernel. Python's numbers arrive as int32 and float32.
-
-        cooperative: its blocks wait for one another. Numba sees that by itself, by `run_all_blocks_at_once`.
-        """
+        """Queue a kernel. Python's numbers arrive as int32 and float32."""
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         with self._lock:

@@ -287,41 +287,6 @@ def arrive(typing_context, array, index):
     return _on_element("atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;", types.uint32(array, index))
 
 
-@intrinsic
-def signal_arrival(typing_context, array, index):
-    """As `arrive`, for whoever does not ask what the count was before: the thread goes on at once."""
-    return _on_element("red.release.gpu.global.add.u32 [$0], 1;", types.void(array, index))
-
-
-@intrinsic
-def load_acquire(typing_context, array, index):
-    """array[index], uint32, before anything that this thread reads next."""
-    return _on_element("ld.acquire.gpu.global.u32 $0, [$1];", types.uint32(array, index))
-
-
-@intrinsic
-def opaque(typing_context, value):
-    """The int32 `value`; the compiler does not know it, so what is computed from it stays where it is computed."""
-    signature = types.int32(types.int32)
-
-    def generate(context, builder, signature, arguments):
-        return _call(builder, INT32, [INT32], "mov.b32 $0, $1;", "=r,r", list(arguments), side_effect=True)
-
-    return signature, generate
-
-
-@intrinsic
-def run_all_blocks_at_once(typing_context):
-    """Have the kernel launched cooperatively: all of its blocks are on the GPU together, or it is refused."""
-    signature = types.void()
-
-    def generate(context, builder, signature, arguments):
-        context.active_code_library.use_cooperative = True
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
 def _load_128(instruction: str, array, index):
     signature = types.UniTuple(types.uint32, 4)(array, index)
 

@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint32
 
-from support import cuda_simulator
 from support.cuda_device import SimulatedDevice
 from support.cuda_simulator import simulate
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
-    arrive,
     commit_copies,
     copy_async,
-    load_acquire,
     load_shared,
     load_weights,
     mma_bfloat16,
@@ -126,31 +123,6 @@ def test_a_copy_that_is_not_waited_for_has_not_happened():
     out = np.zeros(32, np.float32)
     simulate(unwaited_copy, 1, 32, out, np.ones(128, np.float32))
     assert np.isnan(out).all()
-
-
-@kernel
-def add_in_two_phases(values, arrivals):
-    block, blocks = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
-    if cuda.threadIdx.x == 0:
-        values[block] = float32(block + 1)
-        arrive(arrivals, 0)
-        while load_acquire(arrivals, 0) < uint32(blocks):
-            pass
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        total = float32(0)
-        for i in range(blocks):
-            total += values[i]
-        values[blocks + block] = total
-
-
-def test_a_barrier_among_blocks_needs_all_of_them_at_once(monkeypatch):
-    values = np.full(8, np.nan, np.float32)
-    simulate(add_in_two_phases, 4, 32, values, np.zeros(1, np.uint32), cooperative=True)
-    assert values[4:].tolist() == [10] * 4
-    monkeypatch.setattr(cuda_simulator, "MAX_IDLE_ROUNDS", 50)
-    with pytest.raises(RuntimeError, match="wait for each other"):
-        simulate(add_in_two_phases, 4, 32, values, np.zeros(1, np.uint32))
 
 
 @kernel
