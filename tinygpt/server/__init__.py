@@ -1,6 +1,4 @@
-"""The engine over HTTP, for OpenAI's and vLLM's clients: an ASGI app, and the process that serves it.
+"""The engine over HTTP: OpenAI's and vLLM's routes on FastAPI, served by uvicorn from one process.
 
-`protocol` says what requests and replies look like, `routes` answers them, and what both stand on lies here. All of it
-needs the extra `serve`, and may import everything below the command line. The model is computed by the engine's own
-thread; here is one event loop, which no step ever waits for.
+Belongs here: whatever reads or writes HTTP. Requests run in the engine's thread, everything else in one event loop.
 """

@@ -1,0 +1,682 @@
+"""The FastAPI app of one model: routes, checks before any work, and the end of work when its client leaves."""
+
+import asyncio
+import base64
+import hashlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, wraps
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import numpy as np
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+import tinygpt
+from tinygpt.errors import CheckpointError, TinyGPTError
+from tinygpt.llm import LLM
+from tinygpt.outputs import RequestOutput
+from tinygpt.request.prompts import Prompt, encode
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.server import protocol
+from tinygpt.server.chat import Chat, ChatTemplate, chat_ids
+from tinygpt.server.completions import Completion, events, ranked, scored, scoring_request, suffix_ids, whole_events
+from tinygpt.server.errors import ApiError, error_body, from_engine, from_validation, respond
+from tinygpt.server.metrics import Metrics
+from tinygpt.server.replies import DONE, TokenNames, chunk_to_json, event, output_to_json, score_to_json, to_json
+from tinygpt.server.security import OPEN_PATHS, Gate
+from tinygpt.server.work import LARGE, PING, Outbox, Work
+
+log = logging.getLogger("tinygpt.server")
+PAGE = Path(__file__).resolve().parent / "page.html"
+DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
+RETRY = {"retry-after": "1", "connection": "close"}  # the next connection may reach another server
+SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+REFUSED = {"4XX": {"model": protocol.ErrorReply}, "5XX": {"model": protocol.ErrorReply}}
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+
+Result = TypeVar("Result")
+Requests = list[tuple[Prompt, SamplingParams]]
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The operator's settings.
+
+    served_model_names: names of the model for clients; replies use the first.
+    api_keys: one of them must come with each request; empty: no key is needed.
+    allowed_hosts: values of the Host header; None is any. allowed_origins: web pages that may read replies.
+    enable_log_requests: log each body, and so its prompts.
+    """
+
+    served_model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: frozenset[str] | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 4 * 2**20
+    max_logprobs: int = 20
+    enable_log_requests: bool = False
+    chat_template: ChatTemplate | None = None
+
+
+class EventStream(Response):
+    """A reply of server-sent events, which ends its work when the client leaves. An error is the last event."""
+
+    def __init__(self, written: AsyncIterator[bytes], end: Callable[[], None]):
+        """end: called once, however the reply ends, also if it never begins."""
+        super().__init__()
+        self._written, self._end = written, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self._send(send))
+        finally:
+            self._end()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": SSE})
+        last = DONE
+        try:
+            async for part in self._written:
+                if part:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except ApiError as error:
+            last = event(error_body(error)) + DONE
+        except TinyGPTError as error:
+            last = event(error_body(ApiError(500, str(error)))) + DONE
+        except Exception:
+            log.exception("a bug ended a stream")
+            last = event(error_body(_BUG)) + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class JsonRoute(APIRoute):
+    """A route whose body must be JSON of a limited size."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            if request.method == "POST":
+                request._body = await _read_body(request)  # FastAPI reads it from here
+            return await handle(request)
+
+        return answer
+
+
+class Api:
+    """The state that all requests share, and the handler of each route."""
+
+    def __init__(self, llm: LLM, config: ServerConfig):
+        self.llm, self.config, self.started = llm, config, int(time.time())
+        self.model_name = config.served_model_names[0]
+        self.metrics = Metrics(llm, self.model_name)
+        self.is_draining = False
+        self._works: WeakSet[Work] = WeakSet()
+        self._first: dict[int, float] | None = None
+        self._num_in_turn = 0
+        try:
+            self.names = TokenNames(llm.tokenizer)
+        except CheckpointError:
+            self.names = TokenNames(None)
+
+    @cached_property
+    def outbox(self) -> Outbox:
+        return Outbox(self.llm, asyncio.get_running_loop())
+
+    @cached_property
+    def turn(self) -> asyncio.Lock:
+        """The lock of embeddings and scores: each is computed between two steps."""
+        return asyncio.Lock()
+
+    def app(self) -> FastAPI:
+        app = FastAPI(title="tinygpt", version=tinygpt.__version__, docs_url=None, redoc_url=None)
+        app.router.route_class = JsonRoute
+        app.state.api = self
+        for path, handle in (
+            ("/v1/completions", self.completions),
+            ("/v1/chat/completions", self.chat),
+            ("/generate", self.generate),
+            ("/v1/embeddings", self.embeddings),
+            ("/v1/score", self.score),
+            ("/score_continuations", self.score_continuations),
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
+        ):
+            is_streamed = handle in (self.completions, self.chat, self.generate)
+            app.post(path, responses=REFUSED | (STREAMED if is_streamed else {}))(self._checked(handle))
+        for path, handle in (
+            ("/v1/models", self.models),
+            ("/tokenizer_info", self.tokenizer_info),
+            ("/health", self.health),
+            ("/version", self.version),
+        ):
+            app.get(path, responses=REFUSED)(handle)
+        app.get("/metrics", responses=REFUSED, response_class=PlainTextResponse)(self.prometheus)
+        app.api_route("/v1/models/{model:path}", methods=["GET", "DELETE"], responses=REFUSED)(self.model)
+        app.get("/", include_in_schema=False)(page)
+        app.openapi = partial(self._openapi, app)
+        config, paths = self.config, frozenset(route.path for route in app.routes)
+        app.add_middleware(
+            Gate,
+            allowed_hosts=config.allowed_hosts,
+            api_keys=config.api_keys,
+            paths=paths,
+            count=self.metrics.count_http,
+        )
+        if config.allowed_origins:
+            origins = list(config.allowed_origins)
+            app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_exception_handler(HTTPException, _http_error)
+        app.add_exception_handler(RequestValidationError, _invalid)
+        app.add_exception_handler(ClientDisconnect, _client_left)
+        app.add_exception_handler(Exception, _bug)
+        return app
+
+    def _checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+        """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
+
+        @wraps(handle)
+        async def answer(form: Any, request: Request) -> Response:
+            self._check_model(form.model)
+            if getattr(form, "add_special_tokens", None) is False and self.names.has_tokenizer and self.encode(""):
+                message = "add_special_tokens is false, but this tokenizer adds tokens to each text: send token ids."
+                raise ApiError(400, message, "add_special_tokens")
+            try:
+                return await while_connected(request.receive, handle(form, request))
+            except TinyGPTError as error:
+                raise from_engine(error, form) from None
+
+        return answer
+
+    # Generation
+
+    async def completions(self, form: protocol.CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        self._check_logprobs(form, "logprobs", "prompt_logprobs")
+        self._check_open()
+        prompts = await self._prompts(_listed(form.prompt), form, request)
+        max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
+        counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
+        params = await self._params(
+            form,
+            request,
+            max_tokens=max(max_tokens, 1),
+            logprobs=form.logprobs,
+            prompt_logprobs=max((count for count in counts if count is not None), default=None),
+        )
+        self._check_context(form, prompts, params, max_tokens)
+        shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
+        first = await self._first_logprobs() if shows_first else None
+        job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
+        if form.stream and max_tokens:
+            return await self._stream(job, request)
+        outputs = await self._outputs(job, max_tokens, request)
+        if not form.stream:
+            return _json(job.reply(outputs))
+
+        async def written() -> AsyncIterator[bytes]:
+            yield whole_events(job, outputs)
+
+        return EventStream(written(), lambda: None)
+
+    async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
+        """Answer messages."""
+        template = self.config.chat_template
+        if template is None:
+            message = f"{self.model_name} has no chat template: use /v1/completions."
+            raise ApiError(400, message, code="no_chat_template")
+        if self.encode(""):
+            raise ApiError(400, f"{self.model_name} has a tokenizer that adds tokens to each text: use token ids.")
+        self._check_logprobs(form, "top_logprobs")
+        self._check_open()
+        if form.top_logprobs is not None and not form.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
+        if form.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
+        ids = await asyncio.to_thread(chat_ids, template, self.llm.tokenizer, form)
+        prompts = await self._prompts([ids], form, request)
+        max_tokens = self._max_tokens(form, prompts, form.max_completion_tokens or form.max_tokens, None)
+        logprobs = (form.top_logprobs or 0) if form.logprobs else None
+        params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
+        self._check_context(form, prompts, params, max_tokens)
+        kind = "chat.completion.chunk" if form.stream else "chat.completion"
+        job = Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names)
+        if form.stream:
+            return await self._stream(job, request)
+        return _json(job.reply(await self._run([(prompts[0], params)], request)))
+
+    async def generate(self, form: protocol.GenerateRequest, request: Request) -> Response:
+        """Continue one prompt as LLM.submit does, for RemoteLLM."""
+        self._check_logprobs(form, "logprobs", "prompt_logprobs")
+        self._check_open()
+        [prompt] = await self._prompts([form.prompt or ""], form, request)
+        params = await self._params(form, request, max_tokens=form.max_tokens, logprobs=form.logprobs)
+        if not form.stream:
+            [output] = await self._run([(prompt, params)], request)
+            return _json(output_to_json(output))
+        work = await self._work([(prompt, params)], True, request)
+
+        async def written() -> AsyncIterator[bytes]:
+            async for chunks in work.chunks():
+                if chunks is not PING:
+                    yield b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
+            yield event({"output": output_to_json(work.futures[0].result())})
+
+        return EventStream(written(), partial(self._end, request, work))
+
+    async def _outputs(self, job: Completion, max_tokens: int, request: Request) -> list[RequestOutput]:
+        prompts, params = job.prompts, job.params
+        if not max_tokens:
+            bos = self.llm.config.bos_token_id
+            found = await self._run([scoring_request(prompt, params, bos) for prompt in prompts], request)
+            return [scored(prompt, params, output) for prompt, output in zip(prompts, found, strict=True)]
+        if not job.form.suffix or (params.best_of or params.n) == params.n or params.temperature == 0:
+            return await self._run([(prompt, params) for prompt in prompts], request)
+        [suffix] = await self._prompts([job.form.suffix], job.form, request, "suffix")
+        total = max(len(prompt.token_ids) for prompt in prompts) + max_tokens + len(suffix.token_ids) + 1
+        if total > (limit := self.llm.max_model_len):
+            message = f"this model's context has {limit} tokens; prompt, max_tokens and suffix take {total}."
+            raise ApiError(400, message, "suffix", "context_length_exceeded")
+        all_of_them = replace(params, n=params.best_of, best_of=None)
+        candidates = await self._run([(prompt, all_of_them) for prompt in prompts], request)
+        ids = suffix_ids(candidates, suffix, params.stop, self.encode)
+        heads = [output.prompt_token_ids for output in candidates for _ in output.outputs]
+        reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        texts = [Prompt(None, head + tokens) for head, tokens in zip(heads, ids, strict=True)]
+        return ranked(candidates, ids, await self._run([(text, reading) for text in texts], request), params.n)
+
+    async def _stream(self, job: Completion | Chat, request: Request) -> Response:
+        work = await self._work([(prompt, job.params) for prompt in job.prompts], True, request)
+        return EventStream(events(job, work), partial(self._end, request, work))
+
+    async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
+        work = await self._work(requests, False, request)
+        try:
+            return await work.outputs()
+        finally:
+            self._end(request, work)
+
+    async def _work(self, requests: Requests, stream: bool, request: Request) -> Work:
+        self._check_open()
+        sizes, count = self.llm.engine.engine_config, sum(params.best_of or params.n for _, params in requests)
+        if sizes.max_queue is not None and count > (room := sizes.max_queue + sizes.max_num_seqs):
+            raise ApiError(400, f"the request asks for {count} samples; this server takes {room} at most: split it.")
+        work = Work(self.llm, self.outbox)
+        self._works.add(work)
+        await work.submit(requests, stream, _num_bytes(request))
+        return work
+
+    def _end(self, request: Request, work: Work) -> None:
+        """End the work, count it, and note it for the log."""
+        work.cancel()
+        found, notes = work.found(), request.state.notes
+        for each in found:
+            self.metrics.observe(each)
+        self.metrics.observe_gaps(work.token_gaps())
+        outputs = [each for each in found if isinstance(each, RequestOutput)]
+        samples = [sample for output in outputs for sample in output.outputs]
+        reasons = sorted({sample.finish_reason for sample in samples}) + ["abort"] * (len(outputs) < len(found))
+        firsts = [each.metrics.time_to_first_token for each in found]
+        notes["prompt_tokens"] = sum(len(output.prompt_token_ids) for output in outputs)
+        notes["completion_tokens"] = sum(len(sample.token_ids) for sample in samples)
+        for each in found:
+            if not isinstance(each, RequestOutput):
+                notes["prompt_tokens"] += each.num_prompt_tokens
+                notes["completion_tokens"] += each.num_new_tokens
+        notes["queue"] = round(max((each.metrics.queue_time for each in found), default=0.0), 6)
+        notes["ttft"] = min((round(first, 6) for first in firsts if first is not None), default=None)
+        notes["finish"] = ",".join(reasons)
+
+    def stop_all(self) -> None:
+        """End all work; each client is told why."""
+        reason = ApiError(503, "the server was shut down before this was finished: ask again.", code="shutting_down")
+        for work in list(self._works):
+            work.stop(reason)
+
+    # Reading requests
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text whose special tokens are plain text."""
+        return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
+
+    async def _prompts(self, given: list[Any], form: Any, request: Request, field: str = "prompt") -> list[Prompt]:
+        """Return the prompts, encoded and checked. field: their name in the request."""
+        is_split = form.split_special_tokens is not False
+
+        def read() -> list[Prompt]:
+            return [self.llm.read_prompt(each, is_split) for each in given]
+
+        try:
+            return read() if _num_bytes(request) <= LARGE else await asyncio.to_thread(read)
+        except TinyGPTError as error:
+            raise ApiError(400, str(error), field) from None
+
+    async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
+        read = partial(form.sampling_params, self.encode, **others)
+        params = read() if _num_bytes(request) <= LARGE else await asyncio.to_thread(read)
+        if form.stream and (params.best_of or params.n) > params.n:
+            message = f"best_of is {params.best_of}, and a stream cannot choose among samples: leave out stream."
+            raise ApiError(400, message, "best_of")
+        if form.stream and params.num_beams > 1:
+            field = form.name_of("num_beams")
+            raise ApiError(400, f"{field} is a search, which has no text until it ends: leave out stream.", field)
+        return params
+
+    def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int | None) -> int:
+        """Return the given number, or else the room after the longest prompt and no more than `most`."""
+        if given is not None:
+            return given
+        room = self.llm.max_model_len - self._num_read(form.soft_prompt, prompts)
+        return max(room if most is None else min(room, most), 1)
+
+    def _check_context(self, form: Any, prompts: list[Prompt], params: SamplingParams, max_tokens: int) -> None:
+        read, limit = self._num_read(params.soft_prompt, prompts), self.llm.max_model_len
+        if params.overflow == "refuse" and read + max_tokens > limit:
+            message = (
+                f"this model's context has {limit} tokens, and {read + max_tokens} were asked for: {read} in the prompt "
+                f"and {max_tokens} to generate."
+            )
+            field = form.name_of("max_tokens" if read < limit else "prompt")
+            raise ApiError(400, message, field, "context_length_exceeded")
+
+    def _num_read(self, soft_prompt: str | None, prompts: list[Prompt]) -> int:
+        return self.llm.num_virtual_tokens(soft_prompt) + max(len(prompt.token_ids) for prompt in prompts)
+
+    def _check_logprobs(self, form: Any, *fields: str) -> None:
+        for field in fields:
+            if (count := getattr(form, field) or 0) > (limit := self.config.max_logprobs):
+                raise ApiError(400, f"{field} is {count}, and this server gives at most {limit}.", field)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.config.served_model_names:
+            listed = ", ".join(self.config.served_model_names)
+            message = f"the model {name!r} does not exist: this server has {listed}."
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _check_open(self) -> None:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down: try again later.", headers=RETRY)
+
+    def _head(self, prefix: str, kind: str, form: Any) -> dict[str, Any]:
+        return {
+            "id": f"{prefix}-{secrets.token_hex(16)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": form.model or self.model_name,
+            "system_fingerprint": f"tinygpt-{tinygpt.__version__}-{self.llm.dtype}",
+        }
+
+    async def _first_logprobs(self) -> dict[int, float] | None:
+        """Return log probabilities of all tokens after BOS alone, computed once; None without a BOS token."""
+        bos = self.llm.config.bos_token_id
+        if self._first is None and bos is not None:
+            params = SamplingParams(max_tokens=1, prompt_logprobs=-1)
+            output = await asyncio.wrap_future(self.llm.submit(Prompt(None, [bos, bos]), params))
+            self._first = output.prompt_logprobs[1]
+        return self._first
+
+    # Embeddings and scores
+
+    async def _in_turn(self, calls: list[Callable[[], Result]]) -> list[Result]:
+        """Return the calls' results. Each runs in a thread, between the calls of other requests."""
+        self._check_open()
+        max_queue = self.llm.engine.engine_config.max_queue
+        if max_queue is not None and self._num_in_turn >= max_queue:
+            raise ApiError(429, "too many requests are waiting.", code="queue_full", headers={"retry-after": "1"})
+        self._num_in_turn += 1
+        try:
+            results = []
+            for call in calls:
+                async with self.turn:
+                    results.append(await asyncio.to_thread(call))
+            return results
+        finally:
+            self._num_in_turn -= 1
+
+    async def _vectors(self, given: Any, form: Any, request: Request, field: str) -> tuple[np.ndarray, int]:
+        """Return the embeddings, (N, C) float32, and the number of tokens."""
+        prompts, limit = await self._prompts(_listed(given), form, request, field), self.llm.max_model_len
+        if (longest := max(len(prompt.token_ids) for prompt in prompts)) > limit:
+            message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
+            raise ApiError(400, message, field, "context_length_exceeded")
+        count = sum(len(prompt.token_ids) for prompt in prompts)
+        request.state.notes["prompt_tokens"] = request.state.notes.get("prompt_tokens", 0) + count
+        vectors = await self._in_turn([partial(self.llm.embed, prompt, form.pooling) for prompt in prompts])
+        return np.concatenate(vectors), count
+
+    async def embeddings(self, form: protocol.EmbeddingRequest, request: Request) -> Response:
+        """Return a vector for each text."""
+        if form.dimensions not in (None, width := self.llm.config.n_embd):
+            message = f"dimensions is {form.dimensions}, and this model's vectors have {width}."
+            raise ApiError(400, message, "dimensions")
+        vectors, count = await self._vectors(form.input, form, request, "input")
+        if form.encoding_format == "float":
+            written = vectors.tolist()
+        else:
+            written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)]
+        return _json(self._list(form, data, count))
+
+    async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
+        """Return the cosines of texts' embeddings."""
+        num_first, num_second = len(_listed(form.text_1)), len(_listed(form.text_2))
+        if num_first not in (1, num_second):
+            message = f"text_1 has {num_first} texts and text_2 {num_second}: send one text_1, or one for each text_2."
+            raise ApiError(400, message, "text_1")
+        first, count_1 = await self._vectors(form.text_1, form, request, "text_1")
+        second, count_2 = await self._vectors(form.text_2, form, request, "text_2")
+        first, second = first.astype(np.float64), second.astype(np.float64)
+        lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
+        products = (first * second).sum(axis=1)  # (N,)
+        cosines = np.clip(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1)  # (N,)
+        data = [{"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines.tolist())]
+        head = {"id": f"score-{secrets.token_hex(16)}", "created": int(time.time())}
+        return _json(head | self._list(form, data, count_1 + count_2))
+
+    def _list(self, form: Any, data: list[Any], count: int) -> dict[str, Any]:
+        counts = {"prompt_tokens": count, "total_tokens": count}
+        return {"object": "list", "model": form.model or self.model_name, "data": data, "usage": counts}
+
+    async def score_continuations(self, form: protocol.ContinuationsRequest, request: Request) -> Response:
+        """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""
+        is_split = form.split_special_tokens is not False
+        score = partial(self.llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split)
+        found = await self._in_turn([partial(score, [each]) for each in form.continuations])
+        return _json({"scores": [score_to_json(each) for [each] in found]})
+
+    # Tokens, models, and the server itself
+
+    async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
+        """Return a text's token ids."""
+        ids = await asyncio.to_thread(self.llm.tokenizer.encode, form.prompt, bool(form.split_special_tokens))
+        names = {"token_strs": [*map(self.names.name, ids)]} if form.return_token_strs else {}
+        return _json({"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids, **names})
+
+    async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
+        """Return the text of token ids."""
+        if (highest := max(form.tokens, default=0)) >= (size := self.llm.config.vocab_size):
+            raise ApiError(400, f"tokens holds {highest}, which is outside the vocabulary of {size} ids.", "tokens")
+        text = await asyncio.to_thread(self.llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
+        return _json({"prompt": text})
+
+    async def tokenizer_info(self) -> Response:
+        """Return what evaluation harnesses need to know of the tokenizer."""
+        config, template = self.llm.config, self.config.chat_template
+        ids = next(iter(config.eos_token_ids), None), config.bos_token_id
+        known = [i if self.names.has_tokenizer else None for i in ids]
+        eos, bos = (None if i is None else self.llm.tokenizer.decode([i]) for i in known)
+        return _json(
+            {
+                "tokenizer_class": "GPT2Tokenizer",
+                "eos_token": eos,
+                "bos_token": bos,
+                "pad_token": None,
+                "vocab_size": config.vocab_size,
+                "model_max_length": self.llm.max_model_len,
+                "chat_template": template.source if template else None,
+            }
+        )
+
+    async def models(self) -> Response:
+        """List the names of the model."""
+        return _json({"object": "list", "data": [self._card(name) for name in self.config.served_model_names]})
+
+    async def model(self, model: str, request: Request) -> Response:
+        """Return the model by one of its names; DELETE is refused for a served name, and deletes nothing."""
+        is_served = model in self.config.served_model_names
+        if request.method == "DELETE" and is_served:
+            raise ApiError(403, f"{model!r} is the model that this server was started with.", "model")
+        if request.method == "DELETE":
+            return _json({"id": model, "object": "model", "deleted": False})
+        self._check_model(model)
+        return _json(self._card(model))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        sizes = {"max_model_len": self.llm.max_model_len, "max_logprobs": self.config.max_logprobs}
+        card = {"id": name, "object": "model", "created": self.started, "owned_by": "tinygpt"}
+        return card | {"root": self.model_name, "parent": None} | sizes
+
+    async def health(self) -> Response:
+        """Return whether new requests are taken."""
+        if self.is_draining:
+            return JSONResponse({"status": "draining"}, 503, {"connection": "close"})
+        return JSONResponse({"status": "ok"})
+
+    async def prometheus(self) -> Response:
+        """Return the metrics."""
+        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def version(self) -> Response:
+        """Return the version of tinygpt."""
+        return JSONResponse({"version": tinygpt.__version__})
+
+    def _openapi(self, app: FastAPI) -> dict[str, Any]:
+        """Return FastAPI's description with this model's names and limits, and the API key."""
+        if app.openapi_schema is None:
+            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schemas = found["components"]["schemas"]
+            schemas["ModelName"]["enum"] = list(self.config.served_model_names)
+            schemas["TokenId"]["maximum"] = self.llm.config.vocab_size - 1
+            schemas["NumLogprobs"]["maximum"] = self.config.max_logprobs
+            if self.config.api_keys:
+                found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                for path, methods in found["paths"].items():
+                    for operation in methods.values():
+                        operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
+            app.openapi_schema = found
+        return app.openapi_schema
+
+
+def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
+    """Return an app for any ASGI server. The caller closes the LLM."""
+    return Api(llm, config).app()
+
+
+async def page() -> HTMLResponse:
+    html = PAGE.read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; script-src {_hashes('script', html)}; style-src {_hashes('style', html)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return HTMLResponse(html, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
+
+
+def _hashes(tag: str, html: str) -> str:
+    """Return the CSP hashes of the page's scripts or styles; no others run."""
+    texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result, or cancel the work and raise ClientDisconnect when the client leaves. The body must be read."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+
+
+async def _read_body(request: Request) -> bytes:
+    config = request.app.state.api.config
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page of another site cannot send this type without permission
+        raise ApiError(415, f"Content-Type is {kind!r} and must be application/json.")
+    declared, limit, body = request.headers.get("content-length", ""), config.max_body_bytes, bytearray()
+    too_large = ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    if config.enable_log_requests:
+        fields = {"id": request.state.id, "body": body.decode(errors="replace")}
+        logging.getLogger("tinygpt.server.access").info("body", extra={"fields": fields})
+    return bytes(body)
+
+
+def _num_bytes(request: Request) -> int:
+    return len(request._body)
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return the prompts of a text, a list of ids, or a list of either."""
+    return given if isinstance(given, list) and not isinstance(given[0], int) else [given or ""]
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+_BUG = ApiError(500, "internal error: the server's log says more.")
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    if isinstance(error, ApiError):
+        return respond(error)
+    reason = f"{request.method} {ascii(request.url.path)[1:-1]}: {error.detail}"
+    return respond(HTTPException(error.status_code, reason, error.headers))
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> Response:
+    field = request.scope["route"].body_field
+    return respond(from_validation(error, field.field_info.annotation if field else None))
+
+
+async def _client_left(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return respond(_BUG)

@@ -1,0 +1,174 @@
+"""Chat completions: the checkpoint's template in Jinja's sandbox, its special tokens, and the replies."""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tinygpt.errors import CheckpointError, RequestError, how_to_install
+from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
+from tinygpt.regular_file import read_regular_text
+from tinygpt.request.prompts import Prompt
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.protocol import ChatRequest
+from tinygpt.server.replies import TokenNames, chat_logprobs, usage
+from tinygpt.tokenizer.added_token_files import content_of
+from tinygpt.tokenizer.text_files import read_json
+from tinygpt.tokenizer.tokenizer import Tokenizer
+
+MAX_CHARACTERS = 1_000_000  # of a prompt
+
+
+class ChatTemplate:
+    """A checkpoint's Jinja template for conversations, run as transformers runs it, in Jinja's sandbox.
+
+    special_tokens: the template's names for them -> their texts. Raises CheckpointError for a damaged template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        try:
+            import jinja2.sandbox  # few checkpoints have a template
+        except ImportError:
+            raise CheckpointError(f"a chat template needs jinja2: {how_to_install('serve')}.") from None
+        self.source, self._special_tokens, self._error = source, dict(special_tokens), jinja2.TemplateError
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals |= {"raise_exception": self._raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise CheckpointError(f"the checkpoint's chat template cannot be read: {error}.") from None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ChatTemplate | None":
+        """Return the template that transformers would take, or None. Raises CheckpointError."""
+        config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        options = read_json(config) if config.exists() else {}
+        source = read_regular_text(file) if file.exists() else options.get("chat_template")
+        if isinstance(source, list):  # several templates with names
+            source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+        names = [name for name, value in options.items() if name.endswith("_token") and isinstance(value, (str, dict))]
+        return cls(source, {name: content_of(options[name]) for name in names}) if isinstance(source, str) else None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
+        """Return the conversation as one text. RequestError if the template refuses it."""
+        try:
+            text = self._template.render({**self._special_tokens, **(options or {}), "messages": messages})
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, self._error) as error:
+            raise RequestError(f"is refused by this model's chat template: {error}.", "messages") from None
+        if len(text) > MAX_CHARACTERS:
+            raise RequestError(f"is too long: the prompt would have {len(text)} characters.", "messages")
+        return text
+
+    def _raise(self, message: str) -> None:
+        raise self._error(message)
+
+
+class Marks:
+    """Tells the template's special tokens from special tokens that a message spells, which stay plain text.
+
+    A message that could write special tokens could speak in another role's name. `guard` inserts a random sign into
+    each spelled token, and after a text that could become one with the text after it; `encode` removes the signs.
+    """
+
+    def __init__(self, special_tokens: Iterable[str]):
+        """special_tokens: their texts. Use one object for one conversation."""
+        self._tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        self._sign = secrets.token_hex(16)
+
+    def guard(self, value: Any) -> Any:
+        """Return a JSON value with all its texts guarded."""
+        if isinstance(value, list):
+            return [self.guard(each) for each in value]
+        if isinstance(value, dict):
+            return {self.guard(name): self.guard(each) for name, each in value.items()}
+        if not isinstance(value, str):
+            return value
+        text = self._pattern.sub(lambda found: found[0][:1] + self._sign + found[0][1:], value)
+        end = text.rstrip()
+        may_continue = any(end.endswith(token[:size]) for token in self._tokens for size in range(1, len(token)))
+        return end + self._sign + text[len(end) :] if may_continue else text
+
+    def encode(self, text: str, encode: Callable[[str, bool], list[int]]) -> list[int]:
+        """Return the token ids of a rendered text. encode(text, split_special_tokens)."""
+        ids, start = [], 0
+        for found in [*self._pattern.finditer(text), None]:
+            plain = text[start : found.start() if found else None].replace(self._sign, "")
+            ids += encode(plain, True) if plain else []
+            if found:
+                ids, start = ids + encode(found[0], False), found.end()
+        return ids
+
+
+def chat_ids(template: ChatTemplate, tokenizer: Tokenizer, form: ChatRequest) -> list[int]:
+    """Return the token ids of the conversation."""
+    if "messages" in (form.chat_template_kwargs or {}):
+        raise RequestError("holds messages, which have a field of their own.", "chat_template_kwargs")
+    marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
+    messages = [
+        {"role": each.role} | marks.guard({"content": each.text} | ({} if each.name is None else {"name": each.name}))
+        for each in form.messages
+    ]
+    options = marks.guard(form.chat_template_kwargs or {}) | {"add_generation_prompt": form.add_generation_prompt}
+    return marks.encode(template.render(messages, options), tokenizer.encode)
+
+
+@dataclass
+class Chat:
+    """A checked chat completion. head: the beginning of every reply and event."""
+
+    head: dict[str, Any]
+    form: ChatRequest
+    prompts: list[Prompt]  # one
+    params: SamplingParams
+    names: TokenNames
+
+    @property
+    def num_read(self) -> int:
+        return len(self.prompts[0].token_ids)
+
+    def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [output] = outputs
+        choices = [
+            {
+                "index": sample.index,
+                "message": {"role": "assistant", "content": sample.text or "", "refusal": None},
+                **self._details(sample, sample.token_ids, sample.logprobs or ()),
+            }
+            for sample in output.outputs
+        ]
+        num_made = sum(len(sample.token_ids) for sample in output.outputs)
+        ids = {"prompt_token_ids": output.prompt_token_ids} if self.form.return_token_ids else {}
+        return {**self.head, "choices": choices, "usage": usage(self.num_read, num_made), **ids}
+
+    def first_choices(self) -> list[dict[str, Any]]:
+        """Return the first event's choice of each sample: the role."""
+        return [{"index": i, "delta": {"role": "assistant", "content": ""}} for i in range(self.params.n)]
+
+    def tells_prompt(self, i: int, chunk: StreamChunk) -> bool:
+        return False
+
+    def ready(self, chunks: list) -> list:
+        return chunks
+
+    def chunk_choice(self, i: int, chunk: StreamChunk) -> dict[str, Any]:
+        token_ids = [] if chunk.token_id is None else [chunk.token_id]
+        details = self._details(chunk, token_ids, [] if chunk.logprobs is None else [chunk.logprobs])
+        return {"index": chunk.index, "delta": {"content": chunk.text}, **details}
+
+    def _details(self, made: CompletionOutput | StreamChunk, token_ids: list[int], found: Iterable) -> dict[str, Any]:
+        form, pairs = self.form, zip(token_ids, found, strict=False)
+        ended = {} if made.finish_reason is None else {"stop_reason": made.stop_reason}
+        return {
+            "logprobs": chat_logprobs(self.names, form.top_logprobs or 0, pairs) if form.logprobs else None,
+            "finish_reason": made.finish_reason,
+            **ended,
+            **({"token_ids": token_ids} if form.return_token_ids else {}),
+        }

@@ -1,0 +1,309 @@
+"""Request bodies as strict pydantic models: OpenAI's fields, and vLLM's for the rest.
+
+Types and sizes are checked here; SamplingParams checks the bounds of sampling fields.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from typing_extensions import TypeAliasType
+
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
+
+MAX_INT = 2**31 - 1
+MAX_BIAS = 100.0  # OpenAI's
+MAX_PROMPTS, MAX_SAMPLES, MAX_STOPS, MAX_WORDS, MAX_IDS = 256, 128, 64, 10_000, 1_000_000  # of one request
+MAX_CHARACTERS = 2**16  # of a pattern or grammar
+DEFAULT_TEMPERATURE = 1.0  # OpenAI's
+ANY_OBJECT = {"type": "object"}
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+
+
+def _whole(value: Any) -> Any:
+    """Return 16 for 16.0: JSON has one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _whole_numbers(value: Any) -> Any:
+    return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+def _to_the_first_error(given: Any) -> Any:
+    """Return the first bad bias alone: pydantic has fail_fast for lists, not for dicts."""
+    for key, bias in given.items() if isinstance(given, dict) else ():
+        if len(key) > 1000 or type(bias) not in (int, float) or not abs(bias) <= MAX_BIAS:
+            return {key: bias}
+    return given
+
+
+_Whole = BeforeValidator(_whole)  # stands after the limits, or the schema would lack them
+# Named types have a schema each, into which the app writes the limits of its model.
+TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=MAX_INT)])
+NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=0, le=MAX_INT), _Whole])
+ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
+
+Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
+Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole]
+BestOf = Annotated[int, Field(ge=0, le=MAX_SAMPLES), _Whole]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Biases = Annotated[dict[Annotated[str, Field(max_length=1000)], Bias], BeforeValidator(_to_the_first_error)]
+Text = Annotated[str, Field(min_length=1)]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+_Ids = Field(max_length=MAX_IDS, fail_fast=True)
+AnyTokenIds = Annotated[list[TokenId], _Ids, BeforeValidator(_whole_numbers)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), _Ids, BeforeValidator(_whole_numbers)]
+Stops = Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)]
+Words = Text | Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Prompts = str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | IdLists
+Schema = dict[str, Any] | Pattern
+Pooling = Literal["last", "mean", "sum"]
+
+
+class Strict(BaseModel):
+    """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, given: Any) -> Any:
+        """Drop all unknown fields but one: an error of each of 300 000 would take seconds."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in given if name not in names)
+        return {name: value for name, value in given.items() if name in names or name == unknown}
+
+    def name_of(self, field: str) -> str | None:
+        """Return the name that this request has for a field of the engine; None if it has no such field."""
+        return field if field.partition(".")[0] in type(self).model_fields else None
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's. The last two fields change nothing here."""
+
+    json_: Schema | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: list[Text] | None = None
+    grammar: Pattern | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class NamedSchema(Strict):
+    name: Text
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+def _on_the_wire(hint: Any) -> Any:
+    """Return a type of SamplingParams as JSON has it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return Union[tuple(_on_the_wire(each) for each in args if not is_dataclass(each))]
+    if origin is Iterable:
+        return Annotated[list[_on_the_wire(args[0])], _Ids]
+    if origin is Mapping:  # the keys of a JSON object are strings
+        return dict[str, _on_the_wire(args[1])]
+    return {int: Annotated[int, _Whole], str: Text}.get(hint, hint)
+
+
+def _sampling_fields() -> dict[str, Any]:
+    hints = get_type_hints(SamplingParams)
+    return {name: (_on_the_wire(hints[name]) | None, None) for name in _SAMPLING - {"logits_processors", "prompt_embeds"}}
+
+
+class SamplingFields(create_model("SamplingFields", __base__=Strict, **_sampling_fields())):
+    """Fields of SamplingParams under the same names, and fields that all generating requests have."""
+
+    n: Samples | None = None
+    best_of: BestOf | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
+    logit_bias: Biases | None = None
+    bad_words: Words | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    use_beam_search: bool | None = None
+    guided_json: Schema | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    split_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+
+    def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
+        """encode: for texts among the keys of logit_bias. others: fields that the caller has read already."""
+        given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING} | others
+        guides = self._guides()
+        if len(guides) > 1:
+            *before, last = guides
+            raise RequestError(f"is given next to {' and '.join(before)}: give one of them.", last)
+        given |= {"seed": None if self.seed in (None, -1) else self.seed % 2**64, "best_of": self.best_of or None}
+        given |= {"logit_bias": self._biases(encode)} | dict(guides.values())
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.use_beam_search:
+            given.setdefault("num_beams", self.n or 1)
+        given.setdefault("temperature", 0.0 if given.get("num_beams", 1) > 1 else DEFAULT_TEMPERATURE)
+        return SamplingParams(**given)
+
+    def name_of(self, field: str) -> str | None:
+        guides = {field: name for name, (field, _) in self._guides().items()}
+        if field == "num_beams" and self.num_beams is None and self.use_beam_search:
+            return "use_beam_search"
+        return guides.get(field) or super().name_of(field)
+
+    def _biases(self, encode: Callable[[str], list[int]]) -> dict[int, float]:
+        """Return a bias for each token id: a key is an id, or a text whose tokens are all biased."""
+        found: dict[int, float] = {}
+        for key, bias in (self.logit_bias or {}).items():
+            found |= dict.fromkeys([int(key)] if key.isascii() and key.isdigit() else encode(key), bias)
+        return found
+
+    def _guides(self) -> dict[str, tuple[str, Any]]:
+        """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
+        names = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
+        found = {name: (name, getattr(self, name)) for name in names}
+        if (given := self.structured_outputs) is not None:
+            values = {"json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
+            found |= {f"structured_outputs.{name}": (f"guided_{name}", value) for name, value in values.items()}
+            found["structured_outputs.json_object"] = ("guided_json", ANY_OBJECT if given.json_object else None)
+        if isinstance(self.response_format, SchemaFormat):
+            found["response_format.json_schema.schema"] = ("guided_json", self.response_format.json_schema.schema_)
+        elif self.response_format is not None and self.response_format.type == "json_object":
+            found["response_format"] = ("guided_json", ANY_OBJECT)
+        return {name: pair for name, pair in found.items() if pair[1] is not None}
+
+
+class CompletionRequest(SamplingFields):
+    """null or an empty prompt starts at the BOS token."""
+
+    prompt: Prompts | None
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    max_tokens: Count | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class GenerateRequest(SamplingFields):
+    prompt: str | TokenIds | None
+    max_tokens: Positive | None = None
+    logprobs: NumLogprobs | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(SamplingFields):
+    """max_tokens is the older name of max_completion_tokens."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def name_of(self, field: str) -> str | None:
+        if field == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if field == "prompt" else super().name_of(field)
+
+
+class EmbeddingRequest(Strict):
+    model: ModelName | None = None
+    input: Text | TokenIds | Texts | IdLists
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Positive | None = None
+    user: str | None = None
+    pooling: Pooling = "last"
+    split_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ScoreRequest(Strict):
+    """One text_1 for all of text_2, or one for each."""
+
+    model: ModelName | None = None
+    text_1: Text | Texts
+    text_2: Text | Texts
+    pooling: Pooling = "last"
+    user: str | None = None
+    split_special_tokens: bool | None = None
+
+
+class ContinuationsRequest(Strict):
+    model: ModelName | None = None
+    prompt: str | TokenIds | None
+    continuations: Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    soft_prompt: Text | None = None
+    split_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Strict):
+    """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
+
+    model: ModelName | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    split_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: ModelName | None = None
+    tokens: AnyTokenIds
+    skip_special_tokens: bool | None = None
+
+
+class Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    error: Error

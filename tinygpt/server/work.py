@@ -1,0 +1,133 @@
+"""Work: the engine's share of one HTTP request, and the way of its tokens into the event loop."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+
+from tinygpt.engine.engine import RequestFuture
+from tinygpt.llm import LLM
+from tinygpt.outputs import RequestOutput, StreamChunk
+from tinygpt.request.prompts import Prompt
+from tinygpt.request.request import Progress
+from tinygpt.sampling_params import SamplingParams
+
+LARGE = 8192  # bytes of a body; a larger one goes to a thread, as it would hold the loop for milliseconds
+PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
+PING = None  # in place of chunks
+
+PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
+
+
+class Outbox:
+    """Chunks on their way from the engine's thread to the loop, which wakes once for each call of the engine."""
+
+    def __init__(self, llm: LLM, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._items: deque[tuple[asyncio.Queue, tuple[int, StreamChunk | None]]] = deque()
+        llm.engine.after_step.append(self.flush)
+
+    def post(self, queue: asyncio.Queue, prompt_index: int, chunk: StreamChunk | None) -> None:
+        """chunk: None at the end of the prompt's request."""
+        self._items.append((queue, (prompt_index, chunk)))
+        if chunk is None:  # a request can also end between two steps
+            self.flush()
+
+    def flush(self) -> None:
+        if self._items and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
+
+
+class Work:
+    """Requests of one or several prompts, which end together. The owner calls `cancel` at the end."""
+
+    def __init__(self, llm: LLM, outbox: Outbox):
+        self._llm, self._outbox = llm, outbox
+        self._queue: asyncio.Queue[tuple[int, StreamChunk | None]] = asyncio.Queue()
+        self._times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when each token came
+        self._reason: Exception | None = None  # of `stop`
+        self.futures: list[RequestFuture] = []
+
+    async def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], stream: bool, num_bytes: int) -> None:
+        """Run all requests, or none. Raises as LLM.submit does. num_bytes: of the HTTP body."""
+        try:
+            if num_bytes > LARGE or any(params.guidance is not None for _, params in requests):
+                await asyncio.to_thread(self._submit, requests, stream)
+            else:
+                self._submit(requests, stream)
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def outputs(self) -> list[RequestOutput]:
+        try:
+            return await asyncio.gather(*map(asyncio.wrap_future, self.futures))
+        except asyncio.CancelledError:
+            if self._reason is not None:
+                raise self._reason from None
+            raise
+
+    async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
+        """Yield all chunks that have come, until the last request has ended; PING after some silence."""
+        num_left = len(self.futures)
+        pinging = asyncio.get_running_loop().call_later(PING_SECONDS, self._queue.put_nowait, PING)
+        try:
+            while num_left:
+                items = [await self._queue.get()]
+                while not self._queue.empty():
+                    items.append(self._queue.get_nowait())
+                if PING in items:
+                    pinging = asyncio.get_running_loop().call_later(PING_SECONDS, self._queue.put_nowait, PING)
+                    yield PING
+                    items.remove(PING)
+                chunks = [item for item in items if item[1] is not None]
+                num_left -= len(items) - len(chunks)
+                yield chunks
+        finally:
+            pinging.cancel()
+        if self._reason is not None:
+            raise self._reason
+        for future in self.futures:
+            future.result()  # or the error that ended it
+
+    def cancel(self) -> None:
+        for future in self.futures:
+            future.cancel()
+
+    def stop(self, reason: Exception) -> None:
+        """Cancel the work; `outputs` and `chunks` raise the reason."""
+        self._reason = reason
+        self.cancel()
+
+    def found(self) -> list[RequestOutput | Progress]:
+        """Return the output of each finished request, and the progress of each unfinished one."""
+        return [future.result() if _is_finished(future) else future.progress() for future in self.futures]
+
+    def token_gaps(self) -> Iterator[float]:
+        """Yield the seconds between tokens of each streamed sample."""
+        for times in list(self._times.values()):
+            yield from (after - before for before, after in pairwise(times))
+
+    def _submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], stream: bool) -> None:
+        for i, (prompt, params) in enumerate(requests):
+            future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
+            self.futures.append(future)
+            if stream:
+                future.add_done_callback(lambda _, i=i: self._post(i, None))
+
+    def _post(self, i: int, chunk: StreamChunk | None) -> None:
+        """Called by the engine's thread."""
+        if chunk is not None and chunk.token_id is not None:
+            self._times.setdefault((i, chunk.index), []).append(time.perf_counter())
+        self._outbox.post(self._queue, i, chunk)
+
+
+def _is_finished(future: RequestFuture) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
