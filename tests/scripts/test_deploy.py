@@ -214,7 +214,7 @@ def test_kserve_knows_its_container_by_name():
 
 def test_probes_need_no_key():
     pytest.importorskip("starlette", reason="starlette, of the extra `serve`, is not installed")
-    from tinygpt.server.transport.security import OPEN_PATHS
+    from tinygpt.server.security import OPEN_PATHS
 
     assert {"/health", "/version", "/metrics"} <= OPEN_PATHS
 

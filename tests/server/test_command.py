@@ -1,9 +1,5 @@
 """`tinygpt serve`: what cannot be served is one sentence and exit code 2, before anything is loaded."""
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import gc
 import json
 import logging
@@ -11,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+
+import pytest
 
 import tinygpt.server.app
 import tinygpt.server.transport.serve

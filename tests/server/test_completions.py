@@ -2,15 +2,14 @@
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 from support.demo import VOCAB_SIZE
-from support.serving import served
-from support.tiny_checkpoint import write_with_demo_tokenizer
-from tinygpt import LLM, SamplingParams
-from tinygpt.outputs import CompletionOutput
-from tinygpt.server.completions.suffix import text_ids
-from tinygpt.server.protocol.completions import CompletionChoice
+from support.paths import DEMO
+from tinygpt import SamplingParams
+from tinygpt.outputs import CompletionOutput, RequestOutput
+from tinygpt.request.prompts import Prompt
+from tinygpt.server.completions import suffix_ids
+from tinygpt.server.replies import TokenNames
+from tinygpt.tokenizer.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
 SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7, "max_tokens": 12}
@@ -83,7 +82,7 @@ def test_a_plain_stream_has_an_event_for_each_text(server):
 def name_of(server, llm, token_id: int) -> str:
     """Its text, if that is no half of a character."""
     text = llm.tokenizer.decode([token_id])
-    return server.state.token_names.name(token_id) if "\ufffd" in text else text
+    return server.api.names.name(token_id) if "\ufffd" in text else text
 
 
 def test_log_probabilities_are_the_engines(server, llm):
@@ -116,11 +115,11 @@ def test_halves_of_a_character_have_names_of_their_own(server, llm):
     ids = llm.tokenizer.encode("é")
     halves = [i for i in range(llm.config.vocab_size) if "\ufffd" in llm.tokenizer.decode([i])]
     assert len(halves) > 100
-    names = {server.state.token_names.name(i) for i in halves}
+    names = {server.api.names.name(i) for i in halves}
     assert len(names) == len(halves)
     assert all(name.startswith("bytes:\\x") for name in names)
     found = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
-    assert found["tokens"] == [server.state.token_names.name(halves[0])]
+    assert found["tokens"] == [server.api.names.name(halves[0])]
     assert ids
 
 
@@ -275,28 +274,6 @@ def test_usage_with_every_event(server, llm):
     assert {event["usage"]["prompt_tokens"] for event in events} == {len(llm.tokenizer.encode("Once"))}
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{}, {"return_token_ids": True}, {"echo": True}, {"stream_options": {"continuous_usage_stats": True}}],
-    ids=lambda asked: next(iter(asked), "plain"),
-)
-def test_events_amid_a_text_are_written_without_a_model_of_each(server, monkeypatch, asked):
-    """Such a model takes thirty times as long as the event, of which a busy server writes one for each token."""
-    made = []
-
-    def counted(**fields):
-        made.append(fields)
-        return CompletionChoice(**fields)
-
-    monkeypatch.setattr("tinygpt.server.completions.stream.CompletionChoice", counted)
-    events = server.complete(prompt=PROMPT, **SAMPLED, stream=True, **asked).events
-    assert len(events) > len(made) <= 2  # that with the prompt, and the last
-    for event in events:
-        [choice] = event["choices"]
-        assert CompletionChoice(**choice).model_dump(exclude_unset=True) == choice
-    assert {tuple(event) for event in events} == {tuple(events[-1])}
-
-
 def test_obfuscated_events_have_equal_lengths(server):
     asked = {"prompt": "Once", "max_tokens": 8, "stream": True, "stream_options": {"include_obfuscation": True}}
     events = server.complete(**asked).body.decode().split("\n\n")[:-2]
@@ -328,51 +305,18 @@ def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode)
         assert [value for part in parts for value in part["token_logprobs"]] == whole["logprobs"]["token_logprobs"]
 
 
-def test_a_salt_keeps_prompts_apart(server, llm):
-    """What one salt has computed is not there for another."""
-    ids = list(range(300, 340))
-
-    def cached(**asked) -> float:
-        before = server.state.metrics.text()
-        server.complete(prompt=ids, max_tokens=1, **asked)
-        server.ended()
-        return _hits(server.state.metrics.text()) - _hits(before)
-
-    server.forget()
-    assert cached(cache_salt="a") == 0
-    assert cached(cache_salt="a") > 0
-    assert cached(cache_salt="b") == 0
-
-
-def _hits(text: bytes) -> float:
-    [line] = [line for line in text.decode().splitlines() if line.startswith("tinygpt:prefix_cache_hits_total")]
-    return float(line.rpartition(" ")[2])
-
-
-def test_a_suffix_needs_candidates_that_can_be_read_again(tmp_path):
-    """What a stop string leaves of a text may hold a token that the model has no row for."""
-    folder = write_with_demo_tokenizer(tmp_path / "extra", {"aa": VOCAB_SIZE})
-    with LLM(str(folder), device="reference", max_num_seqs=4) as llm, served(llm) as server:
-        asked = {"prompt": "Once", "suffix": " end", "best_of": 2, "max_tokens": 9}
-        asked["allowed_token_ids"] = llm.tokenizer.encode("a")
-        before = llm.engine.throughput
-        reply = server.complete(**asked, stop="aaa")
-        assert (reply.status, reply.error["param"]) == (400, "stop")
-        assert "no row for its tokenizer's 'aa'" in reply.error["message"]
-        assert llm.engine.throughput == before
-        assert server.complete(**asked).json["choices"][0]["text"] == "a" * 9
-
-
 @pytest.mark.parametrize(
     ("reason", "stop", "expected"),
-    [
-        (None, (), [5, 6, 7]),
-        (7, (), [5, 6]),
-        ("loop", (), [5, 6, 7]),
-        ("grammar", (), [5, 6, 7]),
-        ("loop", ("loop",), [4]),
-    ],
+    [(None, (), [5, 6, 7]), (7, (), [5, 6]), ("loop", (), [5, 6, 7]), ("loop", ("loop",), [4])],
 )
-def test_a_candidate_is_read_without_what_ended_it(reason, stop, expected):
+def test_a_candidate_is_ranked_without_the_token_that_ended_it(reason, stop, expected):
     sample = CompletionOutput(0, "text", [5, 6, 7], "stop", reason, None, None, None, 0)
-    assert text_ids(sample, stop, lambda text: [len(text)]) == expected
+    output = RequestOutput(None, [1], [sample], None, None, None, 0, 0)
+    assert suffix_ids([output], Prompt(None, [9]), stop, lambda text: [len(text)]) == [[*expected, 9]]
+
+
+def test_no_two_ids_of_a_padded_vocabulary_share_a_name():
+    names = TokenNames(Tokenizer.from_folder(DEMO))
+    assert len({names.name(i) for i in range(8200)}) == 8200
+    assert names.name(8199) == "token_id:8199"
+    assert names.bytes_of(8199) == b""

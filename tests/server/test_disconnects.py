@@ -1,15 +1,13 @@
 """A client that leaves gives its slot back within one step, whatever it was waiting for."""
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+
+import pytest
 
 from support.gate import Gate, Held
 from support.http_client import head_of

@@ -1,9 +1,5 @@
 """SIGTERM: no new work, what runs may finish, and what does not is told so; then exit status 0."""
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import asyncio
 import json
 import os
@@ -15,6 +11,8 @@ import sys
 import time
 from functools import cached_property
 from http.client import HTTPResponse
+
+import pytest
 
 from support.gate import Gate, Held
 from support.http_client import RawRequest, ask, head_of
@@ -34,12 +32,12 @@ def test_what_runs_is_finished(llm, caplog):
     caplog.set_level("INFO", "tinygpt.server")
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
         stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
-        until(lambda: sum(not generation.is_over for generation in server.state._generations) == 2)
+        until(lambda: sum(not generation.is_over for generation in server.api._generations) == 2)
         gate.allow(2)
         events = stream.events()
         next(events)
         server.terminate()
-        until(lambda: server.state.is_draining)
+        until(lambda: server.api.is_draining)
         [said] = [record for record in caplog.records if record.name == "tinygpt.server"]
         assert (said.fields, "a second signal" in said.message) == ({"running": 2, "drain_seconds": 60.0}, True)
         gate.allow(float("inf"))
@@ -60,7 +58,7 @@ def test_who_connects_meanwhile_is_told_to_ask_elsewhere(llm):
         events = stream.events()
         next(events)
         server.terminate()
-        until(lambda: server.state.is_draining)
+        until(lambda: server.api.is_draining)
         for _ in range(10):  # for longer than uvicorn takes to notice
             health, reply = server.ask("/health"), server.complete(prompt="a")
             assert (health.status, health.json, health.headers["connection"]) == (503, {"status": "draining"}, "close")
@@ -108,10 +106,10 @@ def test_at_the_deadline_all_others_are_told_too(llm, monkeypatch):
         runs = RawRequest(server.port, "/v1/embeddings", {"input": ["a", "b"]})
         assert embed.called.wait(60)
         waits = RawRequest(server.port, "/v1/score", {"text_1": "a", "text_2": "b"})
-        until(lambda: server.state.turns._num_waiting == 2)
+        until(lambda: server.api.turns._num_waiting == 2)
         half = socket.create_connection(("127.0.0.1", server.port), 60)
         half.sendall(head_of("/v1/completions", 100) + b"{")
-        until(lambda: len(server.state._others) == 3)
+        until(lambda: len(server.api._others) == 3)
         server.terminate()
         for client in (runs.socket, waits.socket, half):
             told = HTTPResponse(client)
@@ -156,7 +154,7 @@ def test_what_does_not_end_at_the_deadline_holds_up_nothing(llm, monkeypatch):
 def test_what_is_no_generation_is_refused_too(llm, path, body):
     with served(llm) as server:
         assert server.ask(path, body).status == 200
-        server.state.drain()
+        server.api.drain()
         reply = server.ask(path, body)
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
         assert "503" in server.ask("/openapi.json").json["paths"][path]["post"]["responses"]

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 from support.family_models import write_characters, write_family
 from support.serving import served
 from tinygpt import LLM, SamplingParams

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
 
 import json
@@ -15,7 +14,7 @@ from support.serving import served, until
 from tinygpt import SamplingParams
 from tinygpt.errors import how_to_install
 from tinygpt.sampling.guided import Guidance
-from tinygpt.server.chat.template import ChatTemplate
+from tinygpt.server.chat import ChatTemplate
 
 PROMPT = "In the house lived"
 PERSON = {
@@ -198,7 +197,7 @@ def test_a_server_that_shuts_down_meanwhile_says_so(llm, compiling):
     with served(llm, drain_seconds=0.0) as server, llm.engine.wrapped(Gate) as gate:
         client = server.begin(prompt=PROMPT, guided_regex="[a-z ]+", max_tokens=400)
         assert begun.wait(60)
-        [generation] = server.state._generations
+        [generation] = server.api._generations
         server.terminate()
         until(lambda: generation._reason is not None)
         allowed.set()

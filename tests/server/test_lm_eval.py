@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 pytest.importorskip("lm_eval", reason="lm-eval, the extra `eval`, is not installed")
 pytest.importorskip("tenacity", reason="tenacity, of lm-eval[api], is not installed")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

@@ -1,13 +1,10 @@
 """What is told of each request: a line in the log, an id, and figures for Prometheus."""
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import json
 import logging
 import time
 
+import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 pytest.importorskip("openai", reason="openai, of the extra `parity`, is not installed")
 
 import asyncio
@@ -15,7 +14,7 @@ import openai
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM, SamplingParams
-from tinygpt.server.chat.template import ChatTemplate
+from tinygpt.server.chat import ChatTemplate
 
 ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 4}
 # A folder with openai-python's source, whose own tests then run: its tests/api_resources.

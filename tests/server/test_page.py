@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
 pytest.importorskip("playwright", reason="playwright, which drives a browser, is not installed")
 
 import math

@@ -5,11 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from support.demo import VOCAB_SIZE

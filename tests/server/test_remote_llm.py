@@ -5,11 +5,8 @@ import dataclasses
 import inspect
 import threading
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import numpy as np
+import pytest
 
 from support.gate import Gate
 from support.serving import served, until

@@ -1,14 +1,11 @@
 """The smaller routes: models, tokenizer, embeddings, version, and the description of all of them."""
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import base64
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
 import tinygpt
 from support.gate import Held
@@ -133,7 +130,7 @@ def test_too_many_wait_for_their_turn(server, llm):
         patch.setattr(llm, "embed", embed)
         asked = [clients.submit(server.ask, "/v1/embeddings", {"input": "a"}) for _ in range(3)]
         assert embed.called.wait(60)
-        until(lambda: server.state.turns._num_waiting == 3)
+        until(lambda: server.api.turns._num_waiting == 3)
         for path, body in (("/v1/score", {"text_1": "a", "text_2": "b"}), ("/v1/embeddings", {"input": "a"})):
             reply = server.ask(path, body)
             assert (reply.status, reply.headers["retry-after"]) == (429, "1")
@@ -160,7 +157,7 @@ def test_who_leaves_keeps_his_turn_until_his_work_has_ended(server, llm):
         until(lambda: server.num_connections == 0)
         asked = clients.submit(server.ask, "/v1/embeddings", {"input": "b"})
         until(lambda: server.num_connections == 1)
-        until(lambda: server.state.turns._num_waiting == 2 or len(inside) == 2)
+        until(lambda: server.api.turns._num_waiting == 2 or len(inside) == 2)
         release.set()
         assert asked.result().status == 200
 

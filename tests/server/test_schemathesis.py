@@ -1,15 +1,13 @@
 """Schemathesis makes requests of what /openapi.json says, right ones and wrong ones, and finds no fault."""
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import os
 import subprocess
 
+import pytest
+
 from support.serving import served
 from tinygpt import LLM
-from tinygpt.server.chat.template import ChatTemplate
+from tinygpt.server.chat import ChatTemplate
 
 COMMAND = os.environ.get("SCHEMATHESIS")  # it has dependencies of its own, so an environment of its own
 SECONDS = os.environ.get("SCHEMATHESIS_SECONDS", "60")

@@ -1,14 +1,12 @@
 """Who may ask: keys, hosts, origins; and what the page may do."""
 
-import pytest
-
-pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-
 import base64
 import hashlib
 import json
 import re
 import secrets
+
+import pytest
 
 from support.serving import served
 from tinygpt.server.routes.page import content_security_policy

@@ -12,11 +12,10 @@ from typing import Any
 
 from support.http_client import SECONDS, RawRequest, Reply, ask
 from tinygpt import LLM
+from tinygpt.server.api import ServerConfig
 from tinygpt.server.app import create_app
-from tinygpt.server.config import ServerConfig
-from tinygpt.server.transport.listen import listen
-from tinygpt.server.transport.security import LOOPBACK
-from tinygpt.server.transport.serve import server_of
+from tinygpt.server.security import LOOPBACK
+from tinygpt.server.serve import Server, listen
 
 
 class Served(logging.Handler):
@@ -25,12 +24,12 @@ class Served(logging.Handler):
     def __init__(self, llm: LLM, drain_seconds: float, config: ServerConfig):
         super().__init__()
         self.app = create_app(llm, config)
-        self.state = self.app.state.server
+        self.api = self.app.state.api
         self._log: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._started = threading.Event()
         self._listener = listen("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
-        self._server = server_of(self.app, drain_seconds, self._started.set)
+        self._server = Server(self.app, drain_seconds, self._started.set)
         self.thread = threading.Thread(target=self._run)
 
     @property

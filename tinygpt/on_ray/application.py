@@ -5,18 +5,18 @@ serve run tinygpt.on_ray.application:build model=gpt2 dtype=int8 threads=4 max_r
 
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
-from starlette.applications import Starlette
 
 from tinygpt.llm import LLM
 from tinygpt.on_ray.metrics import RayMetrics
+from tinygpt.server.api import ServerConfig
 from tinygpt.server.app import create_app
-from tinygpt.server.chat.template import ChatTemplate
-from tinygpt.server.config import ServerConfig
-from tinygpt.server.transport.logs import configure_logging
+from tinygpt.server.chat import ChatTemplate
+from tinygpt.server.serve import configure_logging
 
 
 class Arguments(BaseModel):
@@ -63,7 +63,7 @@ class Replica:
             **{"split_special_tokens": True, **a.llm},
         )
 
-    def __serve_build_asgi_app__(self) -> Starlette:
+    def __serve_build_asgi_app__(self) -> FastAPI:
         a = self._arguments
         config = ServerConfig(
             served_model_names=(a.served_model_name or a.model,),
@@ -71,7 +71,7 @@ class Replica:
             chat_template=ChatTemplate.from_folder(self._llm.checkpoint_path),
         )
         app = create_app(self._llm, config)
-        self._metrics = RayMetrics(app.state.server.metrics)
+        self._metrics = RayMetrics(app.state.api.metrics)
         return app
 
     def check_health(self) -> None:

@@ -1,32 +1,19 @@
-"""The FastAPI app of one model: routes, checks before any work, and the end of work when its client leaves."""
+"""Api: the handlers of all routes. Requests are checked before any work."""
 
 import asyncio
 import base64
-import hashlib
-import logging
-import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import numpy as np
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from fastapi.routing import APIRoute
+from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
 import tinygpt
 from tinygpt.errors import CheckpointError, TinyGPTError
@@ -37,20 +24,14 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
 from tinygpt.server.chat import Chat, ChatTemplate, chat_ids
 from tinygpt.server.completions import Completion, events, ranked, scored, scoring_request, suffix_ids, whole_events
-from tinygpt.server.errors import ApiError, error_body, from_engine, from_validation, respond
+from tinygpt.server.connection import EventStream, while_connected
+from tinygpt.server.errors import ApiError, from_engine
 from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import DONE, TokenNames, chunk_to_json, event, output_to_json, score_to_json, to_json
-from tinygpt.server.security import OPEN_PATHS, Gate
+from tinygpt.server.replies import TokenNames, chunk_to_json, event, output_to_json, score_to_json, to_json
 from tinygpt.server.work import LARGE, PING, Outbox, Work
 
-log = logging.getLogger("tinygpt.server")
-PAGE = Path(__file__).resolve().parent / "page.html"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 RETRY = {"retry-after": "1", "connection": "close"}  # the next connection may reach another server
-SSE = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-REFUSED = {"4XX": {"model": protocol.ErrorReply}, "5XX": {"model": protocol.ErrorReply}}
-_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 Result = TypeVar("Result")
 Requests = list[tuple[Prompt, SamplingParams]]
@@ -74,52 +55,6 @@ class ServerConfig:
     max_logprobs: int = 20
     enable_log_requests: bool = False
     chat_template: ChatTemplate | None = None
-
-
-class EventStream(Response):
-    """A reply of server-sent events, which ends its work when the client leaves. An error is the last event."""
-
-    def __init__(self, written: AsyncIterator[bytes], end: Callable[[], None]):
-        """end: called once, however the reply ends, also if it never begins."""
-        super().__init__()
-        self._written, self._end = written, end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with suppress(ClientDisconnect):
-                await while_connected(receive, self._send(send))
-        finally:
-            self._end()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": SSE})
-        last = DONE
-        try:
-            async for part in self._written:
-                if part:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-        except ApiError as error:
-            last = event(error_body(error)) + DONE
-        except TinyGPTError as error:
-            last = event(error_body(ApiError(500, str(error)))) + DONE
-        except Exception:
-            log.exception("a bug ended a stream")
-            last = event(error_body(_BUG)) + DONE
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-class JsonRoute(APIRoute):
-    """A route whose body must be JSON of a limited size."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            if request.method == "POST":
-                request._body = await _read_body(request)  # FastAPI reads it from here
-            return await handle(request)
-
-        return answer
 
 
 class Api:
@@ -147,51 +82,7 @@ class Api:
         """The lock of embeddings and scores: each is computed between two steps."""
         return asyncio.Lock()
 
-    def app(self) -> FastAPI:
-        app = FastAPI(title="tinygpt", version=tinygpt.__version__, docs_url=None, redoc_url=None)
-        app.router.route_class = JsonRoute
-        app.state.api = self
-        for path, handle in (
-            ("/v1/completions", self.completions),
-            ("/v1/chat/completions", self.chat),
-            ("/generate", self.generate),
-            ("/v1/embeddings", self.embeddings),
-            ("/v1/score", self.score),
-            ("/score_continuations", self.score_continuations),
-            ("/tokenize", self.tokenize),
-            ("/detokenize", self.detokenize),
-        ):
-            is_streamed = handle in (self.completions, self.chat, self.generate)
-            app.post(path, responses=REFUSED | (STREAMED if is_streamed else {}))(self._checked(handle))
-        for path, handle in (
-            ("/v1/models", self.models),
-            ("/tokenizer_info", self.tokenizer_info),
-            ("/health", self.health),
-            ("/version", self.version),
-        ):
-            app.get(path, responses=REFUSED)(handle)
-        app.get("/metrics", responses=REFUSED, response_class=PlainTextResponse)(self.prometheus)
-        app.api_route("/v1/models/{model:path}", methods=["GET", "DELETE"], responses=REFUSED)(self.model)
-        app.get("/", include_in_schema=False)(page)
-        app.openapi = partial(self._openapi, app)
-        config, paths = self.config, frozenset(route.path for route in app.routes)
-        app.add_middleware(
-            Gate,
-            allowed_hosts=config.allowed_hosts,
-            api_keys=config.api_keys,
-            paths=paths,
-            count=self.metrics.count_http,
-        )
-        if config.allowed_origins:
-            origins = list(config.allowed_origins)
-            app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        app.add_exception_handler(HTTPException, _http_error)
-        app.add_exception_handler(RequestValidationError, _invalid)
-        app.add_exception_handler(ClientDisconnect, _client_left)
-        app.add_exception_handler(Exception, _bug)
-        return app
-
-    def _checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    def checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
 
         @wraps(handle)
@@ -391,10 +282,8 @@ class Api:
     def _check_context(self, form: Any, prompts: list[Prompt], params: SamplingParams, max_tokens: int) -> None:
         read, limit = self._num_read(params.soft_prompt, prompts), self.llm.max_model_len
         if params.overflow == "refuse" and read + max_tokens > limit:
-            message = (
-                f"this model's context has {limit} tokens, and {read + max_tokens} were asked for: {read} in the prompt "
-                f"and {max_tokens} to generate."
-            )
+            asked = f"{read + max_tokens} were asked for: {read} in the prompt and {max_tokens} to generate"
+            message = f"this model's context has {limit} tokens, and {asked}."
             field = form.name_of("max_tokens" if read < limit else "prompt")
             raise ApiError(400, message, field, "context_length_exceeded")
 
@@ -569,82 +458,6 @@ class Api:
         """Return the version of tinygpt."""
         return JSONResponse({"version": tinygpt.__version__})
 
-    def _openapi(self, app: FastAPI) -> dict[str, Any]:
-        """Return FastAPI's description with this model's names and limits, and the API key."""
-        if app.openapi_schema is None:
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            schemas = found["components"]["schemas"]
-            schemas["ModelName"]["enum"] = list(self.config.served_model_names)
-            schemas["TokenId"]["maximum"] = self.llm.config.vocab_size - 1
-            schemas["NumLogprobs"]["maximum"] = self.config.max_logprobs
-            if self.config.api_keys:
-                found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-                for path, methods in found["paths"].items():
-                    for operation in methods.values():
-                        operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
-            app.openapi_schema = found
-        return app.openapi_schema
-
-
-def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
-    """Return an app for any ASGI server. The caller closes the LLM."""
-    return Api(llm, config).app()
-
-
-async def page() -> HTMLResponse:
-    html = PAGE.read_text(encoding="utf-8")
-    policy = (
-        f"default-src 'none'; script-src {_hashes('script', html)}; style-src {_hashes('style', html)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return HTMLResponse(html, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
-
-
-def _hashes(tag: str, html: str) -> str:
-    """Return the CSP hashes of the page's scripts or styles; no others run."""
-    texts = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result, or cancel the work and raise ClientDisconnect when the client leaves. The body must be read."""
-
-    async def until_gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait({working})
-
-
-async def _read_body(request: Request) -> bytes:
-    config = request.app.state.api.config
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page of another site cannot send this type without permission
-        raise ApiError(415, f"Content-Type is {kind!r} and must be application/json.")
-    declared, limit, body = request.headers.get("content-length", ""), config.max_body_bytes, bytearray()
-    too_large = ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_large
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise too_large
-    if config.enable_log_requests:
-        fields = {"id": request.state.id, "body": body.decode(errors="replace")}
-        logging.getLogger("tinygpt.server.access").info("body", extra={"fields": fields})
-    return bytes(body)
-
 
 def _num_bytes(request: Request) -> int:
     return len(request._body)
@@ -657,26 +470,3 @@ def _listed(given: Any) -> list[Any]:
 
 def _json(value: dict[str, Any]) -> Response:
     return Response(to_json(value), media_type="application/json")
-
-
-_BUG = ApiError(500, "internal error: the server's log says more.")
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    if isinstance(error, ApiError):
-        return respond(error)
-    reason = f"{request.method} {ascii(request.url.path)[1:-1]}: {error.detail}"
-    return respond(HTTPException(error.status_code, reason, error.headers))
-
-
-async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    field = request.scope["route"].body_field
-    return respond(from_validation(error, field.field_info.annotation if field else None))
-
-
-async def _client_left(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    return respond(_BUG)

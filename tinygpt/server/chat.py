@@ -39,7 +39,10 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals |= {"raise_exception": self._raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+        environment.globals |= {
+            "raise_exception": self._raise,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:

@@ -1,13 +1,13 @@
 """Refusals in the shape that OpenAI's clients read."""
 
-import difflib
+import re
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
+from tinygpt.errors import QueueFullError, RequestError, TinyGPTError, suggest
 from tinygpt.server.protocol import Strict
 from tinygpt.server.replies import to_json
 
@@ -38,6 +38,9 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
 
+BUG = ApiError(500, "internal error: the server's log says more.")  # clients are not told the exception
+
+
 def error_body(error: HTTPException) -> dict[str, Any]:
     kind = TYPES.get(error.status_code, "invalid_request_error")
     param, code = getattr(error, "param", None), getattr(error, "code", None)
@@ -62,17 +65,18 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
     if first["type"] != "extra_forbidden":
         return ApiError(400, f"{name}: {first['msg']}", param)
     known = [field.alias or name for name, field in form.model_fields.items()] if form and len(path) == 1 else []
-    near = difflib.get_close_matches(param, known, 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return ApiError(400, f"unrecognized request argument: {name}{hint}.", param)
+    return ApiError(400, f"unrecognized request argument: {name}{suggest(param, known) or '.'}", param)
 
 
 def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
     """Return the refusal of a request that the engine does not take; `param` is the name that the form has for it."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
-    if form is None or not isinstance(error, RequestError) or error.field is None:
+    if form is None or not isinstance(error, RequestError):
         return ApiError(400, str(error))
+    if error.field is None:  # TODO: goes when all RequestErrors have their field
+        found = re.match(r"(?:the )?([a-z_]+)(?==| is | has | holds | needs? )", str(error))
+        return ApiError(400, str(error), found and form.name_of(found[1]))
     param = form.name_of(error.field)
     return ApiError(400, str(error if param is None else error.named(param)), param)
 

@@ -5,6 +5,8 @@ Types and sizes are checked here; SamplingParams checks the bounds of sampling f
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import reduce
+from operator import or_
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -70,7 +72,7 @@ Pooling = Literal["last", "mean", "sum"]
 class Strict(BaseModel):
     """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +127,7 @@ def _on_the_wire(hint: Any) -> Any:
     """Return a type of SamplingParams as JSON has it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return Union[tuple(_on_the_wire(each) for each in args if not is_dataclass(each))]
+        return reduce(or_, (_on_the_wire(each) for each in args if not is_dataclass(each)))
     if origin is Iterable:
         return Annotated[list[_on_the_wire(args[0])], _Ids]
     if origin is Mapping:  # the keys of a JSON object are strings
@@ -135,7 +137,9 @@ def _on_the_wire(hint: Any) -> Any:
 
 def _sampling_fields() -> dict[str, Any]:
     hints = get_type_hints(SamplingParams)
-    return {name: (_on_the_wire(hints[name]) | None, None) for name in _SAMPLING - {"logits_processors", "prompt_embeds"}}
+    return {
+        name: (_on_the_wire(hints[name]) | None, None) for name in _SAMPLING - {"logits_processors", "prompt_embeds"}
+    }
 
 
 class SamplingFields(create_model("SamplingFields", __base__=Strict, **_sampling_fields())):
@@ -147,6 +151,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Strict, **_sampling
     stop: Stops | None = None
     logit_bias: Biases | None = None
     bad_words: Words | None = None
+    bad_words_ids: Annotated[list[TokenIds], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     use_beam_search: bool | None = None
     guided_json: Schema | None = None

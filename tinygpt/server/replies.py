@@ -155,7 +155,9 @@ def _sample_to_json(sample: CompletionOutput) -> dict[str, Any]:
 
 def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
     """Return the text, the token id, and all other fields that are not their defaults."""
-    found = {name: value for name, value in chunk._asdict().items() if value is not None and (name, value) != ("index", 0)}
+    found = {
+        name: value for name, value in chunk._asdict().items() if value is not None and (name, value) != ("index", 0)
+    }
     found["token_id"] = chunk.token_id
     if chunk.logprobs is not None:
         found["logprobs"] = _to_json(chunk.logprobs)

@@ -57,14 +57,19 @@ class Work:
 
     async def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], stream: bool, num_bytes: int) -> None:
         """Run all requests, or none. Raises as LLM.submit does. num_bytes: of the HTTP body."""
+        if num_bytes <= LARGE and all(params.guidance is None for _, params in requests):
+            self._submit(requests, stream)
+            return
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, requests, stream))
         try:
-            if num_bytes > LARGE or any(params.guidance is not None for _, params in requests):
-                await asyncio.to_thread(self._submit, requests, stream)
-            else:
-                self._submit(requests, stream)
-        except BaseException:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:  # the thread goes on
+            await asyncio.wait({submitting})
             self.cancel()
             raise
+        if self._reason is not None:
+            self.cancel()
+            raise self._reason
 
     async def outputs(self) -> list[RequestOutput]:
         try:
@@ -116,11 +121,15 @@ class Work:
             yield from (after - before for before, after in pairwise(times))
 
     def _submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], stream: bool) -> None:
-        for i, (prompt, params) in enumerate(requests):
-            future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
-            self.futures.append(future)
-            if stream:
-                future.add_done_callback(lambda _, i=i: self._post(i, None))
+        try:
+            for i, (prompt, params) in enumerate(requests):
+                future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
+                self.futures.append(future)
+                if stream:
+                    future.add_done_callback(lambda _, i=i: self._post(i, None))
+        except BaseException:
+            self.cancel()
+            raise
 
     def _post(self, i: int, chunk: StreamChunk | None) -> None:
         """Called by the engine's thread."""
