@@ -24,7 +24,7 @@ LIBRARIES = {
     "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub", "yaml", "regex"},
     "tinygpt.weights.containers": {"onnx", "gguf", "google_crc32c"},
     "tinygpt.weights.stored": {"gguf", "google_crc32c"},
-    "tinygpt.server": {"fastapi", "starlette", "pydantic", "pydantic_core", "uvicorn", "jinja2", "prometheus_client"},
+    "tinygpt.server": {"fastapi", "starlette", "pydantic", "typing_extensions", "uvicorn", "jinja2", "prometheus_client"},
     "tinygpt.on_ray": {"ray", "fastapi", "starlette", "pydantic"},
     "tinygpt.remote": {"httpx"},
     "tinygpt.parallel": {"mpi4py"},

@@ -1,7 +1,6 @@
 """SIGTERM: no new work, what runs may finish, and what does not is told so; then exit status 0."""
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -10,20 +9,17 @@ import subprocess
 import sys
 import time
 from functools import cached_property
-from http.client import HTTPResponse
 
 import pytest
 
-from support.gate import Gate, Held
-from support.http_client import RawRequest, ask, head_of
+from support.gate import Gate
+from support.http_client import RawRequest, ask
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import served, until
+from tinygpt.server.api import ServerConfig
 from tinygpt.server.app import create_app
-from tinygpt.server.config import ServerConfig
-from tinygpt.server.refusals.errors import ApiError
-from tinygpt.server.transport.listen import listen
-from tinygpt.server.transport.serve import server_of
+from tinygpt.server.serve import Server, listen
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
@@ -32,12 +28,13 @@ def test_what_runs_is_finished(llm, caplog):
     caplog.set_level("INFO", "tinygpt.server")
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
         stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
-        until(lambda: sum(not generation.is_over for generation in server.api._generations) == 2)
+        until(lambda: len(server.api._works) == 2)
         gate.allow(2)
         events = stream.events()
         next(events)
         server.terminate()
         until(lambda: server.api.is_draining)
+        until(lambda: [r for r in caplog.records if r.name == "tinygpt.server"])
         [said] = [record for record in caplog.records if record.name == "tinygpt.server"]
         assert (said.fields, "a second signal" in said.message) == ({"running": 2, "drain_seconds": 60.0}, True)
         gate.allow(float("inf"))
@@ -98,72 +95,9 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
         plain.close()
 
 
-def test_at_the_deadline_all_others_are_told_too(llm, monkeypatch):
-    """Whose embeddings or scores are under way, or wait for their turn, and who has sent half of a body."""
-    embed = Held(llm.embed)
-    monkeypatch.setattr(llm, "embed", embed)
-    with served(llm, drain_seconds=0.05) as server:
-        runs = RawRequest(server.port, "/v1/embeddings", {"input": ["a", "b"]})
-        assert embed.called.wait(60)
-        waits = RawRequest(server.port, "/v1/score", {"text_1": "a", "text_2": "b"})
-        until(lambda: server.api.turns._num_waiting == 2)
-        half = socket.create_connection(("127.0.0.1", server.port), 60)
-        half.sendall(head_of("/v1/completions", 100) + b"{")
-        until(lambda: len(server.api._others) == 3)
-        server.terminate()
-        for client in (runs.socket, waits.socket, half):
-            told = HTTPResponse(client)
-            told.begin()
-            assert (told.status, json.loads(told.read())["error"]["code"]) == (503, "shutting_down")
-        embed.release.set()
-        assert {server.ended()["status"] for _ in range(3)} == {503}
-        half.close()
-        runs.close()
-        waits.close()
-
-
-def test_what_comes_behind_the_deadline_is_ended_too(llm):
-    """As the half of a body: its client would wait for as long as that may take."""
-    state = create_app(llm, ServerConfig(served_model_names=("demo",))).state.server
-    state.stop_all(ApiError(503, "over"))
-
-    async def wait() -> None:
-        await asyncio.wait_for(state.unless_stopped(asyncio.Event().wait()), 10)
-
-    with pytest.raises(ApiError, match="over"):
-        asyncio.run(wait())
-
-
-def test_what_does_not_end_at_the_deadline_holds_up_nothing(llm, monkeypatch):
-    server = server_of(create_app(llm, ServerConfig(served_model_names=("demo",))), 60.0, lambda: None)
-    monkeypatch.setattr(type(server._state), "num_open", 1)
-    server.should_exit = True
-    assert not asyncio.run(server.on_tick(1))
-    server.force_exit = True
-    assert asyncio.run(server.on_tick(1))
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/embeddings", {"input": "a"}),
-        ("/v1/score", {"text_1": "a", "text_2": "b"}),
-        ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),
-    ],
-)
-def test_what_is_no_generation_is_refused_too(llm, path, body):
-    with served(llm) as server:
-        assert server.ask(path, body).status == 200
-        server.api.drain()
-        reply = server.ask(path, body)
-        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-        assert "503" in server.ask("/openapi.json").json["paths"][path]["post"]["responses"]
-
-
 def test_a_signal_before_the_server_runs_ends_it(llm):
     """Nothing has been served, and nothing is to be drained."""
-    config = ServerConfig(served_model_names=("demo",))
-    server = server_of(create_app(llm, config), 60.0, lambda: None)
+    server = Server(create_app(llm, ServerConfig(served_model_names=("demo",))), 60.0, lambda: None)
     server.handle_exit(signal.SIGTERM, None)
     with listen("127.0.0.1", 0) as listener:
         asyncio.run(asyncio.wait_for(server.serve([listener]), 60))
@@ -217,3 +151,19 @@ def test_a_signal_ends_the_process_with_status_0_and_a_second_one_at_once():
         assert status == 128 + signal.SIGTERM
         assert "the server has ended" not in log
         client.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),
+    ],
+)
+def test_embeddings_and_scores_are_refused_too(llm, path, body):
+    with served(llm) as server:
+        assert server.ask(path, body).status == 200
+        server.api.is_draining = True
+        reply = server.ask(path, body)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")

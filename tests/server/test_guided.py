@@ -50,44 +50,30 @@ SPELLINGS = {
     "OpenAI's text": ({"response_format": {"type": "text"}}, {}),
     "nothing": ({"structured_outputs": {"json_object": False}, "guided_json": None}, {}),
 }
-# A body, the field that the refusal names, and a part of its sentence.
+# A body, and the field that the refusal names.
 REFUSED = {
-    "expression": ({"guided_regex": "("}, "guided_regex", "is not possible"),
-    "a choice of nothing": ({"guided_choice": []}, "guided_choice", "a list that is not empty"),
-    "an empty choice": ({"guided_choice": [""]}, "guided_choice", 'guided_choice.0 is "" and must be'),
-    "no schema": ({"guided_json": 5}, "guided_json", "a JSON schema"),
-    "text that is no schema": ({"guided_json": "[1]"}, "guided_json", "be a JSON schema, or the same as a text."),
-    "text that is no JSON": ({"guided_json": "{"}, "guided_json", "; at line 1, column 2 it is no JSON (expecting"),
-    "a type that is none": ({"guided_json": {"type": "bogus"}}, "guided_json", "bogus"),
-    "infinity": ({"guided_json": {"const": float("inf")}}, "guided_json", "a JSON schema"),
-    "grammar": ({"guided_grammar": "start: nowhere"}, "guided_grammar", "nowhere"),
-    "long": ({"guided_regex": "a" * 65_537}, "guided_regex", "65536"),
-    "vLLM's": ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "is not possible"),
-    "vLLM's that is none": (
-        {"structured_outputs": {"structural_tag": "{}"}},
-        "structured_outputs",
-        "structured_outputs.structural_tag",
-    ),
+    "expression": ({"guided_regex": "("}, "guided_regex"),
+    "a choice of nothing": ({"guided_choice": []}, "guided_choice"),
+    "an empty choice": ({"guided_choice": [""]}, "guided_choice"),
+    "no schema": ({"guided_json": 5}, "guided_json"),
+    "text that is no schema": ({"guided_json": "[1]"}, "guided_json"),
+    "text that is no JSON": ({"guided_json": "{"}, "guided_json"),
+    "a type that is none": ({"guided_json": {"type": "bogus"}}, "guided_json"),
+    "infinity": ({"guided_json": {"const": float("inf")}}, "guided_json"),
+    "grammar": ({"guided_grammar": "start: nowhere"}, "guided_grammar"),
+    "long": ({"guided_regex": "a" * 65_537}, "guided_regex"),
+    "vLLM's": ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    "vLLM's that is none": ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
     "OpenAI's": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "bogus"}}}},
         "response_format.json_schema.schema",
-        "bogus",
     ),
-    "OpenAI's without a schema": (
-        {"response_format": {"type": "json_schema"}},
-        "response_format",
-        "json_schema is missing",
-    ),
-    "another format": (
-        {"response_format": {"type": "xml"}},
-        "response_format",
-        '.type is "xml" and must be "text", "json_object"',
-    ),
-    "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "given beside guided_choice"),
+    "OpenAI's without a schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
+    "another format": ({"response_format": {"type": "xml"}}, "response_format"),
+    "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
     "two spellings": (
         {"structured_outputs": {"json": {}, "choice": ["a"]}, "response_format": {"type": "json_object"}},
         "response_format",
-        "given beside structured_outputs.json and structured_outputs.choice",
     ),
 }
 
@@ -129,17 +115,12 @@ def test_streams_too(chatting, path):
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_none_is_a_sentence_that_names_the_field(chatting, name, path, is_streamed):
-    body, field, part = REFUSED[name]
+def test_a_bad_guide_is_refused_with_the_clients_field(chatting, name, path, is_streamed):
+    body, field = REFUSED[name]
     data = json.dumps({**body, "stream": is_streamed})[1:].replace("Infinity", "1e999")
     prompt = '{"prompt": "a", ' if path == "/v1/completions" else '{"messages": [{"role": "user", "content": "a"}], '
     reply = chatting.ask(path, (prompt + data).encode())
     assert (reply.status, reply.error["param"]) == (400, field)
-    assert part in reply.error["message"]
-    assert reply.error["message"].startswith(
-        (f"{field} is ", f"{field} must be ", f"{field}.", "unrecognized request argument")
-    )
-    assert not re.search(r"='|\bdict\b|\bNone\b", reply.error["message"])
 
 
 def test_without_the_package_the_sentence_says_so(server, monkeypatch):
@@ -190,17 +171,3 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compili
             pass
         gate.allow(1)
         until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
-
-
-def test_a_server_that_shuts_down_meanwhile_says_so(llm, compiling):
-    begun, allowed = compiling
-    with served(llm, drain_seconds=0.0) as server, llm.engine.wrapped(Gate) as gate:
-        client = server.begin(prompt=PROMPT, guided_regex="[a-z ]+", max_tokens=400)
-        assert begun.wait(60)
-        [generation] = server.api._generations
-        server.terminate()
-        until(lambda: generation._reason is not None)
-        allowed.set()
-        assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
-        gate.allow(1)
-        client.close()

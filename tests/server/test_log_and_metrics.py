@@ -2,19 +2,13 @@
 
 import json
 import logging
-import time
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt.execution.model_runner import ModelRunner
-from tinygpt.kernels.compiling import ANNOUNCER, begin_wait, end_wait
-from tinygpt.server import compile_log, metrics
-from tinygpt.server.compile_log import CompileLog
-from tinygpt.server.transport.logs import JsonLines, TextLines
+from tinygpt.server.serve import JsonLines, TextLines
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
@@ -47,41 +41,6 @@ def test_a_line_for_each_request(fresh, llm):
     line = fresh.ended()
     assert line["status"] == 400
     assert "prompt_tokens" not in line
-
-
-@pytest.mark.usefixtures("single_steps")
-def test_kernels_that_compile_are_in_no_time_but_their_own(fresh, llm, monkeypatch):
-    """The second step waits for one a second before it makes its token."""
-    before, sample, steps = figures(fresh), ModelRunner.sample, iter(range(100))
-
-    def compiles(*arguments):
-        if next(steps) == 1:
-            ANNOUNCER.begin("a kernel")
-            begin_wait()
-            time.sleep(1)
-            end_wait()
-            ANNOUNCER.end()
-        return sample(*arguments)
-
-    monkeypatch.setattr(ModelRunner, "sample", compiles)
-    lines = []
-    monkeypatch.setattr(compile_log.log, "info", lambda message, extra: lines.append((message, extra["fields"])))
-    with ANNOUNCER.told(CompileLog()):
-        begun = time.perf_counter()
-        fresh.complete(**ASKED, stream=True)
-        line = fresh.ended("/v1/completions")
-        all_of_it = time.perf_counter() - begun
-    after = figures(fresh)
-    grown = {name: after[name, ""] - before.get((name, ""), 0.0) for name, label in after if not label}
-    times = [name for name in grown if name.startswith("tinygpt:") and name.endswith("_seconds_sum")]
-    assert {"tinygpt:e2e_request_latency_seconds_sum", "tinygpt:inter_token_latency_seconds_sum"} < set(times)
-    assert line["compile"] >= 1
-    assert max(grown[name] for name in times) <= line["seconds"] <= all_of_it - line["compile"]
-    [(message, fields)] = lines
-    assert (message, fields["kernels"]) == ("kernels compiled", 1)
-    assert fields["seconds"] >= 1
-    fresh.complete(**ASKED)
-    assert fresh.ended("/v1/completions")["compile"] is None
 
 
 def test_an_id_comes_back_or_is_given(fresh):
@@ -180,7 +139,7 @@ def test_who_left_the_queue_has_been_given_nothing(fresh, llm):
         first = fresh.begin(**ASKED | {"temperature": 1, "seed": 1}, n=4)
         gate.wait_until_asked(1)
         client = fresh.begin(**ASKED)
-        until(lambda: len(llm.engine.scheduler.waiting) == 1)
+        until(lambda: llm.engine._inbox.qsize() == 1)
         client.close()
         line = fresh.ended()
         gate.allow(float("inf"))
@@ -190,22 +149,6 @@ def test_who_left_the_queue_has_been_given_nothing(fresh, llm):
     assert line["queue"] > 0
     assert fresh.ended()["status"] == 200
     assert figures(fresh)["tinygpt:generation_tokens_total", ""] == 4 * 5
-
-
-@pytest.mark.parametrize("bounds", [metrics.SECONDS, metrics.TOKEN_SECONDS, metrics.TOKENS])
-def test_histograms_are_those_that_prometheus_client_would_make(llm, bounds):
-    values = [0, 0.0004, *bounds, 0.3, 7000.5]
-    registry = CollectorRegistry()
-    ours = metrics.Metrics(llm, "demo")._histogram("name", "What it is.", bounds)
-    theirs = Histogram("tinygpt:name", "What it is.", ["model_name"], buckets=bounds, registry=registry).labels("demo")
-    ours.observe(*values[:3])
-    for value in values[3:]:
-        ours.observe(value)
-    for value in values:
-        theirs.observe(value)
-    [found], [expected] = ours.collect(), registry.collect()
-    assert (found.name, found.documentation, found.type) == (expected.name, expected.documentation, expected.type)
-    assert [sample for sample in expected.samples if not sample.name.endswith("_created")] == found.samples
 
 
 def test_metrics_are_what_prometheus_reads(fresh):

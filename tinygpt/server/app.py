@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 import tinygpt
+from tinygpt.errors import suggest
 from tinygpt.llm import LLM
 from tinygpt.server import protocol
 from tinygpt.server.api import Api, ServerConfig
@@ -127,8 +128,10 @@ def _hashes(tag: str, html: str) -> str:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     if isinstance(error, ApiError):
         return respond(error)
-    reason = f"{request.method} {ascii(request.url.path)[1:-1]}: {error.detail}"
-    return respond(HTTPException(error.status_code, reason, error.headers))
+    path = ascii(request.url.path)[1:-1]
+    paths = [route.path for route in request.app.routes if "{" not in route.path]
+    hint = suggest(path, paths) if error.status_code == 404 else ""
+    return respond(HTTPException(error.status_code, f"{request.method} {path}: {error.detail}{hint}", error.headers))
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
