@@ -58,7 +58,7 @@ BODIES = {
     "beams in a stream of nothing": (b'{"num_beams": 2, "stream": true, "max_tokens": 0}', "num_beams"),
     "vLLM's beams in a stream": (b'{"use_beam_search": true, "n": 2, "stream": true}', "use_beam_search"),
     "more beams than slots": (b'{"num_beams": 5}', "num_beams"),
-    "vLLM's beams that draw": (b'{"use_beam_search": true, "n": 2, "temperature": 1}', "use_beam_search"),
+    "vLLM's beams that draw": (b'{"use_beam_search": true, "n": 2, "temperature": 1}', "temperature"),
     "the shortest loop": (
         b'{"repetition_detection": {"max_pattern_size": 2, "min_count": 2, "min_pattern_size": 3}}',
         "repetition_detection",

@@ -11,7 +11,6 @@ from typing import Any
 
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
 from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
-from tinygpt.regular_file import read_regular_text
 from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.protocol import ChatRequest
@@ -19,6 +18,7 @@ from tinygpt.server.replies import TokenNames, chat_logprobs, usage
 from tinygpt.tokenizer.added_token_files import content_of
 from tinygpt.tokenizer.text_files import read_json
 from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.files import read_regular_text
 
 MAX_CHARACTERS = 1_000_000  # of a prompt
 

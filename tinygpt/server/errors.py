@@ -1,6 +1,5 @@
 """Refusals in the shape that OpenAI's clients read."""
 
-import re
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -72,11 +71,8 @@ def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
     """Return the refusal of a request that the engine does not take; `param` is the name that the form has for it."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
-    if form is None or not isinstance(error, RequestError):
+    if form is None or not isinstance(error, RequestError) or error.field is None:
         return ApiError(400, str(error))
-    if error.field is None:  # TODO: goes when all RequestErrors have their field
-        found = re.match(r"(?:the )?([a-z_]+)(?==| is | has | holds | needs? )", str(error))
-        return ApiError(400, str(error), found and form.name_of(found[1]))
     param = form.name_of(error.field)
     return ApiError(400, str(error if param is None else error.named(param)), param)
 
