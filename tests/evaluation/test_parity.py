@@ -19,7 +19,7 @@ from support.paths import DEMO
 from support.recipes import RECIPES, recipe
 from tinygpt import LLM, SamplingParams
 from tinygpt.weights.config import ACTIVATIONS
-from tinygpt.weights.families.config_fields import BOOLEANS
+from tinygpt.weights.families.config_fields import BOOLEAN, CHECKS
 
 DEVICES = ("cpu", "reference")
 
@@ -33,7 +33,7 @@ def test_recipes_cover_every_field():
     fields = [recipe.fields for recipe in RECIPES]
     assert sum(f["n_positions"] >= PROMPT_TOKENS + NEW_TOKENS for f in fields) >= 25
     assert {f.get("activation_function", "gelu_new") for f in fields} == set(ACTIVATIONS)
-    for name in BOOLEANS:
+    for name in (name for name, check in CHECKS.items() if check is BOOLEAN):
         default = name in ("scale_attn_weights", "tie_word_embeddings")
         assert {f.get(name, default) for f in fields} == {True, False}, name
     assert {recipe.form for recipe in RECIPES} == set(FORMS)

@@ -1,4 +1,4 @@
-"""ModelConfig from what a file says, by the names of Hugging Face's config.json, for every family."""
+"""ModelConfig from fields of a file, by the names of Hugging Face's config.json, for every family."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -9,33 +9,21 @@ from tinygpt.weights.checks import Checks, is_bool, is_number, is_whole, wrong_f
 from tinygpt.weights.config import ACTIVATIONS, STRUCTURE, ModelConfig
 from tinygpt.weights.errors import CheckpointError
 
-# The largest of each that is believed: beyond, config.json is damaged, or an attack on memory.
-SIZES = {
-    **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_head", "n_inner"), 2**31 - 1),
-    "n_layer": 10_000,
-}
-BOOLEANS = (
-    "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
-    "reorder_and_upcast_attn",
-    "tie_word_embeddings",
-)
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def checked_config(
     values: Mapping[str, Any],
     generation: Mapping[str, Any] | None = None,
-    checks: Checks = MappingProxyType({}),
+    checks: Checks = NONE,
     described_by: str = "config.json or generation_config.json",
-    structure: Mapping[str, Any] = MappingProxyType({}),
+    structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
-    """ModelConfig from `values`, which go by its names, and from generation_config.json, where there is one.
+    """Return ModelConfig from `values`, by its field names, and from generation_config.json if there is one.
 
-    `structure` is what sets the family apart from GPT-2: fields of STRUCTURE, which `values` cannot give.
-
-    As in transformers, the ids that end a text come from generation_config.json alone where that exists, even if it
-    names none. `checks` are the architecture's own. Raises one CheckpointError that names every field that is
-    impossible or not implemented.
+    structure: fields of STRUCTURE, which `values` cannot give. checks: the architecture's own. As in transformers, the
+    ids that end a text come from generation_config.json alone if it exists, even if it names none. Raises one
+    CheckpointError that names every field that is impossible or not implemented.
     """
     ending = values if generation is None else {"eos_token_id": None, **generation}
     starting = generation if generation and generation.get("bos_token_id") is not None else values
@@ -58,20 +46,34 @@ def checked_config(
 
 
 def written_eos(config: ModelConfig) -> int | list[int] | None:
-    """The ids that end a text, as config.json has them."""
+    """Return the ids that end a text in the form of config.json."""
     ids = list(config.eos_token_ids)
     return ids[0] if len(ids) == 1 else ids or None
 
 
 def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Those of `fields` that are in `names`, by the names that are there for them."""
+    """Return those of `fields` that are keys of `names`, under the new names."""
     return {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
 
 
 def only(allowed: Any, because: str) -> tuple[Callable[[Any], bool], str]:
-    """A check of a field that may have one value, or none at all."""
+    """Return a check of a field that may have one value, or be null."""
     shown = {False: "false", True: "true", None: "null"}.get(allowed, allowed)
     return lambda value: value is None or value == allowed, f"{shown}, because {because}"
+
+
+def one_of(allowed: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
+    """Return a check of a field whose values are names."""
+    return lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}"
+
+
+def size_to(most: int, least: int = 1) -> tuple[Callable[[Any], bool], str]:
+    """Return a check of a size: beyond `most`, config.json is damaged or an attack on memory."""
+    return lambda value: is_whole(value) and least <= value <= most, f"a whole number from {least} to {most}"
+
+
+def or_null(check: tuple[Callable[[Any], bool], str]) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value is None or check[0](value), f"{check[1]}, or null"
 
 
 def _as_tuple(token_ids: Any) -> tuple[Any, ...]:
@@ -80,24 +82,20 @@ def _as_tuple(token_ids: Any) -> tuple[Any, ...]:
     return () if token_ids is None else (token_ids,)
 
 
-def _is_size(largest: int) -> Callable[[Any], bool]:
-    return lambda value: is_whole(value) and 1 <= value <= largest
-
-
+BOOLEAN = (is_bool, "true or false")
+LARGEST = 2**31 - 1
 # Token ids outside the vocabulary are believed, as transformers does: they are simply never produced.
 CHECKS: Checks = {
-    "quantization_config": (lambda value: value is None, "absent, because quantised checkpoints are not implemented"),
-    "activation_function": (
-        lambda value: isinstance(value, str) and value in ACTIVATIONS,
-        f"one of {', '.join(ACTIVATIONS)}, which are implemented",
-    ),
-    **{name: (_is_size(most), f"a whole number from 1 to {most}") for name, most in SIZES.items()},
-    "n_inner": (lambda value: value is None or _is_size(SIZES["n_inner"])(value), "a whole number from 1 up, or null"),
-    **dict.fromkeys(BOOLEANS, (is_bool, "true or false")),
+    "quantization_config": only(None, "quantized checkpoints are not implemented"),
+    "activation_function": one_of(ACTIVATIONS),
+    **dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_head"), size_to(LARGEST)),
+    "n_layer": size_to(10_000),
+    "n_inner": or_null(size_to(LARGEST)),
+    "scale_attn_weights": BOOLEAN,
+    "scale_attn_by_inverse_layer_idx": BOOLEAN,
+    "reorder_and_upcast_attn": BOOLEAN,
+    "tie_word_embeddings": BOOLEAN,
     "layer_norm_epsilon": (lambda value: is_number(value) and 0 <= value <= sys.float_info.max, "a number from 0 up"),
     "bos_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
-    "eos_token_id": (
-        lambda value: all(map(is_whole, _as_tuple(value))),
-        "a token id, a list of token ids or null",
-    ),
+    "eos_token_id": (lambda value: all(map(is_whole, _as_tuple(value))), "a token id, a list of token ids or null"),
 }

@@ -16,6 +16,7 @@ import numpy as np
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.mapped_file import Container, StoredTensor
 from tinygpt.weights.files import read_json_object
+from tinygpt.weights.parameters import is_transposed, name_in_tables
 from tinygpt.weights.tensor import LazyTensor, Tensor, zeros
 
 Shape = tuple[int, ...]
@@ -187,6 +188,12 @@ class Rule:
 
 # Of a model that was trained without biases: one in the files is unexpected.
 NO_BIAS = Rule((), default=zeros)
+
+
+def rule_by_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> Rule:
+    """Return the rule of a parameter that is one tensor by another name; matrices of layers are (out, in)."""
+    name = name_in_tables(parameter, top, layers, modules)
+    return Rule((name,), transposed() if is_transposed(parameter) else AS_IS)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ blocks, none before the head, and embeddings that are narrower than the model.
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.checks import is_bool, is_whole
+from tinygpt.weights.checks import is_whole
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.families.config_fields import checked_config, only, renamed
+from tinygpt.weights.families.config_fields import BOOLEAN, LARGEST, only, or_null, size_to
 from tinygpt.weights.families.family import AS_IS, NO_BIAS, Rule, as_is, transposed, without_rows
 from tinygpt.weights.families.gpt2 import ALIASES
 from tinygpt.weights.families.model_types import Fields, ModelType
@@ -25,7 +24,6 @@ from tinygpt.weights.parameters import (
     POSITIONS,
     PROJECT_IN,
     PROJECT_OUT,
-    parameter_shapes,
     split_name,
 )
 from tinygpt.weights.tensor import ones, zeros
@@ -56,42 +54,24 @@ def rule_of_decoder(parameter: str, last_norm: str) -> Rule:
     return Rule((f"layers.{layer}.{MODULES[module]}.{kind}",), transposed() if is_matrix else AS_IS)
 
 
-def decoder_config(
-    fields: Fields, generation: Fields | None, names: Mapping[str, str], checks: Mapping, structure: Mapping[str, Any]
-) -> ModelConfig:
-    """Return the configuration by fields of other names. layer_norm_epsilon is no field of these models: it is 1e-5."""
-    values = {name: value for name, value in fields.items() if name not in ("layer_norm_epsilon", "n_inner")}
-    return checked_config({**values, **renamed(fields, names)}, generation, checks, structure=structure)
-
-
 def embed_scale(fields: Fields, width: Any) -> dict[str, float]:
     """Return the field of ModelConfig, if scale_embedding asks for it."""
     is_scaled = fields["scale_embedding"] is True and is_whole(width) and width > 0
     return {"embed_scale": width**0.5} if is_scaled else {}
 
 
+def _epsilon(fields: Fields) -> dict[str, float]:
+    """layer_norm_epsilon is no field of these models."""
+    return {"layer_norm_epsilon": 1e-5}
+
+
 # OPT
 
-_OPT_DEFAULTS = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "ffn_dim": 3072,
-    "max_position_embeddings": 2048,
-    "activation_function": "relu",
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-}
 _OPT_SWITCHES = {
     "do_layer_norm_before": True,
     "_remove_final_layer_norm": False,
     "enable_bias": True,
     "layer_norm_elementwise_affine": True,
-}
-_OPT_CHECKS = {
-    **dict.fromkeys(_OPT_SWITCHES, (is_bool, "true or false")),
-    "word_embed_proj_dim": (lambda value: value is None or (is_whole(value) and 1 <= value < 2**31), "a whole number"),
 }
 _OPT_TOP = {
     EMBEDDING: EMBEDDING_RULE,
@@ -102,81 +82,52 @@ _OPT_TOP = {
 }
 
 
-def _opt_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
-    fields = {**_OPT_DEFAULTS, **_OPT_SWITCHES, **fields}
+def _opt_structure(fields: Fields) -> dict[str, Any]:
     width, is_pre = fields.get("word_embed_proj_dim"), fields["do_layer_norm_before"]
-    structure = {
+    return {
         "norm_placement": "pre" if is_pre else "post",
         "final_norm": bool(is_pre and not fields["_remove_final_layer_norm"]),
         "embed_dim": None if width == fields["hidden_size"] else width,
     }
-    return decoder_config(fields, generation, {**ALIASES, "ffn_dim": "n_inner"}, _OPT_CHECKS, structure)
 
 
-def _opt_rules(config: ModelConfig, fields: Fields) -> dict[str, Rule]:
-    fields = {**_OPT_SWITCHES, **fields}
-    has_bias, has_affine = fields["enable_bias"], fields["layer_norm_elementwise_affine"]
-    return {name: _OPT_TOP.get(name) or _opt_rule(name, has_bias, has_affine) for name in parameter_shapes(config)}
-
-
-def _opt_rule(parameter: str, has_bias: bool, has_affine: bool) -> Rule:
+def _opt_rule(parameter: str, config: ModelConfig, fields: Fields) -> Rule:
     is_norm, is_weight = "ln_" in parameter, parameter.endswith("weight")
-    if is_norm and not has_affine:
+    if is_norm and not fields["layer_norm_elementwise_affine"]:
         return Rule((), default=ones if is_weight else zeros)
-    if not is_norm and not is_weight and not has_bias:
+    if not is_norm and not is_weight and not fields["enable_bias"]:
         return NO_BIAS
-    return rule_of_decoder(parameter, "final_layer_norm")
+    return _OPT_TOP.get(parameter) or rule_of_decoder(parameter, "final_layer_norm")
 
 
 OPT = ModelType(
     "opt",
     "OPT",
-    _opt_config,
-    _opt_rules,
     prefix="model.decoder.",
     wrappers="model|decoder|module|_orig_mod",
+    defaults={
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "ffn_dim": 3072,
+        "max_position_embeddings": 2048,
+        "activation_function": "relu",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        **_OPT_SWITCHES,
+    },
+    names={**ALIASES, "ffn_dim": "n_inner"},
+    computed=_epsilon,
+    checks={**dict.fromkeys(_OPT_SWITCHES, BOOLEAN), "word_embed_proj_dim": or_null(size_to(LARGEST))},
+    rule=_opt_rule,
+    structure=_opt_structure,
     quirks=(FIRST_ROW, ONE_C_ATTN),
 )
 
 # XGLM
 
 MAX_POSITIONS = 2**16  # a table of as many rows is made, whatever the size of the file
-_XGLM_DEFAULTS = {
-    "vocab_size": 256008,
-    "d_model": 1024,
-    "num_layers": 24,
-    "attention_heads": 16,
-    "ffn_dim": 4096,
-    "max_position_embeddings": 2048,
-    "activation_function": "gelu",
-    "scale_embedding": True,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
-_XGLM_NAMES = {
-    "d_model": "n_embd",
-    "num_layers": "n_layer",
-    "attention_heads": "n_head",
-    "ffn_dim": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
-_XGLM_ALIASES = {"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads"}
-_XGLM_CHECKS = {
-    "scale_embedding": (is_bool, "true or false"),
-    "add_cross_attention": only(False, "cross-attention is not implemented"),
-    "pad_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
-    "d_model": (lambda value: is_whole(value) and value >= 4, "a whole number from 4 up, of which sinusoids are made"),
-    "max_position_embeddings": (
-        lambda value: is_whole(value) and 1 <= value <= MAX_POSITIONS,
-        f"a whole number from 1 to {MAX_POSITIONS}",
-    ),
-}
-
-
-def _xglm_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
-    fields = {**_XGLM_DEFAULTS, **fields, **renamed(fields, _XGLM_ALIASES)}
-    return decoder_config(fields, generation, _XGLM_NAMES, _XGLM_CHECKS, embed_scale(fields, fields["d_model"]))
 
 
 def sinusoids(shape: tuple[int, int], pad_token_id: int | None) -> np.ndarray:
@@ -197,60 +148,78 @@ def sinusoids(shape: tuple[int, int], pad_token_id: int | None) -> np.ndarray:
     return table
 
 
-def _xglm_rules(config: ModelConfig, fields: Fields) -> dict[str, Rule]:
-    pad_token_id = fields.get("pad_token_id", _XGLM_DEFAULTS["pad_token_id"])
-    positions = Rule((), default=partial(sinusoids, pad_token_id=pad_token_id))
+def _xglm_rule(parameter: str, config: ModelConfig, fields: Fields) -> Rule:
+    positions = Rule((), default=partial(sinusoids, pad_token_id=fields["pad_token_id"]))
     top = {EMBEDDING: EMBEDDING_RULE, POSITIONS: positions, HEAD: Rule((HEAD,))}
-    return {name: top.get(name) or rule_of_decoder(name, "layer_norm") for name in parameter_shapes(config)}
+    return top.get(parameter) or rule_of_decoder(parameter, "layer_norm")
 
 
 XGLM = ModelType(
     "xglm",
     "XGLM",
-    _xglm_config,
-    _xglm_rules,
     prefix="model.",
     wrappers="model|module|_orig_mod",
+    defaults={
+        "vocab_size": 256008,
+        "d_model": 1024,
+        "num_layers": 24,
+        "attention_heads": 16,
+        "ffn_dim": 4096,
+        "max_position_embeddings": 2048,
+        "activation_function": "gelu",
+        "scale_embedding": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
+    aliases={"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads"},
+    names={
+        "d_model": "n_embd",
+        "num_layers": "n_layer",
+        "attention_heads": "n_head",
+        "ffn_dim": "n_inner",
+        "max_position_embeddings": "n_positions",
+    },
+    computed=_epsilon,
+    checks={
+        "scale_embedding": BOOLEAN,
+        "add_cross_attention": only(False, "cross-attention is not implemented"),
+        "pad_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
+        "d_model": size_to(LARGEST, least=4),  # of which sinusoids are made
+        "max_position_embeddings": size_to(MAX_POSITIONS),
+    },
+    rule=_xglm_rule,
+    structure=lambda fields: embed_scale(fields, fields["d_model"]),
     ignored=("embed_positions.weights",),  # the computed table, which older releases of transformers wrote
     quirks=(ONE_C_ATTN,),
 )
 
-# BioGPT
+# BioGPT. transformers does not read its layer_norm_eps: norms have 1e-5.
 
-_BIOGPT_DEFAULTS = {
-    "vocab_size": 42384,
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "intermediate_size": 4096,
-    "max_position_embeddings": 1024,
-    "hidden_act": "gelu",
-    "scale_embedding": True,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
-_BIOGPT_NAMES = {**ALIASES, "intermediate_size": "n_inner", "hidden_act": "activation_function"}
 _BIOGPT_HEAD = "output_projection.weight"
 _BIOGPT_TOP = {EMBEDDING: EMBEDDING_RULE, POSITIONS: POSITIONS_RULE, HEAD: Rule((_BIOGPT_HEAD,))}
-
-
-def _biogpt_config(fields: Fields, generation: Fields | None = None) -> ModelConfig:
-    """transformers does not read layer_norm_eps: its norms have 1e-5."""
-    fields, checks = {**_BIOGPT_DEFAULTS, **fields}, {"scale_embedding": (is_bool, "true or false")}
-    return decoder_config(fields, generation, _BIOGPT_NAMES, checks, embed_scale(fields, fields["hidden_size"]))
-
-
-def _biogpt_rules(config: ModelConfig, fields: Fields) -> dict[str, Rule]:
-    return {name: _BIOGPT_TOP.get(name) or rule_of_decoder(name, "layer_norm") for name in parameter_shapes(config)}
-
-
 BIOGPT = ModelType(
     "biogpt",
     "BioGPT",
-    _biogpt_config,
-    _biogpt_rules,
     prefix="biogpt.",
     wrappers="biogpt|module|_orig_mod",
+    defaults={
+        "vocab_size": 42384,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 1024,
+        "hidden_act": "gelu",
+        "scale_embedding": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    names={**ALIASES, "intermediate_size": "n_inner", "hidden_act": "activation_function"},
+    computed=_epsilon,
+    checks={"scale_embedding": BOOLEAN},
+    rule=lambda name, config, fields: _BIOGPT_TOP.get(name) or rule_of_decoder(name, "layer_norm"),
+    structure=lambda fields: embed_scale(fields, fields["hidden_size"]),
     beside=(_BIOGPT_HEAD,),
     quirks=(FIRST_ROW, ONE_C_ATTN),
 )
