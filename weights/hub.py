@@ -8,15 +8,14 @@ from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import TOKENIZER_FILES
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-ADAPTER_FILES = ("adapter_config.json",)  # which say that the id is no checkpoint's
+ADAPTER_FILES = ("adapter_config.json",)  # they tell that the id is an adapter's
 
 
 def download(repo_id: str) -> Path:
-    """The local folder with the files of a Hub checkpoint that are needed, downloaded where they are not cached. Of an
-    adapter it has the configuration alone.
+    """Return the local folder with the needed files of a Hub checkpoint, downloaded unless they are cached.
 
-    Safetensors are preferred to pytorch_model.bin, and never are both fetched. Raises CheckpointError when the id does
-    not exist, access is denied, or the Hub cannot be reached and the cache does not hold the files.
+    Safetensors are preferred to pytorch_model.bin, and never are both fetched. Of an adapter, only the configuration
+    is fetched. Raises CheckpointError if the id does not exist, access is denied, or the Hub cannot be reached.
     """
     for name in FILES:
         folder = _fetch(repo_id, [*CONFIG_FILES, *ADAPTER_FILES, *TOKENIZER_FILES, name, name + INDEX])
@@ -35,7 +34,7 @@ def download(repo_id: str) -> Path:
 
 def _fetch(repo_id: str, names: list[str]) -> Path:
     import huggingface_hub  # slow to import, and only a Hub id needs it
-    from huggingface_hub import utils
+    from huggingface_hub import constants, utils
 
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=names))
@@ -54,25 +53,18 @@ def _fetch(repo_id: str, names: list[str]) -> Path:
             f"spelling at {_page(repo_id)}, or log in with `hf auth login`."
         ) from error
     except utils.LocalEntryNotFoundError as error:
-        raise CheckpointError(_unreachable(repo_id, error)) from error
-    # The network library below differs with huggingface_hub's version, and so do the classes of its errors.
+        if constants.HF_HUB_OFFLINE:
+            raise CheckpointError(
+                f"{repo_id!r} is no local folder, and not wholly in the cache {constants.HF_HUB_CACHE}; HF_HUB_OFFLINE "
+                "forbids downloads: check the path, or unset HF_HUB_OFFLINE."
+            ) from error
+        raise CheckpointError(
+            f"{repo_id!r} is no local folder, it is not in the cache, and the Hub at {constants.ENDPOINT} cannot be "
+            f"reached ({error.__cause__ or error}): check the network, or give a local folder."
+        ) from error
+    # The network library below differs with huggingface_hub's version, and so do its errors.
     except Exception as error:
         raise CheckpointError(f"downloading {repo_id} from the Hub failed ({error}): try again.") from error
-
-
-def _unreachable(repo_id: str, error: Exception) -> str:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return (
-            f"{repo_id!r} is no local folder; on the Hub it is not looked for, as HF_HUB_OFFLINE forbids downloads and "
-            f"it is not, or not wholly, in the cache {constants.HF_HUB_CACHE}: check the path, or unset HF_HUB_OFFLINE."
-        )
-    reason = str(error.__cause__ or error)
-    return (
-        f"{repo_id!r} is no local folder, it is not in the cache, and the Hub at {constants.ENDPOINT} cannot be "
-        f"reached ({reason}): check the network, or give a local folder."
-    )
 
 
 def _page(repo_id: str) -> str:

@@ -1,4 +1,4 @@
-"""From what files hold to the parameters of a model, by the rules of its family: total, or one error that lists all."""
+"""From the tensors in files to the parameters of a model, by its family's rules: all of them, or one error."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,24 +19,26 @@ from tinygpt.weights.tensor import DefaultTensor, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 ROWS = 256  # of a tensor, that are compared together
+Shapes = Mapping[str, tuple[int, ...]]
+Problems = dict[str, list[tuple[str, str]]]  # names and remarks, by the kind of problem
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder or a file. CheckpointError, with all that is wrong, when it cannot be read or used."""
+    """Return the checkpoint in a folder or a file. Raise CheckpointError, with all that is wrong."""
     source = Source(path, read_weights(path))
     family = family_of(source)
     return match(source, family, family.config(source))
 
 
 def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
-    """The checkpoint that a source holds. Total: each tensor is used, or ignored by name, and none is absent.
+    """Return the checkpoint that a source holds: each tensor is used, or ignored by name, and none is absent.
 
-    Raises one CheckpointError that lists everything missing, unexpected, misshapen or of a dtype that cannot be
-    used. Ties are transformers' own: a tied checkpoint may keep the matrix under either name, and a head that is
-    there and differs from the embedding is used whatever `tie_word_embeddings` says.
+    Raise one CheckpointError that lists everything missing, unexpected, misshapen or of a dtype that cannot be used.
+    Ties are transformers' own: a tied checkpoint may keep the matrix under either name, and a head in the files that
+    differs from the embedding is used whatever `tie_word_embeddings` says.
     """
-    placed = list(family.named(source))
-    found = _Found(family, placed, family.parts(source))
+    tensors = list(family.named(source))
+    found = _Found(family, tensors, family.parts(source))
     rules = family.rules(source, config)
     if config.tie_word_embeddings and HEAD in rules:
         if not found.has(rules[HEAD].sources):
@@ -55,7 +57,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         config,
         stored,
         config.tie_word_embeddings and _head_is_embedding(stored),
-        tuple(one.file_name for one in placed if family.is_ignored(one.name)),
+        tuple(one.file_name for one in tensors if family.is_ignored(one.name)),
         (*found.quirks(rules), *family.quirks(source, config)),
         tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
         partial(family.tokenizer, source),
@@ -63,13 +65,13 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
 
 
 class _Found:
-    """The tensors that are not ignored, by their names in the family's rules and the parts they lie in."""
+    """The tensors that are not ignored, by their names in the family's rules and by parts."""
 
-    def __init__(self, family: Family, placed: list[NamedTensor], parts: int):
+    def __init__(self, family: Family, tensors: list[NamedTensor], parts: int):
         self.parts = parts
         self.twice: list[NamedTensor] = []
         self.tensors: dict[str, dict[int, NamedTensor]] = {}
-        for one in placed:
+        for one in tensors:
             if family.is_ignored(one.name):
                 continue
             if self.tensors.setdefault(one.name, {}).setdefault(one.part, one) is not one:
@@ -84,42 +86,34 @@ class _Found:
         parts = self._parts_of(rule)
         return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
 
-    def problems(
-        self, rules: Mapping[str, Rule], shapes: Mapping[str, tuple[int, ...]], described_by: str
-    ) -> dict[str, list[tuple[str, str]]]:
-        """Names and remarks, by the kind of what is wrong."""
+    def problems(self, rules: Mapping[str, Rule], shapes: Shapes, described_by: str) -> Problems:
         missing, misshapen, unreadable = [], [], []
-        for name, part, wanted in self._asked_for(rules, shapes):
-            there = self.tensors.get(name, {})
-            tensor = there[part].tensor if part in there else None
-            if tensor is None:
-                missing.append((name, f" (part {part})" if there else ""))
-            elif not tensor.is_floating:
+        for name, part, wanted in self._wanted(rules, shapes):
+            parts = self.tensors.get(name, {})
+            if part not in parts:
+                missing.append((name, f" (part {part})" if parts else ""))
+                continue
+            tensor = parts[part].tensor
+            if not tensor.is_floating:
                 unreadable.append((name, f" is {tensor.dtype}"))
             elif tensor.shape != wanted:
                 misshapen.append((name, f" is {tensor.shape} and {described_by} asks for {wanted}"))
         known = {name for rule in rules.values() for name in rule.sources}
         unknown = [one for name, parts in self.tensors.items() if name not in known for one in parts.values()]
-        unexpected = [(one.file_name, "") for one in unknown]
-        unexpected += [(one.file_name, f" (a second {one.name})") for one in self.twice]
+        copies = {name for rule in rules.values() if rule.transform.axis is None for name in rule.sources}
         return {
             "missing": missing,
-            "unexpected": unexpected,
+            "unexpected": [(one.file_name, "") for one in unknown]
+            + [(one.file_name, f" (a second {one.name})") for one in self.twice],
             "misshapen": misshapen,
             "of a dtype that is not implemented": unreadable,
             "not the same in all parts": [
-                (name, f" (part {part})")
-                for rule in rules.values()
-                if rule.transform.axis is None
-                for name in rule.sources
-                for part in self._unlike(name)
+                (name, f" (part {part})") for name in sorted(copies) for part in self._unlike(name)
             ],
         }
 
-    def _asked_for(
-        self, rules: Mapping[str, Rule], shapes: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Name, part and shape of each tensor that is to be there."""
+    def _wanted(self, rules: Mapping[str, Rule], shapes: Shapes) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+        """Yield name, part and shape of each required tensor."""
         for parameter, rule in rules.items():
             if self._is_left_out(rule):
                 continue
@@ -132,7 +126,7 @@ class _Found:
         return [f"made up: {listed(left_out, 3)}, which the files leave out"] if left_out else []
 
     def _unlike(self, name: str) -> list[int]:
-        """The parts whose copy of a tensor that each has whole is not that of the first."""
+        """Return the parts whose copy of a whole tensor differs from the first part's."""
         copies = {part: one.tensor for part, one in self.tensors.get(name, {}).items()}
         first = copies.pop(0, None)
         return [] if first is None else [part for part, copy in copies.items() if not _is_copy(first, copy)]
@@ -141,15 +135,13 @@ class _Found:
         return rule.default is not None and not any(name in self.tensors for name in rule.sources)
 
     def _parts_of(self, rule: Rule) -> range:
-        """Those that hold something of a parameter; all hold the same of one that is not divided."""
+        """All parts of a divided parameter; the first of a whole one, of which each part has a copy."""
         return range(self.parts if rule.transform.axis is not None else 1)
 
 
 def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
     head, embedding = stored.get(HEAD), stored[EMBEDDING]
-    if head is None or head == embedding:  # the same bytes of the same file
-        return True
-    return _have_equal_values(head, embedding)
+    return head is None or head == embedding or _have_equal_values(head, embedding)  # ==: the same bytes of a file
 
 
 def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
@@ -167,7 +159,7 @@ def _have_equal_values(one: Tensor, other: Tensor) -> bool:
     return equal
 
 
-def _explain(path: Path, family: Family, problems: dict[str, list[tuple[str, str]]]) -> str:
+def _explain(path: Path, family: Family, problems: Problems) -> str:
     lines = [f"  {kind}: {'; '.join(_grouped(found))}" for kind, found in problems.items() if found]
     return "\n".join(
         [
@@ -181,7 +173,7 @@ def _explain(path: Path, family: Family, problems: dict[str, list[tuple[str, str
 
 
 def _grouped(found: list[tuple[str, str]]) -> list[str]:
-    """One text for what many layers share, because a wrong config.json misshapes hundreds of tensors at once."""
+    """Return one text for what many layers share: a wrong config.json misshapes hundreds of tensors at once."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, remark in found:
         groups.setdefault((of_any_layer(name), remark), []).append(name)

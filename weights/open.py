@@ -1,4 +1,4 @@
-"""The one door: from the name that a user gives to the checkpoint."""
+"""From the name that a user gives to the checkpoint."""
 
 import os
 from difflib import get_close_matches
@@ -6,28 +6,26 @@ from pathlib import Path
 
 from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.checks import describe
+from tinygpt.weights.checks import describe, listed
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import PACKED_FILE
 from tinygpt.weights.random_checkpoint import is_random, open_random
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
-NAMED = 3  # subfolders, in a message
-FEW = 12  # files in a folder, that may all be named: /tmp holds more
+FEW = 12  # files in a folder that may all be named: /tmp holds more
 DEMO = Path(__file__).resolve().parent / "demo"
-NEAR = 0.7  # of difflib's ratio: dmeo and demos are near demo
-# How names of weights end, and no Hub id that can be loaded.
+# Ends of names of weights; no Hub id that can be loaded has them.
 SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 
 
 def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | PackedCheckpoint:
     """Open "demo", a local folder or file, converted or not, a Hub id, or "random:SHAPE".
 
-    Raises CheckpointError, with everything that is wrong, when it cannot be found, read or used.
+    Raise CheckpointError, with everything that is wrong, if it cannot be found, read or used.
     """
     if is_random(model):
-        return open_random(model)
+        return open_random(str(model))
     path = resolve(model)
     if (path / PACKED_FILE).exists():
         return PackedCheckpoint.open(path)
@@ -37,14 +35,14 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
 
 
 def is_here(model: str | os.PathLike[str]) -> bool:
-    """Whether nothing has to be downloaded to open `model`, if it can be opened at all."""
+    """Return whether opening `model` downloads nothing."""
     return is_random(model) or _is_demo(model) or os.path.exists(os.path.expanduser(model))
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """The path of `model`: "demo" (the embedded checkpoint), a local folder or file, or a Hub id, which is downloaded.
+    """Return the path of `model`: "demo", a local folder or file, or a Hub id, which is downloaded.
 
-    Raises CheckpointError when it is none of them, such as a random checkpoint, or the folder is no checkpoint.
+    Raise CheckpointError for anything else, such as a random checkpoint or a folder that is no checkpoint.
     """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or file, or a Hub id.")
@@ -68,17 +66,17 @@ def resolve(model: str | os.PathLike[str]) -> Path:
 
 
 def _is_demo(model: str | os.PathLike[str]) -> bool:
-    """Whether it is "demo", in capitals or with spaces around it too where no folder has that name."""
+    """Return whether the name is "demo", in any case, with spaces around it too, unless a folder has that name."""
     return model == "demo" or (str(model).strip().lower() == "demo" and not Path(model).is_dir())
 
 
 def _local_path(model: str | os.PathLike[str]) -> Path | None:
-    """The folder or file that `model` names, or None where it can only be a Hub id."""
-    path = Path(model).expanduser()
+    """Return the folder or file of this name, or None if it can only be a Hub id."""
+    path, text = Path(model).expanduser(), str(model)
     if path.is_dir() or path.is_file():
         return path
-    name = str(model).strip(" ./").lower()
-    if "/" not in name and get_close_matches(name, ["demo"], cutoff=NEAR):
+    name = text.strip(" ./").lower()
+    if "/" not in name and get_close_matches(name, ["demo"], cutoff=0.7):
         raise CheckpointError(
             f"there is no folder or file {model}: did you mean demo? A model of the Hub is given with its owner, as "
             f"OWNER/{name}."
@@ -88,16 +86,10 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
             f"{model} is a device, a pipe or a socket, and no checkpoint: give a folder, a file of weights, or a Hub "
             "id such as 'gpt2'."
         )
-    if _is_meant_as_path(model):
+    is_local = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(SUFFIXES)
+    if not isinstance(model, str) or is_local or text.count("/") > 1 or "\\" in text:
         raise CheckpointError(f"there is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
     return None
-
-
-def _is_meant_as_path(model: str | os.PathLike[str]) -> bool:
-    """A Hub id is `name` or `owner/name`; whatever cannot be one was meant as a path."""
-    text = str(model)
-    is_local = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(SUFFIXES)
-    return not isinstance(model, str) or is_local or text.count("/") > 1 or "\\" in text
 
 
 def _check_is_checkpoint(folder: Path) -> None:
@@ -107,13 +99,11 @@ def _check_is_checkpoint(folder: Path) -> None:
 
     if find_weights(folder):
         return
-    weights = " or ".join(FILES)
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    if len(inside) > NAMED:
-        inside[NAMED:] = [f"{len(inside) - NAMED} more"]
-    hint = f" Its subfolders {', '.join(inside)} look like checkpoints: give one of them." if inside else ""
+    hint = f" Its subfolders {listed(inside, 3)} look like checkpoints: give one of them." if inside else ""
     count = sum(1 for _ in folder.iterdir())
     held = describe(folder) if count <= FEW else f"of the {count} files and folders in it none is config.json"
     raise CheckpointError(
-        f"{folder} is no checkpoint: it must hold config.json, {weights}, and the tokenizer's files, and {held}.{hint}"
+        f"{folder} is no checkpoint: it must hold config.json, {' or '.join(FILES)}, and the tokenizer's files, and "
+        f"{held}.{hint}"
     )

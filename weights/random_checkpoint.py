@@ -1,4 +1,4 @@
-"""GPT-2's shapes with random weights, made in memory: to measure speed with nothing to download."""
+"""GPT-2's shapes with random weights, made in memory, to measure speed without a download."""
 
 import zlib
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ STD = np.float32(0.02)
 
 @dataclass(frozen=True)
 class RandomTensor:
-    """A tensor that is drawn from its name whenever it is asked for: the same bits every time.
+    """A tensor that is drawn from its name at each read, with the same bits every time.
 
-    All have std 0.02, around 1 for the weights of layer norms and 0 for all else. So biases are random as well: one
-    that is forgotten shows in the logits.
+    All have std 0.02, around 1 for the weights of layer norms and 0 for all else. Random biases show in the logits if
+    they are forgotten.
     """
 
     name: str
@@ -43,14 +43,11 @@ class RandomTensor:
         return array
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""
 
 
 def open_random(model: str) -> Checkpoint:
-    """Open "random:SHAPE". CheckpointError for a shape that is not one of SHAPES.
-
-    Its path names it in messages: there is no such folder, and so no tokenizer.
-    """
+    """Open "random:SHAPE". Raise CheckpointError for a shape that is not one of SHAPES."""
     shape = SHAPE_OF.get(model.removeprefix(PREFIX).lower())
     if shape is None:
         raise CheckpointError(f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}.")
@@ -58,12 +55,11 @@ def open_random(model: str) -> Checkpoint:
 
 
 def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
-    """One of any sizes; its name is for messages."""
+    """Return a checkpoint of any sizes. Its path is `name`, for messages: there is no such folder."""
     shapes = parameter_shapes(config)
     stored = {name: RandomTensor(name, shapes[name]) for name in shapes if name != HEAD}
     return Checkpoint(Path(name), "random weights", "GPT-2", config, stored, tied=True)
 
 
 def is_random(model: object) -> bool:
-    """Whether `model` names a random checkpoint."""
     return isinstance(model, str) and model.startswith(PREFIX)

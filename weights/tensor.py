@@ -1,4 +1,4 @@
-"""Tensors that are read only when they are asked for, wherever they come from."""
+"""Tensors that are read only when they are asked for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ class Tensor(Protocol):
     """A tensor in a file, one that is drawn at random, or one made of others."""
 
     def float32(self) -> np.ndarray:
-        """Its elements: a view of what is in memory already where that is possible, otherwise a copy."""
+        """Return the elements: a view of memory if possible, otherwise a copy."""
 
     def release(self) -> None:
-        """Let the file's pages behind it leave memory; they are read again when they are touched."""
+        """Let the file's pages leave memory; they are read again when they are touched."""
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """What `make` returns for the arrays of `sources`: a matrix transposed, or several joined into one."""
+    """A tensor that `make` computes from the arrays of `sources`: transposed or joined."""
 
     make: Callable[..., np.ndarray]
     sources: tuple[Tensor, ...]
@@ -34,7 +34,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class DefaultTensor:
-    """What stands for a parameter that files leave out: `make` gives an array of that shape."""
+    """A parameter that files leave out: `make` returns an array of a shape."""
 
     shape: tuple[int, ...]
     make: Callable[[tuple[int, ...]], np.ndarray]
@@ -43,12 +43,11 @@ class DefaultTensor:
         return self.make(self.shape)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""
 
 
 def shortest(number: float) -> float:
-    """A number that a file keeps as a float32, as the shortest decimal that gives the same one: 1e-05, and not
-    9.999999747378752e-06."""
+    """Return the shortest decimal of a file's float32: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(number)))
 
 

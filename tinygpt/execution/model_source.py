@@ -15,7 +15,6 @@ from tinygpt.execution.backend import check_model, load_backend, name_of
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.checksum import begin_checksum
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.open import open_checkpoint
@@ -81,7 +80,7 @@ class ModelSource:
 
     def begin_checksum(self) -> Future[str]:
         """A text that is another one for other weights, made beside whatever else is done."""
-        return begin_checksum(self.checkpoint)
+        return self.checkpoint.begin_checksum()
 
     def load_params(self, threads: int) -> Any:
         """The backend's Params: packed now, or as they lie in a converted checkpoint; on several memory nodes, copies.

@@ -69,8 +69,10 @@ class PackedCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """Where its tokenizer's files lie."""
         return self.path
+
+    def begin_checksum(self) -> Future[str]:
+        return self.checksum
 
     @property
     def file(self) -> MappedFile:
