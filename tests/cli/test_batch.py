@@ -534,9 +534,20 @@ class Disk:
     def __init__(self, monkeypatch):
         self.synced: list[str] = []
         self.now, self.room, self.sync_error = 0.0, None, None
-        self._fsync, self._write = os.fsync, os.write
+        self._fsync, disk = os.fsync, self
         monkeypatch.setattr(os, "fsync", self.fsync)
-        monkeypatch.setattr(os, "write", self.write)
+
+        class File(io.FileIO):
+            def write(self, data) -> int:
+                if disk.room is None:
+                    return super().write(data)
+                if not disk.room:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                count = super().write(data[: disk.room])
+                disk.room -= count
+                return count
+
+        monkeypatch.setattr(Path, "open", lambda path, mode, **_: File(path, mode.replace("b", "")))
         monkeypatch.setattr(batch.time, "monotonic", lambda: self.now)
 
     def fsync(self, descriptor: int) -> None:
@@ -544,15 +555,6 @@ class Disk:
             raise OSError(self.sync_error, os.strerror(self.sync_error))
         self._fsync(descriptor)
         self.synced.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
-
-    def write(self, descriptor: int, data) -> int:
-        if self.room is None:
-            return self._write(descriptor, data)
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        count = self._write(descriptor, data[: self.room])
-        self.room -= count
-        return count
 
 
 @pytest.fixture
@@ -568,7 +570,7 @@ def test_records_are_on_the_disk_a_second_later(tmp_path, disk):
             file.write("line")
             assert len(disk.synced) == count, now
     assert disk.synced == ["folder", *["file"] * 3]
-    assert (tmp_path / "out").read_text() == "line\n" * 5
+    assert (tmp_path / "out").read_bytes() == b"line\n" * 5
 
 
 def test_an_interrupted_run_syncs_too(tmp_path, disk):
@@ -589,7 +591,7 @@ def test_a_full_disk_names_the_file(tmp_path, disk, room):
     says = rf"--output {path} cannot be written \(No space left on device\): .* give the same command again"
     with RecordFile(path, Earlier()) as file, pytest.raises(TinyGPTError, match=says):
         file.write(f"{line}\n{line}")
-    assert path.read_text() == f"{line}\n{line}\n"[:room]
+    assert path.read_bytes() == f"{line}\n{line}\n".encode()[:room]
 
 
 def test_a_failing_sync_is_an_error(tmp_path, disk):

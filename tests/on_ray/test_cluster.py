@@ -23,7 +23,7 @@ from ray.experimental import internal_kv
 from support.commands import run_process
 from support.paths import ROOT
 from support.processes import below
-from tinygpt.cli.batch import Earlier, _writer
+from tinygpt.cli.batch import Earlier, RecordFile
 from tinygpt.errors import RequestError
 from tinygpt.on_ray import ray_actors, ray_cluster
 from tinygpt.on_ray.ray_actors import Setup
@@ -168,8 +168,8 @@ def test_the_cluster_is_there_before_anything_is_asked_of_it(monkeypatch):
 
 def test_what_ray_prints_is_not_among_the_records(tmp_path, capsys):
     """The choice of where records go comes before `joined`."""
-    with _writer(None, Earlier()) as write, ray_cluster._said_in(tmp_path / "log"):
+    with RecordFile(None, Earlier()) as file, ray_cluster._said_in(tmp_path / "log"):
         print("(raylet) Task failed")
-        write("{}")
+        file.write("{}")
     assert capsys.readouterr().out == "{}\n"
     assert (tmp_path / "log").read_text() == "(raylet) Task failed\n"

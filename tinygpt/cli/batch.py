@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.input import PromptRecord, is_unicode, read_prompts, refuse_lines
 from tinygpt.cli.loading import load_llm, sigterm_raises
-from tinygpt.cli.output import RateLimiter, counted, emit, log, rates
+from tinygpt.cli.output import counted, emit, log, progress, rates
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
 from tinygpt.weights.files import sync, sync_folder
 
@@ -104,30 +104,18 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
             half = f"half a record of {counted(earlier.num_lost_bytes, 'byte')}"
             log(f"{target} ends in {half}, as a run leaves it that is killed: its prompt is answered anew")
         num_failed = earlier.num_failed
-        with _writer(target, earlier) as write:
+        with RecordFile(target, earlier) as file:
             if pending:
                 answer = _answer_on_ray if args.ray else _answer
-                num_failed += answer(
-                    args, pending, earlier, partial(_write_all, args, write, len(pending), len(prompts))
-                )
+                num_failed += answer(args, pending, earlier, partial(_write_all, args, file, len(prompts)))
         if num_failed:
             failed = f'{num_failed} of {counted(len(prompts), "prompt")} failed: "error" in their records says why'
             again = "" if target is None else f"; to have them tried again, remove these lines from {target}"
             raise TinyGPTError(f"{failed}{again}.")
 
 
-@contextmanager
-def _writer(target: Path | None, earlier: "Earlier") -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes a line: to the file, after its earlier records, or to stdout."""
-    if target is None:
-        yield partial(emit, file=sys.stdout)  # of now: Ray's own prints go to another one
-        return
-    with RecordFile(target, earlier) as file:
-        yield file.write
-
-
 def _answer(
-    args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[[Iterator], int]
+    args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[..., int]
 ) -> int:
     """Write the record of each pending prompt. Return how many have failed."""
     llm, load_seconds = load_llm(args)
@@ -137,14 +125,14 @@ def _answer(
     before = llm.engine.throughput
     prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
     outputs = llm.generate_as_finished(prompts, params, return_exceptions=True)
-    num_failed = write_all(Answer.of(tasks[i], args.model, llm.dtype, found) for i, found in outputs)
+    num_failed = write_all((Answer.of(tasks[i], args.model, llm.dtype, found) for i, found in outputs), len(tasks))
     done = f"{counted(len(tasks), 'prompt')}: {rates(llm.engine.throughput - before)}"
     log(f"{done}; load {load_seconds:.2f} s; seeds in their records")
     return num_failed
 
 
 def _answer_on_ray(
-    args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[[Iterator], int]
+    args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[..., int]
 ) -> int:
     """As `_answer`, by actors of a Ray cluster."""
     from tinygpt.on_ray.ray_actors import Setup, answers_on_ray
@@ -155,10 +143,9 @@ def _answer_on_ray(
     tasks = read_tasks(args.input, pending, inputs.read_prompt, inputs.request)
     count = min(args.ray, len(tasks))
     with answers_on_ray(count, setup, tasks) as answers:
-        num_failed = write_all(answers)
+        num_failed = write_all(answers, len(tasks))
     seconds = time.perf_counter() - started
-    done = f"{counted(len(tasks), 'prompt')} by {counted(count, 'actor')} in {seconds:.2f} s"
-    log(f"{done}; seeds in their records")
+    log(f"{counted(len(tasks), 'prompt')} by {counted(count, 'actor')} in {seconds:.2f} s; seeds in their records")
     return num_failed
 
 
@@ -180,32 +167,25 @@ def read_tasks(source: str, records: list[PromptRecord], read: Callable, check: 
 
 
 def _write_all(
-    args: argparse.Namespace, write: Callable[[str], None], num_pending: int, total: int, answers: Iterator[Answer]
+    args: argparse.Namespace, file: "RecordFile", total: int, answers: Iterable[Answer], num_pending: int
 ) -> int:
     """Write each record as it comes and show the progress. Return how many are errors."""
-    from tqdm import tqdm
-
     num_truncated, num_unfinished, num_failed, num_answered = 0, 0, 0, total - num_pending
-    limiter = RateLimiter()
-    # disable=None: no bar if stderr is not a terminal.
-    with tqdm(total=total, initial=num_answered, unit=" prompts", disable=None) as bar:
-        try:
-            for answer in in_order(answers) if args.keep_order else answers:
-                write(answer.line)
-                num_answered += 1
-                num_truncated += answer.is_truncated
-                num_failed += answer.is_failed
-                num_unfinished += answer.num_cut
-                bar.update()
-                if limiter.is_due() and num_answered < total:
-                    log(f"{num_answered} of {counted(total, 'prompt')} answered")
-        except KeyboardInterrupt as stop:
-            answered = f"{num_answered} of {counted(total, 'prompt')} answered"
-            if args.output is None:
-                how = f"{answered}, on stdout; a run with --output FILE can be continued"
-            else:
-                how = f"{answered}, in {args.output}; give the same command again to go on behind them"
-            raise type(stop)(how) from None
+    answers = in_order(answers) if args.keep_order else answers
+    try:
+        for answer in progress("prompt", "answered")(answers, total, num_answered):
+            file.write(answer.line)
+            num_answered += 1
+            num_truncated += answer.is_truncated
+            num_failed += answer.is_failed
+            num_unfinished += answer.num_cut
+    except KeyboardInterrupt as stop:
+        answered = f"{num_answered} of {counted(total, 'prompt')} answered"
+        if args.output is None:
+            how = f"{answered}, on stdout; a run with --output FILE can be continued"
+        else:
+            how = f"{answered}, in {args.output}; give the same command again to go on behind them"
+        raise type(stop)(how) from None
     if num_truncated:
         log(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
     if num_unfinished:
@@ -322,39 +302,44 @@ def check_dtype(output: str | None, earlier: Earlier, dtype: str) -> None:
 
 
 class RecordFile:
-    """The output file, open for lines after its last complete record, and locked against other runs.
+    """stdout, or the output file: open for lines after its last complete record, and locked against other runs.
 
     Nothing is buffered here: the system has each line. The disk has all lines each second, and at the end.
     """
 
-    def __init__(self, path: Path, earlier: Earlier):
-        self._path = path
+    def __init__(self, path: Path | None, earlier: Earlier):
+        self._path, self._stdout = path, sys.stdout  # of now: Ray's own prints go to another one
+        self._file, self._is_regular, self._synced = None, False, time.monotonic()
+        if path is None:
+            return
         with self._explained():
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            self._file = path.open("ab", buffering=0)
             try:
-                self._begin(earlier)
+                self._begin(path, earlier)
             except BaseException:
-                os.close(self._descriptor)
+                self._file.close()
                 raise
 
-    def _begin(self, earlier: Earlier) -> None:
-        self._is_regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)  # not a pipe or a device
-        self._synced = time.monotonic()
+    def _begin(self, path: Path, earlier: Earlier) -> None:
+        self._is_regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)  # not a pipe or a device
         if self._is_regular:
-            _lock(self._path, self._descriptor)
-            if os.fstat(self._descriptor).st_size != earlier.end:
-                raise RequestError(f"--output {self._path} has been written to by another run meanwhile.")
-            sync_folder(self._path.parent)  # the name of a new file
+            _lock(path, self._file.fileno())
+            if os.fstat(self._file.fileno()).st_size != earlier.end:
+                raise RequestError(f"--output {path} has been written to by another run meanwhile.")
+            sync_folder(path.parent)  # the name of a new file
             if earlier.num_lost_bytes:
-                os.ftruncate(self._descriptor, earlier.size)
+                self._file.truncate(earlier.size)
             if earlier.lacks_newline:
-                os.write(self._descriptor, b"\n")
+                self._file.write(b"\n")
 
     def write(self, line: str) -> None:
+        if self._file is None:
+            emit(line, file=self._stdout)
+            return
         data = memoryview(f"{line}\n".encode())
         with self._explained():
             while data:  # a disk that becomes full takes a part
-                data = data[os.write(self._descriptor, data) :]
+                data = data[self._file.write(data) :]
             if time.monotonic() - self._synced >= SYNC_SECONDS:
                 self._sync()
 
@@ -362,15 +347,13 @@ class RecordFile:
         return self
 
     def __exit__(self, *exception) -> None:
-        try:
-            with self._explained():
+        if self._file is not None:
+            with self._explained(), self._file:
                 self._sync()
-        finally:
-            os.close(self._descriptor)
 
     def _sync(self) -> None:
         if self._is_regular:
-            sync(self._descriptor)
+            sync(self._file.fileno())
             self._synced = time.monotonic()
 
     @contextmanager
@@ -390,11 +373,9 @@ def _lock(path: Path, descriptor: int) -> None:
     """Keep other runs from writing to the file until this one closes it. RequestError if one is writing."""
     try:
         import fcntl
-    except ImportError:  # Windows
-        return
-    try:
+
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RequestError(f"--output {path} is being written by another run: wait for its end.") from None
-    except OSError:  # a file system without locks
+    except (ImportError, OSError):  # Windows, or a file system without locks
         return

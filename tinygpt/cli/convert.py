@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags import CHECKPOINT, add_argument, add_flag, dtype, one_of_both
 from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.output import elapsed, log, progress
+from tinygpt.cli.output import log, progress
 from tinygpt.errors import RequestError, TinyGPTError, invalid
 from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 
@@ -142,14 +142,14 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
     checkpoint, write = (_in_other_format if args.to else _in_own_format)(args, folder)
-    with elapsed(f"writing {args.target}"):
-        try:
-            file = write()
-            write_sidecar_files(folder, checkpoint)
-            if not args.to:
-                write_prepared(folder)
-        except OSError as error:
-            raise TinyGPTError(f"DST {args.target} cannot be written: {error.strerror or error}.") from None
+    log(f"writing {args.target}")
+    try:
+        file = write()
+        write_sidecar_files(folder, checkpoint)
+        if not args.to:
+            write_prepared(folder)
+    except OSError as error:
+        raise TinyGPTError(f"DST {args.target} cannot be written: {error.strerror or error}.") from None
     return sum(file.stat().st_size for file in checkpoint.files), file
 
 
@@ -222,8 +222,8 @@ def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, An
 
     checkpoint = source.checkpoint
     calibration = _calibration(args, checkpoint)
-    with elapsed(f"packing {args.source} as {args.dtype}"):
-        params = load_calibrated(checkpoint, args.dtype, thread_count(args.threads), calibration)
+    log(f"packing {args.source} as {args.dtype}")
+    params = load_calibrated(checkpoint, args.dtype, thread_count(args.threads), calibration)
     metadata = {
         "dtype": args.dtype,
         "tied": str(checkpoint.tied).lower(),

@@ -12,7 +12,7 @@ from typing import Any
 import tinygpt
 from tinygpt.cli.flags import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.loading import THREAD_POOLS, set_thread_pools
-from tinygpt.cli.output import elapsed, print_fields, print_json, size_text
+from tinygpt.cli.output import log, print_fields, print_json, size_text
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import logical_cores, thread_count
 
@@ -71,8 +71,8 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
     from tinygpt.kernels.cpu.features import has_feature
     from tinygpt.weights.config import ModelConfig
 
-    with elapsed("measuring the memory's bandwidth"):
-        bandwidth = read_bandwidth(threads)
+    log("measuring the memory's bandwidth")
+    bandwidth = read_bandwidth(threads)
     blas = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
     limits = {dtype: bandwidth / weight_bytes(ModelConfig(), dtype) for dtype in BYTES}
     return {

@@ -93,51 +93,21 @@ def logging_to_stderr(is_debug: bool = False, log_format: str = "text") -> Itera
         root.removeHandler(handler)
 
 
-@contextmanager
-def elapsed(message: str) -> Iterator[None]:
-    """Show `message` while the block runs, and on a terminal the seconds that it took."""
-    if not sys.stderr.isatty():
-        log(message)
-        yield
-        return
-    started = time.perf_counter()
-    STATUS.end()
-    print(f"tinygpt: {message} ...", end="", file=sys.stderr, flush=True)
-    STATUS.is_open = True
-    try:
-        yield
-    finally:
-        if STATUS.is_open:
-            print(f" {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-        STATUS.is_open = False
+def progress(noun: str, done: str = "done") -> Callable[..., Iterator[Any]]:
+    """Return a stand-in for tqdm: a bar on a terminal, and a message each INTERVAL anywhere else."""
 
-
-class RateLimiter:
-    """Limits progress messages to one in INTERVAL seconds, and to none on a terminal, which has a bar."""
-
-    def __init__(self):
-        self._last = time.perf_counter()
-
-    def is_due(self) -> bool:
-        now = time.perf_counter()
-        if sys.stderr.isatty() or now - self._last < INTERVAL:
-            return False
-        self._last = now
-        return True
-
-
-def progress(noun: str) -> Callable[..., Iterator[Any]]:
-    """Return a stand-in for tqdm: a bar on a terminal, and a message now and then anywhere else."""
-
-    def shown(items: Iterable[Any], total: int, **_: Any) -> Iterator[Any]:
+    def shown(items: Iterable[Any], total: int, initial: int = 0, **_: Any) -> Iterator[Any]:
         from tqdm import tqdm
 
-        limiter = RateLimiter()
+        logged = time.perf_counter()
         # disable=None: no bar if stderr is not a terminal.
-        for number, item in enumerate(tqdm(items, total=total, unit=noun, disable=None), 1):
-            if limiter.is_due() and number < total:
-                log(f"{number} of {counted(total, noun)} done")
+        bar = tqdm(items, total=total, initial=initial, unit=f" {noun}s", disable=None)
+        for number, item in enumerate(bar, initial + 1):
             yield item
+            now = time.perf_counter()
+            if bar.disable and now - logged >= INTERVAL and number < total:
+                log(f"{number} of {counted(total, noun)} {done}")
+                logged = now
 
     return shown
 
@@ -204,17 +174,11 @@ def check_writable(flag: str, path: Path) -> None:
     """Raise RequestError, before any work, if the file `path` cannot be written. An existing file stays as it is."""
     if path.is_dir():
         raise RequestError(f"{flag} {path} is a folder: name a file in it.")
-    if not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise RequestError(f"the folder of {flag} {path} does not exist: create it first.")
-    was_there = os.path.lexists(path)
-    if was_there and not path.is_file():  # a device, or a pipe, which might wait for its reader
-        return
-    try:
-        path.open("ab").close()
-        if not was_there:
-            path.unlink()
-    except OSError as error:
-        raise RequestError(f"{flag} {path} cannot be written: {error.strerror}.") from None
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise RequestError(f"{flag} {path} cannot be written: permission denied.")
 
 
 def write_results(text: str, path: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.cli import loading
 from tinygpt.cli.flags import add_checkpoint, add_flag, checkpoint_of
 from tinygpt.cli.input import read_prompts, refuse_lines
-from tinygpt.cli.output import check_writable, elapsed, log, print_fields, print_json, print_table
+from tinygpt.cli.output import check_writable, log, print_fields, print_json, print_table
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.hardware.threads import thread_count
 from tinygpt.sampling_params import SamplingParams
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> None:
             )
         tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
         goldens = _computed(args, llm, folder) if folder else _loaded(args, llm)
-        with elapsed("computing with tinygpt"):
-            parity = _compare(llm, goldens, args.layers)
+        log("computing with tinygpt")
+        parity = _compare(llm, goldens, args.layers)
     failures = parity.failures(tolerance)
     about = {"model": args.model, "dtype": llm.dtype, "device": args.device, "tolerance": tolerance}
     about |= {"compared_with": args.golden or "transformers", "passed": not failures}
@@ -147,8 +147,8 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
     room = llm.max_model_len
     num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]
     check_transformers()
-    with elapsed("computing with transformers"):
-        goldens = compute_goldens(folder, prompts, num_greedy, thread_count(args.threads), args.layers)
+    log("computing with transformers")
+    goldens = compute_goldens(folder, prompts, num_greedy, thread_count(args.threads), args.layers)
     if args.save_golden is not None:
         save_goldens(Path(args.save_golden), goldens)
         log(f"{args.save_golden} holds what transformers computes")

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tinygpt.cli.output import counted, elapsed, log
+from tinygpt.cli.output import counted, log
 from tinygpt.errors import RequestError, TinyGPTError, how_to_install
 
 OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights
@@ -51,14 +51,14 @@ def joined(ray: Any, count: int, threads: int) -> Iterator[None]:
     logs = "its log folder"
     try:
         with ExitStack() as stack:
-            with elapsed("starting Ray"):
-                stack.callback(ray.shutdown)
-                if address := os.environ.get("RAY_ADDRESS"):
-                    _check_answers(address)
-                    context = _connected(ray, address, quiet)
-                else:  # beside the actors' CPUs, Ray has one for itself
-                    size = {"num_cpus": count * threads + 1, "object_store_memory": OBJECT_STORE}
-                    context = ray.init("local", include_dashboard=False, **size, **quiet)
+            log("starting Ray")
+            stack.callback(ray.shutdown)
+            if address := os.environ.get("RAY_ADDRESS"):
+                _check_answers(address)
+                context = _connected(ray, address, quiet)
+            else:  # beside the actors' CPUs, Ray has one for itself
+                size = {"num_cpus": count * threads + 1, "object_store_memory": OBJECT_STORE}
+                context = ray.init("local", include_dashboard=False, **size, **quiet)
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray has one of its own, which would tell nobody how to go on
             if address:
                 _check_room(ray, address, count, threads)
