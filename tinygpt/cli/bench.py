@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         type=dtypes,
         metavar="LIST",
-        help=f"{MODEL_FLAGS['dtype']['help'].partition(' (default')[0]} (default: auto)",
+        help=MODEL_FLAGS["dtype"]["help"],
     )
     about = f"{MODEL_FLAGS['kv_cache_dtype']['help'].partition(' (')[0]} (default: auto)"
     add_flag(model, "kv_cache_dtype", default=None, help=about)

@@ -70,88 +70,66 @@ def named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
+def _model_flag(about: str, kind: Any = str, metavar: str | None = None, default: Any = None, **more: Any) -> dict:
+    return {"help": _with_default(about, default), "type": kind, "metavar": metavar, "default": default, **more}
+
+
+def _with_default(about: str, default: Any) -> str:
+    if "(default: " in about:
+        return about
+    shown = "none" if default is None else "off" if default is False else default
+    return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
+
+
 # An argument of LLM -> what add_argument takes; "flag" and "short" are its names if they differ from the argument's.
 MODEL_FLAGS: dict[str, dict[str, Any]] = {
-    "model": {"short": "-m", "default": "demo", "help": f"{CHECKPOINT} (default: %(default)s)"},
-    "dtype": {
-        "type": dtype,
-        "default": "auto",
-        "help": f"precision of the weights: {', '.join(DTYPES)}; auto is the dtype of a converted checkpoint, and "
-        "float32 for any other (default: %(default)s)",
-    },
-    "kv_cache_dtype": {
-        "type": dtype,
-        "default": "auto",
-        "metavar": "DTYPE",
-        "help": "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, and "
-        "bfloat16 for all others (default: %(default)s)",
-    },
-    "threads": {
-        "short": "-t",
-        "type": int,
-        "metavar": "N",
-        "help": "threads that compute (default: one for each fast physical core)",
-    },
-    "device": {
-        "type": str.lower,
-        "default": "cpu",
-        "help": '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow (default: %(default)s)',
-    },
-    "max_num_seqs": {
-        "type": int,
-        "default": 32,
-        "metavar": "N",
-        "help": "samples that run at once; others wait (default: %(default)s)",
-    },
-    "max_num_batched_tokens": {
-        "type": int,
-        "metavar": "N",
-        "help": "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)",
-    },
-    "prefix_cache_seqs": {
-        "type": int,
-        "default": 4,
-        "metavar": "N",
-        "help": "finished samples kept in the KV cache for prompts that begin like them (default: %(default)s)",
-    },
-    "max_model_len": {
-        "type": int,
-        "metavar": "N",
-        "help": "positions reserved for each sample, prompt included (default: all that the model has)",
-    },
-    "lora": {"metavar": "PATH", "help": "a LoRA adapter in PEFT's layout to merge (default: none)"},
-    "soft_prompt": {
-        "action": "append",
-        "type": named_path,
-        "metavar": "NAME=PATH",
-        "help": "a soft prompt in PEFT's layout, put in front of every prompt; with --input, several may be given: a "
-        "line's field soft_prompt names one, and the first is used where there is no such field (default: none)",
-    },
-    "draft_model": {
-        "metavar": "MODEL",
-        "help": "a smaller model with the same tokens that drafts ahead: fewer steps, the same text (default: none)",
-    },
-    "num_speculative_tokens": {
-        "type": int,
-        "default": 4,
-        "metavar": "N",
-        "help": "tokens that it drafts at a time (default: %(default)s)",
-    },
-    "tensor_parallel_size": {
-        "flag": "--tensor-parallel",
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-        "help": "processes that share each layer, up to 4, started by mpiexec: by this one, or by the one that has "
-        "started it (default: %(default)s)",
-    },
-    "pipeline_parallel_size": {
-        "flag": "--pipeline-parallel",
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-        "help": "stages that the layers are dealt out to, each of --tensor-parallel processes (default: %(default)s)",
-    },
+    "model": _model_flag(CHECKPOINT, default="demo", short="-m"),
+    "dtype": _model_flag(
+        f"precision of the weights: {', '.join(DTYPES)}; auto is the dtype of a converted checkpoint, and float32 for "
+        "any other",
+        dtype,
+        default="auto",
+    ),
+    "kv_cache_dtype": _model_flag(
+        "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, and bfloat16 for "
+        "all others",
+        *(dtype, "DTYPE", "auto"),
+    ),
+    "threads": _model_flag("threads that compute (default: one for each fast physical core)", int, "N", short="-t"),
+    "device": _model_flag(
+        '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow', str.lower, default="cpu"
+    ),
+    "max_num_seqs": _model_flag("samples that run at once; others wait", int, "N", 32),
+    "max_num_batched_tokens": _model_flag(
+        "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)", int, "N"
+    ),
+    "prefix_cache_seqs": _model_flag(
+        "finished samples kept in the KV cache for prompts that begin like them", int, "N", 4
+    ),
+    "max_model_len": _model_flag(
+        "positions reserved for each sample, prompt included (default: all that the model has)", int, "N"
+    ),
+    "lora": _model_flag("a LoRA adapter in PEFT's layout to merge", metavar="PATH"),
+    "soft_prompt": _model_flag(
+        "a soft prompt in PEFT's layout, put in front of every prompt; with --input, several may be given: a line's "
+        "field soft_prompt names one, and the first is used where there is no such field",
+        *(named_path, "NAME=PATH"),
+        action="append",
+    ),
+    "draft_model": _model_flag(
+        "a smaller model with the same tokens that drafts ahead: fewer steps, the same text", metavar="MODEL"
+    ),
+    "num_speculative_tokens": _model_flag("tokens that it drafts at a time", int, "N", 4),
+    "tensor_parallel_size": _model_flag(
+        "processes that share each layer, up to 4, started by mpiexec: by this one, or by the one that has started it",
+        *(int, "N", 1),
+        flag="--tensor-parallel",
+    ),
+    "pipeline_parallel_size": _model_flag(
+        "stages that the layers are dealt out to, each of --tensor-parallel processes",
+        *(int, "N", 1),
+        flag="--pipeline-parallel",
+    ),
     "split_special_tokens": {
         "flag": "--no-special-tokens",
         "action": "store_true",
@@ -244,8 +222,10 @@ def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
                 action = "append" if rule.repeats else "store"
                 options = {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action}
             short = [SHORT[name]] if name in SHORT else []
-            about = _with_default(field.metadata["help"], default, rule.repeats)
-            add_argument(group, name, *short, default=default, help=about, **options)
+            about = field.metadata["help"]
+            if rule.repeats and "several times" not in about:
+                about += "; may be given several times"
+            add_argument(group, name, *short, default=default, help=_with_default(about, default), **options)
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
@@ -256,12 +236,3 @@ def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
 def with_seed(params: SamplingParams) -> SamplingParams:
     """Return the params, with a seed drawn if there is none: 32 bits, exact for JSON readers that use float64."""
     return params if params.seed is not None else replace(params, seed=secrets.randbelow(2**32))
-
-
-def _with_default(about: str, default: Any, repeats: bool) -> str:
-    if repeats and "several times" not in about:
-        about += "; may be given several times"
-    if "(default: " in about:
-        return about
-    shown = "none" if default is None else "off" if default is False else default
-    return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
