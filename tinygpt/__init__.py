@@ -11,7 +11,7 @@ __all__ = ["LLM", "AsyncLLM", "RemoteLLM", "SamplingParams", "__version__", "war
 _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "RemoteLLM": "remote.remote_llm",
+    "RemoteLLM": "remote",
     "SamplingParams": "sampling_params",
     "warmup": "compile_ahead",
 }

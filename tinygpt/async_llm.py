@@ -10,7 +10,7 @@ from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # nothing that computes is imported for a model elsewhere
     from tinygpt.llm import LLM
-    from tinygpt.remote.remote_llm import RemoteLLM
+    from tinygpt.remote import RemoteLLM
 
 
 class AsyncLLM:

@@ -26,7 +26,7 @@ from tinygpt.execution.model_source import ModelSource, load_tokenizer
 from tinygpt.hardware.cpu import cpu_name
 from tinygpt.hardware.threads import thread_count
 from tinygpt.llm import LLM
-from tinygpt.remote.remote_llm import KEY_VARIABLE, RemoteLLM
+from tinygpt.remote import KEY_VARIABLE, RemoteLLM
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint

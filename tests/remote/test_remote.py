@@ -1,6 +1,7 @@
-"""RemoteLLM before servers that misbehave: what is tried again, what is not, and the one sentence that says why."""
+"""RemoteLLM and servers that misbehave: retries, errors, and outputs that come back to the bit."""
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -9,11 +10,17 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.paths import ROOT
-from tinygpt import RemoteLLM, SamplingParams
+from tinygpt import RemoteLLM, SamplingParams, remote
 from tinygpt.errors import QueueFullError, RequestError, ServerError
-from tinygpt.remote import connections
+from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+
+httpx = pytest.importorskip("httpx", reason="httpx, of the extra `remote`, is not installed")
+replies = pytest.importorskip("tinygpt.server.replies", reason="the extra `serve` is not installed")
+chunk_to_json, output_to_json = replies.chunk_to_json, replies.output_to_json
 
 CARD = {"data": [{"id": "demo", "owned_by": "tinygpt", "max_model_len": 512}]}
 OUTPUT = {
@@ -51,7 +58,7 @@ def hang_up(handler: "Handler") -> None:
 
 
 def reply_and_hang_up(handler: "Handler") -> None:
-    """Without saying so: as a server does with a connection that has been idle."""
+    """Close without notice, as a server does with an idle connection."""
     reply(200, OUTPUT)(handler)
     handler.wfile.flush()
     hang_up(handler)
@@ -86,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def serve(monkeypatch):
     """`serve(answer, ...)` gives (a RemoteLLM, what it has asked for): each POST gets the next answer, or the last."""
-    monkeypatch.setattr(connections, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
     servers, llms = [], []
 
     def serve(*answers: Answer, card: object = CARD, **arguments: object) -> tuple[RemoteLLM, list]:
@@ -140,6 +147,7 @@ def test_a_server_that_stays_busy_is_asked_so_often(serve, status, kind):
         (reply(200, b"<html>Hello</html>"), "it does not speak JSON"),
         (reply(200, {"choices": []}), "none that this version reads"),
         (begin_a_reply, "does not answer"),
+        (hang_up, "does not answer"),
         (stay_silent, "has said nothing for 0.2 s"),
     ],
 )
@@ -150,23 +158,10 @@ def test_nothing_else_is_sent_twice(serve, answer, sentence):
     assert len(asked) == 1
 
 
-def test_a_kept_connection_that_is_hung_up_on_is_opened_once_more_and_no_more(serve):
-    llm, asked = serve(hang_up)  # the first connection is that of the constructor
-    with pytest.raises(ServerError, match="does not answer"):
-        llm.generate("Once")
-    assert len(asked) == 2
-
-
-def test_a_connection_is_kept_and_one_that_was_closed_meanwhile_is_opened_anew(serve, monkeypatch):
-    opened = []
-    connect = connections.http.client.HTTPConnection.connect
-    monkeypatch.setattr(
-        connections.http.client.HTTPConnection, "connect", lambda self: (opened.append(self), connect(self))
-    )
+def test_a_connection_that_was_closed_meanwhile_is_opened_anew(serve):
     llm, asked = serve(reply(200, OUTPUT), reply_and_hang_up, reply(200, OUTPUT), max_retries=0)
-    for count in (1, 1, 2, 2):  # connections, after each request
+    for _ in range(4):
         llm.generate("Once")
-        assert len(opened) == count
     assert len(asked) == 4
 
 
@@ -184,28 +179,21 @@ def test_an_error_within_a_stream_is_raised(serve):
         list(llm.stream("Once"))
 
 
-def test_a_server_that_is_not_there(monkeypatch):
-    port, tries = free_port(), []
-    monkeypatch.setattr(connections, "_seconds", lambda *told: tries.append(told) or 0)
-    with pytest.raises(
-        ServerError, match=rf":{port} does not answer \(.*\): start it with `tinygpt serve`, or check the address"
-    ):
-        RemoteLLM(f"http://127.0.0.1:{port}")
-    assert tries == []  # at once
-
-
-def test_a_refused_connection_is_tried_again(monkeypatch):
-    tries = []
-    monkeypatch.setattr(connections, "_seconds", lambda *told: tries.append(told) or 0)
-    exchange = connections.Connections(f"http://127.0.0.1:{free_port()}", None, 5.0, 4).exchange()
+def test_a_refused_connection_is_tried_again(serve, monkeypatch):
+    with pytest.raises(ServerError, match=r"does not answer .*: start it with `tinygpt serve`, or check the address"):
+        RemoteLLM(f"http://127.0.0.1:{free_port()}")  # at once: nothing is there to wait for
+    llm, _ = serve(reply(200, OUTPUT), max_retries=4)
+    tries, send = [], llm._server._client.send
+    monkeypatch.setattr(llm._server._client, "send", lambda *given, **more: tries.append(1) or send(*given, **more))
+    llm._server._client.base_url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ServerError, match="does not answer"):
-        exchange.send("POST", "/generate", {})
-    assert len(tries) == 4
+        llm.generate("Once")
+    assert len(tries) == 5
 
 
 @pytest.mark.parametrize("card", [{"data": [{"id": "gpt2", "owned_by": "vllm"}]}, {"data": []}, [], {"detail": "no"}])
 def test_a_server_of_another_kind(serve, card):
-    with pytest.raises(ServerError, match="is no tinygpt server: for one of another kind, use OpenAI's client"):
+    with pytest.raises(ServerError, match=r"is no tinygpt server|none that this version reads"):
         serve(reply(200, OUTPUT), card=card)
 
 
@@ -215,9 +203,7 @@ def test_an_address_that_is_none(url):
         RemoteLLM(url)
 
 
-@pytest.mark.parametrize(
-    "argument", [{"max_connections": 0}, {"max_retries": -1}, {"timeout": 0}, {"api_key": "a\nb"}, {"cache_salt": ""}]
-)
+@pytest.mark.parametrize("argument", [{"max_connections": 0}, {"max_retries": -1}, {"timeout": 0}, {"api_key": "a\nb"}])
 def test_impossible_arguments(argument):
     with pytest.raises(RequestError, match=next(iter(argument))):
         RemoteLLM(f"http://127.0.0.1:{free_port()}", **argument)
@@ -257,3 +243,111 @@ def test_nothing_that_computes_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+NUMBERS = st.floats(max_value=0, allow_nan=False)  # minus infinity and the smallest ones too
+COUNTS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.none() | st.lists(st.none() | st.dictionaries(COUNTS, NUMBERS, min_size=1, max_size=3), max_size=3)
+REASONS = st.sampled_from(["stop", "length"])
+TEXTS = st.text()
+SAMPLES = st.builds(
+    CompletionOutput,
+    index=COUNTS,
+    text=st.none() | TEXTS,
+    token_ids=st.lists(COUNTS),
+    finish_reason=REASONS,
+    stop_reason=st.none() | COUNTS | TEXTS,
+    logprobs=LOGPROBS,
+    cumulative_logprob=st.none() | NUMBERS,
+    score=st.none() | NUMBERS,
+    seed=st.integers(0, 2**64 - 1),
+)
+OUTPUTS = st.builds(
+    RequestOutput,
+    prompt=st.none() | TEXTS,
+    prompt_token_ids=st.lists(COUNTS),
+    outputs=st.lists(SAMPLES, max_size=2),
+    metrics=st.builds(RequestMetrics, *[st.just(0.0)] * 2, st.none() | st.floats(0, 1e9), st.floats(0, 1e9), COUNTS),
+    prompt_logprobs=LOGPROBS,
+    prompt_cumulative_logprob=st.none() | NUMBERS,
+    num_cached_tokens=COUNTS,
+    num_truncated_tokens=COUNTS,
+)
+CHUNKS = st.builds(
+    StreamChunk,
+    TEXTS,
+    st.none() | COUNTS,
+    st.none() | REASONS,
+    COUNTS,
+    st.none() | st.dictionaries(COUNTS, NUMBERS),
+    LOGPROBS,
+)
+EVERYTHING = {
+    "max_tokens": 7,
+    "temperature": 0.3,
+    "top_k": 9,
+    "top_p": 0.5,
+    "seed": 2**64 - 1,
+    "stop": ["a", "b"],
+    "stop_token_ids": [3],
+    "logit_bias": {5: 1.5, 17: -100},
+    "bad_words": "x",
+    "bad_words_ids": [[1, 2], [3]],
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
+    "eos_token_id": 4,
+    "top_p_reset_ids": [9],
+    "prompt_logprobs": 0,
+    "overflow": "slide",
+    "stride": 5,
+    "best_of": 2,
+}
+
+
+def sent(value):
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+@given(OUTPUTS)
+def test_an_output_comes_back_to_the_bit(output):
+    found = remote.output_from_json(sent(output_to_json(output)), output.prompt, 0.0)
+    assert found == output
+    assert repr(found) == repr(output)  # -0.0 and the order of dicts too
+
+
+@given(CHUNKS)
+def test_a_chunk_comes_back_to_the_bit(chunk):
+    assert repr(remote.chunk_from_json(sent(chunk_to_json(chunk)))) == repr(chunk)
+
+
+def test_times_are_told_by_the_callers_clock():
+    output = RequestOutput(None, [1], [], RequestMetrics(100.0, 101.0, None, 104.5, 0), None, None, 0, 0)
+    found = remote.output_from_json(sent(output_to_json(output)), None, 7.0)
+    assert found.metrics == RequestMetrics(7.0, 8.0, None, 11.5, 0)
+
+
+def test_params_say_what_is_not_usual_and_what_servers_may_see_otherwise():
+    assert remote.params_to_json(SamplingParams()) == {
+        "max_tokens": SamplingParams().max_tokens,
+        "temperature": SamplingParams().temperature,
+    }
+    found = sent(remote.params_to_json(SamplingParams(**EVERYTHING)))
+    assert found.keys() == EVERYTHING.keys()
+    keys = {"logit_bias": {int(key): bias for key, bias in found["logit_bias"].items()}}
+    assert SamplingParams(**{**found, **keys}) == SamplingParams(**EVERYTHING)
+    everything = remote.params_to_json(SamplingParams(logprobs=-1, prompt_logprobs=-1))
+    assert everything["logprobs"] == everything["prompt_logprobs"] == 2**31 - 1  # more than any server's limit
+
+
+def test_infinity_has_a_name():
+    chunk = StreamChunk("", 1, logprobs={1: -math.inf})
+    assert chunk_to_json(chunk)["logprobs"] == {"1": "-inf"}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"logits_processors": [lambda *given: given[-1]]}, {"prompt_embeds": [[0.5, 1.0]]}],
+    ids=lambda f: next(iter(f)),
+)
+def test_what_cannot_be_sent_is_refused(field):
+    with pytest.raises(RequestError, match=f"{next(iter(field))} cannot be sent to a server"):
+        remote.params_to_json(SamplingParams(**field))
