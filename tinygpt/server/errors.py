@@ -71,10 +71,11 @@ def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
     """Return the refusal of a request that the engine does not take; `param` is the name that the form has for it."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
-    if form is None or not isinstance(error, RequestError) or error.field is None:
+    if form is None or not isinstance(error, RequestError):
         return ApiError(400, str(error))
-    param = form.name_of(error.field)
-    return ApiError(400, str(error if param is None else error.named(param)), param)
+    first_word = str(error).removeprefix("the ").partition(" ")[0]  # a field, in a sentence about several
+    param = form.name_of(error.field or first_word)
+    return ApiError(400, str(error.named(param) if error.field and param else error), param)
 
 
 def _path(place: tuple[str | int, ...], given: Any) -> list[str]:
