@@ -1,133 +1,547 @@
-"""Damaged files through every loader, and random requests through every entry: nothing may break.
+"""Damaged files through every reader, and random requests in company and alone (extra `test`; Linux).
 
-    python scripts/fuzz.py files --inputs 100000 --seed 1       # or --minutes 10
-    python scripts/fuzz.py files --formats lora torch-zip
-    python scripts/fuzz.py replay findings/lora-1               # a finding again
-    python scripts/fuzz.py requests --requests 20000 --seed 1
-    python scripts/fuzz.py coverage --minutes 5                 # guided by atheris, where that is installed
+    python scripts/fuzz.py files --examples 2000               # of each format
+    python scripts/fuzz.py files --formats lora torch --seed 7
+    python scripts/fuzz.py requests --examples 200
 
-`files` damages every kind of file that tinygpt reads, where it hurts and at random, and loads it in a process with
-limits of time and memory. A load must be right, as independent readers see the file, or end in one of tinygpt's own
-errors; reach for no file outside its folder; and run nothing. Anything else is a finding: it is shrunk and written to
-`--findings`, and the exit code is 1. An input follows from the seed and its number alone.
+`files` damages a file of a format and loads it. A load is right, as an independent reader sees the file, or ends in one
+of tinygpt's errors; it opens no file outside its folder, runs nothing, and its time and memory are limited. Each format
+has a process. `requests` draws batches of requests with any fields: each result equals that of the request alone, to
+the last bit. hypothesis shrinks a failure and prints how to reproduce it; the exit code is then 1.
 """
 
 import argparse
+import io
+import json
 import os
+import resource
+import shutil
+import signal
+import subprocess
 import sys
-from collections import Counter
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
-# tinygpt lies beside scripts/, whether or not it is installed.
+import numpy as np
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+# tinygpt and the tests' writers of checkpoints are next to scripts/.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.foreign import WRITERS
+from support.tiny_checkpoint import CONFIG, random_tensors
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.evaluation.golden import Golden, load_goldens, save_goldens
+from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.open import open_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS, MEMORY = 20, 2 << 30  # of a load: CPU time, and bytes on top of the memory that is in use
+Files = Mapping[str, bytes]
+TEXTS = ("the theme there", " \n\t of Ångström's 12 日本", "<|endoftext|>then", "")
+VALUES = [
+    None,
+    True,
+    "",
+    "a",
+    "\0",
+    "../canary",
+    "/etc/passwd",
+    "é" * 300,
+    r"(\w+\.?)+!",
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+]
+VALUES += [0, 1, 7, 255, 65536, 2**31, 2**32 - 1, 2**63, 10**18, -1, -(2**31), 10**400, [], {}, [[]], [None], {"a": {}}]
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("r", "e"), ("Ġ", "o"), ("Ġo", "f"), ("1", "2"), ("Ã", "ħ")]
 
 
-def fuzz_files(args: argparse.Namespace) -> int:
-    from fuzzing.findings import keep
-    from fuzzing.formats import FORMATS
-    from fuzzing.supervisor import Campaign
+@dataclass(frozen=True)
+class Format:
+    """Undamaged files, the ones that are damaged, a reader, and a check of its result against the damaged files."""
 
-    formats = tuple(args.formats or FORMATS)
-    if unknown := [name for name in formats if name not in FORMATS]:
-        sys.exit(f"fuzz.py: no format {', '.join(unknown)}: give some of {', '.join(FORMATS)}")
-    seconds = None if args.minutes is None else 60 * args.minutes
-    inputs = args.inputs or (10_000 if seconds is None else None)
-    print(f"seed {args.seed}, {inputs or 'endless'} inputs, {args.workers} workers", flush=True)
-    campaign = Campaign(args.seed, formats, inputs, seconds, args.workers)
-    report = campaign.run(lambda case, outcome: print(f"FOUND {outcome.what}\n  {case}", flush=True))
-    print(table(report.counts))
-    for folder in keep(report, args.findings):
-        print(f"kept in {folder}")
-    return int(bool(report.findings))
+    files: Callable[[], Files]
+    targets: Callable[[str], bool]
+    load: Callable[[Path], Any]
+    check: Callable[[Path, Any, Any], bool] = lambda folder, loaded, undamaged: True
 
 
-def table(counts: Counter) -> str:
-    kinds = ("right", "refused", "unjudged", "finding")
-    names = sorted({name for name, _ in counts})
-    rows = [[name, *(str(counts[name, kind]) for kind in kinds)] for name in names]
-    rows.append(["all", *(str(sum(counts[name, kind] for name in names)) for kind in kinds)])
-    return "\n".join(
-        ["| format | " + " | ".join(kinds) + " |", "|---" * 5 + "|", *("| " + " | ".join(r) + " |" for r in rows)]
-    )
+# --- undamaged files
 
 
-def replay(args: argparse.Namespace) -> int:
-    from fuzzing.findings import read
-    from fuzzing.supervisor import Judge
-    from fuzzing.worker import Limits
-
-    judge = Judge(Limits())
-    outcome = judge.outcome(read(args.folder))
-    judge.close()
-    print(f"{outcome.kind}: {outcome.what}\n{outcome.detail}")
-    return int(outcome.kind == "finding")
+def read_files(folder: Path) -> Files:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def fuzz_requests(args: argparse.Namespace) -> int:
-    from fuzzing.company import ALLOWED_GROWTH, SHOWN, compare, settings
-    from fuzzing.seeds import write_world
-    from tqdm import tqdm
-
-    wrong, first, ends = [], 0, Counter()
-    print(f"seed {args.seed}, {args.requests} requests", flush=True)
-    with TemporaryDirectory() as folder, tqdm(total=args.requests, disable=None) as bar:
-        write_world(Path(folder))
-        for model, options, share in settings(Path(folder)):
-            numbers = range(first, min(first + round(share * args.requests), args.requests))
-            first = numbers.stop
-            comparison = compare(model, args.seed, numbers, bar.update, **options)
-            name = ", ".join([Path(model).name if model == "demo" else "tiny", *options])
-            counts = ", ".join(f"{count} {end}" for end, count in comparison.ends.most_common())
-            print(
-                f"{name}: {counts}; {len(comparison.differences)} differ; {comparison.memory_text()}",
-                flush=True,
-            )
-            for difference in comparison.differences[:SHOWN]:
-                print(f"WRONG: {difference}", flush=True)
-            wrong += comparison.differences
-            if comparison.growth() > ALLOWED_GROWTH:
-                wrong.append(f"memory grew {comparison.growth():.3f} times")
-                print(f"WRONG: {wrong[-1]}", flush=True)
-            ends += comparison.ends
-    print(f"{ends.total()} requests: {dict(ends)}; {len(wrong)} wrong")
-    return int(bool(wrong))
+def made(make: Callable[[Path], Any]) -> Files:
+    with tempfile.TemporaryDirectory() as name:
+        make(Path(name))
+        return read_files(Path(name))
 
 
-def fuzz_guided(args: argparse.Namespace) -> int:
-    from fuzzing.guided import run
+def foreign(form: str) -> Files:
+    return made(lambda folder: WRITERS[form](folder, random_tensors(prefix="")))
 
-    run(args.format, args.file, round(60 * args.minutes), args.seed, args.findings)
-    return 0
+
+def hugging_face(folder: Path) -> Path:
+    return WRITERS["hugging_face"](folder, random_tensors(prefix=""))
+
+
+def torch_file(is_zip: bool) -> Files:
+    import torch
+
+    buffer = io.BytesIO()
+    tensors = {name: torch.from_numpy(array) for name, array in random_tensors(prefix="").items()}
+    torch.save(tensors, buffer, _use_new_zipfile_serialization=is_zip)
+    return {"config.json": to_json(CONFIG), "pytorch_model.bin": buffer.getvalue()}
+
+
+def packed(dtype: str) -> Files:
+    def convert(folder: Path) -> None:
+        from tinygpt.cli.main import main
+
+        source = folder / "source"
+        source.mkdir()
+        hugging_face(source)
+        assert main(["convert", str(source), str(folder / "packed"), "--dtype", dtype]) == 0
+
+    files = made(convert)
+    return {name.removeprefix("packed/"): data for name, data in files.items() if name.startswith("packed/")}
+
+
+def lora() -> Files:
+    generator, width, inner = np.random.default_rng(1), CONFIG["n_embd"], CONFIG["n_inner"] or 4 * CONFIG["n_embd"]
+    tensors = {}
+    for layer in range(CONFIG["n_layer"]):
+        for module, n_in, n_out in (("attn.c_attn", width, 3 * width), ("mlp.c_proj", inner, width)):
+            path = f"base_model.model.transformer.h.{layer}.{module}"
+            tensors[f"{path}.lora_A.weight"] = generator.standard_normal((2, n_in), np.float32)
+            tensors[f"{path}.lora_B.weight"] = generator.standard_normal((n_out, 2), np.float32)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": r".*\.(c_attn|mlp\.c_proj)"}
+    config |= {"rank_pattern": {r"h\.0\..*c_attn": 2}, "alpha_pattern": {}, "use_rslora": False, "bias": "none"}
+    return {"adapter_config.json": to_json(config), "adapter_model.safetensors": save(tensors)}
+
+
+def soft_prompt() -> Files:
+    embeds = np.random.default_rng(2).standard_normal((3, CONFIG["n_embd"]), np.float32)
+    config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3, "token_dim": CONFIG["n_embd"]}
+    config |= {"num_transformer_submodules": 1, "task_type": "CAUSAL_LM"}
+    tensors = save({"prompt_embeddings": embeds})
+    return {"adapter_config.json": to_json(config), "adapter_model.safetensors": tensors}
+
+
+def vocabulary() -> dict[str, int]:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's characters for the 256 bytes
+    alphabet = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    return {token: i for i, token in enumerate([*alphabet, *map("".join, MERGES)])}
+
+
+def tokenizer_json() -> Files:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": True}
+    model = {"type": "BPE", "unk_token": None, "vocab": vocabulary(), "merges": [f"{a} {b}" for a, b in MERGES]}
+    spec = {"version": "1.0", "added_tokens": [{"id": 264, "content": "<|endoftext|>", **flags}], "normalizer": None}
+    spec |= {"pre_tokenizer": byte_level, "post_processor": byte_level, "decoder": byte_level, "model": model}
+    return {"tokenizer.json": to_json(spec), "tokenizer_config.json": to_json({"add_bos_token": False})}
+
+
+def bpe_files() -> Files:
+    return {
+        "vocab.json": to_json(vocabulary()),
+        "merges.txt": ("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in MERGES)).encode(),
+        "tokenizer_config.json": to_json({"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>"}),
+        "added_tokens.json": to_json({"<|endoftext|>": 264, "<a1>": 265}),
+    }
+
+
+def golden_file(folder: Path) -> None:
+    logits = np.random.default_rng(3).standard_normal((2, 16), np.float32)
+    save_goldens(folder / "golden.npz", [Golden([1, 2], logits, [3], [0.5], None)])
+
+
+def to_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+# --- readers and checks
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    checkpoint = open_checkpoint(folder)
+    return {name: tensor.float32().copy() for name, tensor in checkpoint.stored.items()}
+
+
+def logits_of(folder: Path, device: str = "reference", **options: Any) -> np.ndarray:
+    with LLM(str(folder), device=device, max_num_seqs=1, threads=1, **options) as llm:
+        return llm.logits([1, 2, 3])
+
+
+@cache
+def base_model() -> str:
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-base-"))
+    hugging_face(folder)
+    return str(folder)
+
+
+def load_soft_prompt(folder: Path) -> Any:
+    with LLM(base_model(), device="reference", max_num_seqs=1, threads=1, soft_prompts={"soft": folder}) as llm:
+        return llm.generate([[1]], SamplingParams(max_tokens=2, soft_prompt="soft"), use_tqdm=False)[0].outputs
+
+
+def load_tokenizer(folder: Path) -> list[tuple[list[int] | None, str]]:
+    tokenizer, found = Tokenizer.from_folder(folder), []
+    for text in TEXTS:
+        ids = None
+        with suppress(TinyGPTError):  # of a text that the vocabulary cannot encode
+            ids = tokenizer.encode(text)
+        found.append((ids, tokenizer.decode(ids or [])))
+    return found
+
+
+def is_as_read_elsewhere(folder: Path, loaded: dict[str, np.ndarray], undamaged: Any) -> bool:
+    """Compare with the safetensors library, or with torch.load(weights_only=True), if it reads the file at all."""
+    try:
+        if (path := folder / "model.safetensors").exists():
+            arrays = load(path.read_bytes())
+        else:
+            import torch
+
+            state = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+            arrays = {name: tensor.detach().float().numpy() for name, tensor in state.items()}
+    except Exception:  # of any kind: the library refuses the file
+        return True
+    arrays = {name.removeprefix("transformer."): array for name, array in arrays.items()}
+    common = loaded.keys() & arrays.keys()
+    return all(np.array_equal(loaded[name], np.asarray(arrays[name], np.float32), equal_nan=True) for name in common)
+
+
+def is_undamaged(folder: Path, loaded: Any, undamaged: Any) -> bool:
+    """A file with a checksum is loaded only if its content is intact."""
+    return np.array_equal(loaded, undamaged, equal_nan=True)
+
+
+def is_small(folder: Path, loaded: dict[str, np.ndarray], undamaged: Any) -> bool:
+    """Other programs' files have no checksum: the tensors are float32, and not larger than files allow."""
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(array.nbytes for array in loaded.values()) <= 200 * size
+
+
+def ends_in(*suffixes: str) -> Callable[[str], bool]:
+    return lambda name: name.endswith(suffixes)
+
+
+FORMATS = {
+    "safetensors": Format(lambda: foreign("hugging_face"), ends_in(".safetensors"), tensors_of, is_as_read_elsewhere),
+    "config": Format(lambda: foreign("hugging_face"), ends_in(".json"), logits_of),
+    "torch": Format(lambda: torch_file(True), ends_in(".bin"), tensors_of, is_as_read_elsewhere),
+    "torch-legacy": Format(lambda: torch_file(False), ends_in(".bin"), tensors_of, is_as_read_elsewhere),
+    "packed-float32": Format(
+        lambda: packed("float32"), ends_in(".safetensors"), partial(logits_of, device="cpu"), is_undamaged
+    ),
+    "packed-int4": Format(
+        lambda: packed("int4"), ends_in(".safetensors"), partial(logits_of, device="cpu"), is_undamaged
+    ),
+    "lora": Format(lora, ends_in(".json", ".safetensors"), lambda folder: logits_of(Path(base_model()), lora=folder)),
+    "soft-prompt": Format(soft_prompt, ends_in(".json", ".safetensors"), load_soft_prompt),
+    "tokenizer.json": Format(tokenizer_json, ends_in(".json"), load_tokenizer),
+    "vocab.json": Format(bpe_files, ends_in(".json", ".txt"), load_tokenizer),
+    "golden.npz": Format(
+        lambda: made(golden_file), ends_in(".npz"), lambda folder: load_goldens(folder / "golden.npz")
+    ),
+    **{
+        form: Format(partial(foreign, form), lambda name: True, tensors_of, is_small)
+        for form in WRITERS
+        if form != "hugging_face"
+    },
+}
+
+
+# --- damage
+
+
+def edit_bytes(draw: Callable, data: bytes) -> bytes:
+    """Flip, overwrite, cut, insert, repeat or truncate a piece."""
+    place, size = draw(st.integers(0, len(data))), draw(st.sampled_from([1, 2, 4, 8, 64, 1000]))
+    piece = draw(st.sampled_from([b"", b"\0" * size, b"\xff" * size, data[:size], data[place : place + size] * 3]))
+    stop = draw(st.sampled_from([place, place + len(piece), place + size, len(data)]))
+    flipped = bytes([data[place] ^ 1 << draw(st.integers(0, 7))]) if place < len(data) else b""
+    return draw(st.sampled_from([data[:place] + piece + data[stop:], data[:place] + flipped + data[place + 1 :]]))
+
+
+def edit_json(draw: Callable, data: bytes) -> bytes:
+    """Replace, drop, rename, or nudge one value of the tree."""
+    root = {"": json.loads(data)}
+    node, key = root, ""
+    while isinstance(node[key], (dict, list)) and node[key] and (node is root or draw(st.booleans())):
+        node = node[key]
+        key = draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+    change = draw(st.sampled_from(["set", "set", "drop", "rename", "nudge"]))
+    if change == "set" or not isinstance(node, dict) or node is root:
+        node[key] = draw(st.sampled_from(VALUES))
+    elif change == "drop":
+        del node[key]
+    elif change == "rename":
+        node[draw(st.sampled_from([*node, "", "\ud800", "x" + key]))] = node.pop(key)
+    else:
+        value = node[key]
+        near = [value + 1, -value, value * 2, [value]] if isinstance(value, (int, float)) else [[value], str(value)]
+        node[key] = draw(st.sampled_from([*near, not value]))
+    return json.dumps(root[""]).encode("utf-8", "surrogatepass")
+
+
+def edit_lines(draw: Callable, data: bytes) -> bytes:
+    lines = data.split(b"\n")
+    place, other = (draw(st.integers(0, len(lines) - 1)) for _ in range(2))
+    lines[place] = draw(st.sampled_from([b"", b"a b c", b"\xff\xfe", b"\xef\xbb\xbf", b"x" * 100_000, lines[other]]))
+    return draw(st.sampled_from([b"\n", b"\n", b"\r\n", b"\r"])).join(lines)
+
+
+def edit_header(draw: Callable, data: bytes) -> bytes:
+    """Edit the JSON of a safetensors file, whose frame stays whole."""
+    size = int.from_bytes(data[:8], "little")
+    header = edit_json(draw, data[8 : 8 + size])
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def edit_zip(draw: Callable, data: bytes) -> bytes:
+    """Edit an entry of a zip archive, whose checksums stay right."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    name, out = draw(st.sampled_from(sorted(entries))), io.BytesIO()
+    entries[name] = edit_bytes(draw, entries[name])
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, entry in entries.items():
+            archive.writestr(name, entry)
+    return out.getvalue()
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A damaged file."""
+
+    name: str
+    data: bytes = field(repr=False)
+
+
+@st.composite
+def damaged(draw: Callable, files: Files, targets: list[str]) -> Damage:
+    name = draw(st.sampled_from(targets))
+    data, kinds = files[name], [edit_bytes]
+    kinds += [edit_json] * 3 * name.endswith("json") + [edit_lines] * name.endswith(("txt", "bpe", "ini"))
+    kinds += [edit_header] * 2 * name.endswith("safetensors") + [edit_zip] * 2 * data.startswith(b"PK")
+    for _ in range(draw(st.integers(1, 3))):
+        with suppress(
+            ValueError, zipfile.BadZipFile, zlib.error, EOFError, RecursionError, NotImplementedError
+        ):  # damaged too much before
+            data = draw(st.sampled_from(kinds))(draw, data)
+    return Damage(name, data)
+
+
+# --- loading under watch
+
+
+class Watch:
+    """Python's audit hook: reports what a load must not do. A process has one, because a hook cannot be removed."""
+
+    NEVER = ("subprocess.", "socket.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "shutil.", "os.remove")
+    CODE = tuple(str(Path(place).resolve()) for place in (ROOT, sys.prefix, sys.base_prefix))
+
+    def __init__(self) -> None:
+        self.folder, self.violations = "", []
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple) -> None:
+        if not self.folder:
+            return
+        if event.startswith(self.NEVER):
+            self.violations.append(f"{event} {arguments}")
+            raise PermissionError(f"{event} during a load")
+        if event == "open" and not isinstance(arguments[0], int):
+            path, _, flags = arguments
+            real = os.path.realpath(os.fsdecode(path))
+            is_known = real.startswith((self.folder, base_model(), *self.CODE, "/proc", "/sys", "/dev/fd"))
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or not is_known:
+                self.violations.append(f"open {real}")
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """After the CPU time the kernel kills this process; allocations beyond the memory fail."""
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY, hard))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+
+def write_all(folder: Path, files: Files) -> None:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a mapping of the earlier file stays as it was
+        path.write_bytes(data)
+
+
+def fuzz_format(name: str, examples: int, seed_number: int, findings: Path, watch: Watch) -> None:
+    """Raise AssertionError, or the reader's own exception, for damage that a reader does not survive.
+
+    The smallest such damage is kept in the folder `findings`.
+    """
+    form = FORMATS[name]
+    files = form.files()
+    targets = [file for file in files if form.targets(file)]
+    base_model()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
+        write_all(folder, files)
+        undamaged = form.load(folder)
+
+        def run(damage: Damage) -> None:
+            write_all(folder, {**files, damage.name: damage.data})
+            check_load(form, folder, undamaged, watch)
+
+        try:
+            given(damaged(files, targets))(run_settings(examples, seed_number)(run))()
+        except BaseException:
+            shutil.copytree(folder, findings / name, dirs_exist_ok=True)
+            raise
+
+
+def run_settings(examples: int, seed_number: int) -> Callable[[Callable], Callable]:
+    quiet = {"database": None, "deadline": None, "report_multiple_bugs": False}
+    limits = settings(max_examples=examples, suppress_health_check=list(HealthCheck), **quiet)
+    return lambda test: seed(seed_number)(limits(test))
+
+
+def check_load(form: Format, folder: Path, undamaged: Any, watch: Watch) -> None:
+    watch.violations, watch.folder = [], str(folder)
+    try:
+        with limited():
+            loaded = form.load(folder)
+    except TinyGPTError:
+        loaded = None
+    finally:
+        watch.folder = ""
+    assert not watch.violations, watch.violations
+    if loaded is not None:
+        assert form.check(folder, loaded, undamaged), "loaded something else than the file holds"
+
+
+# --- requests
+
+
+VALUES_OF = {
+    "max_tokens": [1, 5, 9, 16],
+    "stop": ["e", ["th", "re"], "\n"],
+    "bad_words": ["the", ["th", " of"]],
+    "bad_words_ids": [[[5, 6], [7]]],
+    "logit_bias": [{5: -100.0, 9: 2.5}],
+    "repetition_detection": [{"max_pattern_size": 3, "min_count": 2}],
+    "guided_choice": [["the", "then"]],
+    "guided_regex": ["[a-z ]{1,9}", "("],
+    "guided_json": [{"type": "integer"}],
+    "guided_grammar": ['start: "the" | "of"'],
+    "overflow": ["refuse", "truncate", "slide"],
+    "max_time": [3600],  # a shorter one depends on the clock
+    **{f"{name}_ids": [[5], [*range(40)]] for name in ("stop_token", "allowed_token", "top_p_reset")},
+}
+NUMBERS = [0, 1, 2, 5, 0.0, 0.3, 0.5, 0.9, 1.0, 1.5, -1, 100, True, "raw", "openai", "never", None, float("nan"), "x"]
+
+
+@cache
+def possible_values(name: str) -> list[Any]:
+    found = []
+    for value in VALUES_OF.get(name, NUMBERS):
+        with suppress(RequestError):
+            SamplingParams(**{name: value})
+            found.append(value)
+    return found
+
+
+@st.composite
+def requests(draw: Callable, vocab_size: int) -> tuple[list[int], dict[str, Any]]:
+    """Return token ids, many of which begin alike, and a few fields of SamplingParams, some of them impossible."""
+    shared = draw(st.sampled_from([[], [1, 2, 3], list(range(20))]))
+    prompt = [*shared, *draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=5))]
+    names = [f.name for f in fields(SamplingParams) if f.name not in ("seed", "logits_processors", "prompt_embeds")]
+    chosen = draw(st.lists(st.sampled_from(names), max_size=6, unique=True))
+    is_possible = draw(st.integers(0, 9)) > 0
+    values = {
+        name: draw(st.sampled_from((possible_values(name) if is_possible else NUMBERS) or NUMBERS)) for name in chosen
+    }
+    return prompt, {"max_tokens": 8, "seed": draw(st.integers(0, 999)), **values}
+
+
+def submit(llm: LLM, prompt: list[int], values: dict[str, Any]) -> Callable[[], str]:
+    """Return a function that waits for the result, and returns it without times, or the refusal, as text."""
+    try:
+        future = llm.submit(prompt, SamplingParams(**values))
+    except RequestError as error:
+        return lambda error=error: str(error)
+
+    def answer() -> str:
+        try:
+            return repr(future.result(timeout=300).outputs)
+        except TinyGPTError as error:
+            return str(error)
+
+    return answer
+
+
+def fuzz_requests(examples: int, seed_number: int, model: str = "demo") -> None:
+    """Raise AssertionError for the smallest batch with a request whose result depends on the others."""
+    with LLM(model, max_num_seqs=6) as shared, LLM(model, max_num_seqs=6, prefix_cache_seqs=0, threads=1) as alone:
+
+        @run_settings(examples, seed_number)
+        @given(st.lists(requests(shared.config.vocab_size), min_size=2, max_size=8))
+        def run(batch: list[tuple[list[int], dict[str, Any]]]) -> None:
+            for waiting, request in zip([submit(shared, *request) for request in batch], batch, strict=True):
+                assert waiting() == submit(alone, *request)(), request
+
+        run()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    files = commands.add_parser("files", help="damaged files")
-    files.add_argument("--inputs", type=int, help="how many (default: 10000, or what --minutes allows)")
-    files.add_argument("--minutes", type=float)
-    files.add_argument("--seed", type=int, default=1)
-    files.add_argument("--formats", nargs="*", help="some alone (default: all)")
-    files.add_argument("--workers", type=int, default=os.cpu_count())
-    files.add_argument("--findings", type=Path, default=Path("findings"), help="folder for what is found")
-    files.set_defaults(run=fuzz_files)
-    again = commands.add_parser("replay", help="a finding again")
-    again.add_argument("folder", type=Path)
-    again.set_defaults(run=replay)
-    requests = commands.add_parser("requests", help="random requests")
-    requests.add_argument("--requests", type=int, default=1000)
-    requests.add_argument("--seed", type=int, default=1)
-    requests.set_defaults(run=fuzz_requests)
-    guided = commands.add_parser("coverage", help="damaged files, guided by coverage (pip install atheris)")
-    guided.add_argument("--format", default="torch-legacy")
-    guided.add_argument("--file", help="of the format (default: its first)")
-    guided.add_argument("--minutes", type=float, default=1)
-    guided.add_argument("--seed", type=int, default=1)
-    guided.add_argument("--findings", type=Path, default=Path("findings"))
-    guided.set_defaults(run=fuzz_guided)
+    parser.add_argument("kind", choices=["files", "requests"])
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="default: all of them")
+    parser.add_argument("--examples", type=int, default=200, help="of each format (default: 200)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--findings", type=Path, default=Path("findings"), help="for the files of failures")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # one format, in this process
     args = parser.parse_args()
-    return args.run(args)
+    if args.kind == "requests":
+        fuzz_requests(args.examples, args.seed)
+        return 0
+    if args.alone:
+        fuzz_format(args.formats[0], args.examples, args.seed, args.findings, Watch())
+        return 0
+    failed = []
+    for name in args.formats:
+        flags = ["files", "--alone", "--formats", name, "--examples", str(args.examples), "--seed", str(args.seed)]
+        flags += ["--findings", str(args.findings)]
+        status = subprocess.run([sys.executable, __file__, *flags], check=False).returncode
+        print(f"{name}: {'fine' if status == 0 else f'FAILED with {status}'}", flush=True)
+        failed += [name] * (status != 0)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
