@@ -1,12 +1,11 @@
-"""ModelConfig: what a model is, whatever file says so. And the dtypes it can run in."""
+"""ModelConfig, which describes a model's arithmetic, and the dtypes of weights."""
 
 from dataclasses import dataclass
 from typing import Any
 
-# The precisions that weights can be held in.
 DTYPES = ("float32", "bfloat16", "int8", "int4")
-STORAGE_DTYPE = "float8"  # one more, which `convert` writes, and which is expanded to bfloat16 as it is loaded
-# Every spelling of a function that is implemented, and the one function each stands for.
+STORAGE_DTYPE = "float8"  # `convert` writes it, and loading expands it to bfloat16
+# Every spelling of an implemented function, and the function.
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -21,7 +20,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-# Fields of ModelConfig that no GPT-2 has otherwise than by default.
+# Fields of ModelConfig that have one value in every GPT-2.
 STRUCTURE = (
     "norm_placement",
     "positions",
@@ -38,20 +37,18 @@ STRUCTURE = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All that the arithmetic must know of a model beside its parameters.
+    """All that the arithmetic must know of a model besides its parameters.
 
-    Names and defaults are Hugging Face's for GPT-2; `n_inner=None` means 4 * n_embd. How what files say becomes a
-    ModelConfig is said in weights/families. The fields of STRUCTURE set other architectures apart from GPT-2, and no
-    code beside weights/families asks for a model by its name:
+    Names and defaults are Hugging Face's for GPT-2; `n_inner=None` means 4 * n_embd. The fields of STRUCTURE tell other
+    architectures from GPT-2: no code outside weights/families asks for a model by its name.
 
-    norm_placement: where a block's layer norm stands: "pre", before it, or "post", behind its residual.
+    norm_placement: "pre", layer norms before the blocks, or "post", after their residuals.
     positions: "learned" embeddings, or "alibi", a bias on scores (Press et al., 2022).
-    embed_norm: whether a layer norm follows the embeddings.
-    final_norm: whether one stands before the head.
-    embed_dim: how wide token embeddings are where two matrices lead from them to n_embd and back; None: n_embd.
-    embed_scale: what token embeddings, but not the head, are multiplied by.
-    expert_layers: layers, from 0, whose MLP is num_experts experts, of which each token has experts_per_token, weighted
-        by their probabilities; norm_topk_prob: scaled so that these sum to 1.
+    embed_norm: a layer norm follows the embeddings. final_norm: one precedes the head.
+    embed_dim: the width of token embeddings if two matrices lead from them to n_embd and back; None: n_embd.
+    embed_scale: the factor on token embeddings, not on the head.
+    expert_layers: layers, from 0, whose MLP is num_experts experts; each token has experts_per_token, weighted by their
+        probabilities. norm_topk_prob: scaled so that these sum to 1.
     """
 
     vocab_size: int = 50257
@@ -64,8 +61,7 @@ class ModelConfig:
     layer_norm_epsilon: float = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
-    # Changes only where float16 training would overflow; attention is float32 here in any case.
-    reorder_and_upcast_attn: bool = False
+    reorder_and_upcast_attn: bool = False  # matters in float16 training alone; attention is float32 here
     tie_word_embeddings: bool = True
     bos_token_id: int | None = 50256
     eos_token_ids: tuple[int, ...] = (50256,)
@@ -82,7 +78,7 @@ class ModelConfig:
 
     @property
     def structure(self) -> dict[str, Any]:
-        """The fields of STRUCTURE that are not GPT-2's."""
+        """The fields of STRUCTURE that differ from GPT-2's."""
         return {name: value for name in STRUCTURE if (value := getattr(self, name)) != getattr(ModelConfig, name)}
 
     @property
@@ -91,7 +87,7 @@ class ModelConfig:
 
     @property
     def embedding_size(self) -> int:
-        """How wide the token embeddings and the head are."""
+        """The width of the token embeddings and the head."""
         return self.embed_dim or self.n_embd
 
     @property
@@ -104,19 +100,18 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """The function behind `activation_function`: several spellings name the same one."""
         return ACTIVATIONS[self.activation_function]
 
     def attention_scale(self, layer: int) -> float:
-        """The factor on q·k in `layer`, counted from 0."""
+        """Return the factor on q·k in `layer`, counted from 0."""
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
     @property
     def alibi_slopes(self) -> tuple[float, ...]:
-        """For each head, what a key's score loses for each position that it lies back; none without ALiBi.
+        """For each head, the loss of a key's score for each position of distance; none without ALiBi.
 
-        Where heads are no power of two, those beyond it have every second slope of twice as many heads.
+        Heads beyond a power of two have every second slope of twice as many heads.
         """
         if not self.has_alibi:
             return ()

@@ -113,7 +113,7 @@ REFUSED = [
     ("opt", {"hidden_size": [1]}, r"n_embd is \[1\]"),
     ("xglm", {"add_cross_attention": True}, "add_cross_attention is True"),
     ("xglm", {"scale_embedding": 2}, "scale_embedding is 2"),
-    ("xglm", {"d_model": 3}, "d_model is 3 and must be a whole number from 4 up"),
+    ("xglm", {"d_model": 3}, "d_model is 3 and must be a whole number from 4 to"),
     ("xglm", {"max_position_embeddings": 2**20}, "max_position_embeddings is 1048576 and must be"),
     ("xglm", {"pad_token_id": "x"}, "pad_token_id is 'x'"),
     ("biogpt", {"scale_embedding": None}, "scale_embedding is None"),

@@ -317,7 +317,7 @@ def test_quantised_models_are_refused_by_name(tmp_path, quantised):
         nodes.append(w.node(quantised, ["x"], ["y"]))
     else:
         tensors[quantised] = np.ones(3, np.float32)
-    with pytest.raises(CheckpointError, match=f"is quantised .{quantised}"):
+    with pytest.raises(CheckpointError, match=f"is quantized .{quantised}"):
         open_checkpoint(write_model(tmp_path, tensors, nodes))
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from scripts.peers.checkpoints import make_random
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.work import num_parameters
@@ -12,6 +11,8 @@ from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint, resolve
 from tinygpt.weights.parameters import parameter_shapes
 from tinygpt.weights.random_checkpoint import SHAPES
+from tinygpt.weights.stored.export import write_safetensors
+from tinygpt.weights.stored.sidecar_files import write_sidecar_files
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -71,8 +72,9 @@ def test_a_model_of_random_weights_generates():
     assert first.outputs[0].text is None
 
 
-def test_it_is_the_model_of_the_same_tensors_in_a_file(tmp_path):
-    make_random("tiny", tmp_path)
+def test_it_is_the_model_of_the_same_tensors_in_a_file(tmp_path, checkpoint):
+    write_safetensors(tmp_path, checkpoint, "float32")
+    write_sidecar_files(tmp_path, checkpoint)
     with LLM("random:tiny") as drawn, LLM(str(tmp_path)) as read:
         np.testing.assert_array_equal(drawn.logits([5, 6, 7]), read.logits([5, 6, 7]))
 

@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,39 +15,35 @@ from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import read_json_object
 
 CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
-# PEFT's name of a kind that is implemented -> where one is to be given, in the library or on the command line.
-PLACES = {
-    "LORA": "as lora, or --lora {}",
-    **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), "among soft_prompts, or as --soft-prompt NAME={}"),
-}
-MAX_CONFIG = 2**18  # bytes: each regular expression takes time; of GPT-2 1.5B, names take some 6 000
-MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up, and matched
+SOFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+MAX_CONFIG = 2**18  # bytes: each regular expression takes time; the names of GPT-2 1.5B take some 6 000
+MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up and matched
 
 
 def _read_torch(path: Path) -> Container:
-    from tinygpt.weights.containers.torch import read_torch  # which few need
+    from tinygpt.weights.containers.torch import read_torch  # rarely needed
 
     return read_torch(path)
 
 
-# In the order in which PEFT looks for them; early versions wrote the second.
+# In PEFT's order; early versions wrote the second.
 READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": _read_torch}
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What a folder holds: the fields of adapter_config.json, and the tensors by their names in the file."""
+    """The fields of adapter_config.json, and the tensors by their names in the file. files: all that were read."""
 
     path: Path
     config: dict[str, Any]
     tensors: Mapping[str, StoredTensor]
-    files: tuple[Path, ...]  # that these were read from
+    files: tuple[Path, ...]
 
 
 def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) -> AdapterFiles:
     """Read an adapter that is one of `peft_types`, PEFT's own names.
 
-    Raises CheckpointError when there is no such folder, a file is absent or damaged, or it is of another type.
+    Raise CheckpointError if there is no such folder, a file is absent or damaged, or it is of another type.
     """
     path = existing_path(folder)
     if not path.is_dir():
@@ -66,15 +62,16 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
     for name, read in READERS.items():
         if (path / name).exists():
             tensors = read(path / name).tensors
-            _check_names(path / name, tensors)
+            if (longest := max(map(len, tensors), default=0)) > MAX_NAME:
+                raise CheckpointError(f"{path / name} names a tensor by {longest} characters, as no module is named.")
             return AdapterFiles(path, config, check_floating(path / name, tensors), (path / CONFIG, path / name))
     raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
 
 
 def refuse_adapter(path: Path, repo_id: str | None = None) -> None:
-    """CheckpointError where the folder or file that was given as a checkpoint is an adapter, and no model.
+    """Raise CheckpointError if the folder or file that was given as a checkpoint is an adapter.
 
-    repo_id: the Hub id that was given, of which `path` has no more than a checkpoint needs.
+    repo_id: the Hub id that was given; `path` then has no more than a checkpoint needs.
     """
     folder = path if path.is_dir() else path.parent
     is_meant = path.is_dir() or path.name in (CONFIG, *READERS)
@@ -95,24 +92,20 @@ def refuse_adapter(path: Path, repo_id: str | None = None) -> None:
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return the fields of adapter_config.json. Raise CheckpointError if it is damaged or too large."""
     if (folder / CONFIG).stat().st_size > MAX_CONFIG:
-        raise CheckpointError(f"{folder / CONFIG} has more than {MAX_CONFIG} bytes, which no adapter's needs: refused.")
+        raise CheckpointError(f"{folder / CONFIG} has more than {MAX_CONFIG} bytes, which no adapter needs: refused.")
     return read_json_object(folder / CONFIG)
 
 
 def _place_of(config: Mapping[str, Any], folder: str | Path) -> str | None:
-    """Where an adapter of this config is to be given; None where its kind is not implemented."""
-    place = next((place for kind, place in PLACES.items() if kind == config.get("peft_type")), None)
-    return place and place.format(shlex.quote(str(folder)))
-
-
-def _check_names(file: Path, names: Iterable[str]) -> None:
-    longest = max(map(len, names), default=0)
-    if longest > MAX_NAME:
-        raise CheckpointError(f"{file} names a tensor by {longest} characters, where no module has such a name.")
+    """Return the argument or flag that takes an adapter of this config; None if its kind is not implemented."""
+    kind, name = config.get("peft_type"), shlex.quote(str(folder))
+    if kind == "LORA":
+        return f"as lora, or --lora {name}"
+    return f"among soft_prompts, or as --soft-prompt NAME={name}" if kind in SOFT_PROMPTS else None
 
 
 def existing_path(given: str | os.PathLike[str]) -> Path:
-    """`given` as a path. Raises CheckpointError when nothing is there."""
+    """Return `given` as a path. Raise CheckpointError if it does not exist."""
     if not isinstance(given, (str, os.PathLike)) or not str(given):
         raise CheckpointError(f"the adapter is {given!r} and must be the path of a folder.")
     try:
@@ -129,12 +122,11 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
 
 
 def _download_of(repo_id: str | None) -> str:
-    """What a shell takes to download an adapter, in its words where no id is known."""
     return f"hf download {repo_id} --local-dir {Path(repo_id).name}" if repo_id else "hf download ID --local-dir FOLDER"
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """`tensors`. Raises CheckpointError when one is no floating-point tensor."""
+    """Return `tensors`. Raise CheckpointError if one is no floating-point tensor."""
     others = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating]
     if others:
         raise CheckpointError(f"{file} must hold {', '.join(STORED_AS)} and nothing else: {listed(others)}.")

@@ -1,8 +1,8 @@
-"""Soft prompts in PEFT's layout: vectors that were trained to stand in front of a text in place of words.
+"""Soft prompts in PEFT's layout: trained vectors that precede a text.
 
 Prompt tuning (Lester et al., 2021) and p-tuning (Liu et al., 2021) train token embeddings; prefix tuning (Li and
-Liang, 2021) trains the keys and values of every layer. PEFT saves what its encoders compute, not the encoders, so
-that a file holds one tensor, `prompt_embeddings`, whose width tells the two kinds apart.
+Liang, 2021) trains the keys and values of every layer. A file holds one tensor, `prompt_embeddings`, whose width tells
+the two kinds apart.
 """
 
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.weights.adapters.files import AdapterFiles, check_floating, existing_path, read_adapter
+from tinygpt.weights.adapters.files import SOFT_PROMPTS, AdapterFiles, check_floating, existing_path, read_adapter
 from tinygpt.weights.checks import listed
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError
 
-KINDS = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
+KINDS = dict(zip(SOFT_PROMPTS, ("prompt", "prompt", "prefix"), strict=True))
 TENSOR = "prompt_embeddings"
 
 
@@ -27,8 +27,8 @@ TENSOR = "prompt_embeddings"
 class SoftPrompt:
     """P virtual tokens, at positions 0 to P - 1; the text begins at position P.
 
-    kind "prompt": `embeds` (P, C) float32 stand in for rows of wte, and wpe is added to them as to any token's.
-    kind "prefix": `keys` and `values` (L, H, P, D) float32 are what the cache holds for these positions.
+    kind "prompt": `embeds` (P, C) float32 replace rows of wte, and wpe is added to them.
+    kind "prefix": `keys` and `values` (L, H, P, D) float32 are the cache's for these positions.
     """
 
     kind: str
@@ -43,8 +43,8 @@ class SoftPrompt:
 def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> SoftPrompt:
     """Read a folder that PEFT wrote, or a safetensors file that holds `prompt_embeddings` alone, for this model.
 
-    A file's kind is told by its width: C, or 2 L C. Raises CheckpointError when it cannot be read, is of another type,
-    was made for another model, or leaves no position for a text.
+    Raises CheckpointError if it cannot be read, is of another type, was made for another model, or leaves no position
+    for a text.
     """
     path = existing_path(source)
     if not path.is_dir():

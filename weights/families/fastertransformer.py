@@ -68,7 +68,7 @@ _BLOOM = {"positions": "alibi", "embed_norm": True}
 
 
 def _settings(source: Source) -> dict[str, str]:
-    """Of the model's own section, whatever that is called, and of the one on its structure."""
+    """Return the settings of the model's section, whatever its name, and of the section on structure."""
     sections = source.container.metadata
     own = next(section for section in sections.values() if "head_num" in section)
     return {**sections.get("structure", {}), **own}
@@ -85,7 +85,7 @@ def _parts(source: Source) -> int:
 
 
 def _is_ignored(name: str) -> bool:
-    """Copies for int8, beside the weights themselves."""
+    """int8 copies lie next to the weights."""
     return ".int8" in name or name.endswith((".scale", ".scale_inter", ".scale_out"))
 
 
@@ -121,7 +121,7 @@ def _config(source: Source) -> ModelConfig:
 
 
 def _n_positions(settings: Mapping[str, str], shapes: Shapes, structure: Mapping[str, Any], C: int) -> Any:
-    """Those of the table, or where there is none the length that it was trained on."""
+    """Return the rows of the table, or the length of training if there is no table."""
     if structure.get("positions") != "alibi":
         return shapes.size(_TOP[POSITIONS], 0) // C
     return _number(settings.get("max_pos_seq_len", str(_BLOOMS_LENGTH)))
@@ -132,7 +132,7 @@ _SETTINGS |= {"end_id": "eos_token_id"}
 
 
 def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
-    """What sets the model apart from GPT-2. CheckpointError for what is not implemented, by its settings."""
+    """Return the fields of STRUCTURE by the settings. Raise CheckpointError for other architectures."""
     found = {name: settings.get(name, plain).lower() for name, plain in _PLAIN.items()}
     found = {name: _SPELLINGS.get(value, value) for name, value in found.items()}
     unlike = {name: value for name, value in found.items() if value != _PLAIN[name]}

@@ -8,11 +8,11 @@ from tinygpt.weights.checks import shown
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.errors import CheckpointError, NoTokenizerError
 from tinygpt.weights.families.config_fields import checked_config
-from tinygpt.weights.families.family import AS_IS, Family, Rule, Source, as_named, transposed
+from tinygpt.weights.families.family import Family, Rule, Source, as_named, rule_by_tables
 from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
 from tinygpt.weights.families.tokenizers import byte_level_tokenizer
-from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, name_in_tables, parameter_shapes
+from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, name_in_tables, parameter_shapes
 
 ARCHITECTURE = "general.architecture"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # what kind a token is
@@ -28,9 +28,9 @@ MODULES = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-# What each architecture has that GPT-2 has not, by our fields; and what no key says of it.
+# Fields of STRUCTURE of each architecture, and fields that no key has.
 ARCHITECTURES = {"gpt2": {}, "bloom": {"positions": "alibi", "embed_norm": True}}
-_UNSAID = {"gpt2": {}, "bloom": {"activation_function": "gelu_fast", "bos_token_id": 1, "eos_token_id": 2}}
+_FIXED = {"gpt2": {}, "bloom": {"activation_function": "gelu_fast", "bos_token_id": 1, "eos_token_id": 2}}
 # llama.cpp's names of how a tokenizer cuts texts into words.
 _PRE_TOKENIZERS = ("gpt-2", "default", "bloom")
 KEYS = {
@@ -46,7 +46,7 @@ KEYS = {
 
 
 def gguf_name(parameter: str) -> str:
-    """What GGUF files call a parameter: h.3.attn.c_attn.weight is blk.3.attn_qkv.weight."""
+    """Return GGUF's name of a parameter: h.3.attn.c_attn.weight is blk.3.attn_qkv.weight."""
     return name_in_tables(parameter, TOP, "blk", MODULES)
 
 
@@ -61,7 +61,7 @@ def _config(source: Source) -> ModelConfig:
     shapes = Shapes(source, as_named(source))
     V = shapes.size(TOP[EMBEDDING], 0)
     said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
-    values = {**ends_of(V), **_UNSAID[name], "vocab_size": V, **from_config_json(source), **said}
+    values = {**ends_of(V), **_FIXED[name], "vocab_size": V, **from_config_json(source), **said}
     config = checked_config(values, described_by="its header", structure=ARCHITECTURES[name])
     if name == "bloom" and config.inner_size != 4 * config.n_embd:
         raise CheckpointError(
@@ -72,8 +72,7 @@ def _config(source: Source) -> ModelConfig:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    transforms = {True: transposed(), False: AS_IS}
-    return {name: Rule((gguf_name(name),), transforms[is_transposed(name)]) for name in parameter_shapes(config)}
+    return {name: rule_by_tables(name, TOP, "blk", MODULES) for name in parameter_shapes(config)}
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
@@ -82,7 +81,7 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:
-    """None where the file has no tokenizer."""
+    """Return None if the file has no tokenizer."""
     about = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in source.container.metadata.items()
@@ -101,7 +100,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
 
 
 def _is_tokenizer(about: Mapping[str, Any]) -> bool:
-    """Whether the keys have the types and lengths of a tokenizer's."""
+    """Return whether the keys have the types and lengths of a tokenizer's."""
     tokens, ends = about["tokens"], [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
     lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
     return (
@@ -112,7 +111,7 @@ def _is_tokenizer(about: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a tokenizer.json, from the keys behind "tokenizer.ggml."."""
+    """Return the content of a tokenizer.json, from the keys after "tokenizer.ggml."."""
     tokens = about["tokens"]
     kinds = about.get("token_type") or [NORMAL] * len(tokens)
     used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]

@@ -1,4 +1,4 @@
-"""GPT-2 as transformers' save_pretrained writes it: whose names and layout are the engine's own."""
+"""GPT-2 as transformers' save_pretrained writes it: names and layout are the engine's own."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -21,20 +21,20 @@ _CHECKS = {"add_cross_attention": (lambda value: not value, "false, because cros
 # Wrappers that a model may have been saved in: GPT2LMHeadModel and other parents, DataParallel, torch.compile.
 _WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
 _CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-# What fine-tunes put on top of the hidden states beside, or instead of, the language model's head.
+# Heads of fine-tuned models, next to the language model's head or instead of it.
 _OTHER_HEADS = ("multiple_choice_head.", "score.", "classifier.", "qa_outputs.", "v_head.")
 
 
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """ModelConfig from the fields of config.json and, where there is one, generation_config.json.
+    """Return ModelConfig from the fields of config.json and generation_config.json.
 
-    Raises one CheckpointError naming every field that is impossible or not implemented.
+    Raise one CheckpointError that names every field that is impossible or not implemented.
     """
     return checked_config({**fields, **renamed(fields, ALIASES)}, generation, _CHECKS)
 
 
 def canonical_name(name: str) -> str:
-    """`name` without the wrappers it was saved in: module.transformer.wte.weight is wte.weight."""
+    """Return `name` without wrappers: module.transformer.wte.weight is wte.weight."""
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
 
 
@@ -43,7 +43,7 @@ def is_causal_mask(canonical_name: str) -> bool:
 
 
 def is_ignored(canonical_name: str) -> bool:
-    """Whether the tensor is known and of no use here: a causal mask, or the head of another task."""
+    """Return whether the tensor is known and unused: a causal mask, or the head of another task."""
     return is_causal_mask(canonical_name) or canonical_name.startswith(_OTHER_HEADS)
 
 
@@ -62,7 +62,7 @@ def _rules(config: ModelConfig) -> dict[str, Rule]:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config.json with which transformers makes the same GPT-2."""
+    """Return the fields of a config.json with which transformers makes the same GPT-2."""
     names = (name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE))
     return {
         "model_type": "gpt2",
@@ -72,7 +72,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-# What GPT-2s of every family are written in.
+# Of GPT-2s of every family.
 LAYOUT = Layout(
     _rules,
     lambda name: name if name == HEAD else f"transformer.{name}",
@@ -81,7 +81,6 @@ LAYOUT = Layout(
     has_defaults=False,
     config_json=config_json,
 )
-
 FAMILY = Family(
     name="GPT-2",
     described_by="config.json",

@@ -1,12 +1,11 @@
 """GPT with experts, as DeepSpeed and Megatron-LM train it: Megatron's names, and a file for each expert.
 
 Some layers have several MLPs, of which a gate chooses for each token. Training may leave out tokens that an expert has
-no room for; here none ever is, so that no text depends on its neighbours in a batch.
+no room for; inference never does, so that no text depends on its neighbors in a batch.
 """
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from tinygpt.weights.checks import listed, shown
 from tinygpt.weights.config import ModelConfig
@@ -31,14 +30,10 @@ _IN_FILE = re.compile(
 )
 _EXPERT = re.compile(r"h\.(\d+)\.mlp\.experts\.(\d+)\.(c_fc|c_proj)\.(weight|bias)")
 _MODULES = {"c_fc": "dense_h_to_4h", "c_proj": "dense_4h_to_h"}
-# The part of an expert's output that DeepSpeed never adds, in training or after it.
+# DeepSpeed never adds this part of an expert's output, in training or after it.
 _UNUSED_BIAS = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.dense_4h_to_h\.bias")
 # Settings of experts, which check_settings would refuse.
 _SETTINGS = ("num_experts", "expert_num", "topk", "mlp_type")
-
-
-def _detect(source: Source) -> bool:
-    return any(".deepspeed_moe." in name for name in source.container.tensors)
 
 
 def _named(source: Source) -> Iterable[NamedTensor]:
@@ -55,17 +50,31 @@ def _config(source: Source) -> ModelConfig:
     settings = settings_of(source)
     check_settings(source, {name: value for name, value in settings.items() if name not in _SETTINGS})
     tensors = list(_named(source))
-    _refuse_pipeline(source)
-    _refuse_residual(source, settings, tensors)
+    stages = {rank_of(name)[1] for name in source.container.tensors}
+    if len(stages) > 1:
+        raise CheckpointError(
+            f"{source.path} is in {len(stages)} stages of a pipeline, which is not implemented for experts: save it "
+            "without one."
+        )
+    if settings.get("mlp_type") == "residual" or any(".mlp.coefficient." in one.name for one in tensors):
+        raise CheckpointError(
+            f"{source.path} has an MLP beside its experts (mlp_type residual), which is not implemented."
+        )
     gates = {int(found[1]): one.tensor.shape for one in tensors if (found := _IN_GATE.fullmatch(one.name))}
     numbers = {shape[0] for shape in gates.values() if len(shape) == 2}
     if len(numbers) != 1:
         raise CheckpointError(
-            f"{source.path} has layers of {listed(sorted(map(str, numbers)), 8)} experts: it must be one number."
+            f"{source.path} has layers of {listed(sorted(map(str, numbers)))} experts: it must be one number."
         )
-    per_token = settings.get("topk", 1)
     (num_experts,) = numbers
-    _check_experts_are_there(source, num_experts * len(gates), tensors)
+    per_token = settings.get("topk", 1)
+    # Most experts must be there, so that the list of missing tensors is in proportion to the files.
+    found = sum(".mlp.experts." in one.name for one in tensors)
+    if found < num_experts * len(gates):
+        raise CheckpointError(
+            f"{source.path} has gates for {num_experts * len(gates)} experts and {found} tensors of experts: give the "
+            "folder in which the files of all experts lie."
+        )
     if type(per_token) is not int or not 1 <= per_token <= num_experts:
         raise CheckpointError(f"{source.path} has topk {shown(per_token)} of {num_experts} experts.")
     structure = {
@@ -78,41 +87,15 @@ def _config(source: Source) -> ModelConfig:
     return config_of(source, settings, tensors, inner, structure)
 
 
-def _check_experts_are_there(source: Source, count: int, tensors: list[NamedTensor]) -> None:
-    """Most of them: what is listed as missing is in proportion to the files."""
-    found = sum(".mlp.experts." in one.name for one in tensors)
-    if found < count:
-        raise CheckpointError(
-            f"{source.path} has gates for {count} experts and {found} tensors of experts: give the folder in which the "
-            "files of all experts lie."
-        )
-
-
-def _refuse_pipeline(source: Source) -> None:
-    stages = {rank_of(name)[1] for name in source.container.tensors}
-    if len(stages) > 1:
-        raise CheckpointError(
-            f"{source.path} is in {len(stages)} stages of a pipeline, which is not implemented for experts: save it "
-            "without one."
-        )
-
-
-def _refuse_residual(source: Source, settings: dict[str, Any], tensors: list[NamedTensor]) -> None:
-    if settings.get("mlp_type") == "residual" or any(".mlp.coefficient." in one.name for one in tensors):
-        raise CheckpointError(
-            f"{source.path} has an MLP beside its experts (mlp_type residual), which is not implemented."
-        )
-
-
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     names = parameter_shapes(config)
-    own = {name: rule for name in names if (rule := _rule(name))}
-    rules = rules_of(source, config, [name for name in names if name not in own]) | own
+    experts = {name: rule for name in names if (rule := _rule(name))}
+    rules = rules_of(source, config, [name for name in names if name not in experts]) | experts
     return {name: rules[name] for name in names}
 
 
 def _rule(parameter: str) -> Rule | None:
-    """Of gates and experts."""
+    """Return the rule of a gate or an expert, None for other parameters."""
     if parameter.endswith(".mlp.gate.weight"):
         return Rule((f"layers.{parameter.split('.')[1]}.{_GATE}",))
     if not (found := _EXPERT.fullmatch(parameter)):
@@ -124,21 +107,17 @@ def _rule(parameter: str) -> Rule | None:
     return NO_BIAS if module == "c_proj" else Rule((name,), as_is(0))
 
 
-def _quirks(source: Source, config: ModelConfig) -> list[str]:
-    return [
-        f"each token has {config.experts_per_token} of {config.num_experts} experts, and none is left out",
-        "biases of experts' outputs are left out, as in training",
-    ]
-
-
 FAMILY = Family(
     name="Megatron-LM GPT with experts",
     described_by="its settings",
-    detect=_detect,
+    detect=lambda source: any(".deepspeed_moe." in name for name in source.container.tensors),
     config=_config,
     rules=_rules,
     named=_named,
     is_ignored=lambda name: is_ignored(name) or bool(_UNUSED_BIAS.fullmatch(name)),
     parts=parts_of,
-    quirks=_quirks,
+    quirks=lambda source, config: (
+        f"each token has {config.experts_per_token} of {config.num_experts} experts, and none is left out",
+        "biases of experts' outputs are left out, as in training",
+    ),
 )

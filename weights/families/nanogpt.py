@@ -1,12 +1,11 @@
 """nanoGPT and minGPT: GPT-2 in torch's Linear layers, whose matrices are (out, in).
 
-nanoGPT saves a training checkpoint, `model` beside `model_args` and the optimizer's state (karpathy/nanoGPT, train.py).
+nanoGPT saves a training checkpoint: `model`, `model_args` and the optimizer's state (karpathy/nanoGPT, train.py).
 minGPT saves the state dict alone, its head untied (karpathy/minGPT).
 """
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from tinygpt.weights.config import ModelConfig
@@ -20,81 +19,74 @@ from tinygpt.weights.families.tokenizers import character_tokenizer
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 
 _ARGUMENTS = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}}
-_LAYER = r"h\.(\d{1,9})\."
 _BESIDE = "beside the model: "
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
-# minGPT's config.json may name one of its own sizes in place of them: how many heads each has.
+# minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
 _MINGPT_HEADS = {"gpt2": 12, "openai-gpt": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25, "gopher-44m": 16}
 _MINGPT_HEADS |= {"gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3}
 
 
 def _is_nanogpt(source: Source) -> bool:
-    return bool(fields_of(source.container.metadata.get("model_args"))) and any(
-        name.startswith("model.") for name in source.container.tensors
-    )
+    names = source.container.tensors
+    return bool(_arguments(source)) and any(name.startswith("model.") for name in names)
+
+
+def _arguments(source: Source) -> dict[str, Any]:
+    return fields_of(source.container.metadata.get("model_args"))
 
 
 def _is_mingpt(source: Source) -> bool:
-    """By the layout: Hugging Face has the same names, and (in, out)."""
+    """Decide by the layout: Hugging Face has the same names, and (in, out)."""
     for name, tensor in source.container.tensors.items():
-        if canonical_name(name) == "h.0.attn.c_attn.weight" and "model_type" not in (source.config_json or {}):
+        if canonical_name(name) == "h.0.attn.c_attn.weight" and source.model_type is None:
             return len(tensor.shape) == 2 and tensor.shape[0] == 3 * tensor.shape[1]
     return False
 
 
 def _named_model(source: Source) -> Iterable[NamedTensor]:
-    """What stands under `model` alone is the model."""
+    """Only tensors under `model` are the model's."""
     return named_by(lambda name: canonical_name(name) if name.startswith("model.") else _BESIDE + name, source)
 
 
-def _is_beside(name: str) -> bool:
-    return is_causal_mask(name) or name.startswith(_BESIDE)
-
-
 def _nanogpt_config(source: Source) -> ModelConfig:
-    """GELU by its definition, as in nanoGPT since May 2023; before, it was gelu_new, which config.json may say."""
-    arguments = fields_of(source.container.metadata.get("model_args"))
-    values = renamed(arguments, _ARGUMENTS)
+    """nanoGPT has the exact GELU since May 2023; before, it was gelu_new, which config.json may say."""
+    values = renamed(_arguments(source), _ARGUMENTS)
     inner = Shapes(source, _named_model(source)).size("h.0.mlp.c_fc.weight", 0)
-    said = {"n_inner": inner, "activation_function": "gelu", **from_config_json(source), **values}
-    return checked_config({**ends_of(values.get("vocab_size")), **said}, described_by="model_args")
+    given = {"n_inner": inner, "activation_function": "gelu", **from_config_json(source), **values}
+    return checked_config({**ends_of(values.get("vocab_size")), **given}, described_by="model_args")
 
 
 def _mingpt_config(source: Source) -> ModelConfig:
     shapes = Shapes(source, named(source))
     V = shapes.size("wte.weight", 0)
+    model = fields_of((source.config_json or {}).get("model"))
     values = {
         **ends_of(V),
-        "n_head": _mingpt_heads(source),
+        "n_head": model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type"))),
         "activation_function": "gelu_new",
         **from_config_json(source),
         "vocab_size": V,
         "n_embd": shapes.size("wte.weight", 1),
         "n_positions": shapes.size("wpe.weight", 0),
         "n_inner": shapes.size("h.0.mlp.c_fc.weight", 0),
-        "n_layer": shapes.layers(_LAYER),
+        "n_layer": shapes.layers(r"h\.(\d{1,9})\."),
         "tie_word_embeddings": HEAD not in shapes,
     }
     need_heads(source, values)
     return checked_config(values, described_by="the checkpoint")
 
 
-def _mingpt_heads(source: Source) -> Any:
-    model = fields_of((source.config_json or {}).get("model"))
-    heads, model_type = model.get("n_head"), model.get("model_type")
-    return heads if heads is not None or not isinstance(model_type, str) else _MINGPT_HEADS.get(model_type)
-
-
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    """Trained without biases, a model has none anywhere, nor have its layer norms."""
-    has_bias = fields_of(source.container.metadata.get("model_args")).get("bias")
-    names = parameter_shapes(config).keys()
-    biases = {name for name in names if name.endswith(".bias")}
+    """A model that was trained without biases has none anywhere, nor have its layer norms."""
+    names = parameter_shapes(config)
+    has_bias = _arguments(source).get("bias")
     if not isinstance(has_bias, bool):
-        has_bias = any(canonical_name(name) in biases for name in source.container.tensors)
-    absent = set() if has_bias else biases
+        stored = set(map(canonical_name, source.container.tensors))
+        has_bias = any(name in stored for name in names if name.endswith(".bias"))
     return {
-        name: NO_BIAS if name in absent else Rule((name,), transposed() if is_transposed(name) else AS_IS)
+        name: NO_BIAS
+        if name.endswith(".bias") and not has_bias
+        else Rule((name,), transposed() if is_transposed(name) else AS_IS)
         for name in names
     }
 
@@ -104,20 +96,18 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:
-    """Of a model of characters: meta.pkl of its data set, beside the checkpoint or where nanoGPT has it."""
+    """Return a tokenizer of characters: of the data set's meta.pkl, next to the checkpoint or in nanoGPT's folder."""
     data_set = fields_of(source.container.metadata.get("config")).get("dataset")
     places = [source.folder / "meta.pkl"]
     if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):
         places.append(source.folder.absolute().parent / "data" / data_set / "meta.pkl")
-    found = next((path for path in places if path.is_file()), None)
-    return None if found is None else character_tokenizer(_characters(found), str(found))
-
-
-def _characters(path: Path) -> dict[str, int]:
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        return None
     characters = fields_of(fields_of(read_plain_pickle(path)).get("stoi"))
     if not characters:
         raise CheckpointError(f"{path} has no characters in its 'stoi': copy it from the data set again.")
-    return characters
+    return character_tokenizer(characters, str(path))
 
 
 NANOGPT = Family(
@@ -127,7 +117,7 @@ NANOGPT = Family(
     config=_nanogpt_config,
     rules=_rules,
     named=_named_model,
-    is_ignored=_is_beside,
+    is_ignored=lambda name: is_causal_mask(name) or name.startswith(_BESIDE),
     quirks=_quirks,
     tokenizer=_tokenizer,
 )

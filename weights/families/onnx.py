@@ -1,4 +1,4 @@
-"""GPT-2 as ONNX: initialisers by the names of Hugging Face's model, and of the graph what no initialiser shows."""
+"""GPT-2 as ONNX: initializers by the names of Hugging Face's model, and the graph for all that they do not show."""
 
 import math
 import re
@@ -17,34 +17,26 @@ from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_j
 from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.tensor import shortest
 
-# Whatever stands before is a wrapper; merging two decoders into one file has left the end.
+# Any prefix is a wrapper; merging two decoders into one file leaves the suffix.
 _NAME = re.compile(
     r"(?:.*[./])?(wte\.weight|wpe\.weight|ln_f\.(?:weight|bias)|lm_head\.weight|"
     r"h\.\d{1,6}\.(?:ln_[12]|attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.(?:weight|bias))(?:_merged_\d+)?"
 )
-_QUANTISED = re.compile(r".*(_quantized|_scale|_zero_point|_Q4|_Q4G\d*)")
+_QUANTIZED = re.compile(r".*(_quantized|_scale|_zero_point|_Q4|_Q4G\d*)")
+_QUANTIZED_NODES = {"MatMulNBits", "QAttention", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"}
 _ACTIVATIONS = {"Tanh": "gelu_new", "FastGelu": "gelu_new", "Erf": "gelu", "BiasGelu": "gelu", "Relu": "relu"}
-_QUANTIZED = {"MatMulNBits", "QAttention", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"}
 _UNUSED = "of the graph: "
-_MAX_CONSTANT = 1  # elements: what a graph computes with beside the weights
-
-
-def _graph(source: Source) -> Graph:
-    return source.container.graph
-
-
-def _detect(source: Source) -> bool:
-    return source.container.graph is not None
+_MAX_CONSTANT = 1  # elements of a constant that is no weight
 
 
 def _named(source: Source) -> Iterable[NamedTensor]:
-    """A tensor in several branches of a graph is there once for each name."""
-    there, head = set(), _head(source)
+    """Yield all tensors; one in several branches of a graph has several names there."""
+    seen, head = set(), _head(source)
     for name, tensor in source.container.tensors.items():
         found = _NAME.fullmatch(name)
-        if found and found[1] not in there:
-            there.add(found[1])
-            is_table = found[1] == HEAD and head is not None  # an embedding that was merged with the head it is tied to
+        if found and found[1] not in seen:
+            seen.add(found[1])
+            is_table = found[1] == HEAD and head is not None  # an embedding that was merged with its tied head
             yield NamedTensor(EMBEDDING if is_table else found[1], name, tensor)
         elif name == head:
             yield NamedTensor(HEAD, name, tensor)
@@ -54,24 +46,23 @@ def _named(source: Source) -> Iterable[NamedTensor]:
 
 
 def _head(source: Source) -> str | None:
-    """A tied head becomes a copy, transposed and without a name: (C, V) of what the last product multiplies by."""
+    """Return a tied head's copy, transposed and without a name: the (C, V) matrix of the last product."""
     tensors = source.container.tensors
     names = {found[1]: name for name in tensors if (found := _NAME.fullmatch(name))}
     tables = [names[table] for table in (EMBEDDING, HEAD) if table in names]
     if len(tables) != 1:
         return None
     shape = tensors[tables[0]].shape[::-1]
-    products = (node for node in reversed(_graph(source).nodes) if node.kind in PRODUCTS and len(node.inputs) > 1)
+    nodes = reversed(source.container.graph.nodes)
+    products = (node for node in nodes if node.kind in PRODUCTS and len(node.inputs) > 1)
     heads = (node.inputs[1] for node in products if node.inputs[1] in tensors and node.inputs[1] not in names.values())
     return next((name for name in heads if tensors[name].shape == shape and tensors[name].is_floating), None)
 
 
 def _config(source: Source) -> ModelConfig:
-    _refuse_quantised(source)
-    _refuse_foreign(source)
-    _refuse_nameless(source)
-    if (source.config_json or {}).get("model_type") == "gpt2":  # exporters copy it from the model
-        return model_config(source.config_json, source.json("generation_config.json"))
+    _refuse(source, source.container.graph)
+    if source.model_type == "gpt2":  # exporters copy it from the model
+        return model_config(source.config_json or {}, source.json("generation_config.json"))
     shapes = Shapes(source, _named(source))
     embedding = EMBEDDING if EMBEDDING in shapes else HEAD
     V = shapes.size(embedding, 0)
@@ -94,46 +85,35 @@ def _config(source: Source) -> ModelConfig:
     return checked_config(values, described_by="its graph")
 
 
-def _refuse_quantised(source: Source) -> None:
-    kinds = {node.kind for node in _graph(source).nodes} & _QUANTIZED
-    names = [name for name in source.container.tensors if _QUANTISED.fullmatch(name)]
-    if kinds or names:
+def _refuse(source: Source, graph: Graph) -> None:
+    """Raise CheckpointError for quantized weights, functions that may transpose a matrix, and lost names."""
+    names = list(source.container.tensors)
+    quantized = sorted({node.kind for node in graph.nodes} & _QUANTIZED_NODES)
+    quantized += [name for name in names if _QUANTIZED.fullmatch(name)]
+    if quantized:
         raise CheckpointError(
-            f"{source.path} is quantised ({listed([*sorted(kinds), *names], 3)}), which is not implemented in ONNX: "
-            "export the model without, and give --dtype int8."
+            f"{source.path} is quantized ({listed(quantized, 3)}), which is not implemented in ONNX: export the model "
+            "without, and give --dtype int8."
         )
-
-
-def _refuse_foreign(source: Source) -> None:
-    """A function may transpose what it is given."""
-    graph = _graph(source)
-    foreign = sorted({node.kind for node in graph.nodes if node.is_foreign and _takes_matrix(node, graph)})
+    matrices = {name for name, tensor in graph.tensors.items() if len(tensor.shape) > 1}
+    foreign = {node.kind for node in graph.nodes if node.is_foreign and not matrices.isdisjoint(node.inputs)}
     if foreign:
         raise CheckpointError(
-            f"{source.path} gives weights to functions or operations of its own ({listed(foreign, 3)}), which is not "
-            "implemented: inline functions, as onnx.inliner does, or export again."
+            f"{source.path} gives weights to functions or operations of its own ({listed(sorted(foreign), 3)}), which "
+            "is not implemented: inline functions, as onnx.inliner does, or export again."
         )
-
-
-def _takes_matrix(node: Node, graph: Graph) -> bool:
-    return any(name in graph.tensors and len(graph.tensors[name].shape) > 1 for name in node.inputs)
-
-
-def _refuse_nameless(source: Source) -> None:
-    names = source.container.tensors.keys()
     if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
         raise CheckpointError(
-            f"{source.path} has no weights by the names of GPT-2's layers ({listed([*names], 3)}): it is another "
-            "model, or its exporter has lost them, as it may where it folds constants. Export again without, or open "
-            "what it was exported from."
+            f"{source.path} has no weights by the names of GPT-2's layers ({listed(names, 3)}): it is another model, "
+            "or its exporter has lost them, as it may if it folds constants. Export again without folding."
         )
 
 
 def _seen(source: Source) -> dict[str, Any]:
-    """What operations show: heads, the activation, and the epsilon of layer norms."""
-    graph, seen = _graph(source), {}
+    """Return the fields that operations show: heads, the activation, and the epsilon of layer norms."""
+    graph, seen = source.container.graph, {}
     sums = {node.outputs[0]: node for node in graph.nodes if node.kind == "Add" and node.outputs}
-    for name, shape in graph.inputs.items():  # of what has been computed before: (B, H, T, D), or (2, B, H, T, D)
+    for name, shape in graph.inputs.items():  # cached keys and values: (B, H, T, D), or (2, B, H, T, D)
         axis = {4: 1, 5: 2}.get(len(shape))
         if name.startswith("past") and axis is not None and isinstance(shape[axis], int):
             seen["n_head"] = shape[axis]
@@ -159,20 +139,20 @@ def _activation(node: Node) -> str | None:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    """Matrices are (in, out) as in Hugging Face's model, unless an operation transposes what it is given."""
-    turned = _transposed(_graph(source), source.container.tensors)
+    """Matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
+    turned = _transposed(source.container.graph, source.container.tensors)
     file_names = {one.name: one.file_name for one in _named(source)}
     rules = {}
     for name in parameter_shapes(config):
         is_turned = is_transposed(name) and file_names.get(name) in turned
-        if name == HEAD:
-            is_turned = file_names.get(name) is not None and _NAME.fullmatch(file_names[name]) is None
+        if name == HEAD and name in file_names:
+            is_turned = _NAME.fullmatch(file_names[name]) is None
         rules[name] = Rule((name,), transposed() if is_turned else AS_IS)
     return rules
 
 
 def _transposed(graph: Graph, tensors: Mapping[str, StoredTensor]) -> set[str]:
-    """Weights that lie (out, in)."""
+    """Return the weights that lie (out, in)."""
     turned = set()
     for node in graph.nodes:
         if node.kind == "Transpose" and node.inputs and node.inputs[0] in tensors:
@@ -191,7 +171,7 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
 FAMILY = Family(
     name="GPT-2 of ONNX",
     described_by="its graph",
-    detect=_detect,
+    detect=lambda source: source.container.graph is not None,
     config=_config,
     rules=_rules,
     named=_named,

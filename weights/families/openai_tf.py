@@ -1,4 +1,4 @@
-"""GPT-2 as OpenAI published it: TensorFlow's variables (openai/gpt-2, src/model.py), and hparams.json beside them."""
+"""GPT-2 as OpenAI published it: TensorFlow's variables (openai/gpt-2, src/model.py), and hparams.json next to them."""
 
 import re
 
@@ -9,16 +9,9 @@ from tinygpt.weights.families.family import AS_IS, WITHOUT_FIRST_AXIS, Family, R
 from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 
-_HPARAMS = {
-    "n_ctx": "n_positions",
-    "n_vocab": "vocab_size",
-    "n_embd": "n_embd",
-    "n_head": "n_head",
-    "n_layer": "n_layer",
-}
+_HPARAMS = {"n_ctx": "n_positions", "n_vocab": "vocab_size", **{name: name for name in ("n_embd", "n_head", "n_layer")}}
 _LAYER = r"model/h(\d{1,9})/"
-_KINDS = {"weight": "w", "bias": "b"}  # of layer norms, the weight is "g"
-# What those who train it further leave in a checkpoint: the optimizer's averages, and counts of steps.
+# Variables of further training: the optimizer's averages, and counts of steps.
 _OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)")
 
 
@@ -28,11 +21,11 @@ def _detect(source: Source) -> bool:
 
 
 def tf_name(parameter: str) -> str:
-    """The variable of a parameter: h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
+    """Return the variable of a parameter: h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
     if parameter in (EMBEDDING, POSITIONS):
         return f"model/{parameter.removesuffix('.weight')}"
     *path, kind = parameter.split(".")
-    kind = "g" if path[-1].startswith("ln_") and kind == "weight" else _KINDS[kind]
+    kind = "b" if kind == "bias" else "g" if path[-1].startswith("ln_") else "w"
     return "/".join(["model", *path, kind]).replace("/h/", "/h", 1)
 
 
@@ -60,7 +53,7 @@ def _config(source: Source) -> ModelConfig:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    """Matrices were convolutions of width 1: (1, in, out). There is no head of its own."""
+    """Matrices were convolutions of width 1: (1, in, out). The head is the embedding."""
     return {
         name: Rule((tf_name(name),), WITHOUT_FIRST_AXIS if is_transposed(name) else AS_IS)
         for name in parameter_shapes(config)

@@ -30,7 +30,7 @@ def byte_level_tokenizer(
 
 
 def is_blooms_kind(spec: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer is byte-level BPE that cuts texts into BLOOM's words, and puts nothing around them."""
+    """Return whether a tokenizer is byte-level BPE of BLOOM's words, with nothing around a text."""
     has_words = any(spec["pre_tokenizer"] == _blooms_pre_tokenizer(trims) for trims in (True, False))
     has_bytes = all((spec[name] or {}).get("type") in kinds for name, kinds in _AROUND_BLOOM.items())
     return has_words and has_bytes and spec["model"]["type"] == "BPE"
@@ -44,7 +44,7 @@ def _blooms_pre_tokenizer(trim_offsets: bool = True) -> dict[str, Any]:
 
 
 def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The tokenizer whose characters have these ids. CheckpointError, which names `place`, for what are none."""
+    """Return the tokenizer whose characters have these ids. Raise CheckpointError, which names `place`."""
     if any(len(character) != 1 or type(token_id) is not int or token_id < 0 for character, token_id in ids.items()):
         raise CheckpointError(
             f"{place} must give each character a whole number from 0: copy it from the data set again."

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,9 @@ PLAIN = 0  # float32: what is small, and all positions
 
 
 def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapping[str, Any] | None) -> Path:
-    """Write the folder's FILE. tokenizer: byte-level BPE in the form of a tokenizer.json, or None; its
-    "add_bos_token" says whether bos_token_id begins every text.
+    """Write model.gguf into the folder. Raise CheckpointError for a model that llama.cpp would compute otherwise.
 
-    CheckpointError for a model that llama.cpp would compute otherwise.
+    tokenizer: byte-level BPE in the form of a tokenizer.json, or None; "add_bos_token": bos_token_id begins every text.
     """
     config = checkpoint.config
     check_gguf(checkpoint, dtype)
@@ -65,7 +64,7 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
 
 
 def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
-    """CheckpointError for a model that llama.cpp would compute otherwise, or whose rows are no whole blocks."""
+    """Raise CheckpointError if llama.cpp would compute the model otherwise, or rows are no whole blocks."""
     config = checkpoint.config
     if config.structure not in ARCHITECTURES.values():
         raise CheckpointError(
@@ -88,7 +87,7 @@ def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
 
 
 def _architecture_of(config: ModelConfig) -> str:
-    """llama.cpp's name of what a model is."""
+    """Return llama.cpp's name of the architecture."""
     return next(name for name, structure in ARCHITECTURES.items() if structure == config.structure)
 
 
@@ -112,7 +111,7 @@ def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, tuple[int, An
 
 
 def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) -> dict[str, tuple[int, Any]]:
-    """As many tokens as the vocabulary has rows: those without a text are unused ones."""
+    """Return as many tokens as the vocabulary has rows: rows without a text are unused tokens."""
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": next(iter(config.eos_token_ids), None)}
     keys = {
         f"tokenizer.ggml.{key}": (U32, i) for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size
@@ -142,7 +141,7 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) ->
 
 
 def _place(name: str, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], int, int]:
-    """The shape of a parameter as it is written, ggml's type and its size in bytes. Matrices are (out, in)."""
+    """Return the shape in the file, ggml's type and the size in bytes. Matrices are (out, in)."""
     if len(shape) == 1 or name == POSITIONS:
         return shape, PLAIN, 4 * math.prod(shape)
     shape = shape[::-1] if name.startswith("h.") else shape
@@ -165,8 +164,7 @@ def _bytes(checkpoint: Checkpoint, name: str, dtype: str, kind: int) -> bytes:
 
 
 def _scaled(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """The parameter, (out, in). llama.cpp divides scores by the root of the head size: what else a model does goes into
-    its queries."""
+    """Return the parameter, (out, in). llama.cpp scales scores by the head size alone: the rest goes into queries."""
     array, config = checkpoint.tensor(name), checkpoint.config
     if ".attn.c_attn." not in name:
         return array
@@ -189,11 +187,7 @@ def _value(kind: int, content: Any) -> bytes:
     if kind != ARRAY:
         return struct.pack(f"<{NUMBERS[kind]}", content)
     inner, elements = content
-    return struct.pack("<IQ", inner, len(elements)) + b"".join(_elements(inner, elements))
-
-
-def _elements(kind: int, elements: list[Any]) -> Iterator[bytes]:
-    return (_value(kind, element) for element in elements)
+    return struct.pack("<IQ", inner, len(elements)) + b"".join(_value(inner, element) for element in elements)
 
 
 def _padded(size: int) -> int:

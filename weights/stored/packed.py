@@ -1,12 +1,11 @@
-"""Converted checkpoints: packed weights in one safetensors file, laid so that kernels read them where they lie.
+"""Converted checkpoints: packed weights in one safetensors file, which kernels read where they lie.
 
-model.tinygpt.safetensors holds the CPU kernels' arrays by name. Its metadata says what they mean: `format` and
-`version` of this file, `dtype`, whether the head is `tied` to wte (and so stored once), the packing's own numbers,
-the `source`, and the `crc32` of all the data, which is verified at every load: it finds what a disk or a copy has
-damaged, in a third of the time that SHA-256 takes. Where channels were evened out by a calibration, `smooth` is its
-alpha, beside the text's hash and the number of samples, or the hash of the act-scales file. The header is padded so
-that the data starts on a 64-byte boundary, and arrays that fill whole 64 bytes come first, so that each of them starts
-on one too. Two-byte arrays hold bfloat16.
+model.tinygpt.safetensors holds the CPU kernels' arrays by name. Its metadata has `format` and `version` of this file,
+`dtype`, whether the head is `tied` to wte (and so stored once), the packing's numbers, the `source`, and the `crc32` of
+all the data, which is verified at every load: it finds the damage of a disk or a copy in a third of SHA-256's time. If
+a calibration evened out channels, `smooth` is its alpha, next to the text's hash and the number of samples, or the hash
+of the act-scales file. The data starts on a 64-byte boundary, and arrays that fill whole 64 bytes come first, so that
+each of them does too. Two-byte arrays hold bfloat16.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +26,7 @@ from tinygpt.weights.files import PACKED_FILE, crc32_of, in_a_thread
 FORMAT, VERSION = "tinygpt packed weights", "3"
 BOUNDARY = 64  # bytes: the widest vector, and a cache line
 CONVERT_AGAIN = "convert the original checkpoint again with `tinygpt convert`."
-# NumPy's dtypes by their names in the file, and by those that `read_safetensors` has for them.
+# NumPy's dtypes by their names in the file, and by `read_safetensors`' names.
 NAMES = {"float32": "F32", "uint8": "U8", "uint16": "BF16"}
 STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16"}
 
@@ -36,9 +35,9 @@ Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """A converted checkpoint: `dtype` is the one that it was converted to, `tied` says that wte is the head.
+    """A converted checkpoint: `dtype` is that of the conversion; tied: wte is the head.
 
-    `checksum` is that of the file's data: it is computed beside whatever else is to be loaded.
+    checksum: the data's, computed in a thread.
     """
 
     path: Path
@@ -51,7 +50,7 @@ class PackedCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> "PackedCheckpoint":
-        """Open a folder that holds PACKED_FILE. Raises CheckpointError when that is damaged, or not of this version."""
+        """Open a folder that holds PACKED_FILE. Raise CheckpointError if it is damaged or of another version."""
         file = path / PACKED_FILE
         for name in FILES:
             if (path / name).exists():
@@ -63,9 +62,8 @@ class PackedCheckpoint:
             raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
         metadata, stored = packed.metadata, packed.tensors
         _check_metadata(file, metadata)
-        tied = metadata["tied"] == "true"
         checksum = in_a_thread(lambda: crc32_of([_data(stored)]))
-        return cls(path, config, metadata["dtype"], tied, metadata, stored, checksum)
+        return cls(path, config, metadata["dtype"], metadata["tied"] == "true", metadata, stored, checksum)
 
     @property
     def folder(self) -> Path:
@@ -76,14 +74,13 @@ class PackedCheckpoint:
 
     @property
     def file(self) -> MappedFile:
-        """Where all of `arrays` lie."""
+        """The file of all arrays."""
         return next(iter(self.stored.values())).file
 
     def arrays(self, layout: Layout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Views of the file, mapped into memory: writable, though what is written stays out of the file.
+        """Return views of the mapped file: writable, but writes stay out of the file.
 
-        Raises one CheckpointError that lists all in which the file is not of this layout and packing, or one that
-        says that its data is damaged.
+        Raise one CheckpointError that lists all differences from this layout and packing, or for damaged data.
         """
         wanted = {**packing, "vocab_size": self.config.vocab_size}  # no array is as long: panels are padded
         problems = [
@@ -107,9 +104,9 @@ class PackedCheckpoint:
 
 
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
-    """Write PACKED_FILE into the folder and read it back. CheckpointError where the disk did not keep the data."""
+    """Write PACKED_FILE into the folder and read it back. Raise CheckpointError if the disk did not keep the data."""
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
-    checksum = crc32_of(_bytes(array) for _, array in ordered)
+    checksum = crc32_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in ordered)
     about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
     entries = {
@@ -145,11 +142,7 @@ def _differences(stored: Mapping[str, MappedTensor], layout: Layout) -> Iterable
             yield f"{name} does not start on its boundary"
 
 
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
 def _data(stored: Mapping[str, MappedTensor]) -> memoryview:
-    """All of the file that lies behind its header."""
+    """Return all of the file after its header."""
     data = memoryview(next(iter(stored.values())).file.data)
     return data[min(tensor.offset for tensor in stored.values()) :]

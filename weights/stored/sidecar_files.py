@@ -1,4 +1,4 @@
-"""What lies beside the weights of a folder that `convert` makes: configuration and tokenizer."""
+"""Configuration and tokenizer next to the weights of a folder that `convert` makes."""
 
 import json
 import shutil
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.errors import CheckpointError, NoTokenizerError
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.families.table import comes_with_config
@@ -17,15 +16,18 @@ from tinygpt.weights.stored.export import layout_of
 
 
 def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
-    """Copies of the checkpoint's own files where it has them in Hugging Face's form; otherwise they are written."""
-    # A head that differs from the embedding counts, whatever the checkpoint's own file says; others go by the file.
+    """Copy the checkpoint's files if it has them in Hugging Face's form; otherwise write them."""
+    # A head that differs from the embedding counts, whatever the checkpoint's own file says.
     config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
-    if _config_beside(checkpoint.folder) == config:
+    try:
+        is_as_beside = read_config(checkpoint.folder) == config
+    except CheckpointError:
+        is_as_beside = False
+    if is_as_beside or comes_with_config(checkpoint.family):
         _copy(CONFIG_FILES, checkpoint.folder, folder)
-    elif comes_with_config(checkpoint.family):
-        _copy(CONFIG_FILES, checkpoint.folder, folder)
-        fields = read_json_object(folder / "config.json")
-        _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
+        if not is_as_beside:
+            fields = read_json_object(folder / "config.json")
+            _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
     else:
         _write(folder / "config.json", layout_of(checkpoint).config_json(config))
     try:
@@ -38,13 +40,6 @@ def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
         _write(folder / "tokenizer.json", {name: part for name, part in spec.items() if name != "eos_token"})
         if "eos_token" in spec:
             _write(folder / "tokenizer_config.json", {"eos_token": spec["eos_token"]})
-
-
-def _config_beside(folder: Path) -> ModelConfig | None:
-    try:
-        return read_config(folder)
-    except CheckpointError:
-        return None
 
 
 def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:
