@@ -1,8 +1,4 @@
-"""The CPU backend: Numba kernels over packed weights.
-
-`model.py` is the page; beside it stand the parameters, the KV cache and the workspace that it works on, and in folders
-below it the kernels that it calls. Imports nothing of another backend, but for the reference's layer norm on the host.
-"""
+"""The CPU backend: Numba kernels over packed weights. `model.py` is the page to read first."""
 
 from tinygpt.kernels.backend import accept
 from tinygpt.kernels.cpu import packed as PACKED
@@ -14,11 +10,10 @@ from tinygpt.kernels.cpu.kv_cache import (
     write_positions,
 )
 from tinygpt.kernels.cpu.model import forward
-from tinygpt.kernels.cpu.multi_step import multi_step, stop_early
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.params import load_params
 from tinygpt.kernels.cpu.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
-from tinygpt.kernels.cpu.trace import trace
+from tinygpt.kernels.cpu.steps import multi_step, stop_early, trace
 from tinygpt.kernels.cpu.workspace import new_workspace
 
 MAX_STEP_TOKENS = 512

@@ -1,11 +1,11 @@
 """The compiler of CPU kernels: Numba with parts, and with a cache that knows all sources.
 
-Numba makes machine code of every function, and optimizes it once more inside each of its callers. A step is a hundred
-functions, up to eight deep, and Python calls one of them. So a function that a kernel calls, a part, is compiled to
-LLVM's language alone; the kernel is optimized as a whole.
+Numba makes machine code of every function, and optimizes it again inside each caller. A step is a hundred functions,
+up to eight deep, and Python calls one of them. So the functions that a kernel calls, its parts, are compiled to LLVM's
+language alone, and the kernel is optimized as a whole.
 
-The cache lies in a folder that is named by everything that decides the machine code, all kernel sources included.
-Numba's own cache looks at a kernel's file alone and keeps a callee that has changed in another one.
+The cache's folder is named by everything that decides the machine code. Numba's own cache looks at a kernel's file
+alone and keeps a callee that has changed in another one.
 """
 
 import functools
@@ -21,12 +21,14 @@ import llvmlite
 import numba
 import numpy as np
 from llvmlite import binding
+from numba import types
 from numba.core import config, sigutils
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, CompilerBase, CompileResult, DefaultPassBuilder
 from numba.core.errors import UnsupportedError
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
+from numba.extending import overload
 
 from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
@@ -82,13 +84,11 @@ PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartComp
 def jit(function):
     """Compile a function on first call, as a kernel if Python calls it and as a part if a kernel does.
 
-    It must be at module level: a closure is compiled by every process. A part may not call itself, nor have a block in
-    object mode. Outside of this package a part belongs into the file of its kernel, as the cache knows that file alone.
-    A global is a constant, the same in every process.
+    It must be at module level: a closure is compiled by every process. A part may not call itself. Outside of this
+    package a part belongs into the file of its kernel, which is all that the cache knows.
 
-    Floating point is strict IEEE: LLVM may neither reorder a sum nor fuse or replace an operation. So a float32, int8
-    or int4 result has the same bits on every CPU, and isnan() works. bfloat16 differs in denormals, which AVX-512's
-    product of pairs takes for 0. A kernel that gains from a fused multiply-add or a sum over lanes asks for it itself.
+    Floating point is strict IEEE: LLVM neither reorders a sum nor fuses operations. So float32, int8 and int4 have the
+    same bits on every CPU; bfloat16 differs in denormals, which AVX-512's product of pairs takes for 0.
     """
     return _kernel_or_part(function)
 
@@ -96,16 +96,15 @@ def jit(function):
 def kernel(function):
     """Compile as `jit` does, without reference counts: for functions inside a step, which make no array.
 
-    Numba counts one up and down for every array argument. The counters are atomic and shared by all threads: they took
-    150 ns of the 300 ns of a tile. An error that names a value needs them, too.
+    Numba's counters are atomic and shared by all threads: they took 150 ns of the 300 ns of a tile.
     """
     return _kernel_or_part(function, _nrt=False)
 
 
 def inline(function):
-    """Inline a function into each caller before types are known: for one that mainly calls others from one place.
+    """Inline a function into its callers before types are known: for one that mainly calls others from one place.
 
-    Several loops in one function take longer to compile than a kernel for each of them.
+    Several loops in one function take longer to compile than a kernel for each.
     """
     return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
 
@@ -123,6 +122,29 @@ def _kernel_or_part(function, **options):
     return compiled
 
 
+def overload_by_dtype(choices: dict[Any, Callable], otherwise: Callable | None = None, argument: int = 0) -> Callable:
+    """Return one name, for compiled code, of several functions: the type of an argument chooses.
+
+    Keys: a NamedTuple's class, the dtype of an array, or None. An optional part of a model needs no table, as Numba
+    removes `if x is None` when it compiles.
+    """
+
+    def name_only(*arguments):
+        raise NotImplementedError("only compiled code can call this")
+
+    @overload(name_only, jit_options=PART_OPTIONS, strict=False)  # not strict: the choices name their parameters
+    def choose(*argument_types):
+        return choices.get(_key_of(argument_types[argument]), otherwise)
+
+    return name_only
+
+
+def _key_of(numba_type):
+    if isinstance(numba_type, types.BaseNamedTuple):
+        return numba_type.instance_class
+    return None if numba_type == types.none else numba_type.dtype
+
+
 class DiskCache:
     """Numba's interface of a cache, over the kernels' folder."""
 
@@ -130,7 +152,6 @@ class DiskCache:
         self._function = function
 
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
-        """Return the compiled function for arguments of these types, or None."""
         # Numba's own cache fills the target's registries here. Only a compiler needs them, and fills them itself.
         result, name = None, self._name(signature, target_context.codegen())
         if name is not None:
@@ -160,7 +181,7 @@ class DiskCache:
         raise NotImplementedError("kernels are compiled with this cache or without any")
 
     def _name(self, signature: Any, codegen: Any) -> str | None:
-        """Return the name of the file, or None if another process would not find the same kernel by it."""
+        """Return the name of the file, or None if another process would not find the kernel by it."""
         function = self._function
         source = _digest_of(function.__code__.co_filename)
         known = repr((function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, signature))
@@ -179,10 +200,7 @@ def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:
 
 
 def _for_python(reduced: tuple) -> tuple:
-    """Drop a compiled function's LLVM code, which only a caller in LLVM links: loading a step takes half the time.
-
-    Numba looks up two of its functions by name, so stubs of these stay.
-    """
+    """Drop a compiled function's LLVM code, except stubs of two names: loading takes half the time."""
     (library, kind, (machine_code, _)), descriptor, *rest = reduced
     names = descriptor.llvm_func_name, descriptor.llvm_cpython_wrapper_name
     stubs = "".join(f'define void @"{name}"() {{ unreachable }}\n' for name in names)

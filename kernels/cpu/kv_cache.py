@@ -1,7 +1,4 @@
-"""The KV cache, and moving keys and values in and out of its slots between steps. The layout is attention.py's.
-
-Positions past those that are put into a slot are nobody's afterwards.
-"""
+"""The KV cache, and moving keys and values in and out of its slots. The layout is attention.py's."""
 
 import math
 from typing import NamedTuple
@@ -10,19 +7,19 @@ import numpy as np
 
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, padded_head
 from tinygpt.kernels.cpu.layers.int8_cache import SCALE_STEPS
-from tinygpt.kernels.cpu.simd.memory import untouched
+from tinygpt.kernels.cpu.simd.panels import untouched
 from tinygpt.kernels.host import SCALE_BYTES, to_bfloat16, to_rows
 
-# Of a cache: the type of its arrays, and how many values 4 bytes hold, which a tile multiplies in one step.
+# The type of a cache's arrays, and the values in 4 bytes, which a tile multiplies in one step.
 KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
 OFFSET = np.uint8(128)  # a byte of an int8 cache holds a whole number + 128
 
 
 class KVCache(NamedTuple):
-    """Keys and values of every position, preallocated and written in place; T is rounded up to KEY_BLOCK.
+    """Keys and values of every position, preallocated; T is rounded up to KEY_BLOCK.
 
-    Both are views of one array (S, T / KEY_BLOCK, L, H, ...): a head's keys of a block, and behind them its values. So
-    what a layer reads of a short sequence is one run of memory, head by head, and a sequence's pages are few.
+    Both are views of one array (S, T / KEY_BLOCK, L, H, ...): a head's keys of a block, then its values. A layer reads
+    a short sequence as one run of memory.
     """
 
     k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D / P rounded up, KEY_BLOCK, P), or SCALE_STEPS more of int8
@@ -30,7 +27,7 @@ class KVCache(NamedTuple):
 
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
-    """Zeros: memory that no sequence has reached costs nothing yet. dtype: one of KINDS."""
+    """Reserve a cache: pages cost memory when they are first written. dtype: a key of KINDS."""
     blocks, shapes = -(-max_model_len // KEY_BLOCK), _block_shapes(config, dtype)
     k_size, v_size = map(math.prod, shapes)
     whole = (num_slots, blocks, config.n_layer, config.n_head, k_size + v_size)
@@ -40,20 +37,17 @@ def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
-    """What `new_kv_cache` would take when it is full."""
     of_block = sum(map(math.prod, _block_shapes(config, dtype))) * np.dtype(KINDS[dtype][0]).itemsize
     return num_slots * -(-max_model_len // KEY_BLOCK) * config.n_layer * config.n_head * of_block
 
 
 def _block_shapes(config, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of a head's keys and values of KEY_BLOCK positions."""
     size, (_, per_step) = config.head_size, KINDS[dtype]
     steps = -(-size // per_step) + (SCALE_STEPS if dtype == "int8" else 0)
     return (steps, KEY_BLOCK, per_step), (KEY_BLOCK // per_step, padded_head(size), per_step)
 
 
 def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-    """Give positions start to stop of `target_slot` the keys and values of `source_slot`, bit for bit."""
     for block, inside in _blocks(start, stop):
         kv_cache.k[:, target_slot, :, block, :, inside] = kv_cache.k[:, source_slot, :, block, :, inside]
         for steps, parts in _value_steps(kv_cache, inside):
@@ -64,10 +58,6 @@ def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, sto
 
 
 def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Copies of a slot's keys and values, each (L, H, stop - start, D), in the cache's type: float32 or uint16.
-
-    Those of an int8 cache are rows (L, H, stop - start, D + 4) of host.py.
-    """
     layers, _, heads, blocks, _, _, _ = kv_cache.k.shape
     k = kv_cache.k[:, slot].transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, D)
     v = kv_cache.v[:, slot].swapaxes(-1, -2).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, padded D)
@@ -80,10 +70,6 @@ def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -
 
 
 def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-    """Put keys and values (L, H, n, D) into positions start to start + n of a slot.
-
-    They are as `read_positions` gives them, or float32, which is rounded to the cache's type.
-    """
     k, v = _encoded(kv_cache, k, v)
     size, stop, per_step = v.shape[3], start + k.shape[2], kv_cache.k.shape[-1]
     k = k.reshape(*k.shape[:3], -1, per_step).swapaxes(2, 3)  # (L, H, D / P, n, P)
@@ -100,14 +86,12 @@ def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarra
 
 
 def _blocks(start: int, stop: int):
-    """The blocks that positions start to stop lie in, and which part of each they are."""
     for block in range(start // KEY_BLOCK, -(-stop // KEY_BLOCK)):
         first = block * KEY_BLOCK
         yield block, slice(max(start - first, 0), min(stop - first, KEY_BLOCK))
 
 
 def _value_steps(kv_cache, inside: slice):
-    """The steps of a block's values that positions `inside` it lie in, and which parts of them they are."""
     per_step, start, stop = kv_cache.v.shape[-1], inside.start, inside.stop
     if start % per_step and start < stop:
         yield slice(start // per_step, start // per_step + 1), slice(start % per_step, None)
@@ -119,13 +103,12 @@ def _value_steps(kv_cache, inside: slice):
 
 
 def _clear_rest(kv_cache, slot: int, stop: int) -> None:
-    """What shares a step of bfloat16 with the last position is read with a weight of 0, and 0 * NaN would be NaN."""
+    """Clear the value that shares a step of bfloat16 with the last position: its weight is 0, and 0 * NaN is NaN."""
     if kv_cache.v.dtype == np.uint16 and stop % 2:
         kv_cache.v[:, slot, :, stop // KEY_BLOCK, stop % KEY_BLOCK // 2, :, 1] = 0
 
 
 def _encoded(kv_cache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the cache holds of them: keys whose D fills whole steps, (L, H, n, D rounded up), and values."""
     kind, per_step = kv_cache.k.dtype, kv_cache.k.shape[-1]
     if kind == np.uint8:
         (k, k_scales), (v, v_scales) = map(_levels_and_scales, (k, v))
@@ -139,6 +122,5 @@ def _in_whole_steps(k: np.ndarray, per_step: int) -> np.ndarray:
 
 
 def _levels_and_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of whole numbers + 128, (L, H, n, D), and of their scales, (L, H, n, 4)."""
     rows = (x if x.dtype == np.int8 else to_rows(np.asarray(x, np.float32))).view(np.uint8)
     return rows[..., :-SCALE_BYTES] ^ OFFSET, rows[..., -SCALE_BYTES:]

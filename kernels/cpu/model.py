@@ -1,10 +1,8 @@
 """GPT-2 on the CPU: the same page as kernels/reference/model.py, over packed weights and preallocated buffers.
 
-Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size,
-F n_inner, V vocabulary, L layers, R rows whose logits are wanted, P panels of PANEL columns.
-
-All threads run the whole step; each kernel is a phase of it (see runtime/team.py). What sets models apart is decided
-while the step is compiled, by the types of their Params: a Norm or a PostNorm, an Alibi or Nothing.
+Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V
+vocabulary, L layers, R rows of logits, P panels of OUT_TILE columns. All threads run the whole step; each kernel is a
+phase (see runtime/team.py). The types of Params decide the variant of the model when a step is compiled.
 """
 
 import numpy as np
@@ -13,12 +11,11 @@ from tinygpt.kernels.cpu.jit import inline, kernel
 from tinygpt.kernels.cpu.kv_cache import KVCache
 from tinygpt.kernels.cpu.layers.activations import NONE
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv
+from tinygpt.kernels.cpu.layers.embedding import embed_rows, score_tokens
 from tinygpt.kernels.cpu.layers.experts import expert_block, has_experts, mlp_row
-from tinygpt.kernels.cpu.layers.layer_norm import ONE_LAYER, norm_before, norm_behind, norm_if_any
 from tinygpt.kernels.cpu.layers.linear import REPLACE, add_projection, linear, linear_to_operand
-from tinygpt.kernels.cpu.layers.operands import convert
-from tinygpt.kernels.cpu.layers.projections import embed_rows, score_tokens
-from tinygpt.kernels.cpu.layers.trace import keep_rows
+from tinygpt.kernels.cpu.layers.operands import quantize_activations
+from tinygpt.kernels.cpu.layers.rows import ONE_LAYER, keep_rows, norm_before, norm_behind, norm_if_any
 from tinygpt.kernels.cpu.params import Params
 from tinygpt.kernels.cpu.runtime.team import begin_step, join_step
 from tinygpt.kernels.cpu.sampling.greatest import choose_greatest, is_last_step
@@ -26,10 +23,6 @@ from tinygpt.kernels.cpu.workspace import Workspace, fill, step_of
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> np.ndarray:
-    """Run one step: write its keys and values into the cache and return logits (R, V) float32.
-
-    The result is a view of the workspace: the next step overwrites it.
-    """
     fill(workspace.buffers, batch)
     workspace.team.run(take_steps, params, kv_cache, workspace.buffers)
     return workspace.buffers.logits[: batch.logit_rows.size]
@@ -37,8 +30,10 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> n
 
 @kernel
 def take_steps(team, leads, params, kv_cache, buffers):
-    """The leader takes a step, or as many as tokens are wanted, a follower one after another: one function, so that it
-    is compiled once."""
+    """Take as many steps as tokens are wanted; a follower takes one step after another until none comes.
+
+    One function for both, so that it is compiled once.
+    """
     to_take = buffers.choices.wanted[0]
     while leads or join_step(team):
         if leads:
@@ -65,15 +60,15 @@ def take_steps(team, leads, params, kv_cache, buffers):
 
 @inline
 def embed(team, params, x, step, buffers):
-    """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative."""
+    """x (N, C) = wte[token] + wpe[position]; a negative id stands for a row of embeds."""
     b, n = buffers, x.shape[0]
-    embed_rows(team, params, x, step, buffers)  # (N, C)
+    embed_rows(team, params.project_in, params, x, step, buffers)  # (N, C)
     norm_if_any(team, b.stream, x, b.every[:n], params.embed_norm, ONE_LAYER, params.epsilon)  # (N, C)
 
 
 @inline
 def attention_block(team, params, layer, x, step, kv_cache, buffers):
-    """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
+    """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     b, n, scale = buffers, x.shape[0], params.attention_scales[layer]
     qkv, attended, k, v = b.qkv[:n], b.attended[:n], kv_cache.k[layer], kv_cache.v[layer]
     norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)  # (N, C)
@@ -81,7 +76,7 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     keep_rows(team, b.queries, layer, qkv)
     write_kv(team, k, v, qkv, step.positions, step.token_slots, step.tiles)
     attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, params.alibi)  # (N, C)
-    convert(team, b.heads, attended, params.attended_factors, layer)
+    quantize_activations(team, b.heads, attended, params.attended_factors, layer)
     add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)  # (N, C)
 
 
@@ -99,4 +94,4 @@ def head(team, params, x, step, buffers):
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     logits = buffers.logits[: step.logit_rows.size]
     norm_before(team, buffers.final, x, step.logit_rows, params.ln_f, ONE_LAYER, params.epsilon)  # (R, C)
-    score_tokens(team, params, logits, buffers)  # (R, V)
+    score_tokens(team, params.project_out, params, logits, buffers)  # (R, V)

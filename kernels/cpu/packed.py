@@ -3,15 +3,12 @@
 import numpy as np
 
 from tinygpt.kernels.backend import KINDS, LINEARS, NORMS
-from tinygpt.kernels.cpu.layers.formats import Nothing, Projection
 from tinygpt.kernels.cpu.packing.pack import panel_count
-from tinygpt.kernels.cpu.packing.packers import placed_zeros
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE
 from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, weight_layout
 from tinygpt.kernels.cpu.params import (
     FACTORS_BEFORE,
-    NOTHING,
     PROJECTIONS,
     Params,
     new_params,
@@ -19,28 +16,27 @@ from tinygpt.kernels.cpu.params import (
     no_positions,
     to_panels,
 )
-from tinygpt.kernels.cpu.runtime.nodes import homes_of_threads
-from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 # What a reader must share with the writer. Count `packing` up when the same layout comes to mean other numbers.
-PACKING = {"packing": 3, "panel": PANEL, "group": GROUP, "weight_group": WEIGHT_GROUP}
+PACKING = {"packing": 3, "panel": OUT_TILE, "group": SCALE_GROUP, "weight_group": WEIGHT_GROUP}
 
 
 def arrays_of(params: Params) -> dict[str, np.ndarray]:
     """Every array that comes from the checkpoint, a weight's as c_attn.panels and so on. A tied wte is left out."""
     arrays = {name: getattr(params, name) for name in ("wte_factors", "head_factors")}
-    arrays |= {} if isinstance(params.wpe, Nothing) else {"wpe": params.wpe}
+    arrays |= {} if params.wpe is None else {"wpe": params.wpe}
     once = {"ln_f": params.ln_f, "ln_e": params.embed_norm}
     norms = {norm: getattr(params, norm) for norm in NORMS}
-    norms |= {norm: [array[0] for array in found] for norm, found in once.items() if not isinstance(found, Nothing)}
+    norms |= {norm: [array[0] for array in found] for norm, found in once.items() if found is not None}
     arrays |= {f"{name}_{kind}": array for name, norm in norms.items() for kind, array in zip(KINDS, norm, strict=True)}
     arrays |= {f"{name}_bias": getattr(params, name).bias for name in LINEARS}
     factors = {"attended_factors": params.attended_factors, "inner_factors": params.c_fc.factors}
     arrays |= {name: array for name, array in factors.items() if array.size}
     weights = {name: getattr(params, name).weight for name in (*LINEARS, "lm_head")} | {"wte": params.wte}
     projections = {name: getattr(params, name) for name in PROJECTIONS}
-    weights |= {name: found.linear.weight for name, found in projections.items() if isinstance(found, Projection)}
+    weights |= {name: found.linear.weight for name, found in projections.items() if found is not None}
     if params.wte is params.lm_head.weight:
         del weights["wte"]
     return arrays | {f"{name}.{field}": array for name, w in weights.items() for field, array in w._asdict().items()}
@@ -61,20 +57,14 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
         layout |= _weight_layout(name, dtype, L, n, k) | {f"{name}_bias": ((L, n), float32)}
     if dtype in BALANCE:
         sizes = {"attended_factors": C, "inner_factors": F}
-        layout |= {name: ((L, panel_count(size) * PANEL), float32) for name, size in sizes.items()}
+        layout |= {name: ((L, panel_count(size) * OUT_TILE), float32) for name, size in sizes.items()}
     for name in ["lm_head"] if tied else ["lm_head", "wte"]:
         layout |= _weight_layout(name, head_dtype_of(dtype), 1, V, E)
     return layout
 
 
-def params_of(arrays: dict[str, np.ndarray], config, dtype: str, threads: int = 1) -> Params:
-    """The Params whose `arrays_of` these are; they are used as they lie, so panels start on a vector's boundary.
-
-    threads: of the team that will read them. Where it is on several memory nodes, weights are copied to them: the pages
-    of a mapped file lie where it was first read or written.
-    """
-    if homes := homes_of_threads(threads):
-        arrays = {name: _placed(array, homes) if "." in name else array for name, array in arrays.items()}
+def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
+    """Return the Params whose `arrays_of` these are, without copies: panels must start on a vector's boundary."""
     given = {name: array for name, array in arrays.items() if "." not in name}
     for name in [*LINEARS, *PROJECTIONS, "lm_head", "wte"]:
         record, _ = FORMATS[head_dtype_of(dtype) if name in ("lm_head", "wte") else dtype]
@@ -91,9 +81,9 @@ def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part
         given["wpe"] = whole.wpe if part.is_first else no_positions(config)
     for norm in NORMS:
         given |= {f"{norm}_{kind}": array[layers] for kind, array in zip(KINDS, getattr(whole, norm), strict=True)}
-    once = {"ln_f": whole.ln_f, "ln_e": whole.embed_norm if part.is_first else NOTHING}
+    once = {"ln_f": whole.ln_f, "ln_e": whole.embed_norm if part.is_first else None}
     for norm, found in once.items():
-        if not isinstance(found, Nothing):
+        if found is not None:
             given |= {f"{norm}_{kind}": array[0] for kind, array in zip(KINDS, found, strict=True)}
     for name in LINEARS:
         linear = getattr(whole, name)
@@ -109,12 +99,6 @@ def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part
     if part.is_first and not is_tied:
         given["wte"] = part.weight("wte", whole.wte)
     return new_params(config, dtype, given, part)
-
-
-def _placed(array: np.ndarray, homes: list[frozenset[int]]) -> np.ndarray:
-    copy = placed_zeros(array.shape, array.dtype, homes)
-    copy[...] = array
-    return copy
 
 
 def _weight_layout(name: str, dtype: str, layers: int, n: int, k: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:

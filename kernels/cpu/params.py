@@ -7,20 +7,17 @@ import numpy as np
 
 from tinygpt.kernels.backend import KINDS, LINEARS, NORM_BEFORE, NORMS
 from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS
-from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, Nothing, PostNorm, Projection
+from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, PostNorm, Projection
 from tinygpt.kernels.cpu.layers.linear import quarters, whole
-from tinygpt.kernels.cpu.packing.bias_correction import bias_correction, unpack
 from tinygpt.kernels.cpu.packing.pack import panel_count
-from tinygpt.kernels.cpu.packing.packers import Packers
 from tinygpt.kernels.cpu.packing.part import Part
-from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing
-from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, head_dtype_of, new_weight, pack_layers
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing, bias_correction, unpack
+from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, Packers, head_dtype_of, new_weight, pack_layers
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 # What evens out the inputs of a c_proj, by its name: quantised activations are multiplied by them.
 FACTORS_BEFORE = {"attn_proj": "attended_factors", "mlp_proj": "inner_factors"}
 NO_BIAS = NO_FACTORS = np.empty((1, 0), np.float32)
-NOTHING = Nothing(np.empty(0, np.float32))
 EXPERT_LINEARS = {"c_fc": "c_fc", "mlp_proj": "c_proj"}  # our name for each linear layer of an expert, and theirs
 PROJECTIONS = ("project_in", "project_out")
 
@@ -56,7 +53,6 @@ class Params(NamedTuple):
     inner_segments: np.ndarray  # (5,)  F in four runs; of a tensor-parallel rank, some of these and of those above
     epsilon: np.float32
     activation: int
-    nothing: Nothing
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
@@ -102,7 +98,6 @@ def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Para
 
 
 def _outside_of_layers(checkpoint, dtype: str, packers: Packers, part: Part) -> dict[str, Any]:
-    """Embeddings and head, and what stands between them and the layers."""
     config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
     # First the largest, while little else is in memory: it alone is there twice while it is packed.
     if part.is_last or (part.is_first and checkpoint.tied):
@@ -129,8 +124,6 @@ def _outside_of_layers(checkpoint, dtype: str, packers: Packers, part: Part) -> 
 
 
 def _linear_names(config, ours: str, layers: range) -> list[str]:
-    """The checkpoint's names of a kind of linear layers. With experts in every layer, one of them stands in for an MLP,
-    which nothing reads."""
     has_mlp = [i for i in layers if ours not in EXPERT_LINEARS or i not in config.expert_layers]
     return [f"h.{i}.{LINEARS[ours]}" for i in has_mlp] or [f"h.0.mlp.experts.0.{EXPERT_LINEARS[ours]}"]
 
@@ -176,13 +169,12 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = N
     C, E = config.n_embd, config.embedding_size
     return Params(
         **{name: arrays[name] for name in ("wte_factors", "head_factors")},
-        wpe=arrays.get("wpe", NOTHING),
-        alibi=Alibi(slopes) if config.has_alibi else NOTHING,
+        wpe=arrays.get("wpe"),
+        alibi=Alibi(slopes) if config.has_alibi else None,
         embed_norm=_one_norm("ln_e", arrays),
         project_in=_projection("project_in", arrays, C, E),
         project_out=_projection("project_out", arrays, E, C),
-        experts=arrays.get("experts", NOTHING),
-        nothing=NOTHING,
+        experts=arrays.get("experts"),
         **norms,
         **{name: Linear(arrays[name], arrays[f"{name}_bias"], NO_FACTORS) for name in LINEARS if name != "c_fc"},
         c_fc=Linear(arrays["c_fc"], arrays["c_fc_bias"], arrays.get("inner_factors", NO_FACTORS)),
@@ -200,14 +192,13 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = N
     )
 
 
-def _one_norm(name: str, arrays: dict[str, Any]) -> Norm | Nothing:
-    """A layer norm that stands once, or not at all."""
-    return Norm(*(arrays[f"{name}_{kind}"][None] for kind in KINDS)) if f"{name}_weight" in arrays else NOTHING
+def _one_norm(name: str, arrays: dict[str, Any]) -> Norm | None:
+    return Norm(*(arrays[f"{name}_{kind}"][None] for kind in KINDS)) if f"{name}_weight" in arrays else None
 
 
-def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection | Nothing:
+def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection | None:
     if name not in arrays:
-        return NOTHING
+        return None
     return Projection(Linear(arrays[name], np.zeros((1, n), np.float32), NO_FACTORS), whole(k))
 
 
@@ -246,21 +237,18 @@ def inner_segments(config, dtype: str) -> np.ndarray:
 
 
 def _of_rank(segments: np.ndarray, part: Part) -> np.ndarray:
-    """The bounds within what a rank has of K."""
     if part.tensor_size == 1:
         return segments
     return segments[part.segments.start : part.segments.stop + 1] - segments[part.segments.start]
 
 
 def _share(count: int, rank: int, ranks: int) -> range:
-    """Which of `count` things a rank has, the first ranks one more: 50257 are 25129 + 25128."""
     share, longer = divmod(count, ranks)
     bounds = [i * share + min(i, longer) for i in (rank, rank + 1)]
     return range(*bounds)
 
 
 def _segments(units: int, unit: int, dtype: str, k: int | None = None) -> np.ndarray:
-    """Four segments of K where its pieces are whole for the dtype's tiles, else one."""
     k = units * unit if k is None else k
     return quarters(units, unit) if unit % K_UNIT[dtype] == 0 and units * unit == k else whole(k)
 
@@ -282,9 +270,9 @@ def _corrections(checkpoint, dtype: str, name: str, record, factors: np.ndarray,
 
 
 def to_panels(factors: np.ndarray) -> np.ndarray:
-    """(L, N) to (L, P * PANEL), as kernels read whole panels."""
+    """(L, N) to (L, P * OUT_TILE), as kernels read whole panels."""
     layers, n = factors.shape
-    padded = np.zeros((layers, panel_count(n) * PANEL), np.float32)
+    padded = np.zeros((layers, panel_count(n) * OUT_TILE), np.float32)
     padded[:, :n] = factors
     return padded
 

@@ -1,4 +1,4 @@
-"""The buffers of a step, allocated once for the largest one, and the threads that share it."""
+"""The buffers of a step, allocated for the largest one, and the threads that share it."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,27 +10,26 @@ from tinygpt.kernels.cpu.jit import inline
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
-from tinygpt.kernels.cpu.layers.ranks import ALONE
 from tinygpt.kernels.cpu.packing.weights import head_dtype_of
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
 from tinygpt.kernels.cpu.sampling.greatest import MAX_ENDS, Choices
-from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, OPERAND_BYTES
-from tinygpt.kernels.cpu.simd.memory import zeros
+from tinygpt.kernels.cpu.simd.grouped_tiles import OPERAND_BYTES, SCALE_GROUP
+from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
+from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
 
 MAX_STEPS = 16  # of a call
 
 
 class Step(NamedTuple):
-    """A batch, as the kernels need it."""
+    """A batch as the kernels read it."""
 
     token_ids: np.ndarray  # (N,)
-    embeds: np.ndarray  # (N, C or E)    in place of the embedding of a token whose id is negative
+    embeds: np.ndarray  # (N, C or E)  for tokens with a negative id
     positions: np.ndarray  # (N,)
-    token_slots: np.ndarray  # (N,)      the KV slot of each token
-    tiles: np.ndarray  # (tiles + 1,)  bounds of runs of up to TILE_ROWS tokens of one sequence
+    token_slots: np.ndarray  # (N,)
+    tiles: np.ndarray  # (tiles + 1,)  bounds of runs of up to ROW_TILE tokens
     logit_rows: np.ndarray  # (R,)
 
 
@@ -38,37 +37,37 @@ class Buffers(NamedTuple):
     """Every array of a step."""
 
     x: np.ndarray  # (N, C)   the residual stream
-    stream: Any  # (N, C)   the operand made of x: what a layer norm in place writes to
-    embedded: Any  # (N, E)   embeddings of another width than C, an operand, or (0, 0)
+    stream: Any  # (N, C)   x as an operand
+    embedded: Any  # (N, E)   embeddings of another width, an operand
     to_project: Any  # (N, E)   an operand
     normed: Any  # (N, C)   an operand of formats.py
     qkv: np.ndarray  # (N, 3C)
     attended: np.ndarray  # (N, C)
-    heads: Any  # (N, C)   the operand made of `attended`
+    heads: Any  # (N, C)   `attended` as an operand
     inner: Any  # (N, F)   an operand
     final: Any  # (R, C)   an operand
     to_score: Any  # (R, E)   an operand
     mixture: "Mixture"
     logits: np.ndarray  # (R, V)
-    every: np.ndarray  # (N,)     0, 1, 2, ...: layer norm of all rows
-    hidden: np.ndarray  # (L + 1, N, C) x before each layer and at the end, or (0, 0, 0): not kept
+    every: np.ndarray  # (N,)     0, 1, 2, ...
+    hidden: np.ndarray  # (L + 1, N, C), or (0, 0, 0): not kept
     queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
     step: Step
     choices: Choices
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
-    ranks: Any  # of layers/ranks.py: nobody, or those that sum their parts of a product with this one
+    ranks: Any  # a Ranks, or None
 
 
 class Mixture(NamedTuple):
-    """What layers with experts work on: k of a token's pairs with experts. Of no rows where there are none."""
+    """The buffers of layers with experts, k for each token. Without experts they have no rows."""
 
     normed: Float32Operand  # (N, C)
     scores: np.ndarray  # (N, experts) float64
     chosen: np.ndarray  # (N, k) int32
     shares: np.ndarray  # (N, k) float64
-    bounds: np.ndarray  # (experts + 1,) int32: of each expert's pairs
+    bounds: np.ndarray  # (experts + 1,) int32: bounds of the experts' pairs
     order: np.ndarray  # (N k,) int32: the row of each pair
-    places: np.ndarray  # (N, k) int32: where a row's pairs stand
+    places: np.ndarray  # (N, k) int32: the places of a row's pairs
     pairs: Any  # (N k, C)   an operand
     inner: Any  # (N k, F)   an operand
     outputs: np.ndarray  # (N k, C)
@@ -76,7 +75,7 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True)
 class Workspace:
-    """The buffers of a step, and the threads that share it."""
+    """The buffers of a step, and its threads."""
 
     buffers: Buffers
     team: TeamThreads
@@ -85,7 +84,6 @@ class Workspace:
 def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
-    """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
     n, r, c, e = max_num_tokens, max_num_logits, config.n_embd, config.embedding_size
     width, narrow, head_dtype = config.n_head * config.head_size, bool(config.embed_dim), head_dtype_of(dtype)
     x, attended, nothing = zeros((n, c)), zeros((n, width)), np.empty((0, 0, 0), np.float32)
@@ -124,7 +122,7 @@ def new_workspace(
             stop_early=np.zeros(1, np.int64),
         ),
         sizes=np.zeros(3, np.int64),
-        ranks=ALONE,
+        ranks=None,
     )
     scratch = max(SCRATCH, scratch_size(config.head_size), c, e)
     return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))
@@ -147,20 +145,19 @@ def _new_mixture(config, n: int, dtype: str) -> Mixture:
 
 
 def new_operand(dtype: str, n: int, k: int):
-    """What n rows of k activations become before weights of `dtype` multiply them."""
+    """Return room for n rows of k activations that weights of `dtype` multiply."""
     if dtype == "float32":
         return Float32Operand(zeros((n, k)))
     if dtype == "bfloat16":
         return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.multiplies_bfloat16 else np.float32))
-    groups = -(-k // GROUP)
-    values = zeros((n, groups * GROUP), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
+    groups = -(-k // SCALE_GROUP)
+    values = zeros((n, groups * SCALE_GROUP), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
     return Int8Operand(values, zeros((n, groups, 4)))
 
 
 def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
-    """Put the batch where the kernels read it. num_steps: to be taken in one call, each of which chooses the next
-    one's tokens; 0: one, of which the logits are wanted."""
-    step, tiles = buffers.step, query_tiles(batch.seq_starts, TILE_ROWS)
+    """Copy the batch to the buffers. num_steps: steps that each choose the next one's tokens; 0: one step's logits."""
+    step, tiles = buffers.step, query_tiles(batch.seq_starts, ROW_TILE)
     n, r = batch.token_ids.size, batch.logit_rows.size
     step.token_ids[:n] = batch.token_ids
     if batch.embeds.size:
@@ -176,7 +173,7 @@ def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
 
 @inline
 def step_of(buffers):
-    """The step that `fill` has put there."""
+    """Return the step that `fill` has copied."""
     s, n, tiles, r = buffers.step, buffers.sizes[0], buffers.sizes[1], buffers.sizes[2]
     where = s.positions[:n], s.token_slots[:n]
     return Step(s.token_ids[:n], s.embeds[:n], *where, s.tiles[: tiles + 1], s.logit_rows[:r])

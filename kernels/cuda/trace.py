@@ -8,7 +8,7 @@ from tinygpt.kernels.cuda.packing.dtypes import from_bfloat16
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.sizes import Shape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
-from tinygpt.kernels.reference.layers import normalise
+from tinygpt.kernels.reference.layers import normalize
 
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
@@ -43,4 +43,4 @@ def read_queries(kv_cache: KVCache, workspace: Workspace, count: int) -> np.ndar
 
 def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
     """ln_f of x (N, C), on the host."""
-    return normalise(x, *params.final_norm, params.config.layer_norm_epsilon)
+    return normalize(x, *params.final_norm, params.config.layer_norm_epsilon)

@@ -11,13 +11,9 @@ from tinygpt.kernels.reference.kv_cache import (
     read_positions,
     write_positions,
 )
-from tinygpt.kernels.reference.model import forward
+from tinygpt.kernels.reference.model import forward, trace
 from tinygpt.kernels.reference.params import load_params
-from tinygpt.kernels.reference.processors import process_logits
-from tinygpt.kernels.reference.sampling import sample, top_logprobs
-from tinygpt.kernels.reference.trace import trace
-from tinygpt.kernels.reference.warpers import filter_logits
-from tinygpt.kernels.reference.workspace import new_workspace
+from tinygpt.kernels.reference.sampling import filter_logits, process_logits, sample, top_logprobs
 
 DTYPES = ("float32",)
 MAX_STEP_TOKENS = 512
@@ -33,3 +29,7 @@ def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
 
 def stop_early(workspace, is_wanted: bool) -> None:
     """Do nothing: a call is one step."""
+
+
+def new_workspace(config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32") -> None:
+    """Allocate nothing: the page makes its arrays as it goes."""

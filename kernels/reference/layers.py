@@ -76,10 +76,10 @@ def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
 def layer_norm(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     """The layer norm `name` of each row of x (N, C)."""
     weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
-    return normalise(x, weight, bias, params.config.layer_norm_epsilon)
+    return normalize(x, weight, bias, params.config.layer_norm_epsilon)
 
 
-def normalise(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
+def normalize(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
     """Each row to mean 0 and variance 1, then weight and bias. x (N, C); its dtype is that of the arithmetic."""
     centred = x - x.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)

@@ -85,3 +85,20 @@ def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
     if params.config.embed_dim is not None:
         normed = normed @ params["project_out.weight"].T  # (R, embed_dim)
     return (normed @ params["lm_head.weight"].T).astype(np.float32)  # (R, V)
+
+
+def trace(params: Params, batch, kv_cache: KVCache, workspace=None) -> tuple[np.ndarray, np.ndarray]:
+    """Run a step as `forward` and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32.
+
+    The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
+    """
+    x, hidden, queries = embed(params, batch), [], []
+    for layer in range(params.config.n_layer):
+        hidden.append(x.copy())
+        queries.append(queries_keys_values(params, layer, x)[0].reshape(x.shape))  # (N, C)
+        attention_block(params, layer, x, batch, kv_cache)
+        norm_behind(params, f"h.{layer}.ln_1", x)
+        (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x)
+        norm_behind(params, f"h.{layer}.ln_2", x)
+    hidden.append(final_norm(params, x))
+    return np.array(hidden, np.float32), np.array(queries, np.float32)

@@ -11,7 +11,7 @@ from tinygpt.errors import RequestError
 from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu.layers.formats import Norm
 from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
-from tinygpt.kernels.cpu.packing.bias_correction import unpack
+from tinygpt.kernels.cpu.packing.smoothing import unpack
 from tinygpt.kernels.cpu.rank import load_part
 from tinygpt.parallel.cut import check_cut, part_of_rank, stage_layers
 from tinygpt.parallel.layout import Layout
@@ -117,7 +117,7 @@ def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
     arrays = tuple(array[layer] for array in weight)
     if dtype in ("int8", "int4"):
         return unpack(dtype, arrays, n, k)
-    panels = arrays[0]  # (P, K, PANEL) or (P, K / 2, PANEL, 2)
+    panels = arrays[0]  # (P, K, OUT_TILE) or (P, K / 2, OUT_TILE, 2)
     if dtype == "bfloat16":
         panels = panels.transpose(0, 1, 3, 2).reshape(len(panels), -1, panels.shape[2])
     return panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[:n, :k]

@@ -8,7 +8,7 @@ cuda_model), how many random examples are tried (examples), what a second run ma
 (hub_server, cuda_simulator, cuda_device), a compiler without a GPU (cuda_compile), comparisons (bits, parity), the
 command line (commands), processes that have the libraries already, or limits (apart, limits), the demo's tokenizer made
 once (demo_tokenizer), records (bench_records), what compiles (compiled), ranks that are threads (thread_world), memory
-nodes in a folder (memory_nodes), processes that a test has started (processes, ray_processes), an emulated ARM CPU
+processes that a test has started (processes, ray_processes), an emulated ARM CPU
 (arm_machine) and what it must compute (logit_hashes), the HTTP server with its clients and an engine that steps as it
 is told (serving, http_client, gate), and the public contract (contract). A helper of one file stays in that file; one
 of a single room, if it is a fixture, is in the room's conftest.py. No test file imports another.

@@ -14,8 +14,8 @@ from tinygpt.kernels.cpu.layers.operands import put
 from tinygpt.kernels.cpu.packing.pack import panel_count
 from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight
 from tinygpt.kernels.cpu.runtime.team import Team, begin_step, new_teams
-from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
 from tinygpt.kernels.cpu.workspace import new_operand
 
@@ -122,26 +122,26 @@ def packed(weight: np.ndarray, dtype: str = "float32", is_transposed: bool = Fal
 
 
 def unpacked(weight, dtype: str) -> np.ndarray:
-    """What a weight's record stands for: (P * PANEL, K rounded up) float64, its padding included."""
+    """What a weight's record stands for: (P * OUT_TILE, K rounded up) float64, its padding included."""
     panels = weight.panels[0]
     if dtype == "float32":
-        values = panels.astype(np.float64)  # (P, K, PANEL)
+        values = panels.astype(np.float64)  # (P, K, OUT_TILE)
     elif dtype == "bfloat16":
         values = in_order(from_bits(panels).astype(np.float64))
     elif dtype == "int8":
-        scales = weight.scales[0].astype(np.float64).reshape(-1, 1, PANEL)
+        scales = weight.scales[0].astype(np.float64).reshape(-1, 1, OUT_TILE)
         values = (in_order(panels.astype(np.float64)) - 128) * scales
     else:
-        both = np.stack([panels & 15, panels >> 4], axis=2)  # (P, K / 8, 2, PANEL, 4)
-        levels = in_order(both.reshape(len(panels), -1, PANEL, 4).astype(np.float64))
-        groups = from_bits(weight.group_scales[0]).astype(np.float64)  # (P, K / WEIGHT_GROUP, 2, PANEL)
+        both = np.stack([panels & 15, panels >> 4], axis=2)  # (P, K / 8, 2, OUT_TILE, 4)
+        levels = in_order(both.reshape(len(panels), -1, OUT_TILE, 4).astype(np.float64))
+        groups = from_bits(weight.group_scales[0]).astype(np.float64)  # (P, K / WEIGHT_GROUP, 2, OUT_TILE)
         scale, offset = (np.repeat(groups[:, :, i], WEIGHT_GROUP, axis=1) for i in (0, 1))
         values = levels * scale + offset
-    return values.transpose(0, 2, 1).reshape(len(panels) * PANEL, -1)
+    return values.transpose(0, 2, 1).reshape(len(panels) * OUT_TILE, -1)
 
 
 def in_order(panels: np.ndarray) -> np.ndarray:
-    """(P, K / U, PANEL, U) -> (P, K, PANEL)."""
+    """(P, K / U, OUT_TILE, U) -> (P, K, OUT_TILE)."""
     p, steps, columns, unit = panels.shape
     return panels.transpose(0, 1, 3, 2).reshape(p, steps * unit, columns)
 
@@ -165,4 +165,4 @@ def values_of(operand, dtype: str) -> np.ndarray:
         return operand.values.astype(np.float64)
     if dtype == "bfloat16":
         return as_float32(operand.values).astype(np.float64)
-    return operand.values * np.repeat(operand.scales[:, :, 0].astype(np.float64), GROUP, axis=1)
+    return operand.values * np.repeat(operand.scales[:, :, 0].astype(np.float64), SCALE_GROUP, axis=1)

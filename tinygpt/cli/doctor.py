@@ -68,7 +68,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
 
     from tinygpt.bench.work import BYTES, weight_bytes
     from tinygpt.hardware.bandwidth import read_bandwidth
-    from tinygpt.kernels.cpu.features import has_feature
+    from tinygpt.kernels.cpu.simd.targets import has_feature
     from tinygpt.weights.config import ModelConfig
 
     log("measuring the memory's bandwidth")

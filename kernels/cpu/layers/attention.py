@@ -1,32 +1,28 @@
 """Causal attention over the KV cache, the same code for prefill and decode.
 
-Keys lie in blocks of KEY_BLOCK absolute positions. A query meets the blocks in order and keeps a running maximum,
-sum and weighted value (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). What a
-query computes therefore depends on its position alone: not on which queries share its tile, nor on how the prompt
-was cut into steps.
+Keys lie in blocks of KEY_BLOCK absolute positions. A query meets the blocks in order, with a running maximum, sum and
+weighted value (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). So its result depends
+on its position alone, not on the other queries of its tile, nor on how the prompt was cut into steps.
 
-The cache is laid out as the tiles read it, in steps of P values: 1 float32, or 2 bfloat16 (as uint16), multiplied and
-added in float32, or 4 int8, see int8_cache.py. Keys are transposed in a block, (..., T / KEY_BLOCK, D / P, KEY_BLOCK,
-P), and a step is P dimensions; values are (..., T / KEY_BLOCK, KEY_BLOCK / P, D rounded up to LANES, P), and a step
-is P positions. Queries and softmax weights are rounded as the cache is. Whatever P, a step of a column is 4 bytes.
+A step of a column is 4 bytes, P values: 1 float32, 2 bfloat16 (as uint16), or 4 int8 (see int8_cache.py). Keys are
+transposed in a block, (..., T / KEY_BLOCK, D / P, KEY_BLOCK, P); values are (..., T / KEY_BLOCK, KEY_BLOCK / P, D
+rounded up to LANES, P). Queries and softmax weights are rounded as the cache is.
 """
 
 import numpy as np
 from numba import types
 
-from tinygpt.kernels.cpu.jit import inline, kernel
+from tinygpt.kernels.cpu.jit import inline, kernel, overload_by_dtype
 from tinygpt.kernels.cpu.layers import int8_cache
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
-from tinygpt.kernels.cpu.layers.formats import Alibi
 from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
-from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import (
     LINE_BYTES,
-    PANEL,
+    OUT_TILE,
+    ROW_TILE,
     STEP_BYTES,
-    TILE_ROWS,
     panel_add,
     panel_tile,
     strip_add,
@@ -44,12 +40,11 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     uint32_at,
 )
 
-KEY_BLOCK = PANEL  # a block of keys is a tile's panel
+KEY_BLOCK = OUT_TILE  # a block of keys is a tile's panel
 KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES
 SCORE_BYTES = KEY_BLOCK * 4  # of a query's float32 scores of a block
 NEAR_BLOCKS = 4  # of a head: 4 to 128 KB
-# With one query a head's tile takes less than a microsecond, and claiming one 0.2: items of several heads, as long as
-# there are this many items to share out.
+# With one query a head takes below 1 us, and claiming it 0.2: an item has several heads if this many items remain.
 ENOUGH_ITEMS = 32
 
 
@@ -58,17 +53,17 @@ def padded_head(head_size: int) -> int:
 
 
 def scratch_size(head_size: int) -> int:
-    """float32 values that one thread needs: queries, scores, weights, the running weighted sum, its maximum and sum."""
-    return TILE_ROWS * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
+    """Return the float32 values that a thread needs: queries, scores, weights, sums."""
+    return ROW_TILE * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
 
 
 @kernel
 def write_kv(team, k_cache, v_cache, qkv, positions, token_slots, tiles):
-    """Put the new tokens' keys and values in their place, of sequences that have several tiles. A phase; an item is a
-    head. Where a tile has all of its sequence's new tokens, `attend` does so: nobody else reads them in this step.
+    """Write keys and values of sequences that have several tiles. A phase; an item is a head.
 
-    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), or two steps more of int8, v_cache (S, H, T / KEY_BLOCK,
-    KEY_BLOCK / P, padded D, P), qkv (N, 3C), positions and token_slots (N,), tiles as `attend` takes them.
+    If a tile has all new tokens of its sequence, `attend` writes them.
+    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v_cache (S, H, T / KEY_BLOCK, KEY_BLOCK / P, padded D, P),
+    qkv (N, 3C), positions and token_slots (N,), tiles as in `attend`.
     """
     heads = k_cache.shape[1]
     head = claim(team, heads)
@@ -83,7 +78,6 @@ def write_kv(team, k_cache, v_cache, qkv, positions, token_slots, tiles):
 
 @kernel
 def _has_sequence(tile, tiles, token_slots):
-    """Whether a tile has all new tokens of its sequence."""
     first, last = tiles[tile], tiles[tile + 1]
     slot = token_slots[first]
     return (first == 0 or token_slots[first - 1] != slot) and (last == token_slots.size or token_slots[last] != slot)
@@ -92,7 +86,7 @@ def _has_sequence(tile, tiles, token_slots):
 @kernel
 def _write_tile(first, last, head, k_cache, v_cache, qkv, positions, token_slots):
     for n in range(first, last):
-        if n + 1 < last:  # a key is a line for each step: have the next one's fetched meanwhile
+        if n + 1 < last:  # a key has a line for each step
             following = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
             for step in range(k_cache.shape[3]):
                 expect_write(following + step * KEY_STEP_BYTES)
@@ -101,7 +95,7 @@ def _write_tile(first, last, head, k_cache, v_cache, qkv, positions, token_slots
 
 @kernel
 def write_token(n, head, k_cache, v_cache, qkv, position, slot):
-    """Put the key and value of token n and a head into their place."""
+    """Write the key and value of token n and a head."""
     heads = k_cache.shape[1]
     size = qkv.shape[1] // (3 * heads)
     key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
@@ -113,27 +107,23 @@ def write_token(n, head, k_cache, v_cache, qkv, position, slot):
 
 @kernel
 def _column(k_cache, slot, head, position):
-    """Where a position's key begins: its column of a block."""
     return _block(k_cache, slot, head, position // KEY_BLOCK) + position % KEY_BLOCK * STEP_BYTES
 
 
 @kernel
 def _block(cache, slot, head, block):
-    """Where a block of a head's keys, or values, begins."""
     return address(cache) + slot * cache.strides[0] + head * cache.strides[1] + block * cache.strides[2]
 
 
 @kernel
 def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
-    """out (N, C) = softmax(scale q·k) v, each new token over its sequence up to its own position.
+    """Compute out (N, C) = softmax(scale q·k) v, each token over its sequence up to its position.
 
-    After write_kv: first it writes the keys and values that were left to it. A phase; an item is a tile of queries
-    and a few heads. tiles (tiles + 1,): the first token of each tile, all of one sequence, the last bound being N.
-    alibi: an Alibi of formats.py, by which scores lessen with the distance, or Nothing. Needs scratch_size values
-    of the thread's scratch.
+    A phase; an item is a tile of queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one
+    sequence, and N. alibi: an Alibi or None. Needs scratch_size values of scratch.
     """
     heads, count, scratch = k_cache.shape[1], tiles.size - 1, team.scratch
-    share = max(min(TILE_ROWS * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)
+    share = max(min(ROW_TILE * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)
     items = max((heads + share - 1) // share * count, 1)
     item = claim(team, items)
     while item >= 0:
@@ -153,18 +143,13 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
 
 @inline
 def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch):
-    """Up to TILE_ROWS queries of one sequence and head. Works on addresses, see vector_ir._make_view.
-
-    after: where the keys begin that will be read next. While a block is read, as much is asked for: of the same block
-    there, or in a long sequence of this head's next block, as a whole head would be gone from the L2 cache again.
-    """
     rows, steps, columns = last - first, steps_of_key(k_cache), v_cache.shape[4]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
-    q, q_bytes = address(scratch), bytes_of_query(k_cache)  # (TILE_ROWS,) of them
-    scores = q + TILE_ROWS * q_bytes  # (TILE_ROWS, KEY_BLOCK)
-    weights = place_of_weights(v_cache, scores)  # (TILE_ROWS, KEY_BLOCK)
-    totals = scores + 2 * TILE_ROWS * SCORE_BYTES  # (TILE_ROWS, columns)
-    after_totals = totals + TILE_ROWS * columns * 4
+    q, q_bytes = address(scratch), bytes_of_query(k_cache)  # (ROW_TILE,) of them
+    scores = q + ROW_TILE * q_bytes  # (ROW_TILE, KEY_BLOCK)
+    weights = place_of_weights(v_cache, scores)  # (ROW_TILE, KEY_BLOCK)
+    totals = scores + 2 * ROW_TILE * SCORE_BYTES  # (ROW_TILE, columns)
+    after_totals = totals + ROW_TILE * columns * 4
     highest, weight_sum = float32_at(after_totals, LANES), float32_at(after_totals + VECTOR_BYTES, LANES)
     factors = float32_at(after_totals + 2 * VECTOR_BYTES, LANES)
     highest[:], weight_sum[:] = -np.inf, ZERO
@@ -193,7 +178,7 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             _multiply(float32_at(totals + r * columns * 4, columns), factors[r])
             seen, value_scales = positions[first + r] + 1 - first_key, keys + (steps + 1) * KEY_STEP_BYTES
             put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, value_scales)
-        # Keys past the newest are nobody's yet. Keys a row may not see have weight 0 and add exactly nothing.
+        # Keys past the newest are undefined. Keys that a row may not see have weight 0 and add exactly nothing.
         _add_values(v_cache, rows, weights, values, visible, totals, ahead + values - keys)
 
     for r in range(rows):
@@ -206,8 +191,6 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
 
 @inline
 def _highest_of(scores, visible, before):
-    """The maximum of a block's scores (KEY_BLOCK,) and of those before it; the first `visible` count, the others become
-    -inf."""
     for j in range(max(visible, 0), KEY_BLOCK):
         scores[j] = -np.inf
     return max(before, max_lanes(address(scores), KEY_BLOCK // LANES))
@@ -215,10 +198,6 @@ def _highest_of(scores, visible, before):
 
 @inline
 def _lessen(weight_sum, highest, new):
-    """Rescale sums of weights that are relative to maxima `highest` to `new` ones; the factors take the former's place.
-
-    All are (LANES,), a vector: so all rows of a tile take as long as one, and nothing branches.
-    """
     for r in range(LANES):
         highest[r] = exp(highest[r] - new[r])
         weight_sum[r] *= highest[r]
@@ -226,7 +205,6 @@ def _lessen(weight_sum, highest, new):
 
 @inline
 def _exp_of(scores, highest):
-    """Turn a block's scores (KEY_BLOCK,) into weights relative to the maximum so far; their sum."""
     for j in range(KEY_BLOCK):
         scores[j] = exp(scores[j] - highest)
     return sum_lanes(address(scores), KEY_BLOCK // LANES)
@@ -238,31 +216,25 @@ def _multiply(total, factor):
         total[d] *= factor
 
 
-def _no_distances(alibi, scores, head, distance):
-    pass
-
-
-def _add_distances(alibi, scores, head, distance):
+@kernel
+def add_distances(alibi, scores, head, distance):
+    """Lessen a block's scores (KEY_BLOCK,). distance: the first key's position minus the query's."""
+    if alibi is None:
+        return
     slope = alibi.slopes[head]
     for j in range(KEY_BLOCK):
         scores[j] = fma(slope, np.float32(distance + j), scores[j])
 
 
-# add_distances(alibi, scores, head, distance): lessen a block's scores (KEY_BLOCK,) by how far their keys lie back;
-# `distance` is the first key's from the query, 0 or less for all that are visible.
-add_distances = by_type({Alibi: _add_distances}, otherwise=_no_distances)
-
-
 @kernel
 def _add_values(cache, rows, weights, values, keys, totals, following):
-    """totals (rows, padded D) += weights (rows, keys) times a block's first values; `following`: what is read next."""
     columns, per_step = cache.shape[4], cache.shape[5]
     row_bytes, steps, done = columns * STEP_BYTES, (keys + per_step - 1) // per_step, 0
-    while columns - done >= PANEL:
+    while columns - done >= OUT_TILE:
         where = values + done * 4, row_bytes, steps, totals + done * 4, row_bytes, following, LINE_BYTES
         panel_add(cache, rows, weights, SCORE_BYTES, *where)
-        following += steps * PANEL * STEP_BYTES
-        done += PANEL
+        following += steps * OUT_TILE * STEP_BYTES
+        done += OUT_TILE
     while done < columns:
         where = values + done * 4, row_bytes, steps, totals + done * 4, row_bytes, following, LINE_BYTES
         strip_add(cache, rows, weights, SCORE_BYTES, *where)
@@ -270,7 +242,7 @@ def _add_values(cache, rows, weights, values, keys, totals, following):
         done += LANES
 
 
-# What differs between caches, beside the tiles. Those of int8 have it in int8_cache.py.
+# The differences between caches; int8_cache.py has those of int8.
 
 
 def _put_key_float32(cache, at, x):
@@ -289,7 +261,9 @@ def _put_key_bfloat16(cache, at, x):
 
 
 # put_key(cache, at, x): put a key (D,) into its column of a block, which begins at `at`.
-put_key = by_type({types.float32: _put_key_float32, types.uint16: _put_key_bfloat16, types.uint8: int8_cache.put_key})
+put_key = overload_by_dtype(
+    {types.float32: _put_key_float32, types.uint16: _put_key_bfloat16, types.uint8: int8_cache.put_key}
+)
 
 
 def _put_value_float32(cache, start, position, x, column):
@@ -299,7 +273,7 @@ def _put_value_float32(cache, start, position, x, column):
 
 
 def _put_value_bfloat16(cache, start, position, x, column):
-    # An even position clears the odd one after it, which comes later: its weight is 0, and 0 * NaN would be NaN.
+    # An even position clears the odd one after it: its weight is 0, and 0 * NaN would be NaN.
     target = uint32_at(start + position // 2 * cache.strides[3], x.size)
     if position % 2:
         for d in range(x.size):
@@ -309,16 +283,15 @@ def _put_value_bfloat16(cache, start, position, x, column):
             target[d] = np.uint32(to_bfloat16(x[d]))
 
 
-# put_value(cache, start, position, x, column): put a value (D,) where its position in a block lies after `start`, the
-# first's, and its scale, if it has one, into its key's column.
-put_value = by_type(
+# put_value(cache, start, position, x, column): write a value (D,) to a position of the block at the address `start`,
+# and its scale, if it has one, to its key's column.
+put_value = overload_by_dtype(
     {types.float32: _put_value_float32, types.uint16: _put_value_bfloat16, types.uint8: int8_cache.put_value}
 )
 
 
 @kernel
 def _pair(low, high):
-    """Two 16-bit numbers in one of 32 bits."""
     return np.uint32(np.uint32(low) & np.uint32(0xFFFF)) | np.uint32(np.uint32(high) << np.uint32(16))
 
 
@@ -350,13 +323,15 @@ def _bytes_of_widened(cache):
     return cache.shape[3] * 2 * STEP_BYTES
 
 
-# put_query(cache, target, x, scale): put scale * x, of a query x (D,), as a tile's left side multiplies it.
-# bytes_of_query(cache): what it takes there.
+# put_query(cache, target, x, scale): write scale * x, of a query x (D,), as the left side of a tile.
+# bytes_of_query(cache): its size there.
 _put_rounded, _rounded_bytes = (
     (_put_steps_bfloat16, _bytes_as_they_lie) if TARGET.multiplies_bfloat16 else (_put_steps_widened, _bytes_of_widened)
 )
-put_query = by_type({types.float32: _put_steps_float32, types.uint16: _put_rounded, types.uint8: int8_cache.put_query})
-bytes_of_query = by_type(
+put_query = overload_by_dtype(
+    {types.float32: _put_steps_float32, types.uint16: _put_rounded, types.uint8: int8_cache.put_query}
+)
+bytes_of_query = overload_by_dtype(
     {types.float32: _bytes_as_they_lie, types.uint16: _rounded_bytes, types.uint8: int8_cache.bytes_of_query}
 )
 
@@ -366,11 +341,11 @@ def _at_the_scores(cache, scores):
 
 
 def _behind_the_scores(cache, scores):
-    return scores + TILE_ROWS * SCORE_BYTES
+    return scores + ROW_TILE * SCORE_BYTES
 
 
-# place_of_weights(cache, scores): where softmax weights lie for a tile. In float32 they are what the scores become.
-place_of_weights = by_type({types.float32: _at_the_scores}, otherwise=_behind_the_scores)
+# place_of_weights(cache, scores): the address of softmax weights. In float32 they replace the scores.
+place_of_weights = overload_by_dtype({types.float32: _at_the_scores}, otherwise=_behind_the_scores)
 
 
 def _leave_weights(cache, target, weights, seen, value_scales):
@@ -383,12 +358,14 @@ def _put_weights(cache, target, weights, seen, value_scales):
 
 # put_weights(cache, target, weights, seen, value_scales): put a block's softmax weights (KEY_BLOCK,) likewise, of which
 # the first `seen` are not 0; value_scales: where those of the block's values lie, if they have any.
-put_weights = by_type({types.float32: _leave_weights, types.uint8: int8_cache.put_weights}, otherwise=_put_weights)
+put_weights = overload_by_dtype(
+    {types.float32: _leave_weights, types.uint8: int8_cache.put_weights}, otherwise=_put_weights
+)
 
 
 def _all_steps(cache):
     return cache.shape[3]
 
 
-# steps_of_key(cache): how many a tile of scores multiplies.
-steps_of_key = by_type({types.uint8: int8_cache.steps_of_key}, otherwise=_all_steps)
+# steps_of_key(cache): the steps of a tile of scores.
+steps_of_key = overload_by_dtype({types.uint8: int8_cache.steps_of_key}, otherwise=_all_steps)

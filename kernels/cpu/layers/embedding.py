@@ -1,21 +1,27 @@
-"""Token and position embeddings of the new tokens."""
+"""From tokens to the model's width C, and from there to logits.
+
+Embeddings may have a width E of their own, with a matrix on either side.
+"""
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight, Nothing
+from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
+from tinygpt.kernels.cpu.layers.activations import NONE
+from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight
+from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, linear_to_operand
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16
-from tinygpt.kernels.cpu.runtime.by_type import by_type
+from tinygpt.kernels.cpu.layers.ranks import share_rows
+from tinygpt.kernels.cpu.layers.rows import ONE_LAYER, put_rows
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 
 @kernel
 def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
     """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) stand for tokens below 0. A phase.
 
-    wte is a weight of one layer, which a tied head shares: token t is column t % PANEL of panel t // PANEL. wpe may be
-    Nothing.
+    wte is a weight of one layer, which a tied head shares: token t is column t % OUT_TILE of panel t // OUT_TILE. wpe
+    may be Nothing.
     """
     first, last = claim_rows(team, token_ids.size)
     while first >= 0:
@@ -24,7 +30,7 @@ def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
                 for c in range(x.shape[1]):
                     x[n, c] = embeds[n, c] + position_at(wpe, positions[n], c)
                 continue
-            panel, column = token_ids[n] // PANEL, token_ids[n] % PANEL
+            panel, column = token_ids[n] // OUT_TILE, token_ids[n] % OUT_TILE
             for c in range(x.shape[1]):
                 x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + position_at(wpe, positions[n], c)
         complete_rows(team, token_ids.size)
@@ -45,16 +51,12 @@ def add_positions(team, x, positions, wpe):
     finish_phase(team)
 
 
-def _position(wpe, position, c):
+@kernel
+def position_at(wpe, position, c):
+    """Return one value of a position's embedding; 0 if the model has none."""
+    if wpe is None:
+        return np.float32(0)
     return wpe[position, c]
-
-
-def _no_position(wpe, position, c):
-    return np.float32(0)
-
-
-# position_at(wpe, position, c): one number of a position's embedding.
-position_at = by_type({Nothing: _no_position}, otherwise=_position)
 
 
 def _float32_at(weight, panel, k, column):
@@ -67,8 +69,35 @@ def _bfloat16_at(weight, panel, k, column):
 
 def _int8_at(weight, panel, k, column):
     level = np.int32(weight.panels[0, panel, k // 4, column, k % 4]) - np.int32(128)
-    return np.float32(level) * weight.scales[0, panel * PANEL + column]
+    return np.float32(level) * weight.scales[0, panel * OUT_TILE + column]
 
 
 # weight_at(weight, panel, k, column): one weight of layer 0, as float32.
-weight_at = by_type({Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at})
+weight_at = overload_by_dtype({Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at})
+
+
+@kernel
+def embed_rows(team, project_in, params, x, step, b):
+    """x (N, C) = the embeddings of the step's tokens and positions."""
+    p = params
+    if project_in is None:
+        embed_tokens(team, x, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, p.wpe)  # (N, C)
+    else:
+        rows = b.embedded.values
+        embed_tokens(team, rows, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, None)  # (N, E)
+        put_rows(team, b.to_project, rows, b.every[: x.shape[0]])  # (N, E)
+        linear(team, x, b.to_project, project_in.linear, ONE_LAYER, project_in.segments, NONE, REPLACE)  # (N, C)
+        add_positions(team, x, step.positions, p.wpe)  # (N, C)
+    share_rows(team, x, b.ranks)  # (N, C)
+
+
+@kernel
+def score_tokens(team, project_out, params, logits, b):
+    """Compute logits (R, V) of the operand `final` (R, C)."""
+    segments = params.embedding_segments
+    if project_out is None:
+        linear(team, logits, b.final, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)  # (R, V)
+    else:
+        rows = logits.shape[0]
+        linear_to_operand(team, b.to_score, b.final, project_out.linear, ONE_LAYER, project_out.segments, NONE, rows)
+        linear(team, logits, b.to_score, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)  # (R, V)

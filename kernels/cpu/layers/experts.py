@@ -8,11 +8,9 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.activations import NONE, exp
-from tinygpt.kernels.cpu.layers.epilogue import ROW_BLOCK, expect_tile, finish_tile
-from tinygpt.kernels.cpu.layers.formats import Nothing
-from tinygpt.kernels.cpu.layers.layer_norm import norm_before, put_rows
+from tinygpt.kernels.cpu.layers.epilogue import ROW_BLOCK, epilogue, prefetch_tile
 from tinygpt.kernels.cpu.layers.linear import REPLACE, Tile, products, rows_together
-from tinygpt.kernels.cpu.runtime.by_type import by_type
+from tinygpt.kernels.cpu.layers.rows import norm_before, put_rows
 from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, complete_rows, finish_phase
 
 
@@ -41,7 +39,6 @@ def choose_experts(team, mixture, experts, place, rows):
 
 @kernel
 def _choose(chosen, shares, scores, n, highest, sums_to_one):
-    """Row n of the scores becomes its choice; the scores of those that are chosen are lost."""
     count, all_of_them, all_chosen = scores.shape[1], 0.0, 0.0
     for e in range(count):
         all_of_them += exp(np.float32(scores[n, e] - highest))
@@ -102,9 +99,9 @@ def expert_linear(team, out, x, linears, first_layer, bounds, segments, activati
         stop = min(start + ROW_BLOCK, bounds[expert + 1])
         for row in range(start, stop, height):
             tile = Tile(min(height, stop - row), row, panel)
-            expect_tile(out, tile)
+            prefetch_tile(out, tile)
             products(weight, x, tile, first_layer + expert, segments, team.scratch)
-            finish_tile(out, tile, linears, first_layer + expert, segments, activation, REPLACE, columns, team.scratch)
+            epilogue(out, tile, linears, first_layer + expert, segments, activation, REPLACE, columns, team.scratch)
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
@@ -132,7 +129,11 @@ def add_experts(team, x, mixture):
     finish_phase(team)
 
 
-def _expert_block(team, experts, params, layer, x, buffers):
+@kernel
+def expert_block(team, experts, params, layer, x, buffers):
+    """x (N, C) += the experts of each row, weighted."""
+    if experts is None:
+        return
     b, n, place = buffers.mixture, x.shape[0], experts.places[layer]
     first, bounds, activation = place * experts.gate.shape[1], b.bounds, params.activation
     inner, width = experts.c_fc.bias.shape[1], x.shape[1]
@@ -145,33 +146,17 @@ def _expert_block(team, experts, params, layer, x, buffers):
     add_experts(team, x, b)  # (N, C)
 
 
-def _no_block(team, experts, params, layer, x, buffers):
-    pass
-
-
-# expert_block(team, experts, params, layer, x, buffers): x (N, C) += the experts of each row, weighted.
-expert_block = by_type({Nothing: _no_block}, otherwise=_expert_block, argument=1)
-
-
-def _never(experts, layer):
-    return False
-
-
-def _has_place(experts, layer):
+@kernel
+def has_experts(experts, layer):
+    """Return whether a layer has experts instead of an MLP."""
+    if experts is None:
+        return False
     return experts.places[layer] >= 0
 
 
-# has_experts(experts, layer): whether a layer has them in place of an MLP.
-has_experts = by_type({Nothing: _never}, otherwise=_has_place)
-
-
-def _own_row(experts, layer):
-    return layer
-
-
-def _row_among_others(experts, layer):
+@kernel
+def mlp_row(experts, layer):
+    """Return the place of the MLP of a layer without experts among all MLPs."""
+    if experts is None:
+        return layer
     return -1 - experts.places[layer]
-
-
-# mlp_row(experts, layer): where the MLP of a layer without experts stands among all.
-mlp_row = by_type({Nothing: _own_row}, otherwise=_row_among_others)

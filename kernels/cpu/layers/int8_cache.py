@@ -1,12 +1,11 @@
-"""Attention over an int8 KV cache: how keys, values, queries and softmax weights become whole numbers.
+"""Attention over an int8 KV cache: quantizing keys, values, queries and softmax weights.
 
-A key, or a value, of a head and position has a scale, its largest size / 127, and so has a head's query. In a block of
-positions each softmax weight is multiplied by its value's scale, and these products, of which none is negative, have a
-scale in common: the largest / WEIGHT_LEVELS. A block is therefore quantised alike in every step and tile, and both of
-attention's products are sums of whole numbers.
+Each key and value has a scale, its largest size / 127; so has a head's query. In a block, each softmax weight is
+multiplied by its value's scale; the products share a scale, the largest / WEIGHT_LEVELS. So a block is quantized alike
+in every step and tile, and both products of attention are sums of whole numbers.
 
-The cache is laid out as attention.py says, with P = 4: a byte holds a whole number + 128. Behind the D / 4 steps of a
-key stand two more: the scales of the key and of the value, float32.
+A byte of the cache holds a whole number + 128. After the D / 4 steps of a key come two more: the float32 scales of key
+and value.
 """
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.activations import ZERO
 from tinygpt.kernels.cpu.simd.cache_tiles import HEADER_BYTES, HIGH_BITS, IN_FOURS, PLANE_BYTES, SCORE_STEP_BYTES
-from tinygpt.kernels.cpu.simd.tiles import PANEL, STEP_BYTES
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE, STEP_BYTES
 from tinygpt.kernels.cpu.simd.vector_ir import (
     ROUNDING,
     ROUNDING_BITS,
@@ -34,9 +33,9 @@ WEIGHT_LEVELS = np.float32(2**14 - 1)
 SIZE, BYTE, OFFSET = np.uint32(0x7FFFFFFF), np.uint32(0xFF), np.uint32(0x80)
 INFINITE, NAN = np.float32(np.inf), np.float32(np.nan)
 LOW = np.int32(2**HIGH_BITS - 1)
-COLUMN_STEP_BYTES = PANEL * STEP_BYTES  # from one step of a key to the next
+COLUMN_STEP_BYTES = OUT_TILE * STEP_BYTES  # from one step of a key to the next
 query_at = uint8_at if IN_FOURS else int16_at
-LEAST_QUERY = 4  # float32 values that make room for a query of any size, beside D
+LEAST_QUERY = 4  # float32 values, besides D, that make room for any query
 
 
 def steps_of_key(cache):
@@ -48,7 +47,7 @@ def bytes_of_query(cache):
 
 
 def put_key(cache, column, x):
-    """Put a key (D,) and its scale into its column of a block, which begins at `column`."""
+    """Write a key (D,) and its scale to its column of a block."""
     scale, inverse = _scales(_largest(x), LEVELS)
     whole, at = x.size // PER_STEP, column
     for i in range(whole):
@@ -57,7 +56,7 @@ def put_key(cache, column, x):
         high = np.uint32(_byte(x[first + 2], inverse) | (_byte(x[first + 3], inverse) << np.uint32(8)))
         uint32_at(at, 1)[0] = np.uint32(low | np.uint32(high << np.uint32(16)))
         at += COLUMN_STEP_BYTES
-    if whole * PER_STEP < x.size:  # what a query multiplies the others of this step by is 0
+    if whole * PER_STEP < x.size:
         for d in range(whole * PER_STEP, x.size):
             uint8_at(at, PER_STEP)[d - whole * PER_STEP] = np.uint8(_byte(x[d], inverse))
         at += COLUMN_STEP_BYTES
@@ -65,10 +64,9 @@ def put_key(cache, column, x):
 
 
 def put_value(cache, start, position, x, column):
-    """Put a value (D,) where its position in a block lies behind `start`, the first's, and its scale into its key's
-    column.
+    """Write a value (D,) to a position of the block at `start`, and its scale to its key's column.
 
-    What lies there of other positions stays: it is theirs, or nobody's, whose weight is 0.
+    Other positions of the step stay.
     """
     scale, inverse = _scales(_largest(x), LEVELS)
     shift = np.uint32(8 * (position % PER_STEP))
@@ -80,7 +78,7 @@ def put_value(cache, start, position, x, column):
 
 
 def put_query(cache, target, x, scale):
-    """Put scale * x (D,) as the left side of a tile of scores."""
+    """Write scale * x (D,) as the left side of a tile of scores."""
     row_scale, inverse = _scales(_largest(x), LEVELS)
     numbers, total = query_at(target + HEADER_BYTES, _steps(x) * PER_STEP), np.int32(0)
     for d in range(x.size):
@@ -93,24 +91,21 @@ def put_query(cache, target, x, scale):
 
 
 def put_weights(cache, target, weights, seen, value_scales):
-    """Put a block's softmax weights (PANEL,) as the left side of a tile of values, whose scales lie at `value_scales`.
-
-    The first `seen` positions alone have one that is not 0. The others' scales may be anything.
-    """
-    scales = float32_at(value_scales, PANEL)
-    for j in range(min(seen, PANEL)):
+    """Write a block's softmax weights (OUT_TILE,) as the left side of a tile of values; the first `seen` are not 0."""
+    scales = float32_at(value_scales, OUT_TILE)
+    for j in range(min(seen, OUT_TILE)):
         weights[j] *= scales[j]
     row_scale, inverse = _scales(_largest(weights), WEIGHT_LEVELS)
     total = np.int32(0)
     if IN_FOURS:
-        high, low = uint8_at(target + HEADER_BYTES, PANEL), uint8_at(target + HEADER_BYTES + PLANE_BYTES, PANEL)
-        for j in range(PANEL):
+        high, low = uint8_at(target + HEADER_BYTES, OUT_TILE), uint8_at(target + HEADER_BYTES + PLANE_BYTES, OUT_TILE)
+        for j in range(OUT_TILE):
             level = _level(weights[j], inverse)
             high[j], low[j] = np.uint8(level >> np.int32(HIGH_BITS)), np.uint8(level & LOW)
             total = np.int32(total + level)
     else:
-        shorts = int16_at(target + HEADER_BYTES, PANEL)
-        for j in range(PANEL):
+        shorts = int16_at(target + HEADER_BYTES, OUT_TILE)
+        for j in range(OUT_TILE):
             level = _level(weights[j], inverse)
             shorts[j] = np.int16(level)
             total = np.int32(total + level)
@@ -124,14 +119,12 @@ def _steps(x):
 
 @kernel
 def _put_header(target, scale, total):
-    """The scale of a row, and what its sums start at, as its bytes of the cache are 128 too large."""
     float32_at(target, 1)[0] = scale
     int32_at(target + 4, 1)[0] = np.int32(np.int32(-128) * total)
 
 
 @kernel
 def _largest(x):
-    """The largest size of x (n,); infinite or NaN where one is. Sizes are in the order of their bits."""
     bits, largest = uint32_at(address(x), x.size), np.uint32(0)
     for i in range(x.size):
         largest = max(largest, np.uint32(bits[i] & SIZE))
@@ -140,7 +133,6 @@ def _largest(x):
 
 @kernel
 def _scales(largest, levels):
-    """What whole numbers are multiplied by, and what makes them. All are NaN where the largest is not finite."""
     if largest < LEAST_ROW:
         return ZERO, ZERO
     if largest < INFINITE:
@@ -156,5 +148,4 @@ def _level(x, inverse):
 
 @kernel
 def _byte(x, inverse):
-    """The same + 128, of -127 to 127."""
     return np.uint32((np.uint32(_level(x, inverse)) & BYTE) ^ OFFSET)

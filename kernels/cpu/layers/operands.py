@@ -7,15 +7,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import kernel
+from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
-from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
-from tinygpt.kernels.cpu.simd.finished_rows import load_row, put_rows
-from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, SCALES_BYTES
-from tinygpt.kernels.cpu.simd.panels import ROW_BYTES
+from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, SCALES_BYTES
+from tinygpt.kernels.cpu.simd.panels import ROW_BYTES, load_row, put_rows
 from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
@@ -42,7 +40,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 INFINITE_BITS = 0x7F800000
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 UPPER_HALF, NAN = np.uint32(0xFFFF0000), np.uint32(0x7FC00000)
-NOTHING = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
+LEAST_GROUP = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
 
 
 @kernel
@@ -87,47 +85,49 @@ def _put_widened(operand, row, first, values):
 def _put_int8(operand, row, first, values):
     like, size = operand.values, operand.values.itemsize
     target = address(like) + (row * like.shape[1] + first) * size
-    scales = address(operand.scales) + (row * operand.scales.shape[1] + first // GROUP) * SCALES_BYTES
-    if values.size == GROUP:  # the usual panel of a product, without a loop's preparations
-        quantise_group(like, address(values), target, scales)
+    scales = address(operand.scales) + (row * operand.scales.shape[1] + first // SCALE_GROUP) * SCALES_BYTES
+    if values.size == SCALE_GROUP:  # the usual panel of a product, without a loop's preparations
+        quantize_group(like, address(values), target, scales)
         return
-    whole = values.size // GROUP
+    whole = values.size // SCALE_GROUP
     for g in range(whole):
-        quantise_group(like, address(values) + g * GROUP * 4, target + g * GROUP * size, scales + g * SCALES_BYTES)
-    rest = values.size - whole * GROUP
+        quantize_group(
+            like, address(values) + g * SCALE_GROUP * 4, target + g * SCALE_GROUP * size, scales + g * SCALES_BYTES
+        )
+    rest = values.size - whole * SCALE_GROUP
     if rest:  # the operand's own row ends in zeros up to a whole group: quantised on the way
-        done = whole * GROUP
-        quantise_part(like, address(values) + done * 4, rest, target + done * size, scales + whole * SCALES_BYTES)
+        done = whole * SCALE_GROUP
+        quantize_part(like, address(values) + done * 4, rest, target + done * size, scales + whole * SCALES_BYTES)
 
 
 # put(operand, row, first, values): put float32 values (n,) into columns first to first + n of a row; `first` is a
-# multiple of GROUP.
+# multiple of SCALE_GROUP.
 _put_rounded = _put_bfloat16 if TARGET.multiplies_bfloat16 else _put_widened
-put = by_type({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
+put = overload_by_dtype({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
 
 
 def _put_rows_int8(operand, row, first, rows, x, factors, summands):
     like = operand.values
     stride, scales_stride = like.shape[1] * like.itemsize, operand.scales.shape[1] * SCALES_BYTES
     target = address(like) + row * stride + first * like.itemsize
-    scales = address(operand.scales) + row * scales_stride + first // GROUP * SCALES_BYTES
-    quantise_rows(like, x, rows, factors, summands, target, stride, scales, scales_stride)
+    scales = address(operand.scales) + row * scales_stride + first // SCALE_GROUP * SCALES_BYTES
+    quantize_rows(like, x, rows, factors, summands, target, stride, scales, scales_stride)
 
 
 def _put_rows(operand, row, first, rows, x, factors, summands):
     put_rows(x, ROW_BYTES, x, rows, factors, summands)
     for r in range(rows):
-        put(operand, row + r, first, float32_at(x + r * ROW_BYTES, PANEL))
+        put(operand, row + r, first, float32_at(x + r * ROW_BYTES, OUT_TILE))
 
 
 # put_panel(operand, row, first, rows, x, factors, summands): put x * factors + summands, `rows` rows of a panel without
-# gaps at the address x, into columns first to first + PANEL. factors and summands: addresses of a row each.
-put_panel = by_type({Int8Operand: _put_rows_int8}, otherwise=_put_rows)
+# gaps at the address x, into columns first to first + OUT_TILE. factors and summands: addresses of a row each.
+put_panel = overload_by_dtype({Int8Operand: _put_rows_int8}, otherwise=_put_rows)
 
 
 @intrinsic
-def quantise_group(typingctx, like, x, target, scales):
-    """GROUP float32 values to int8 with one scale: the largest size becomes 127, and zeros have scale 0.
+def quantize_group(typingctx, like, x, target, scales):
+    """SCALE_GROUP float32 values to int8 with one scale: the largest size becomes 127, and zeros have scale 0.
 
     They are stored as the values of the array `like` are, of which the type alone counts. The others are addresses;
     `scales` is that of the group's four entries, see Int8Operand.
@@ -136,17 +136,17 @@ def quantise_group(typingctx, like, x, target, scales):
     def codegen(context, builder, signature, args):
         _, x, target, scales = args
         kind, values = ir.IntType(like.dtype.bitwidth), [load(builder, at, FLOATS, 4) for at in _vectors_at(builder, x)]
-        _quantise(builder, values, kind, target, scales)
+        _quantize(builder, values, kind, target, scales)
         return context.get_dummy_value()
 
     return types.void(like, types.intp, types.intp, types.intp), codegen
 
 
 @intrinsic
-def quantise_rows(typingctx, like, x, count, factors, summands, target, stride, scales, scales_stride):
-    """Rows of GROUP float32 values, x * factors + summands, as quantise_group does it; the rows of x have no gaps.
+def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, scales, scales_stride):
+    """Quantize rows of x * factors + summands, SCALE_GROUP float32 each: see quantize_group.
 
-    factors and summands: addresses of a row each. The strides are the bytes from one row to the next. count >= 1.
+    factors and summands: addresses of a row. x has no gaps; strides are in bytes. count >= 1.
     """
 
     def codegen(context, builder, signature, args):
@@ -159,9 +159,9 @@ def quantise_rows(typingctx, like, x, count, factors, summands, target, stride, 
         factors, summands = load_row(builder, factors), load_row(builder, summands)
 
         def row(i, _):
-            values = load_row(builder, at(x, i, ir.Constant(i.type, GROUP * 4)))
+            values = load_row(builder, at(x, i, ir.Constant(i.type, SCALE_GROUP * 4)))
             values = [builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)]
-            _quantise(builder, values, kind, at(target, i, stride), at(scales, i, scales_stride))
+            _quantize(builder, values, kind, at(target, i, stride), at(scales, i, scales_stride))
             return []
 
         repeat(builder, count, row, [])
@@ -171,8 +171,8 @@ def quantise_rows(typingctx, like, x, count, factors, summands, target, stride, 
 
 
 @intrinsic
-def quantise_part(typingctx, like, x, count, target, scales):
-    """As quantise_group, for `count` values that zeros follow."""
+def quantize_part(typingctx, like, x, count, target, scales):
+    """As quantize_group, for `count` values that zeros follow."""
 
     def codegen(context, builder, signature, args):
         _, x, count, target, scales = args
@@ -183,17 +183,17 @@ def quantise_part(typingctx, like, x, count, target, scales):
             is_given = builder.icmp_signed("<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts)
             at = builder.inttoptr(at, FLOATS.as_pointer())
             values.append(builder.call(load_some, [at, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)]))
-        _quantise(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
+        _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
         return context.get_dummy_value()
 
     return types.void(like, types.intp, types.intp, types.intp, types.intp), codegen
 
 
 def _vectors_at(builder, start):
-    return [builder.add(start, ir.Constant(start.type, i * VECTOR_BYTES)) for i in range(GROUP // LANES)]
+    return [builder.add(start, ir.Constant(start.type, i * VECTOR_BYTES)) for i in range(SCALE_GROUP // LANES)]
 
 
-def _quantise(builder, values, kind, target, scales) -> None:
+def _quantize(builder, values, kind, target, scales) -> None:
     def at(start, offset: int):
         return builder.add(start, ir.Constant(start.type, offset))
 
@@ -201,7 +201,7 @@ def _quantise(builder, values, kind, target, scales) -> None:
     sizes = [builder.and_(builder.bitcast(v, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for v in values]
     largest_bits = fold(builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int)
     largest, zero, limit = builder.bitcast(largest_bits, F32), ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)
-    is_zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, NOTHING))
+    is_zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, LEAST_GROUP))
     inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
     sums = []
     for i, value in enumerate(values):
@@ -220,7 +220,7 @@ def _quantise(builder, values, kind, target, scales) -> None:
     store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(scales, 12), 4)
 
 
-def _convert_rows(team, operand, x, factors, layer):
+def _quantize_rows(team, operand, x, factors, layer):
     first, last = claim_rows(team, x.shape[0])
     while first >= 0:
         for n in range(first, last):
@@ -240,6 +240,7 @@ def _leave_rows(team, operand, x, factors, layer):
     pass
 
 
-# convert(team, operand, x, factors, layer): put the rows of x (N, K) into the operand, times a layer's factors (L, K),
-# which may be (1, 0): none. A phase, unless the operand is made of x itself. Needs K values of the thread's scratch.
-convert = by_type({Float32Operand: _leave_rows}, otherwise=_convert_rows, argument=1)
+# quantize_activations(team, operand, x, factors, layer): put the rows of x (N, K) into the operand, times a layer's
+# factors (L, K), which may be (1, 0): none. A phase, unless the operand is made of x itself. Needs K values of the
+# thread's scratch.
+quantize_activations = overload_by_dtype({Float32Operand: _leave_rows}, otherwise=_quantize_rows, argument=1)

@@ -1,9 +1,8 @@
-"""Tensor-parallel ranks: processes that have a part of each layer, and sum what their parts give.
+"""Tensor-parallel ranks: processes that have a part of each layer, and sum the parts of their products.
 
-A rank has some of the four segments of K of a product, so that a sum over ranks is the end of (s0 + s1) + (s2 + s3).
-The order is ours: a library's own reduction may choose another for each size of a message. So ranks gather all parts,
-by a C function whose address and arguments a rank brings along, and each adds them up for itself. The call is a phase
-of the step: 0.4 % of it, where leaving compiled code for each block took up to 15.
+A rank has some of the four segments of K, so that the sum over ranks is the end of (s0 + s1) + (s2 + s3). A library's
+reduction may use another order. So ranks gather all parts, by the C function MPI_Allgather, and each adds them up. The
+call is a phase: 0.4 % of a step. Leaving compiled code for each block took up to 15 %.
 """
 
 from typing import NamedTuple
@@ -14,7 +13,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import I32, address, float32_at
 
@@ -22,31 +20,20 @@ FUNCTION, DATATYPE, COMMUNICATOR = 0, 1, 2  # indices into Ranks.allgather
 ONE_ITEM = np.int64(1)
 
 
-class Alone(NamedTuple):
-    """There is one rank, and nothing to sum."""
-
-    size: np.int64
-
-
 class Ranks(NamedTuple):
-    """What a rank shares with the others of its tensor-parallel group."""
+    """State that a rank shares with its tensor-parallel group."""
 
     partial: np.ndarray  # (N, C) float32: this rank's part of a product
-    gathered: np.ndarray  # (ranks * N * C,) float32: those of all ranks, one behind another
-    owners: np.ndarray  # (N,) int32: the rank that has a token's embedding; -1: the rows of x are here already
-    # (3,) int64: where MPI_Allgather lies, or a function that is called as it is; its datatype; its communicator
-    allgather: np.ndarray
-    status: np.ndarray  # (ranks,) int64; the first: what a call returned that was not 0
+    gathered: np.ndarray  # (ranks * N * C,) float32
+    owners: np.ndarray  # (N,) int32: the rank of a token's embedding; -1: x is complete
+    allgather: np.ndarray  # (3,) int64: function address, datatype, communicator
+    status: np.ndarray  # (ranks,) int64; the first: a failed call's status
     no_bias: np.ndarray  # (1, 0) float32
-
-
-ALONE = Alone(np.int64(1))
 
 
 @kernel
 def exchange(team, ranks, values, count):
-    """Gather the first `count` of each rank's float32 values. A phase of one item. After a failure nothing is called
-    any more."""
+    """Gather the first `count` float32 of each rank. A phase of one item; none after a failed call."""
     if claim(team, ONE_ITEM) == 0:
         if ranks.status[0] == 0:
             function, datatype = ranks.allgather[FUNCTION], ranks.allgather[DATATYPE]
@@ -60,7 +47,7 @@ def exchange(team, ranks, values, count):
 
 @kernel
 def add_partials(team, x, gathered, ranks, bias, layer):
-    """x (N, C) += the partials of `ranks` ranks in the order of one rank's segments, + bias (L, C). A phase."""
+    """x (N, C) += the partials in the order of one rank's segments, + bias (L, C). A phase."""
     columns = x.shape[1]
     first, last = claim_rows(team, x.shape[0])
     while first >= 0:
@@ -88,7 +75,7 @@ def add_partials(team, x, gathered, ranks, bias, layer):
 
 @kernel
 def take_rows(team, x, ranks):
-    """Put into x (N, C) the gathered rows, each of the rank that owns it. A phase."""
+    """Copy the gathered rows of their owners into x (N, C). A phase."""
     columns = x.shape[1]
     first, last = claim_rows(team, x.shape[0])
     while first >= 0:
@@ -102,23 +89,19 @@ def take_rows(team, x, ranks):
     finish_phase(team)
 
 
-def _rows_are_here(team, x, ranks):
-    pass
-
-
-def _share_rows(team, x, ranks):
+@kernel
+def share_rows(team, x, ranks):
+    """Complete x (N, C), of which each rank has embedded its own tokens. None: one rank."""
+    if ranks is None:
+        return
     if ranks.owners[0] >= 0:
         exchange(team, ranks, x, x.size)
         take_rows(team, x, ranks)
 
 
-# share_rows(team, x, ranks): x (N, C), of which each rank has embedded the tokens that are its own, is whole on all.
-share_rows = by_type({Ranks: _share_rows}, otherwise=_rows_are_here, argument=2)
-
-
 @intrinsic
 def call_allgather(typingctx, function, send, count, datatype, receive, receive_count, receive_type, communicator):
-    """Call the C function at an address with MPI_Allgather's arguments, each as a 64-bit integer; what it returns.
+    """Call the function at an address with MPI_Allgather's arguments, as 64-bit integers. Return its status.
 
     MPI's handles are an int in MPICH and a pointer in Open MPI: a 64-bit register holds either.
     """

@@ -1,1 +1,1 @@
-"""From a checkpoint's matrices to panels in each dtype, once, at load. May import layers, runtime, simd and jit."""
+"""From a checkpoint's matrices to panels in each dtype, once, at load."""

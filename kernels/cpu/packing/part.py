@@ -1,7 +1,6 @@
-"""What one of several ranks holds of a model, and cutting it out of packed weights.
+"""A rank's part of a model, cut out of packed weights.
 
-A weight is packed whole before it is cut: the scales of a quantised column, and the factors that even out channels, are
-those of the whole matrix on every rank.
+A weight is packed whole before it is cut: scales and smoothing factors are those of the whole matrix on every rank.
 """
 
 from collections.abc import Callable
@@ -13,14 +12,14 @@ import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
 from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.simd.panels import zeros
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 # Of each array of a weight: how many values of K an index of axis 2 stands for, and the axis of a panel's columns.
 LAYOUTS = {
     Float32Weight: {"panels": (1, 3)},
     BFloat16Weight: {"panels": (2, 3)},
-    Int8Weight: {"panels": (4, 3), "scales": None},  # (L, P * PANEL): a value for each column
+    Int8Weight: {"panels": (4, 3), "scales": None},  # (L, P * OUT_TILE): a value for each column
     Int4Weight: {"panels": (8, 3), "group_scales": (WEIGHT_GROUP, 4)},
 }
 
@@ -67,11 +66,11 @@ class Part:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of this part's logits. A stage without a head has one, which nothing is written to."""
+        """Columns of this part's logits; 1 for a stage without a head."""
         return len(self.vocab) if self.is_last else 1
 
     def columns(self, name: str) -> list[range] | None:
-        """Which outputs of a linear layer, by our name, are here; None is all."""
+        """Return the outputs of a linear layer that are here; None: all."""
         if self.tensor_size == 1:
             return None
         if name == "c_attn":  # of q, of k, of v
@@ -80,7 +79,7 @@ class Part:
         return {"c_fc": [self.inner], "lm_head": [self.vocab], "wte": [self.vocab]}.get(name)
 
     def inputs(self, name: str) -> range | None:
-        """Which inputs of a linear layer are here; None is all."""
+        """Return the inputs of a linear layer that are here; None: all."""
         if self.tensor_size == 1:
             return None
         if name == "attn_proj":
@@ -88,11 +87,11 @@ class Part:
         return self.inner if name == "mlp_proj" else None
 
     def keep(self, name: str) -> Callable | None:
-        """What takes one packed layer of a linear layer to what is here of it; None where all is."""
+        """Return a function that cuts one packed layer, or None."""
         return None if self.tensor_size == 1 else partial(self.weight, name)
 
     def weight(self, name: str, weight: Any) -> Any:
-        """What is here of layers of a packed weight: views where nothing is cut."""
+        """Cut layers of a packed weight; views if nothing is cut."""
         columns, inputs, cut = self.columns(name), self.inputs(name), {}
         if columns is None and inputs is None:
             return weight
@@ -112,31 +111,30 @@ class Part:
         return type(weight)(**cut)
 
     def values(self, name: str, array: np.ndarray) -> np.ndarray:
-        """What is here of a bias (L, N) of a linear layer."""
+        """Cut a bias (L, N)."""
         columns = self.columns(name)
         return array if columns is None else np.concatenate([array[:, c.start : c.stop] for c in columns], axis=1)
 
     def factors(self, name: str, array: np.ndarray) -> np.ndarray:
-        """What is here of factors (L, K) for a linear layer's inputs."""
+        """Cut factors (L, K) of a linear layer's inputs."""
         inputs = self.inputs(name)
         return array if inputs is None else array[:, inputs.start : inputs.stop]
 
 
 def take_columns(array: np.ndarray, axis: int, columns: list[range]) -> np.ndarray:
-    """Panels (L, P, ...) with these columns alone, laid end to end; `axis` is that of a panel's columns."""
+    """Return panels (L, P, ...) of these columns, end to end. axis: that of a panel's columns."""
     count = sum(map(len, columns))
-    taken = zeros((array.shape[0], -(-count // PANEL), *array.shape[2:]), array.dtype)
+    taken = zeros((array.shape[0], -(-count // OUT_TILE), *array.shape[2:]), array.dtype)
     source, target, at = np.moveaxis(array, axis, 2), np.moveaxis(taken, axis, 2), 0
     for run in columns:
         first = run.start
         while first < run.stop:
-            size = min(PANEL - first % PANEL, PANEL - at % PANEL, run.stop - first)
-            piece = source[:, first // PANEL, first % PANEL : first % PANEL + size]
-            target[:, at // PANEL, at % PANEL : at % PANEL + size] = piece
+            size = min(OUT_TILE - first % OUT_TILE, OUT_TILE - at % OUT_TILE, run.stop - first)
+            piece = source[:, first // OUT_TILE, first % OUT_TILE : first % OUT_TILE + size]
+            target[:, at // OUT_TILE, at % OUT_TILE : at % OUT_TILE + size] = piece
             first, at = first + size, at + size
     return taken
 
 
 def _in_panels(scales: np.ndarray) -> np.ndarray:
-    """(L, P * PANEL) -> (L, P, PANEL)."""
-    return scales.reshape(len(scales), -1, PANEL)
+    return scales.reshape(len(scales), -1, OUT_TILE)

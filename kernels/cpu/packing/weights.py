@@ -1,15 +1,38 @@
-"""The arrays of a weight in each dtype, and filling them from a checkpoint's matrices."""
+"""The arrays of a weight in each dtype, and filling them from a checkpoint's matrices in several threads."""
 
+import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
 from tinygpt.kernels.cpu.packing.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
-from tinygpt.kernels.cpu.packing.packers import Packers
-from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.memory import zeros
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.panels import zeros
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
+
+PACK_SHARES = 16  # of a matrix, for any number of threads to take
+
+
+class Packers:
+    """As many threads as the team that will read what they pack. A context: at its end they are gone."""
+
+    def __init__(self, threads: int):
+        self._pool = ThreadPoolExecutor(threads)
+
+    def __enter__(self) -> "Packers":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._pool.shutdown()
+
+    def pack(self, kernel: Callable, panels: int, *arguments) -> None:
+        """kernel(*arguments, first, last) for all panels, in shares."""
+        bounds = [i * panels // PACK_SHARES for i in range(PACK_SHARES + 1)]
+        for share in [self._pool.submit(kernel, *arguments, *pair) for pair in itertools.pairwise(bounds)]:
+            share.result()
+
 
 FORMATS = {
     "float32": (Float32Weight, pack_float32),
@@ -18,7 +41,12 @@ FORMATS = {
     "int4": (Int4Weight, pack_int4),
 }
 DTYPES = tuple(FORMATS)
-K_UNIT = {"float32": 1, "bfloat16": 2, "int8": GROUP, "int4": GROUP}  # what segments of K are whole numbers of
+K_UNIT = {
+    "float32": 1,
+    "bfloat16": 2,
+    "int8": SCALE_GROUP,
+    "int4": SCALE_GROUP,
+}  # what segments of K are whole numbers of
 
 
 def head_dtype_of(dtype: str) -> str:
@@ -41,7 +69,7 @@ def pack_layers(
     """
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
-    arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k, packers.zeros), None
+    arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k), None
     all_factors = np.ones((len(names), k), np.float32)
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
@@ -54,26 +82,29 @@ def pack_layers(
         checkpoint.release(name)
         if keep:
             piece = keep(record(*arrays))
-            kept = kept or [packers.zeros((len(names), *array.shape[1:]), array.dtype) for array in piece]
+            kept = kept or [zeros((len(names), *array.shape[1:]), array.dtype) for array in piece]
             for target, array in zip(kept, piece, strict=True):
                 target[layer] = array[0]
     return record(*(kept or arrays)), all_factors
 
 
-def new_weight(dtype: str, layers: int, n: int, k: int, new: Callable = zeros) -> tuple[np.ndarray, ...]:
-    """Empty arrays, new(shape, dtype), for the dtype's record, in the order of its fields."""
-    return tuple(new(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
+def new_weight(dtype: str, layers: int, n: int, k: int) -> tuple[np.ndarray, ...]:
+    """Return zeros for the dtype's record, in the order of its fields."""
+    return tuple(zeros(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
 
 
 def weight_layout(dtype: str, layers: int, n: int, k: int) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
     """Shape and dtype of each array of the dtype's record, for weights (N, K)."""
-    p, groups = panel_count(n), -(-k // GROUP)
+    p, groups = panel_count(n), -(-k // SCALE_GROUP)
     if dtype == "float32":
-        return (((layers, p, k, PANEL), np.dtype(np.float32)),)
+        return (((layers, p, k, OUT_TILE), np.dtype(np.float32)),)
     if dtype == "bfloat16":
-        return (((layers, p, -(-k // 2), PANEL, 2), np.dtype(np.uint16)),)
+        return (((layers, p, -(-k // 2), OUT_TILE, 2), np.dtype(np.uint16)),)
     if dtype == "int8":
-        panels = (layers, p, groups * GROUP // 4, PANEL, 4)
-        return (panels, np.dtype(np.uint8)), ((layers, p * PANEL), np.dtype(np.float32))
-    panels = (layers, p, groups * GROUP // 8, PANEL, 4)
-    return (panels, np.dtype(np.uint8)), ((layers, p, groups * GROUP // WEIGHT_GROUP, 2, PANEL), np.dtype(np.uint16))
+        panels = (layers, p, groups * SCALE_GROUP // 4, OUT_TILE, 4)
+        return (panels, np.dtype(np.uint8)), ((layers, p * OUT_TILE), np.dtype(np.float32))
+    panels = (layers, p, groups * SCALE_GROUP // 8, OUT_TILE, 4)
+    return (panels, np.dtype(np.uint8)), (
+        (layers, p, groups * SCALE_GROUP // WEIGHT_GROUP, 2, OUT_TILE),
+        np.dtype(np.uint16),
+    )

@@ -1,4 +1,1 @@
-"""The threads that share a step, where their memory lies, and the choice of compiled code by type.
-
-May import simd and jit.
-"""
+"""The threads of a step: a team that goes from phase to phase without locks. May import simd and jit."""

@@ -1,21 +1,17 @@
-"""A team of threads that goes through a step together, phase by phase, with no lock and no thread pool's library.
+"""A team of threads that goes through a step together, phase by phase, without locks.
 
-Every thread of the team runs the same function over the same arguments. Each kernel in it is one phase. It has a number
-of items, and each thread has a share of them, neighbours in memory and the same in every step. A thread takes its share
-item by item, then what others have not begun of theirs, and goes on to the next phase when all items are done. Nobody
-waits for a thread, only for what a thread has begun, or has done and not yet counted: one that was put to sleep by the
-system, woke late or never started, is simply not missed. When it comes back it falls through what the others have
-finished and joins them. So two engines on two cores slow each other down, and do not stop each other.
+All threads run the same function over the same arguments. Each kernel in it is a phase with a number of items. A thread
+takes its share of the items, the same neighbors in memory in every step, then items of others that have not begun. The
+next phase opens when all items are done. The team waits only for items that are begun: a thread that the system put to
+sleep, or that never started, is not missed, and joins when it comes back.
 
-Shared is the `board`, words that lie on cache lines of their own:
-    PUBLISHED   the number of the step's first phase
-    OPEN        the phase that is open
-    DONE        items of it that are done, in shares of which all are
-    a share's   phase << SHIFT | items of the share that are taken in it
-    a group's   items that are done in GROUP shares
-Phases are numbered on through all steps. Whoever completes the last item of a phase opens the next one. A share's word
-is its own thread's until the others are out of work, and a group's that of a few: no line goes through all threads for
-each item.
+The `board` is shared; its words lie on cache lines of their own:
+    PUBLISHED   the first phase of the step
+    OPEN        the open phase
+    DONE        its finished items, counted in groups that are complete
+    a share's   phase << SHIFT | items of the share that are taken
+    a group's   finished items of GROUP shares
+Phases are numbered on through all steps. The thread that finishes a phase's last item opens the next phase.
 """
 
 import sys
@@ -27,53 +23,50 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.simd.memory import zeros
+from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.simd.vector_ir import address, declare
 
-LINE = 16  # words: 128 bytes, as Apple's lines are that long, and Intel's are fetched by twos
+LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
 PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))  # indices into the board; groups follow the shares
 GROUP = 8  # shares whose items are counted together first
-# Indices into a thread's own words: the phase it is in, the first one of the step it joined, which one of how many
-# members it is; of its phase: the items, those of its share that are done and not yet counted, the share that its item
-# was left in or -1, and its looks at the others' shares in vain; how many items it has done in all, and when it last
-# let others run.
+# Indices into a thread's own words. LOOKS: at the others' shares, in vain. LET_RUN: the time of the last yield.
 PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LET_RUN = range(10)
-SHIFT = np.int64(24)  # up to 16 million items a phase; 2**39 phases last for years
+SHIFT = np.int64(24)  # 16 million items a phase, 2**39 phases
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
 ZERO, ONE, EIGHT = np.int64(0), np.int64(1), np.int64(8)
-NOTHING, NOT_BEGUN = np.int64(-1), np.int64(-2)  # in place of an item
+NO_ITEM, NOT_BEGUN = np.int64(-1), np.int64(-2)  # in place of an item
 
-ROWS_PER_ITEM = 4  # of a phase over rows: a row takes less than a microsecond, about what claiming it costs
+ROWS_PER_ITEM = 4  # claiming costs about as much as a row, below 1 us
 
-PATIENCE = 30  # looks at all shares, of 2 threads about a microsecond, before one begins those of others in a phase
-SPINS = 4000  # pauses, some 50 us, before a waiting thread lets others have its core
-IDLE_SPINS = 60000  # and before one without a step goes to sleep: longer than Python takes between two calls
-TURN = 5_000_000  # ticks, some 2 ms, about the least that Linux gives a thread: to give way more often costs the core
+PATIENCE = 30  # looks, before a thread begins another's share
+SPINS = 4000  # pauses, about 50 us, before a waiting thread yields its core
+IDLE_SPINS = 60000  # before a thread sleeps: longer than Python between two calls
+TURN = 5_000_000  # ticks, about 2 ms, a time slice of Linux: yielding more often costs the core
 
 
 class Team(NamedTuple):
-    """What one thread knows of its team."""
+    """One thread's view of its team."""
 
-    board: np.ndarray  # int64, shared: three LINEs, one a share and one a group of shares
+    board: np.ndarray  # int64, shared: three LINEs, one a share and one a group
     own: np.ndarray  # (LINE,) int64, its own words
-    scratch: np.ndarray  # float32, its own, for whatever a kernel needs
+    scratch: np.ndarray  # float32, its own
 
 
 def new_teams(scratch: np.ndarray) -> list[Team]:
-    """What each member of a team knows before its first step. scratch (members, ...) float32: each one's own."""
+    """Return the members of a team. scratch: (members, ...) float32."""
     members = len(scratch)
     board = zeros((SHARES + (members + -(-members // GROUP)) * LINE,), np.int64)
     own = zeros((members, LINE), np.int64)
-    board[OPEN], own[:, NUMBER], own[:, MEMBERS], own[:, TAKEN_FROM] = 1, np.arange(members), members, NOTHING
+    board[OPEN], own[:, NUMBER], own[:, MEMBERS], own[:, TAKEN_FROM] = 1, np.arange(members), members, NO_ITEM
     return [Team(board, own[i], scratch[i]) for i in range(members)]
 
 
 @kernel
 def claim(team, items):
-    """An item of this phase that nobody has, 0 <= item < items, or -1 if there is none left for this thread."""
+    """Claim an item of this phase, 0 <= item < items. Return -1 if none is left for this thread."""
     own = team.own
-    if atomic_load(address(team.board) + OPEN * EIGHT) != own[PHASE]:  # `items` may be another phase's by now
-        return NOTHING
+    if atomic_load(address(team.board) + OPEN * EIGHT) != own[PHASE]:  # `items` may be another phase's
+        return NO_ITEM
     own[ITEMS] = items
     item = _take(team, own[NUMBER], True)
     if item < ZERO:
@@ -86,18 +79,18 @@ def claim(team, items):
 
 @kernel
 def complete(team, items):
-    """Say that a claimed item is done; the last one of a phase opens the next."""
+    """Count a claimed item as done; the last one of a phase opens the next."""
     own = team.own
-    if own[TAKEN_FROM] == NOTHING:
+    if own[TAKEN_FROM] == NO_ITEM:
         own[UNCOUNTED] += ONE
     else:
-        share, own[TAKEN_FROM] = own[TAKEN_FROM], NOTHING
+        share, own[TAKEN_FROM] = own[TAKEN_FROM], NO_ITEM
         _count(team, share, ONE)
 
 
 @kernel
 def _take(team, share, may_begin):
-    """The next item of a share; NOTHING if all are taken, NOT_BEGUN if none is and the share must be begun."""
+    """Take the next item of a share; NO_ITEM: all are taken; NOT_BEGUN: its own thread has not begun it."""
     own, word_at = team.own, address(team.board) + (SHARES + share * LINE) * EIGHT
     first = _first_item(own, share)
     size = _first_item(own, share + ONE) - first
@@ -112,25 +105,23 @@ def _take(team, share, may_begin):
             break
         if compare_exchange(word_at, word, (own[PHASE] << SHIFT) + taken + ONE):
             return first + taken
-    return NOTHING
+    return NO_ITEM
 
 
 @kernel
 def _first_item(own, share):
-    """Where a share begins: the first ones are longer, and a phase of one item is the leader's, who is there."""
     return (share * own[ITEMS] + own[MEMBERS] - ONE) // own[MEMBERS]
 
 
 @kernel
 def _take_from_others(team):
-    """An item of another share: of one that is begun, or, as its thread may be asleep, of any after some patience."""
     own, is_open = team.own, address(team.board) + OPEN * EIGHT
     may_follow = True
     while may_follow:
         may_follow = False
         for i in range(1, own[MEMBERS]):
             if atomic_load(is_open) != own[PHASE]:
-                return NOTHING
+                return NO_ITEM
             share = (own[NUMBER] + i) % own[MEMBERS]
             item = _take(team, share, own[LOOKS] >= PATIENCE)
             if item >= ZERO:
@@ -139,7 +130,7 @@ def _take_from_others(team):
             may_follow = may_follow or item == NOT_BEGUN
         own[LOOKS] += ONE
         pause()
-    return NOTHING
+    return NO_ITEM
 
 
 @kernel
@@ -152,7 +143,6 @@ def _count_own(team):
 
 @kernel
 def _count(team, share, count):
-    """So many more items of a share are done: in its group, and where that is complete, in all."""
     own, board, group = team.own, address(team.board), share // GROUP
     group_at = board + (SHARES + (own[MEMBERS] + group) * LINE) * EIGHT
     last = min((group + ONE) * GROUP, own[MEMBERS])
@@ -166,14 +156,13 @@ def _count(team, share, count):
 
 @kernel
 def claim_rows(team, rows):
-    """For a phase over `rows` rows: the bounds of the next few; the first bound is -1 if none are left."""
+    """Claim the next few of `rows` rows. Return their bounds; the first is -1 if none are left."""
     item = claim(team, _row_items(rows))
     return item * ROWS_PER_ITEM if item >= 0 else item, min((item + 1) * ROWS_PER_ITEM, rows)
 
 
 @kernel
 def complete_rows(team, rows):
-    """Say that rows that `claim_rows` gave are done."""
     complete(team, _row_items(rows))
 
 
@@ -184,7 +173,7 @@ def _row_items(rows):
 
 @kernel
 def finish_phase(team):
-    """Wait until every item of this phase is done, and go on to the next."""
+    """Wait for the last item of this phase."""
     _count_own(team)
     is_open, spins = address(team.board) + OPEN * EIGHT, 0
     while atomic_load(is_open) <= team.own[PHASE]:
@@ -197,16 +186,15 @@ def finish_phase(team):
 
 @kernel
 def _let_others_run(team):
-    """Now and then, between two phases: a thread that the system takes the core from amid an item holds up its team."""
     now = ticks()
-    if not ZERO <= now - team.own[LET_RUN] <= TURN:  # the clock of a machine that was moved may jump back
+    if not ZERO <= now - team.own[LET_RUN] <= TURN:  # cores' clocks may differ
         team.own[LET_RUN] = now
         yield_core()
 
 
 @kernel
 def begin_step(team):
-    """For the thread that leads: start at the phase that is open, and let the others in."""
+    """Start at the open phase, and let the followers in."""
     first = atomic_load(address(team.board) + OPEN * EIGHT)
     team.own[PHASE] = first
     atomic_store(address(team.board) + PUBLISHED * EIGHT, first)
@@ -214,7 +202,7 @@ def begin_step(team):
 
 @kernel
 def join_step(team):
-    """For the others: wait a while for a step that this thread has not joined yet; whether one came."""
+    """Wait a while for a new step. Return whether one came."""
     published = address(team.board) + PUBLISHED * EIGHT
     for spins in range(IDLE_SPINS):
         first = atomic_load(published)
@@ -255,7 +243,7 @@ def atomic_store(typingctx, address, value):
 
 @intrinsic
 def atomic_add(typingctx, address, value):
-    """The value before the addition."""
+    """Add, and return the value before."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
@@ -265,7 +253,7 @@ def atomic_add(typingctx, address, value):
 
 @intrinsic
 def compare_exchange(typingctx, address, expected, new):
-    """Replace `expected` by `new`; False if another value stands there."""
+    """Replace `expected` by `new`. Return whether it was there."""
 
     def codegen(context, builder, signature, args):
         pointer = _pointer(builder, args[0])
@@ -282,7 +270,7 @@ def pause(typingctx):
         triple = builder.module.triple
         if "x86" in triple:
             builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        elif triple.startswith(("aarch64", "arm64")):  # its own hint is over at once; this one takes some 20 cycles
+        elif triple.startswith(("aarch64", "arm64")):  # its hint `yield` is a no-op; isb takes 20 cycles
             every = ir.IntType(32)
             builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [every]), [ir.Constant(every, 15)])
         return context.get_dummy_value()
@@ -292,10 +280,10 @@ def pause(typingctx):
 
 @intrinsic
 def ticks(typingctx):
-    """A clock of 1 to 5 thousand million ticks a second, of this core alone on some machines; 0: none is known."""
+    """Return a clock of 1 to 5 GHz, possibly the core's own; 0: there is none."""
 
     def codegen(context, builder, signature, args):
-        if "x86" not in builder.module.triple:  # what LLVM would read on ARM is the system's alone
+        if "x86" not in builder.module.triple:  # ARM's counter is privileged
             return ir.Constant(ir.IntType(64), 0)
         return builder.call(declare(builder, "llvm.readcyclecounter", ir.IntType(64), []), [])
 
@@ -304,7 +292,7 @@ def ticks(typingctx):
 
 @intrinsic
 def yield_core(typingctx):
-    """Let another thread run on this core, if one wants to."""
+    """Let another thread run on this core."""
 
     def codegen(context, builder, signature, args):
         function = ir.FunctionType(ir.IntType(32), [])

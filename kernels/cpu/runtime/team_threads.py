@@ -1,21 +1,19 @@
-"""The Python side of a team: the threads that wait for steps, and sleep when none come."""
+"""The Python side of a team: threads that wait for steps, and sleep if none come."""
 
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from itertools import zip_longest
 
 import numpy as np
 
-from tinygpt.kernels.cpu.runtime.nodes import homes_of_threads, stay_on
 from tinygpt.kernels.cpu.runtime.team import JOINED, PUBLISHED, Team, new_teams
 
 
 class TeamThreads:
     """`threads` members: the calling thread leads, the others follow in threads of their own.
 
-    A step is right with any number of followers present, so none is ever waited for.
+    A step is right with any number of followers present.
     """
 
     def __init__(self, threads: int, scratch: np.ndarray):
@@ -24,15 +22,14 @@ class TeamThreads:
         self._start()
 
     def _start(self) -> None:
-        teams, homes = new_teams(self._scratch), homes_of_threads(len(self._scratch))
-        self.leader = teams[0]
-        self._shared = _Shared([_Follower(*each) for each in zip_longest(teams[1:], homes[1:])])
+        self.leader, *others = new_teams(self._scratch)
+        self._shared = _Shared([_Follower(team) for team in others])
         for follower in self._shared.followers:
             threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
         self._finalizer = weakref.finalize(self, self._shared.close)
 
     def run(self, take_steps: Callable, *arguments) -> None:
-        """Take a step: take_steps(team, True, *arguments) here, while followers run it with False.
+        """Run take_steps(team, True, *arguments) here, and with False in the followers.
 
         It is compiled and holds no GIL. Steps with the same arguments find the followers awake.
         """
@@ -40,7 +37,7 @@ class TeamThreads:
             self._finalizer.detach()
             self._start()
         self._shared.set_task((take_steps, *arguments))
-        self._shared.is_in_step = True  # before looking who is asleep: they say that they are, and then look here
+        self._shared.is_in_step = True  # before looking for sleepers: a follower says so, then looks here
         try:
             for follower in self._shared.followers:
                 if follower.is_asleep:
@@ -50,22 +47,19 @@ class TeamThreads:
             self._shared.is_in_step = False
 
     def close(self) -> None:
-        """End the threads, and let go of the last step's arguments."""
+        """End the threads, and release the last step's arguments."""
         self._finalizer()
 
 
 class _Follower:
-    """One thread: asleep until woken, then following step after step until none comes for a while."""
+    """A thread: asleep until woken, then follows steps until none comes for a while."""
 
-    def __init__(self, team: Team, home: frozenset[int] | None):
-        """home: the CPUs to stay on; None is any."""
-        self.team, self._home = team, home
+    def __init__(self, team: Team):
+        self.team = team
         self.wake = threading.Event()
         self.is_asleep = True
 
     def run(self, shared: "_Shared") -> None:
-        if self._home is not None:
-            stay_on(self._home)
         while True:
             self.wake.wait()
             self.wake.clear()
@@ -77,7 +71,7 @@ class _Follower:
             while not self.is_asleep:
                 take_steps(self.team, False, *arguments)
                 with shared.changed:
-                    # While this thread waited for the GIL, the leader may have begun a step and taken it to be awake.
+                    # The leader may have begun a step while this thread waited for the GIL.
                     self.is_asleep = True
                     self.is_asleep = not shared.is_in_step
                     shared.changed.notify_all()
@@ -85,7 +79,7 @@ class _Follower:
 
 
 class _Shared:
-    """What the followers read. Does not know its TeamThreads: forgotten ones are collected, and the threads end."""
+    """The followers' state. It does not refer to TeamThreads, so that a forgotten team is collected."""
 
     def __init__(self, followers: list[_Follower]):
         self.followers = followers
@@ -99,7 +93,7 @@ class _Shared:
         if self.task is not None and all(a is b for a, b in zip(self.task, task, strict=True)):
             return
         with self.changed:
-            # One that is awake would take the next step with the old arguments.
+            # An awake follower would take the next step with the old arguments.
             self.changed.wait_for(lambda: all(follower.is_asleep for follower in self.followers))
             for follower in self.followers:
                 follower.team.own[JOINED] = follower.team.board[PUBLISHED]

@@ -1,7 +1,4 @@
-"""The greatest logit of each row, found by the threads of a step: the next step's token, without a word of Python.
-
-Shapes: N tokens of the step, R rows of logits, V vocabulary.
-"""
+"""The greatest logit of each row, found by a step's threads: the next step's token."""
 
 from typing import NamedTuple
 
@@ -12,8 +9,8 @@ from tinygpt.kernels.cpu.runtime.team import atomic_load, atomic_store, claim, c
 from tinygpt.kernels.cpu.sampling.rows import GREATEST_KEY, LEAST_KEY, key_of
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 
-MAX_ENDS = 64  # where there are more, a call is one step
-BLOCK = 1024  # scores, 4 KB: the winner is looked for in the L1 cache
+MAX_ENDS = 64  # with more, a call is one step
+BLOCK = 1024  # scores, 4 KB, in the L1 cache
 NOT_A_NUMBER = np.int32(0x7FFFFFFF)  # above every key
 ONE = np.int64(1)
 
@@ -21,23 +18,23 @@ ONE = np.int64(1)
 class Choices(NamedTuple):
     """The tokens that a call of several steps chooses."""
 
-    wanted: np.ndarray  # (1,) int64: of each row; 0: a step's logits are all that is wanted
-    counts: np.ndarray  # (R,) int64: how many there are
+    wanted: np.ndarray  # (1,) int64: steps; 0: only logits
+    counts: np.ndarray  # (R,) int64
     token_ids: np.ndarray  # (steps, R) int32; -1: the row is not finite
-    ends: np.ndarray  # (MAX_ENDS,) int32: tokens behind which a sequence has ended
-    num_ends: np.ndarray  # (1,) int64: how many these are
-    has_ended: np.ndarray  # (1,) int64: whether a sequence has, so that this step is the last
-    stop_early: np.ndarray  # (1,) int64: the same, by whichever thread wants it
+    ends: np.ndarray  # (MAX_ENDS,) int32: tokens that end a sequence
+    num_ends: np.ndarray  # (1,) int64
+    has_ended: np.ndarray  # (1,) int64
+    stop_early: np.ndarray  # (1,) int64, set by any thread
 
 
 @kernel
 def choose_greatest(team, step, choices, logits):
     """Make the greatest of each row's logits (R, V) the next token of its sequence. A phase; an item is a row.
 
-    Each of the step's tokens has its row. Where none can be chosen, the sequence goes on with token 0.
+    If the logits are not finite, the sequence goes on with token 0.
     """
     rows = logits.shape[0] if choices.wanted[0] else 0
-    items = max(rows, ONE)  # a phase that is not wanted is there all the same: who comes late counts them
+    items = max(rows, ONE)  # late threads count phases, so an unwanted one has an item
     row = claim(team, items)
     while row >= 0:
         if row < rows:
@@ -63,13 +60,12 @@ def _is_end(token_id, choices):
 
 @kernel
 def is_last_step(choices):
-    """Whether no other step is to follow, however many are wanted."""
     return atomic_load(address(choices.stop_early)) + atomic_load(address(choices.has_ended)) > 0
 
 
 @kernel
 def greatest(scores):
-    """The first of the greatest scores (V,); -1 if one is NaN or +inf, or all are -inf."""
+    """Return the first of the greatest scores (V,); -1 if one is NaN or +inf, or all are -inf."""
     best, first = np.int32(LEAST_KEY), np.int64(0)
     for start in range(0, scores.size, BLOCK):
         key = _greatest_key(float32_at(address(scores) + start * 4, min(BLOCK, scores.size - start)))

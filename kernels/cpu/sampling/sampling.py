@@ -22,7 +22,7 @@ from tinygpt.kernels.cpu.sampling.rows import (
     sum_of,
     work_in,
 )
-from tinygpt.kernels.reference.processors import process_row
+from tinygpt.kernels.reference.sampling import process_row
 
 NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.int32), np.empty((3, 0), np.uint64)
 RARE = ("top_p_rule", "typical_p", "epsilon_cutoff", "eta_cutoff")  # warpers of the reference
@@ -95,7 +95,6 @@ def process_logits(logits, processors):
 
 
 def _split(warpers):
-    """Return the compiled warpers, and the indices of the rows that the reference filters."""
     is_rare = (np.array([getattr(warpers, name) for name in RARE]) != OFF).any(0) & (warpers.temperature != 0)
     temperature = np.where(is_rare, 0.0, warpers.temperature)
     return Warpers(temperature, warpers.top_k, warpers.top_p, warpers.min_p), np.flatnonzero(is_rare)
@@ -131,7 +130,6 @@ def _warp_rows(logits, warpers, numbers, token_ids, filtered, buffers):
 
 @inline
 def _keep(warpers, r, work):
-    """Apply row r's filters to all V candidates. Return the number that stay, with their weights."""
     kept = work.scores.size
     if 0 < warpers.top_k[r] < kept:
         kept = keep_greatest(work.ids, work.scores, np.int64(warpers.top_k[r]), work)
@@ -180,7 +178,6 @@ def _keep_top_p(limit, count, work):
 
 @kernel
 def _keep_min_p(min_p, count, work):
-    """Remove the candidates less probable than min_p times the most probable one."""
     probabilities = work.probabilities[:count]
     _normalize(work.weights[:count], probabilities)
     threshold = min_p * greatest_of(probabilities)
@@ -199,7 +196,6 @@ def _move(work, i, kept):
 
 @kernel
 def _normalize(weights, probabilities):
-    """Compute probabilities in float32, the precision in which the filters compare."""
     total = sum_of(weights)
     for i in range(weights.size):
         probabilities[i] = weights[i] / total

@@ -92,7 +92,6 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
 
 
 def _joined(builder, planes):
-    """The sums of whole numbers from those of their planes."""
     if len(planes) == 1:
         return planes[0]
     high, low = planes

@@ -16,9 +16,9 @@ from tinygpt.kernels.cpu.simd.lane_grouped_tiles import (
     takes_lanes,
 )
 from tinygpt.kernels.cpu.simd.panels import (
-    GROUP,
     PANEL_VECTORS,
     ROW_BYTES,
+    SCALE_GROUP,
     SCALES_BYTES,
     WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
@@ -26,7 +26,7 @@ from tinygpt.kernels.cpu.simd.panels import (
 )
 from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, has_room, step_name, strip_of, unpacked
 from tinygpt.kernels.cpu.simd.targets import SHORTS
-from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, for_each_height
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, for_each_height
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
     FLOATS,
@@ -42,7 +42,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     store,
 )
 
-GROUP_BYTES = {"int8": GROUP * PANEL, "int4": GROUP * PANEL // 2}  # of a panel
+GROUP_BYTES = {"int8": SCALE_GROUP * OUT_TILE, "int4": SCALE_GROUP * OUT_TILE // 2}  # of a panel
 OPERAND_BYTES = {dtype: 2 if step_name(dtype) == SHORTS else 1 for dtype in GROUP_BYTES}  # of an activation
 EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # how much longer a panel is as the steps multiply it
 EXPANDS = {dtype: size > 1 or takes_lanes(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
@@ -55,13 +55,13 @@ ROWS_IN_TURN = 2
 def make_grouped_tile(dtype: str):
     """The intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
 
-    All are addresses, strides are in bytes, and C is (rows, PANEL) without gaps. 1 <= rows <= TILE_ROWS, groups >= 1.
+    All are addresses, strides are in bytes, and C is (rows, OUT_TILE) without gaps. 1 <= rows <= ROW_TILE, groups >= 1.
     a: int8 or int16, see OPERAND_BYTES. scales: for each row and group 16 bytes: the activation's scale s (float32),
     -128 times the sum of the group's a (int32), and s times the sum of each half of the group (two float32).
     b, int8: weights + 128 as uint8, in fours along K. The 128 is taken out by starting the sums at -128 sum(a); the
     scale of a weight's column is left to the caller, and b_scales is not read.
     b, int4: weights 0..15, two steps in a byte, the first in its low half; b_scales: for each WEIGHT_GROUP a row of
-    bfloat16 scales and one of offsets, PANEL each: the weight is q * scale + offset.
+    bfloat16 scales and one of offsets, OUT_TILE each: the weight is q * scale + offset.
     One row takes b as it lies, several take it as make_expand has made it. Lines are asked for as in make_tile,
     ROW_BYTES / EXPANSION of b as it lies for every step of several rows.
     """
@@ -79,9 +79,8 @@ def make_grouped_tile(dtype: str):
 
 
 def _make_code(dtype: str):
-    """What emits a tile of so many rows."""
-    integer, part_k = INTEGER_STEPS[step_name(dtype)], {"int8": GROUP, "int4": WEIGHT_GROUP}[dtype]
-    parts, fold = GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+    integer, part_k = INTEGER_STEPS[step_name(dtype)], {"int8": SCALE_GROUP, "int4": WEIGHT_GROUP}[dtype]
+    parts, fold = SCALE_GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         strip, keeps_totals = _strip_of(rows)
@@ -172,10 +171,6 @@ def _make_code(dtype: str):
 
 
 def _strip_of(rows: int) -> tuple[int, bool]:
-    """Vectors of columns that a tile takes at a time, and whether its float32 sums stay in registers beside the others.
-
-    If not, they are loaded and stored once a part of a group.
-    """
     strips = (4, 2) if rows > 1 else (4,)  # one row should not jump through B, which comes from memory
     both = next((strip for strip in strips if has_room((2 * rows + 1) * strip)), 0)
     return (both, True) if both else (strip_of(rows), False)
@@ -201,7 +196,7 @@ def _fold_int4(builder, strip, s_rows, half, w_scales, sums, totals):
 
     places = [builder.add(w_scales, size(2 * v * LANES)) for v in range(strip)]
     w_scale = [_load_widened(builder, at) for at in places]
-    w_offset = [_load_widened(builder, builder.add(at, size(2 * PANEL))) for at in places]
+    w_offset = [_load_widened(builder, builder.add(at, size(2 * OUT_TILE))) for at in places]
     part = builder.add(builder.mul(half, size(4)), size(8))
     scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
     a_sums = [broadcast(builder, load(builder, builder.add(s, part), F32, 4)) for s in s_rows]

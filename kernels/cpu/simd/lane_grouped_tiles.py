@@ -6,12 +6,13 @@ those of two columns, so that four sums are of two columns and two rows. All els
 
 from llvmlite import ir
 
-from tinygpt.kernels.cpu.simd.lane_steps import (
+from tinygpt.kernels.cpu.simd.lane_tiles import (
     BYTES,
     FLOAT_QUAD,
     INT_QUAD,
     LONG,
     QUAD,
+    QUADS,
     REGISTER_BYTES,
     add_dot,
     add_matrix,
@@ -19,12 +20,12 @@ from tinygpt.kernels.cpu.simd.lane_steps import (
     four,
     lane,
     load_register,
+    strip_of_lanes,
 )
-from tinygpt.kernels.cpu.simd.lane_tiles import QUADS, strip_of_lanes
 from tinygpt.kernels.cpu.simd.panels import (
-    GROUP,
     PANEL_VECTORS,
     ROW_BYTES,
+    SCALE_GROUP,
     SCALES_BYTES,
     WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
@@ -44,7 +45,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     store,
 )
 
-PART_K = {"int8": GROUP, "int4": WEIGHT_GROUP}  # that integer sums go over
+PART_K = {"int8": SCALE_GROUP, "int4": WEIGHT_GROUP}  # that integer sums go over
 STEP_K = 4  # values of K in a row of a panel, and in a lane of A
 REGISTER_STEPS = REGISTER_BYTES // STEP_K
 
@@ -75,7 +76,6 @@ def _two_columns(builder, first, second):
 
 
 def _signed(builder, weights):
-    """w + 128 without a sign as w with one."""
     return builder.xor(weights, ir.Constant(weights.type, [0x80808080] * weights.type.count))
 
 
@@ -93,7 +93,7 @@ def _all(kind, value: int):
 def make_lane_grouped_code(dtype: str):
     """What emits a tile of so many rows, as make_grouped_tile in grouped_tiles.py wants it."""
     part_k = PART_K[dtype]
-    parts, fold = GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+    parts, fold = SCALE_GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
     def code(builder, rows: int, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         by_twos = TARGET.int8 == MATRICES and rows > 1
@@ -147,7 +147,6 @@ def make_lane_grouped_code(dtype: str):
 
 
 def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
-    """The integer sums of a part, for each quad and row: by a lane of A."""
     rows, is_signed = len(a_rows), TARGET.int8 == DOTS
     per_load = 2 if dtype == "int4" and rows == 1 else 1  # steps that a quad as it lies holds
     loads = REGISTER_STEPS // per_load
@@ -188,7 +187,6 @@ def _first_sums(builder, s_rows):
 
 
 def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
-    """The same, two rows of A and two columns of B at a time; an odd last row is taken twice."""
     pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
     count, longs = len(pairs), ir.VectorType(LONG, 2)
 
@@ -228,7 +226,6 @@ def _alternating(builder, first, second):
 
 
 def _rows_of(builder, sums, rows: int):
-    """A quad's sums of each row: those of columns 0 and 1 with each pair of rows come first, then columns 2 and 3."""
     pairs = len(sums) // 2
     masks = [ir.Constant(INT_QUAD, list(range(first, 2 * QUAD, 2))) for first in (0, 1)]
     found = [builder.shuffle_vector(sums[p], sums[pairs + p], masks[second]) for p in range(pairs) for second in (0, 1)]

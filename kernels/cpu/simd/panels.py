@@ -1,22 +1,29 @@
-"""How a panel of weights and a group of activations lie in memory, and how tiles ask for what they will need."""
+"""Panels: their layout, aligned memory, prefetching, and the last steps of a tile's rows."""
 
+import contextlib
+import math
+import mmap
+
+import numpy as np
 from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.vector_ir import LANES, VECTOR_BYTES, prefetch
+from tinygpt.kernels.cpu.simd.vector_ir import FLOATS, LANES, VECTOR_BYTES, load, prefetch, repeat, store
 
 PANEL_VECTORS = 4
-ROW_BYTES = PANEL_VECTORS * VECTOR_BYTES  # of a panel: what a step of all its columns multiplies
-GROUP = 64  # values of K that share an activation's scale
+ROW_BYTES = PANEL_VECTORS * VECTOR_BYTES  # of a panel: a step of all its columns
+SCALE_GROUP = 64  # values of K that share an activation's scale
 WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
-SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales: its four entries
+SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales
 WEIGHT_SCALES_BYTES = 2 * PANEL_VECTORS * LANES * 2  # of a panel's WEIGHT_GROUP: bfloat16 scales, then offsets
 
 
 def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
-    """Prefetch `count` places `spacing` apart, of which `first` come before, after `ahead`, into the L2 cache.
+    """Prefetch `count` places, `spacing` apart, into the L2 cache; `first` places after `ahead` come before.
 
-    In L1 they would take the room of the chunk that several rows work on, and of the few lines that it can wait for at
-    a time. With nothing to ask for, `spacing` is 0: one line again and again costs less than a branch in every step.
+    In L1 they would displace the chunk that several rows work on. A spacing of 0 repeats one line: cheaper than a
+    branch.
     """
     for i in range(count):
         number = builder.add(first, ir.Constant(first.type, i))
@@ -24,10 +31,111 @@ def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
 
 
 def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> None:
-    """Of the lines that a row of B asks for, those of one strip of it: `number` strips come before it."""
+    """Prefetch one strip's part of the lines of a row of B."""
     if lines >= strips:
         first = builder.mul(number, ir.Constant(number.type, lines // strips))
         ask_ahead(builder, ahead, spacing, first, lines // strips)
     else:  # several strips share a line
         part = builder.udiv(spacing, ir.Constant(spacing.type, strips // lines))
         ask_ahead(builder, ahead, part, number, 1)
+
+
+def zeros(shape: tuple[int, ...], dtype=np.float32) -> np.ndarray:
+    """Return zeros on a vector's boundary, which the tiles' loads need."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + VECTOR_BYTES, np.uint8)
+    start = -raw.ctypes.data % VECTOR_BYTES
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def untouched(shape: tuple[int, ...], dtype) -> np.ndarray:
+    """Return zeros in pages of 4 KB, or raise MemoryError.
+
+    NumPy asks Linux for huge pages: a KV cache with one sequence of GPT-2 124M then takes 80 MB, and clearing them
+    delays the first token.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    try:
+        pages = mmap.mmap(-1, size, **private)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes cannot be reserved") from error
+    with contextlib.suppress(AttributeError, OSError):  # without huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype).reshape(shape)
+
+
+def _vectors(builder, start):
+    return [builder.add(start, ir.Constant(start.type, v * VECTOR_BYTES)) for v in range(PANEL_VECTORS)]
+
+
+def load_row(builder, start):
+    return [load(builder, at, FLOATS, 4) for at in _vectors(builder, start)]
+
+
+def make_rows(adds: bool):
+    """Return the intrinsic rows(target, stride, y, count, scales, biases): target = y * scales + biases, or +=.
+
+    All are addresses; `stride` is in bytes, and y has no gaps and may be the target. count >= 1. Product and sum are
+    rounded one after the other: scales of 1, or biases of -0, change nothing.
+    """
+
+    @intrinsic
+    def rows(typingctx, target, stride, y, count, scales, biases):
+        def codegen(context, builder, signature, args):
+            target, stride, y, count, scales, biases = args
+            scales, biases = load_row(builder, scales), load_row(builder, biases)
+
+            def finish(i, _):
+                values = load_row(builder, builder.add(y, builder.mul(i, ir.Constant(i.type, ROW_BYTES))))
+                places = _vectors(builder, builder.add(target, builder.mul(i, stride)))
+                for value, scale, bias, at in zip(values, scales, biases, places, strict=True):
+                    result = builder.fadd(builder.fmul(value, scale), bias)
+                    store(builder, builder.fadd(load(builder, at, FLOATS, 4), result) if adds else result, at, 4)
+                return []
+
+            repeat(builder, count, finish, [])
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), codegen
+
+    return rows
+
+
+def make_segments_sum(segments: int):
+    """Return the intrinsic total(y, spacing, count, scales): y = y * scales of all segments, (s0 + s1) + (s2 + s3).
+
+    A segment's rows lie `spacing` bytes after those of the one before. count >= 1.
+    """
+
+    @intrinsic
+    def total(typingctx, y, spacing, count, scales):
+        def codegen(context, builder, signature, args):
+            y, spacing, count, scales = args
+            scales = load_row(builder, scales)
+
+            def add_up(i, _):
+                first = builder.add(y, builder.mul(i, ir.Constant(i.type, ROW_BYTES)))
+                starts = [builder.add(first, builder.mul(spacing, ir.Constant(i.type, s))) for s in range(segments)]
+                rows = [load_row(builder, start) for start in starts]
+                rows = [[builder.fmul(*pair) for pair in zip(row, scales, strict=True)] for row in rows]
+                while len(rows) > 1:
+                    rows = [
+                        [builder.fadd(*pair) for pair in zip(*rows[s : s + 2], strict=True)]
+                        for s in range(0, len(rows), 2)
+                    ]
+                for value, at in zip(rows[0], _vectors(builder, first), strict=True):
+                    store(builder, value, at, 4)
+                return []
+
+            repeat(builder, count, add_up, [])
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 4), codegen
+
+    return total
+
+
+# Module-level names, see tiles.py.
+put_rows, add_rows = make_rows(adds=False), make_rows(adds=True)
+sum_2_segments, sum_4_segments = make_segments_sum(2), make_segments_sum(4)

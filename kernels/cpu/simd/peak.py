@@ -9,22 +9,22 @@ import numpy as np
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
     EXPANSION,
-    GROUP,
     GROUP_BYTES,
     OPERAND_BYTES,
+    SCALE_GROUP,
     SCALES_BYTES,
     WEIGHT_GROUP,
     tile_int4,
     tile_int8,
 )
-from tinygpt.kernels.cpu.simd.memory import zeros
+from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, PANEL, TILE_ROWS, panel_add
+from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, OUT_TILE, ROW_TILE, panel_add
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
 # What a tile is given at a time: a chunk of a panel, which stays in the L1 cache.
-K = {"float32": CHUNK_BYTES // (4 * PANEL), "bfloat16": CHUNK_BYTES // (2 * PANEL)}
-K |= {dtype: CHUNK_BYTES // (size * EXPANSION[dtype]) * GROUP for dtype, size in GROUP_BYTES.items()}
+K = {"float32": CHUNK_BYTES // (4 * OUT_TILE), "bfloat16": CHUNK_BYTES // (2 * OUT_TILE)}
+K |= {dtype: CHUNK_BYTES // (size * EXPANSION[dtype]) * SCALE_GROUP for dtype, size in GROUP_BYTES.items()}
 TILES = 20000  # a run is 0.05 s or so
 
 
@@ -39,7 +39,7 @@ def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES)
     run(*arguments[0], 1)  # compiles
     with ThreadPoolExecutor(threads) as pool:
         seconds = min(_seconds(pool, lambda given: run(*given, tiles), arguments) for _ in range(repetitions))
-    return threads * tiles * 2 * rows * PANEL * K[kind] / seconds
+    return threads * tiles * 2 * rows * OUT_TILE * K[kind] / seconds
 
 
 def _seconds(pool: ThreadPoolExecutor, run: Callable[[tuple], object], arguments: list[tuple]) -> float:
@@ -50,9 +50,11 @@ def _seconds(pool: ThreadPoolExecutor, run: Callable[[tuple], object], arguments
 
 @jit
 def loop_plain(a, b, c, times):
-    lda, ldb, ahead = a.shape[1] * a.itemsize, PANEL * 4, address(b)
+    lda, ldb, ahead = a.shape[1] * a.itemsize, OUT_TILE * 4, address(b)
     for _ in range(times):
-        panel_add(b, TILE_ROWS, address(a), lda, address(b), ldb, b.shape[0], address(c), PANEL * 4, ahead, LINE_BYTES)
+        panel_add(
+            b, ROW_TILE, address(a), lda, address(b), ldb, b.shape[0], address(c), OUT_TILE * 4, ahead, LINE_BYTES
+        )
 
 
 @jit
@@ -60,7 +62,7 @@ def loop_int8(a, scales, b, b_scales, c, times):
     lda, lds, x, s = a.shape[1] * a.itemsize, scales.shape[1] * SCALES_BYTES, address(a), address(scales)
     where = address(b), address(b_scales), scales.shape[1], address(c), address(b), LINE_BYTES
     for _ in range(times):
-        tile_int8(TILE_ROWS, x, lda, s, lds, *where)
+        tile_int8(ROW_TILE, x, lda, s, lds, *where)
 
 
 @jit
@@ -68,31 +70,29 @@ def loop_int4(a, scales, b, b_scales, c, times):
     lda, lds, x, s = a.shape[1] * a.itemsize, scales.shape[1] * SCALES_BYTES, address(a), address(scales)
     where = address(b), address(b_scales), scales.shape[1], address(c), address(b), LINE_BYTES
     for _ in range(times):
-        tile_int4(TILE_ROWS, x, lda, s, lds, *where)
+        tile_int4(ROW_TILE, x, lda, s, lds, *where)
 
 
 def _plain_arguments(kind: type, left: type) -> Callable[[int], tuple]:
     def make(k: int) -> tuple:
         per_step = 4 // np.dtype(kind).itemsize
-        a, b = _aligned((TILE_ROWS, k), left), _aligned((k // per_step, PANEL, per_step), kind)
-        return a, b, zeros((TILE_ROWS, PANEL))
+        a, b = _aligned((ROW_TILE, k), left), _aligned((k // per_step, OUT_TILE, per_step), kind)
+        return a, b, zeros((ROW_TILE, OUT_TILE))
 
     return make
 
 
 def _grouped_arguments(dtype: str) -> Callable[[int], tuple]:
     def make(k: int) -> tuple:
-        a = _aligned((TILE_ROWS, k), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
-        scales = _aligned((TILE_ROWS, k // GROUP, 4), np.float32)
-        b = _aligned((k // GROUP * GROUP_BYTES[dtype] * EXPANSION[dtype],), np.uint8)
-        return a, scales, b, _aligned((k // WEIGHT_GROUP, 2, PANEL), np.uint16), zeros((TILE_ROWS, PANEL))
+        a = _aligned((ROW_TILE, k), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
+        scales = _aligned((ROW_TILE, k // SCALE_GROUP, 4), np.float32)
+        b = _aligned((k // SCALE_GROUP * GROUP_BYTES[dtype] * EXPANSION[dtype],), np.uint8)
+        return a, scales, b, _aligned((k // WEIGHT_GROUP, 2, OUT_TILE), np.uint16), zeros((ROW_TILE, OUT_TILE))
 
     return make
 
 
 def _aligned(shape: tuple[int, ...], kind: type) -> np.ndarray:
-    """An array at the start of a cache line, of bytes that are ordinary numbers in every type: 0x3d3e3c3f is 0.046.
-    Zeros would not do: they cost less power, and the clock goes by that."""
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     raw = np.random.default_rng(0).integers(0x3C, 0x40, size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -101,8 +101,8 @@ def _aligned(shape: tuple[int, ...], kind: type) -> np.ndarray:
 
 LEFT = np.uint16 if TARGET.multiplies_bfloat16 else np.float32  # of a product of bfloat16
 LOOPS = {  # the loop, its rows, its arguments for a K
-    "float32": (loop_plain, TILE_ROWS, _plain_arguments(np.float32, np.float32)),
-    "bfloat16": (loop_plain, TILE_ROWS, _plain_arguments(np.uint16, LEFT)),
-    "int8": (loop_int8, TILE_ROWS, _grouped_arguments("int8")),
-    "int4": (loop_int4, TILE_ROWS, _grouped_arguments("int4")),
+    "float32": (loop_plain, ROW_TILE, _plain_arguments(np.float32, np.float32)),
+    "bfloat16": (loop_plain, ROW_TILE, _plain_arguments(np.uint16, LEFT)),
+    "int8": (loop_int8, ROW_TILE, _grouped_arguments("int8")),
+    "int4": (loop_int4, ROW_TILE, _grouped_arguments("int4")),
 }

@@ -1,16 +1,14 @@
 """The innermost step of a tile: 4 bytes of a row of A, in every lane, times a vector of B, added to a sum.
 
-    B            B is taken as        4 bytes of A are     a step adds, in each of 16 lanes
-    float32      it lies              1 float32            a product, fused
-    bfloat16     it lies              2 bfloat16           two products, in float32                      PAIRS
-                 float32, two steps   1 float32            a product, fused                              WIDENED
-    int8         it lies              4 int8               four products, in int32                       FOURS
-                 int16, two steps     2 int16              two products, in int32                        SHORTS
-    int4         uint8, two steps     4 int8               four products, in int32                       FOURS
-                                      4 int8               two products in either of two int16           BYTES
-                 int16, four steps    2 int16              two products, in int32                        SHORTS
-
-Which of them a dtype takes, targets.py says. ARM has steps of its own but for SHORTS: lane_steps.py.
+B            B is taken as        4 bytes of A are     a step adds, in each of 16 lanes
+float32      it lies              1 float32            a product, fused
+bfloat16     it lies              2 bfloat16           two products, in float32                      PAIRS
+             float32, two steps   1 float32            a product, fused                              WIDENED
+int8         it lies              4 int8               four products, in int32                       FOURS
+             int16, two steps     2 int16              two products, in int32                        SHORTS
+int4         uint8, two steps     4 int8               four products, in int32                       FOURS
+                                  4 int8               two products in either of two int16           BYTES
+             int16, four steps    2 int16              two products, in int32                        SHORTS
 """
 
 from collections.abc import Callable
@@ -38,7 +36,7 @@ BITS = 8 * TARGET.vector_bytes
 
 
 class BFloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite has no class for."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     def _to_string(self):
         return "bfloat"
@@ -53,7 +51,7 @@ class BFloat(ir.types.Type):
 
 
 class Part(NamedTuple):
-    """Of a step over float32 or bfloat16."""
+    """A part of a step over float32 or bfloat16."""
 
     a_offset: int  # where in the step's bytes of A its 4 bytes are
     take: Callable  # (builder, vector of B) -> what is multiplied
@@ -65,7 +63,6 @@ def _as_it_lies(builder, vector):
 
 
 def _low_widened(builder, pairs):
-    """The first bfloat16 of each pair as float32: its bits moved up."""
     return builder.shl(pairs, ir.Constant(INTS, [16] * LANES))
 
 
@@ -114,7 +111,6 @@ def _multiply_bytes(builder, a, b, total):
 
 
 def _add_pairs(builder, x, y):
-    """The products of pairs of int16, added up: vpmaddwd."""
     if BITS == 128:  # left to LLVM, which has one for every vector unit
         wide = ir.VectorType(I32, 2 * LANES)
         products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
@@ -130,7 +126,6 @@ def _pairs_added(builder, sums):
 
 
 def _in_parts(builder, name: str, result, vectors):
-    """An intrinsic for vectors of the target's size, on each such part of vectors of VECTOR_BYTES."""
     count = VECTOR_BYTES // TARGET.vector_bytes
 
     def part_of(kind):
@@ -157,18 +152,18 @@ INTEGER_STEPS = {
 
 
 def strip_of(rows: int, vectors: int = PANEL_VECTORS) -> int:
-    """Vectors of columns that a tile of this height takes at a time: as many as leave room for B and A."""
+    """Return the vectors of columns that a tile of this height takes at a time."""
     kept = 1 if rows > 1 else 0  # one row uses each vector of B once, from memory
     return next((strip for strip in (4, 3, 2) if vectors % strip == 0 and has_room((rows + kept) * strip)), 1)
 
 
 def has_room(vectors: int) -> bool:
-    """Whether so many vectors of 16 lanes, and one for A, lie in registers."""
+    """Return whether so many vectors of 16 lanes, and one for A, fit into registers."""
     return vectors * VECTOR_BYTES // TARGET.vector_bytes < TARGET.registers
 
 
 def unpacked(builder, vector, dtype: str):
-    """What one vector of a weight is to the steps of its dtype: for each of them, the vector that it multiplies."""
+    """Return the vectors that the steps multiply, from one vector of a weight."""
     vectors = [vector] if dtype == "int8" else _nibbles(builder, vector)
     if step_name(dtype) == SHORTS:
         vectors = [short for four in vectors for short in shorts_of(builder, four)]
@@ -176,7 +171,7 @@ def unpacked(builder, vector, dtype: str):
 
 
 def expansion(dtype: str) -> int:
-    """How many vectors `unpacked` gives."""
+    """Return the number of vectors of `unpacked`."""
     return (2 if dtype == "int4" else 1) * (2 if step_name(dtype) == SHORTS else 1)
 
 
@@ -190,7 +185,7 @@ def _nibbles(builder, vector):
 
 
 def shorts_of(builder, vector):
-    """Bytes 0 and 1 of each lane as two int16, then bytes 2 and 3."""
+    """Return bytes 0 and 1 of each lane as two int16, then bytes 2 and 3."""
     fours, zeros = builder.bitcast(vector, EIGHTS), ir.Constant(EIGHTS, None)
     zero, shorts = 4 * LANES, []
     for first in (0, 2):

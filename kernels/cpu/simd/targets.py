@@ -1,33 +1,93 @@
-"""What the tiles are made of on the CPU that Numba compiles for: one table, and the one choice from it.
+"""The instructions of the tiles, by the features of the CPU that Numba compiles for.
 
-The same bits come out of every row. What differs is which instruction multiplies, and so how the left side of a product
-(activations, queries, softmax weights) lies in memory: see steps.py, and lane_steps.py for ARM.
+All targets give the same bits. They differ in the instruction that multiplies, and so in the layout of the left side of
+a product: see steps.py, and lane_tiles.py for ARM. LLVM has no full list of an ARM CPU's features. But it inlines no
+function that needs more features than its caller has.
 """
 
+import functools
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinygpt.kernels.cpu.features import has_feature, target_cpu
+from llvmlite import binding
+from numba.core import config
 
-# How four bytes of a column are multiplied, by the instruction that does it.
+ARM_FEATURES = ("neon", "dotprod", "i8mm", "bf16")  # in LLVM's spelling
+
+
+def has_feature(name: str) -> bool:
+    """Return whether Numba compiles for a feature, in LLVM's spelling; NUMBA_* variables may change the features."""
+    if platform.machine() in ("aarch64", "arm64", "ARM64"):
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        features = config.CPU_FEATURES
+        if features is None:
+            features = binding.get_host_cpu_features().flatten()
+        return name in arm_features(binding.get_process_triple(), target_cpu(), features)
+    if config.CPU_FEATURES is not None:
+        return f"+{name}" in config.CPU_FEATURES.split(",")
+    if name.startswith("avx") and not config.ENABLE_AVX:
+        return False
+    return binding.get_host_cpu_features().get(name, False)
+
+
+def target_cpu() -> str:
+    return config.CPU_NAME or binding.get_host_cpu_name()
+
+
+@functools.cache
+def arm_features(triple: str, cpu: str, features: str) -> frozenset[str]:
+    """Return which of ARM_FEATURES a 64-bit ARM CPU has: LLVM's name of it and further features ("+dotprod,-bf16").
+
+    Needs LLVM's initialized code generator for ARM.
+    """
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
+    callers = "".join(_caller(name, ",".join(filter(None, (features, f"+{name}")))) for name in ARM_FEATURES)
+    module = binding.parse_assembly(f'target triple = "{triple}"\n{callers}')
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
+    passes.getModulePassManager().run(module, passes)
+    return frozenset(name for name in ARM_FEATURES if not _calls(module.get_function(name)))
+
+
+def _caller(feature: str, needed: str) -> str:
+    return f"""
+define float @needs_{feature}(float %x) "target-features"="{needed}" {{
+  %y = fmul float %x, %x
+  ret float %y
+}}
+define float @{feature}(float %x) {{
+  %y = call float @needs_{feature}(float %x)
+  ret float %y
+}}
+"""
+
+
+def _calls(function: binding.ValueRef) -> bool:
+    return any(instruction.opcode == "call" for block in function.blocks for instruction in block.instructions)
+
+
+# The instructions that multiply four bytes of a column.
 PAIRS = "vdpbf16ps"  # two bfloat16
-LONGS = "bfmlalt, bfmlalb"  # the same one after the other: fused multiply-adds, which know denormals
-WIDENED = "two multiply-adds"  # of the same two in float32: the same bits, as each product is exact
+LONGS = "bfmlalt, bfmlalb"  # fused multiply-adds in turn, which know denormals
+WIDENED = "two multiply-adds"  # in float32: the same bits, as each product is exact
 FOURS = "vpdpbusd"  # four bytes into an int32
-SHORTS = "vpmaddwd"  # two int16 into an int32, so bytes are widened
-BYTES = "vpmaddubsw"  # two bytes into an int16, which eight steps of nibbles cannot overflow
+SHORTS = "vpmaddwd"  # two int16 into an int32
+BYTES = "vpmaddubsw"  # two bytes into an int16: eight steps of nibbles cannot overflow
 DOTS = "sdot"  # four bytes into an int32, both sides signed
-MATRICES = "usmmla"  # eight bytes of two columns and two rows into four int32; a lone row takes usdot, four into one
+MATRICES = "usmmla"  # two columns by two rows of eight bytes into four int32; a lone row: usdot
 SINGLES = "multiply-adds"  # of float32
-# Products that each makes for 32 bits of a register.
+# Products for 32 bits of a register.
 PRODUCTS = {SINGLES: 1, PAIRS: 2, LONGS: 1, WIDENED: 1, FOURS: 4, SHORTS: 2, BYTES: 4, DOTS: 4, MATRICES: 8}
 
 
 @dataclass(frozen=True)
 class Target:
+    """A kind of CPU."""
+
     name: str
-    features: tuple[str, ...]  # which a CPU must have, in LLVM's spelling
-    cpu: str  # how LLVM's name of it must begin
+    features: tuple[str, ...]
+    cpu: str  # a prefix of LLVM's name of the CPU
     vector_bytes: int
     registers: int
     bfloat16: str
@@ -41,17 +101,17 @@ class Target:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether the left side of a product lies in bfloat16, not in float32 rounded to it."""
+        """Whether the left side of a product is bfloat16, not float32 rounded to it."""
         return self.bfloat16 in (PAIRS, LONGS)
 
     @property
     def int8_cache(self) -> str:
-        """How the products with an int8 KV cache are made. ARM's own steps for bytes are not among them."""
+        """The product for an int8 KV cache. ARM's own are not among them."""
         return FOURS if self.int8 == FOURS else SHORTS
 
 
-# The first that fits. Zen takes one cycle for vdpbf16ps; Intel's cores take two, and one for two multiply-adds. ARM's
-# bfdot and bfmmla round otherwise than two fused multiply-adds do.
+# The first that fits is used. vdpbf16ps takes one cycle on Zen, two on Intel, as long as two multiply-adds there. ARM's
+# bfdot and bfmmla round differently.
 TARGETS = (
     Target("AVX-512 BF16 VNNI", ("avx512bf16", "avx512vnni"), "znver", 64, 32, PAIRS, FOURS, FOURS),
     Target("AVX-512 VNNI", ("avx512vnni",), "", 64, 32, WIDENED, FOURS, FOURS),

@@ -1,10 +1,9 @@
-"""Micro-kernels written as LLVM vector IR inside Numba intrinsics. Everything here works on raw addresses.
+"""Micro-kernels as LLVM vector IR in Numba intrinsics, on raw addresses.
 
-A tile multiplies R rows of A by N*16 columns of B, over K in steps, and puts the R x N*16 block of C as float32. Each
-output element is one chain of operations in the order of k, whatever R and N are, and whether or not it was stored and
-loaded again on the way: hence a row's bits do not depend on its batch. Per step, N vectors of B are loaded, and 4 bytes
-of each of the R rows of A are broadcast to all 16 lanes; the R*N accumulators stay in registers. What a step does is in
-steps.py. Where there are too few registers, a tile goes over its columns in strips.
+A tile multiplies R rows of A by N*16 columns of B, over K in steps, and stores the R x N*16 block of C as float32.
+Each output is one chain of operations in the order of k, whatever R and N are, stored and loaded on the way or not:
+a row's bits do not depend on its batch. A step loads N vectors of B and broadcasts 4 bytes of each row of A to 16
+lanes; the R*N accumulators stay in registers. With too few registers, a tile goes over its columns in strips.
 """
 
 from llvmlite import ir
@@ -12,8 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.simd.cache_tiles import make_integer_code
-from tinygpt.kernels.cpu.simd.lane_steps import LANE_STEPS
-from tinygpt.kernels.cpu.simd.lane_tiles import make_lane_code
+from tinygpt.kernels.cpu.simd.lane_tiles import LANE_STEPS, make_lane_code
 from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ask_ahead
 from tinygpt.kernels.cpu.simd.steps import PARTS, strip_of
 from tinygpt.kernels.cpu.simd.targets import TARGET
@@ -29,25 +27,23 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     store,
 )
 
-PANEL = PANEL_VECTORS * LANES
+OUT_TILE = PANEL_VECTORS * LANES
 # 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers; 6 x 16 fill 15 of AVX2's 16.
-TILE_ROWS = 6
-IN_STRIPS = strip_of(TILE_ROWS) < PANEL_VECTORS  # such a tile jumps through its panel
-STEP_BYTES = 4  # of a column of B that a step multiplies
-LINE_BYTES = 64  # of a cache: a vector
-# Bytes by which B is fetched ahead. The hardware does so by itself up to the end of a page of 4 KB, and starts anew in
-# the next: int4's short rows came from memory at 26 GB/s, and come at 47.
+ROW_TILE = 6
+IN_STRIPS = strip_of(ROW_TILE) < PANEL_VECTORS  # such a tile jumps through its panel
+STEP_BYTES = 4  # of a column of B in a step
+LINE_BYTES = 64
+# Bytes by which B is prefetched: the hardware stops at each page of 4 KB. int4 came at 26 GB/s, and comes at 47.
 AHEAD = 4096
-CHUNK_BYTES = 24576  # of a panel, as tiles multiply it, that stays in the L1 cache for several of them
+CHUNK_BYTES = 24576  # of a panel: stays in the L1 cache for several tiles
 
 
 def make_tile(vectors: int, adds: bool = True):
-    """The intrinsic tile(like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing): addresses, strides in bytes.
+    """Return the intrinsic tile(like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing): addresses, byte strides.
 
-    C = A @ B, or += if it `adds`. B is float32, or bfloat16 in pairs, as the values of the array `like` are, of which
-    the type alone counts; A as steps.PARTS takes it. Of uint8, both are as cache_tiles.py says. 1 <= rows <= TILE_ROWS,
-    steps >= 1. There is code for each number of rows. At each step, a cache line is asked for at each of the next
-    `vectors` places, `spacing` apart, from `ahead` on.
+    C = A @ B, or C += A @ B if it `adds`; 1 <= rows <= ROW_TILE, steps >= 1. The dtype of the array `like` is B's:
+    float32, uint16 (bfloat16 in pairs), or uint8 (see cache_tiles.py). A is as steps.PARTS reads it. Each step
+    prefetches a cache line at each of the next `vectors` places from `ahead`, `spacing` apart.
     """
 
     @intrinsic
@@ -64,9 +60,9 @@ def make_tile(vectors: int, adds: bool = True):
 
 @intrinsic
 def panel_tile(typingctx, like, rows, vectors, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-    """A tile that does not add, of the first `vectors` vectors of a panel's columns, 1 <= vectors <= PANEL_VECTORS.
+    """Compute the first `vectors` vectors of a panel's columns, without adding; 1 <= vectors <= PANEL_VECTORS.
 
-    The places at which it asks are those of whole rows of a panel, of which it asks for as much as it reads of B.
+    It prefetches rows of a whole panel, as many bytes of each as it reads of B.
     """
 
     def codegen(context, builder, signature, args):
@@ -82,7 +78,7 @@ def panel_tile(typingctx, like, rows, vectors, a, lda, b, ldb, steps, c, ldc, ah
 
 
 def make_code(dtype, vectors: int, adds: bool, wide: int):
-    """What emits a tile of so many rows: code(builder, rows, a, lda, ...), of the first `vectors` of `wide` vectors."""
+    """Return code(builder, rows, a, lda, ...), which emits a tile of the first `vectors` of `wide` vectors."""
     if dtype == types.uint8:
         return make_integer_code(vectors, adds, wide)
     if TARGET.has_lanes:
@@ -130,8 +126,8 @@ def _make_code(vectors: int, adds: bool, wide: int, parts):
 
 
 def for_each_height(builder, code, rows, *arguments) -> None:
-    """Emit `code(builder, n, *arguments)` for n = 1 to TILE_ROWS, and a jump to the one for `rows`."""
-    select(builder, rows, TILE_ROWS, lambda n: code(builder, n, *arguments))
+    """Emit `code(builder, n, *arguments)` for n = 1 to ROW_TILE, and a jump to the one for `rows`."""
+    select(builder, rows, ROW_TILE, lambda n: code(builder, n, *arguments))
 
 
 def select(builder, number, count: int, emit) -> None:

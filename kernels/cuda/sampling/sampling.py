@@ -14,9 +14,7 @@ from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens
 from tinygpt.kernels.cuda.sampling.logits import DeviceLogits
 from tinygpt.kernels.cuda.sampling.processors import process_rows
 from tinygpt.kernels.cuda.sizes import rounded_up
-from tinygpt.kernels.reference import processors as processors_on_host
 from tinygpt.kernels.reference import sampling as on_host
-from tinygpt.kernels.reference import warpers as warpers_on_host
 
 CHOOSE_THREADS = 256
 PER_THREAD = 4  # logits of a row, at least, where it is cut into slices
@@ -33,7 +31,7 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
 def process_logits(logits: Any, controls: Any) -> None:
     """As the reference's: rows of `logits` (R, V) float32 change in place, of DeviceLogits or on the host."""
     if isinstance(logits, np.ndarray):
-        processors_on_host.process_logits(logits, controls)
+        on_host.process_logits(logits, controls)
         return
     w, rows = logits.workspace, logits.rows[controls.rows]
     arrays = (w.device.array(part) for part in pack_controls(controls._replace(rows=rows)))
@@ -42,7 +40,7 @@ def process_logits(logits: Any, controls: Any) -> None:
 
 def filter_logits(logits: DeviceLogits, warpers: Any) -> np.ndarray:
     """As the reference's, which computes it: it is asked for where its rows are wanted on the host."""
-    return warpers_on_host.filter_logits(logits.copy(), warpers)
+    return on_host.filter_logits(logits.copy(), warpers)
 
 
 def top_logprobs(logits: np.ndarray, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:

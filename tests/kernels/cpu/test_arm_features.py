@@ -3,8 +3,7 @@
 import pytest
 from llvmlite import binding
 
-from tinygpt.kernels.cpu.features import arm_features
-from tinygpt.kernels.cpu.simd.targets import choose
+from tinygpt.kernels.cpu.simd.targets import arm_features, choose
 
 LINUX, MACOS = "aarch64-unknown-linux-gnu", "arm64-apple-darwin24"
 NEWER, NEW, OLD, NONE = "NEON BF16 I8MM", "NEON DotProd", "NEON", "what LLVM makes of 16 lanes"

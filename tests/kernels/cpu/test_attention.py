@@ -11,8 +11,7 @@ from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token
 from tinygpt.kernels.cpu.layers.formats import Alibi
-from tinygpt.kernels.cpu.params import NOTHING
-from tinygpt.kernels.cpu.simd.tiles import TILE_ROWS
+from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.reference import layers as reference
 
 KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
@@ -86,7 +85,7 @@ class Run(NamedTuple):
 
 
 def run_attend(
-    run: Run, dtype: str = "float32", tiles_of=lambda starts: query_tiles(starts, TILE_ROWS), alibi=NOTHING
+    run: Run, dtype: str = "float32", tiles_of=lambda starts: query_tiles(starts, ROW_TILE), alibi=None
 ) -> np.ndarray:
     """The new tokens' attention, (new tokens, C), of which those of several tiles are written before."""
     bounds = np.concatenate([[0], np.cumsum(run.lengths)])
@@ -156,7 +155,7 @@ def test_each_key_is_written_once(dtype):
     slots = np.repeat([3, 1, 0, 2], lengths).astype(np.int32)
     positions = np.concatenate([np.arange(4, 4 + length) for length in lengths]).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    where = positions, slots, query_tiles(starts, TILE_ROWS).astype(np.int32)
+    where = positions, slots, query_tiles(starts, ROW_TILE).astype(np.int32)
     qkv, cache = random_values(len(slots), 3 * heads * size), new_kv_cache(4, heads, size, 20, dtype)
     write(*cache, random_values(16, 3 * heads * size), np.tile(np.arange(4), 4), np.repeat(np.arange(4), 4))
     before, k, v = new_kv_cache(4, heads, size, 20, dtype), *cache
@@ -167,7 +166,7 @@ def test_each_key_is_written_once(dtype):
     for found, expected in zip(cache, before, strict=True):
         np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
     out = unwritten(len(slots), heads * size)
-    attend(solo_team(size), out, qkv, k, v, *where, np.float32(size**-0.5), NOTHING)
+    attend(solo_team(size), out, qkv, k, v, *where, np.float32(size**-0.5), None)
     write(*before, qkv[~of_several], positions[~of_several], slots[~of_several])
     for found, expected in zip(cache, before, strict=True):
         np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
@@ -286,8 +285,8 @@ def test_attend_where_later_scores_dwarf_earlier_ones():
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [6], [7], [13, 1, 12, 5], [1, 100, 1]])
 def test_query_tiles(lengths):
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    bounds = query_tiles(starts, TILE_ROWS)
+    bounds = query_tiles(starts, ROW_TILE)
     assert (bounds[0], bounds[-1]) == (0, starts[-1])
     assert set(starts) <= set(bounds.tolist())  # no tile holds tokens of two sequences
-    assert 1 <= np.diff(bounds).min() <= np.diff(bounds).max() <= TILE_ROWS
-    assert len(bounds) - 1 == sum(-(-length // TILE_ROWS) for length in lengths)
+    assert 1 <= np.diff(bounds).min() <= np.diff(bounds).max() <= ROW_TILE
+    assert len(bounds) - 1 == sum(-(-length // ROW_TILE) for length in lengths)

@@ -19,8 +19,8 @@ from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
     EXPANDS,
     EXPANSION,
-    GROUP,
     OPERAND_BYTES,
+    SCALE_GROUP,
     WEIGHT_GROUP,
     expand_int4,
     expand_int8,
@@ -28,13 +28,13 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int8,
 )
 from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, TILE_ROWS
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
 
 F32 = np.float32
 ZERO_BELOW = 2.0**-120  # written out: a change of the kernels' own number must be seen
 SIZES = [F32(1e-30), F32(1), F32(1e30)]
-WIDTHS = [1, 31, WEIGHT_GROUP, 33, GROUP, GROUP + 1, 3 * GROUP - 5]
+WIDTHS = [1, 31, WEIGHT_GROUP, 33, SCALE_GROUP, SCALE_GROUP + 1, 3 * SCALE_GROUP - 5]
 
 
 # bfloat16.
@@ -89,7 +89,7 @@ def test_what_is_not_finite_stays_so_in_bfloat16_weights():
 @pytest.mark.parametrize("k", WIDTHS)
 def test_int8_weights(k, size):
     """The largest of a row is 127 steps of its scale; every other weight is the nearest whole number of them."""
-    weight = random_values(PANEL + 7, k, seed=k) * size
+    weight = random_values(OUT_TILE + 7, k, seed=k) * size
     weight[3], weight[4], weight[5] = 0, -size, size
     record = packed(weight, "int8")
     largest = np.abs(weight).max(axis=1)  # (N,)
@@ -104,9 +104,9 @@ def test_int8_weights(k, size):
 
 
 def levels_of(record) -> np.ndarray:
-    """-127 to 127, (P * PANEL, K rounded up)."""
-    panels = record.panels[0].astype(int).transpose(0, 2, 1, 3)  # (P, PANEL, K / 4, 4)
-    return panels.reshape(panels.shape[0] * PANEL, -1) - 128
+    """-127 to 127, (P * OUT_TILE, K rounded up)."""
+    panels = record.panels[0].astype(int).transpose(0, 2, 1, 3)  # (P, OUT_TILE, K / 4, 4)
+    return panels.reshape(panels.shape[0] * OUT_TILE, -1) - 128
 
 
 def test_int8_weights_half_way_go_to_the_even_level():
@@ -114,7 +114,7 @@ def test_int8_weights_half_way_go_to_the_even_level():
     assert levels_of(packed(weight, "int8"))[0, :8].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
 
-@given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=2 * GROUP), st.sampled_from(SIZES))
+@given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=2 * SCALE_GROUP), st.sampled_from(SIZES))
 def test_int8_activations(values, size):
     x = np.array([values, values[::-1]], F32) * size
     check_activations(x)
@@ -132,7 +132,7 @@ def test_int8_activations_at_the_ends_of_their_range(n):
     check_activations(np.array(rows, F32))
 
 
-@pytest.mark.parametrize("n", [GROUP, GROUP - 3])
+@pytest.mark.parametrize("n", [SCALE_GROUP, SCALE_GROUP - 3])
 def test_a_group_of_next_to_nothing_is_one_of_zeros(n):
     """The border itself, the next number on either side of it, and half of it."""
     border = F32(ZERO_BELOW)
@@ -143,14 +143,14 @@ def test_a_group_of_next_to_nothing_is_one_of_zeros(n):
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("place", [2, GROUP + 3])  # in a whole group, and in a part of one
+@pytest.mark.parametrize("place", [2, SCALE_GROUP + 3])  # in a whole group, and in a part of one
 def test_a_group_that_is_not_finite_has_nan_as_its_scale(place, value):
     """Not infinity: ReLU would make 0 of a product of -infinity."""
-    x = random_values(2, GROUP + 5)
+    x = random_values(2, SCALE_GROUP + 5)
     x[1, place] = value
     scales = operand_of(x, "int8").scales
     has_nan = np.zeros((2, 2), bool)
-    has_nan[1, place // GROUP] = True
+    has_nan[1, place // SCALE_GROUP] = True
     np.testing.assert_array_equal(np.isnan(scales[:, :, 0]), has_nan)
     np.testing.assert_array_equal(np.isnan(scales[:, :, 2:].view(F32)).all(axis=2), has_nan)
 
@@ -158,11 +158,11 @@ def test_a_group_that_is_not_finite_has_nan_as_its_scale(place, value):
 def check_activations(x: np.ndarray) -> None:
     """Each group of each row by itself; x * (127 / largest) is rounded once, the division apart."""
     operand = operand_of(x, "int8")
-    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % GROUP))).reshape(len(x), -1, GROUP)
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % SCALE_GROUP))).reshape(len(x), -1, SCALE_GROUP)
     largest = np.abs(padded).max(axis=2)  # (M, G)
     largest = np.where(largest < ZERO_BELOW, F32(0), largest)  # so that 127 / largest is finite
     inverse = np.divide(F32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    codes = np.rint(padded.astype(float) * inverse[:, :, None].astype(float))  # (M, G, GROUP)
+    codes = np.rint(padded.astype(float) * inverse[:, :, None].astype(float))  # (M, G, SCALE_GROUP)
     np.testing.assert_array_equal(operand.values.reshape(codes.shape), codes)
     same_bits(operand.scales[:, :, 0].copy(), largest / F32(127))
 
@@ -174,7 +174,7 @@ def check_activations(x: np.ndarray) -> None:
 @pytest.mark.parametrize("k", WIDTHS)
 def test_int4_weights(k, size):
     """Nearest levels of a scale and an offset that are the best of the shares of the range that are tried."""
-    weight = random_values(PANEL + 7, k, seed=k) * size
+    weight = random_values(OUT_TILE + 7, k, seed=k) * size
     weight[3], weight[4], weight[5] = 0, -size, size
     groups = np.pad(weight, ((0, 0), (0, -k % WEIGHT_GROUP))).reshape(len(weight), -1, WEIGHT_GROUP)
     record = packed(weight, "int4")
@@ -191,16 +191,16 @@ def test_int4_weights(k, size):
 
 
 def scales_of(record) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and offsets, (P * PANEL, K / WEIGHT_GROUP) each."""
-    values = from_bits(record.group_scales[0]).astype(float).transpose(2, 0, 3, 1)  # (2, P, PANEL, groups)
+    """Scales and offsets, (P * OUT_TILE, K / WEIGHT_GROUP) each."""
+    values = from_bits(record.group_scales[0]).astype(float).transpose(2, 0, 3, 1)  # (2, P, OUT_TILE, groups)
     return tuple(values.reshape(2, -1, values.shape[-1]))
 
 
 def int4_levels_of(record) -> np.ndarray:
-    """0 to 15, (P * PANEL, K / WEIGHT_GROUP, WEIGHT_GROUP)."""
-    panels = record.panels[0].astype(int)  # (P, K / 8, PANEL, 4)
-    both = np.stack([panels & 15, panels >> 4], axis=2).transpose(0, 3, 1, 2, 4)  # (P, PANEL, K / 8, 2, 4)
-    return both.reshape(len(panels) * PANEL, -1, WEIGHT_GROUP)
+    """0 to 15, (P * OUT_TILE, K / WEIGHT_GROUP, WEIGHT_GROUP)."""
+    panels = record.panels[0].astype(int)  # (P, K / 8, OUT_TILE, 4)
+    both = np.stack([panels & 15, panels >> 4], axis=2).transpose(0, 3, 1, 2, 4)  # (P, OUT_TILE, K / 8, 2, 4)
+    return both.reshape(len(panels) * OUT_TILE, -1, WEIGHT_GROUP)
 
 
 def nearest_levels(groups, scale, offset) -> np.ndarray:
@@ -253,19 +253,19 @@ class Grouped:
         random = np.random.default_rng(rows * 10 + groups)
         self.dtype, self.rows, self.groups = dtype, rows, groups
         draw = (lambda low, high, shape: random.choice([low, high], shape)) if ends else random.integers
-        self.a = draw(-127, 127, (rows, groups + 1, GROUP)).astype(np.int8)  # a group more than is read
+        self.a = draw(-127, 127, (rows, groups + 1, SCALE_GROUP)).astype(np.int8)  # a group more than is read
         top = 255 if dtype == "int8" else 15
-        self.levels = draw(0, top, (groups * GROUP, PANEL)).astype(np.uint8)
+        self.levels = draw(0, top, (groups * SCALE_GROUP, OUT_TILE)).astype(np.uint8)
         self.scales = np.exp2(random.uniform(-20, 20, (rows, groups + 1))).astype(F32)
-        shape = (groups * GROUP // WEIGHT_GROUP, 2, PANEL)
+        shape = (groups * SCALE_GROUP // WEIGHT_GROUP, 2, OUT_TILE)
         self.b_scales = bits_of(np.exp2(random.uniform(-10, 1, shape)) * random.choice([-1, 1], shape))
-        self.before = random_values(rows, PANEL)
+        self.before = random_values(rows, OUT_TILE)
         if rows > 1:
             self.a[1], self.scales[1] = 0, 0  # what a row of zeros becomes
 
     def operand(self) -> np.ndarray:
         """(rows, groups + 1, 4): what the tile reads beside `a`."""
-        halves = self.a.reshape(self.rows, -1, 2, GROUP // 2).sum(axis=3, dtype=np.int32)
+        halves = self.a.reshape(self.rows, -1, 2, SCALE_GROUP // 2).sum(axis=3, dtype=np.int32)
         scales = unwritten(*self.scales.shape, 4)
         scales[:, :, 0] = self.scales
         scales.view(np.int32)[:, :, 1] = -128 * halves.sum(axis=2)
@@ -273,11 +273,16 @@ class Grouped:
         return scales
 
     def panel(self) -> np.ndarray:
-        fours = self.levels.reshape(-1, 4, PANEL).transpose(0, 2, 1)  # (K / 4, PANEL, 4)
+        fours = self.levels.reshape(-1, 4, OUT_TILE).transpose(0, 2, 1)  # (K / 4, OUT_TILE, 4)
         return aligned(fours if self.dtype == "int8" else fours[::2] | fours[1::2] << 4)
 
     def run(self) -> np.ndarray:
-        scales, b, b_scales, c = self.operand(), self.panel(), aligned(self.b_scales), unwritten(self.rows + 1, PANEL)
+        scales, b, b_scales, c = (
+            self.operand(),
+            self.panel(),
+            aligned(self.b_scales),
+            unwritten(self.rows + 1, OUT_TILE),
+        )
         c[: self.rows] = self.before
         a, expanded = self.a.astype(f"i{OPERAND_BYTES[self.dtype]}"), aligned(np.repeat(b, EXPANSION[self.dtype]))
         where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, expanded.ctypes.data)
@@ -293,12 +298,15 @@ class Grouped:
         return c
 
     def int8_group(self, g: int, c: np.ndarray) -> np.ndarray:
-        weights = self.levels[g * GROUP : (g + 1) * GROUP].astype(int) - 128
+        weights = self.levels[g * SCALE_GROUP : (g + 1) * SCALE_GROUP].astype(int) - 128
         return fused(self.a[:, g].astype(int) @ weights, self.scales[:, g, None], c)
 
     def int4_group(self, g: int, c: np.ndarray) -> np.ndarray:
-        for half in range(GROUP // WEIGHT_GROUP):
-            number, part = g * (GROUP // WEIGHT_GROUP) + half, slice(half * WEIGHT_GROUP, (half + 1) * WEIGHT_GROUP)
+        for half in range(SCALE_GROUP // WEIGHT_GROUP):
+            number, part = (
+                g * (SCALE_GROUP // WEIGHT_GROUP) + half,
+                slice(half * WEIGHT_GROUP, (half + 1) * WEIGHT_GROUP),
+            )
             weights = self.levels[number * WEIGHT_GROUP : (number + 1) * WEIGHT_GROUP].astype(int)
             scaled = (self.a[:, g, part].astype(int) @ weights).astype(F32) * self.scales[:, g, None]
             scale, offset = from_bits(self.b_scales[number])
@@ -312,7 +320,7 @@ def fused(x, y, z) -> np.ndarray:
 
 @pytest.mark.parametrize("ends", [False, True], ids=["any", "ends"])
 @pytest.mark.parametrize("groups", [1, 2, 5])
-@pytest.mark.parametrize("rows", range(1, TILE_ROWS + 1))
+@pytest.mark.parametrize("rows", range(1, ROW_TILE + 1))
 @pytest.mark.parametrize("dtype", GROUPED)
 def test_grouped_tiles(dtype, rows, groups, ends):
     case = Grouped(dtype, rows, groups, ends)
@@ -328,23 +336,23 @@ def bf16_tile(like, rows, vectors, a, lda, b, ldb, steps, c, ldc):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 35, 64])
-@pytest.mark.parametrize("vectors", range(1, PANEL // LANES + 1))
-@pytest.mark.parametrize("rows", range(1, TILE_ROWS + 1))
+@pytest.mark.parametrize("vectors", range(1, OUT_TILE // LANES + 1))
+@pytest.mark.parametrize("rows", range(1, ROW_TILE + 1))
 def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
     """A panel's first columns. Exact where every sum is a whole number; else near float64, in any order of a pair."""
     random = np.random.default_rng(steps)
     for a, b in (
-        (random.integers(-8, 9, (rows, 2 * steps)), random.integers(-8, 9, (2 * steps, PANEL))),
-        (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, PANEL))),
+        (random.integers(-8, 9, (rows, 2 * steps)), random.integers(-8, 9, (2 * steps, OUT_TILE))),
+        (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, OUT_TILE))),
     ):
-        a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, PANEL)
+        a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, OUT_TILE)
         left = a_bits if TARGET.multiplies_bfloat16 else from_bits(a_bits)
-        pairs = aligned(b_bits.reshape(steps, 2, PANEL).transpose(0, 2, 1))
+        pairs = aligned(b_bits.reshape(steps, 2, OUT_TILE).transpose(0, 2, 1))
         where = (
             left.ctypes.data,
             left.strides[0],
             pairs.ctypes.data,
-            PANEL * 4,
+            OUT_TILE * 4,
             steps,
             c.ctypes.data,
             c.strides[0],
@@ -365,8 +373,8 @@ def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
 @pytest.mark.parametrize(("dtype", "k"), list(itertools.product(DTYPES, WIDTHS)))
 def test_arrays_have_the_sizes_that_the_tiles_read(dtype, k):
     """Nothing is missing for K that is no multiple of a group, nor for columns that fill no panel."""
-    values = unpacked(packed(np.ones((PANEL + 1, k), F32), dtype), dtype)
+    values = unpacked(packed(np.ones((OUT_TILE + 1, k), F32), dtype), dtype)
     unit = K_UNIT[dtype]
-    assert values.shape == (panel_count(PANEL + 1) * PANEL, -(-k // unit) * unit)
-    assert (np.abs(values[: PANEL + 1, :k] - 1) < 0.01).all()
-    assert not values[PANEL + 1 :].any()
+    assert values.shape == (panel_count(OUT_TILE + 1) * OUT_TILE, -(-k // unit) * unit)
+    assert (np.abs(values[: OUT_TILE + 1, :k] - 1) < 0.01).all()
+    assert not values[OUT_TILE + 1 :].any()

@@ -27,7 +27,7 @@ from tinygpt.kernels.cpu.layers.attention import attend, write_kv
 from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, quarters
 from tinygpt.kernels.cpu.model import take_steps
-from tinygpt.kernels.cpu.params import NO_FACTORS, NOTHING
+from tinygpt.kernels.cpu.params import NO_FACTORS
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
@@ -118,7 +118,7 @@ def attended() -> np.ndarray:
         for tile in (1, 6):
             out, tiles = unwritten(70, 2 * size), np.array([*range(0, 70, tile), 70], np.int32)
             write_kv(solo_team(), k, v, qkv, positions, slots, tiles)
-            attend(solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), NOTHING)
+            attend(solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), None)
             found.append(out.ravel())
     return np.concatenate(found)
 

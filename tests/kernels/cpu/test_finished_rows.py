@@ -6,9 +6,9 @@ import pytest
 from support.kernel_tools import random_values, same_bits, unwritten
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.formats import Int8Operand
-from tinygpt.kernels.cpu.layers.operands import put, quantise_rows
-from tinygpt.kernels.cpu.simd.finished_rows import add_rows, put_rows, sum_2_segments, sum_4_segments
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.layers.operands import put, quantize_rows
+from tinygpt.kernels.cpu.simd.panels import add_rows, put_rows, sum_2_segments, sum_4_segments
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 
 EXTREMES = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38], np.float32)
@@ -27,7 +27,7 @@ def run_rows(target, y, scales, biases, adds):
 
 @jit
 def run_sum(segments, rows, scales):
-    spacing = segments.shape[1] * PANEL * 4
+    spacing = segments.shape[1] * OUT_TILE * 4
     if segments.shape[0] == 2:
         sum_2_segments(address(segments), spacing, rows, address(scales))
     else:
@@ -37,28 +37,30 @@ def run_sum(segments, rows, scales):
 @jit
 def run_quantise(values, scales, x, factors, summands):
     sizes = values.shape[1] * values.itemsize, scales.shape[1] * 16
-    where = address(values) + PANEL * values.itemsize, sizes[0], address(scales) + 16, sizes[1]
-    quantise_rows(values, address(x), x.shape[0], address(factors), address(summands), *where)
+    where = address(values) + OUT_TILE * values.itemsize, sizes[0], address(scales) + 16, sizes[1]
+    quantize_rows(values, address(x), x.shape[0], address(factors), address(summands), *where)
 
 
 @jit
 def run_put(operand, x):
     for row in range(x.shape[0]):
-        put(operand, row, PANEL, float32_at(address(x) + row * PANEL * 4, PANEL))
+        put(operand, row, OUT_TILE, float32_at(address(x) + row * OUT_TILE * 4, OUT_TILE))
 
 
 def panel_rows(rows: int, seed: int = 0) -> np.ndarray:
-    y = random_values(rows, PANEL, seed=seed)
-    y[:, :: PANEL // len(EXTREMES)] = EXTREMES
+    y = random_values(rows, OUT_TILE, seed=seed)
+    y[:, :: OUT_TILE // len(EXTREMES)] = EXTREMES
     return y
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 48])
 @pytest.mark.parametrize("adds", [False, True])
 def test_rows_are_scaled_and_biased(rows, adds):
-    y, scales, biases = panel_rows(rows), random_values(PANEL, seed=1), random_values(PANEL, seed=2)
-    target = random_values(rows, PANEL + 2 * STRANGERS, seed=3) if adds else unwritten(rows, PANEL + 2 * STRANGERS)
-    expected, inside = target.copy(), slice(STRANGERS, STRANGERS + PANEL)
+    y, scales, biases = panel_rows(rows), random_values(OUT_TILE, seed=1), random_values(OUT_TILE, seed=2)
+    target = (
+        random_values(rows, OUT_TILE + 2 * STRANGERS, seed=3) if adds else unwritten(rows, OUT_TILE + 2 * STRANGERS)
+    )
+    expected, inside = target.copy(), slice(STRANGERS, STRANGERS + OUT_TILE)
     finished = y * scales + biases
     expected[:, inside] = expected[:, inside] + finished if adds else finished
     run_rows(target, y, scales, biases, adds)
@@ -66,15 +68,15 @@ def test_rows_are_scaled_and_biased(rows, adds):
 
 
 def test_a_row_of_ones_and_one_of_negative_zeros_change_no_bit():
-    y, target = panel_rows(3), unwritten(3, PANEL + 2 * STRANGERS)
-    run_rows(target, y, np.ones(PANEL, np.float32), np.full(PANEL, -0.0, np.float32), False)
+    y, target = panel_rows(3), unwritten(3, OUT_TILE + 2 * STRANGERS)
+    run_rows(target, y, np.ones(OUT_TILE, np.float32), np.full(OUT_TILE, -0.0, np.float32), False)
     same_bits(target[:, STRANGERS:-STRANGERS], y)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("count", [2, 4])
 def test_segments_are_scaled_and_added_in_pairs(count, rows):
-    segments, scales = random_values(count, 6, PANEL), random_values(PANEL, seed=1)
+    segments, scales = random_values(count, 6, OUT_TILE), random_values(OUT_TILE, seed=1)
     parts = [segment[:rows] * scales for segment in segments]
     expected = segments.copy()
     expected[0, :rows] = parts[0] + parts[1] if count == 2 else (parts[0] + parts[1]) + (parts[2] + parts[3])
@@ -84,12 +86,14 @@ def test_segments_are_scaled_and_added_in_pairs(count, rows):
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16])
 def test_rows_are_quantised_as_one_by_one(kind):
-    x, factors, summands = random_values(7, PANEL), random_values(PANEL, seed=1), random_values(PANEL, seed=2)
+    x, factors, summands = random_values(7, OUT_TILE), random_values(OUT_TILE, seed=1), random_values(OUT_TILE, seed=2)
     x[2], x[3], x[4] = panel_rows(1), 0, -summands / factors * np.float32(1 + 1e-6)
-    found, expected = (Int8Operand(np.zeros((7, 3 * PANEL), kind), np.zeros((7, 3, 4), np.float32)) for _ in range(2))
+    found, expected = (
+        Int8Operand(np.zeros((7, 3 * OUT_TILE), kind), np.zeros((7, 3, 4), np.float32)) for _ in range(2)
+    )
     run_quantise(*found, x, factors, summands)
     run_put(expected, x * factors + summands)
-    assert np.abs(expected.values[[0, 1, 5, 6], PANEL : 2 * PANEL]).max(1).tolist() == [127] * 4
+    assert np.abs(expected.values[[0, 1, 5, 6], OUT_TILE : 2 * OUT_TILE]).max(1).tolist() == [127] * 4
     for one, other in zip(found, expected, strict=True):
         same_numbers(one, other)
 

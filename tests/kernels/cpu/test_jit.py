@@ -21,8 +21,7 @@ from support.compiled import compiled_kernels
 from support.paths import ROOT
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
-from tinygpt.kernels.cpu.jit import DiskCache
-from tinygpt.kernels.cpu.runtime.by_type import by_type
+from tinygpt.kernels.cpu.jit import DiskCache, overload_by_dtype
 from tinygpt.kernels.kernel_cache import KernelCache
 
 MODULE = """
@@ -285,7 +284,7 @@ def new_kernels():
     def to_metres(record):
         return thrice(record.length) * 0.1
 
-    in_metres = by_type({Feet: to_metres}, otherwise=as_it_is)
+    in_metres = overload_by_dtype({Feet: to_metres}, otherwise=as_it_is)
 
     @jit.jit
     def twelve_times(record):

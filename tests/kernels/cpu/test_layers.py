@@ -26,10 +26,10 @@ from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.embedding import embed_tokens
 from tinygpt.kernels.cpu.layers.formats import Float32Operand, Norm
-from tinygpt.kernels.cpu.layers.layer_norm import layer_norm
+from tinygpt.kernels.cpu.layers.rows import layer_norm
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.simd import tiles
-from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, PANEL, TILE_ROWS
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, fma, max_lanes, sum_lanes, sum_squares_lanes
 from tinygpt.kernels.cpu.workspace import new_operand
 from tinygpt.kernels.reference import layers as reference
@@ -54,13 +54,13 @@ def call_strip_add(like, rows, a, lda, b, ldb, steps, c, ldc):
     tiles.strip_add(like, rows, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
 
 
-TILES = [(call_panel, columns, False) for columns in range(LANES, PANEL + 1, LANES)]
-TILES += [(call_panel_add, PANEL, True), (call_strip_add, LANES, True)]
+TILES = [(call_panel, columns, False) for columns in range(LANES, OUT_TILE + 1, LANES)]
+TILES += [(call_panel_add, OUT_TILE, True), (call_strip_add, LANES, True)]
 
 
 @pytest.mark.parametrize(("tile", "columns", "adds"), TILES)
 @pytest.mark.parametrize("steps", [1, 2, 35, 130])
-@pytest.mark.parametrize("rows", range(1, TILE_ROWS + 1))
+@pytest.mark.parametrize("rows", range(1, ROW_TILE + 1))
 def test_tiles_accumulate_one_chain_in_the_order_of_k(rows, steps, tile, columns, adds):
     """To the bit: each step is one fused multiply-add, whose product float64 holds exactly."""
     a, b = random_values(rows, steps + 3), random_values(steps, columns, seed=1)
@@ -167,11 +167,11 @@ def test_activate(name, kind):
 
 def run_layer_norm(x, rows, weight, bias, epsilon=1e-5) -> np.ndarray:
     out = unwritten(len(rows), x.shape[1])
-    normalise(Float32Operand(out), x, np.asarray(rows, np.int32), weight, bias, epsilon)
+    normalize(Float32Operand(out), x, np.asarray(rows, np.int32), weight, bias, epsilon)
     return out
 
 
-def normalise(out, x, rows, weight, bias, epsilon=1e-5) -> None:
+def normalize(out, x, rows, weight, bias, epsilon=1e-5) -> None:
     """As the second of two layers, the first of which is all NaN."""
     norm = Norm(*(np.stack([np.full_like(part, np.nan), part]) for part in (weight, bias)))
     layer_norm(solo_team(), out, x, rows, norm, np.int64(1), np.float32(epsilon))
@@ -205,7 +205,7 @@ def test_layer_norm_into_an_operand(dtype):
     x, weight, bias = random_values(13, 97), random_values(97, seed=1), random_values(97, seed=2)
     rows = np.array([3, 0, 12, 12], np.int32)
     operand = new_operand(dtype, len(rows), 97)
-    normalise(operand, x, rows, weight, bias)
+    normalize(operand, x, rows, weight, bias)
     for array, expected in zip(operand, operand_of(run_layer_norm(x, rows, weight, bias), dtype), strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), expected.view(np.uint8))
 
@@ -213,7 +213,7 @@ def test_layer_norm_into_an_operand(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("n", "width"), SHAPES)
 def test_embed(n, width, dtype):
-    vocab, length = 2 * PANEL + 3, 11
+    vocab, length = 2 * OUT_TILE + 3, 11
     random = np.random.default_rng(0)
     token_ids = np.concatenate([[vocab - 1], random.integers(vocab, size=n - 1)]).astype(np.int32)
     positions = random.integers(length, size=n).astype(np.int32)

@@ -27,12 +27,12 @@ from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, linear, linear_to_operand, quarters, whole
-from tinygpt.kernels.cpu.layers.operands import convert, from_bfloat16, to_bfloat16
+from tinygpt.kernels.cpu.layers.operands import from_bfloat16, quantize_activations, to_bfloat16
 from tinygpt.kernels.cpu.packing.pack import pack_float32, panel_count
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
 from tinygpt.kernels.cpu.params import NO_FACTORS
-from tinygpt.kernels.cpu.simd.grouped_tiles import GROUP, WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.tiles import PANEL
+from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.workspace import new_operand
 
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
@@ -47,7 +47,7 @@ ONLY = np.int64(0)  # the one layer of these weights
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("shape", [*SHAPES, (2 * PANEL + 3, GROUP + 1)])
+@pytest.mark.parametrize("shape", [*SHAPES, (2 * OUT_TILE + 3, SCALE_GROUP + 1)])
 def test_pack(shape, dtype):
     weight, (n, k) = random_values(*shape), shape
     record = packed(weight, dtype)
@@ -88,8 +88,8 @@ def test_pack_multiplies_by_the_factors(dtype):
 
 
 def test_pack_writes_the_panels_it_is_asked_for():
-    weight = random_values(3 * PANEL + 5, 7)
-    panels = unwritten(4, 7, PANEL)
+    weight = random_values(3 * OUT_TILE + 5, 7)
+    panels = unwritten(4, 7, OUT_TILE)
     pack_float32(weight, False, np.ones(7, np.float32), panels, 1, 3)
     same_bits(panels[1:3], packed(weight).panels[0, 1:3])
     assert np.isnan(panels[[0, 3]]).all()
@@ -124,16 +124,16 @@ def test_operand(shape, dtype):
     if dtype in ("float32", "bfloat16"):
         check("bfloat16" if dtype == "bfloat16" else "exp", values[:, :k], x, np.abs(x))
         return
-    padded = np.pad(np.abs(x), ((0, 0), (0, values.shape[1] - k))).reshape(m, -1, GROUP)
-    steps = np.repeat(padded.max(axis=2) / 127, GROUP, axis=1)[:, :k]
+    padded = np.pad(np.abs(x), ((0, 0), (0, values.shape[1] - k))).reshape(m, -1, SCALE_GROUP)
+    steps = np.repeat(padded.max(axis=2) / 127, SCALE_GROUP, axis=1)[:, :k]
     check("quantised", values[:, :k], x, steps)
 
 
-@pytest.mark.parametrize("n", [1, 5, WEIGHT_GROUP, WEIGHT_GROUP + 1, GROUP, 2 * GROUP + 7])
+@pytest.mark.parametrize("n", [1, 5, WEIGHT_GROUP, WEIGHT_GROUP + 1, SCALE_GROUP, 2 * SCALE_GROUP + 7])
 def test_an_int8_operand_holds_the_sums_that_the_tiles_need(n):
     operand = operand_of(random_values(3, n), "int8")
     halves = operand.values.reshape(3, -1, 2, WEIGHT_GROUP).sum(axis=3, dtype=np.int32)  # (M, G, 2)
-    assert (np.abs(operand.values.astype(int)).reshape(3, -1, GROUP).max(axis=2) == 127).all()
+    assert (np.abs(operand.values.astype(int)).reshape(3, -1, SCALE_GROUP).max(axis=2) == 127).all()
     np.testing.assert_array_equal(operand.scales.view(np.int32)[:, :, 1], -128 * halves.sum(axis=2))
     same_bits(operand.scales[:, :, 2:].copy(), operand.scales[:, :, :1] * halves.astype(np.float32))
 
@@ -152,7 +152,7 @@ def run_linear_to_operand(team, out, x, linears, layer, segments, activation, ro
 
 @jit
 def run_convert(team, operand, x, factors, layer):
-    convert(team, operand, x, factors, layer)
+    quantize_activations(team, operand, x, factors, layer)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])  # an operand of float32 is the array itself
@@ -174,7 +174,7 @@ def test_convert_is_no_phase_for_float32():
 
 
 def test_convert_multiplies_by_the_factors_of_its_layer():
-    x, factors = random_values(11, 70), random_values(2, 2 * PANEL, seed=5)  # as they lie, in whole panels
+    x, factors = random_values(11, 70), random_values(2, 2 * OUT_TILE, seed=5)  # as they lie, in whole panels
     operand = new_operand("int8", *x.shape)
     run_convert(solo_team(), operand, x, factors, np.int64(1))
     assert_same_operand(operand, operand_of(x * factors[1, :70], "int8"))
@@ -213,9 +213,9 @@ def product_name(dtype: str) -> str:
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize(("m", "k"), [*SHAPES, (5, 4 * GROUP), (9, 5 * GROUP)])
+@pytest.mark.parametrize(("m", "k"), [*SHAPES, (5, 4 * SCALE_GROUP), (9, 5 * SCALE_GROUP)])
 def test_linear(m, k, dtype):
-    for n in (1, 5, PANEL, 2 * PANEL + 35):
+    for n in (1, 5, OUT_TILE, 2 * OUT_TILE + 35):
         for has_bias in (True, False):
             check_linear(m, k, n, has_bias, dtype)
 
@@ -251,14 +251,14 @@ def test_linear_takes_the_layer_it_is_told():
 @pytest.mark.parametrize("add", [REPLACE, ADD], ids=["replace", "add"])
 def test_linear_then_activation(name, kind, add):
     """To the bit: `activate` over the product itself, then the sum."""
-    layer = random_layer(11, 35, PANEL + 3)
+    layer = random_layer(11, 35, OUT_TILE + 3)
     y = run_linear(layer)
     activations.activate(y.reshape(-1), kind)
     same_bits(run_linear(layer, kind=kind, add=add), layer.before + y if add else y)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", SLOW_INT4])
-@pytest.mark.parametrize("n", [5, PANEL, PANEL + 35])
+@pytest.mark.parametrize("n", [5, OUT_TILE, OUT_TILE + 35])
 def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
     layer, kind = random_layer(11, 35, n), activations.GELU_TANH
     out = new_operand(dtype, 12, n)
@@ -270,10 +270,10 @@ def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", SLOW_INT4])
-@pytest.mark.parametrize("n", [5, PANEL, PANEL + 35])
+@pytest.mark.parametrize("n", [5, OUT_TILE, OUT_TILE + 35])
 def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
     layer, kind = random_layer(11, 35, n), activations.GELU_TANH
-    weight, factors = packed(layer.weight, dtype), random_values(2, panel_count(n) * PANEL, seed=5)
+    weight, factors = packed(layer.weight, dtype), random_values(2, panel_count(n) * OUT_TILE, seed=5)
     linears = Linear(
         type(weight)(*(aligned(np.repeat(array, 2, axis=0)) for array in weight)),
         layer.bias[None].repeat(2, 0),
@@ -288,7 +288,7 @@ def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
 @pytest.mark.parametrize("units", [4, 5, 7])
 def test_four_segments_are_added_in_pairs(units, dtype):
     unit = K_UNIT[dtype]
-    layer, bounds = random_layer(9, units * unit, PANEL + 5), quarters(units, unit)
+    layer, bounds = random_layer(9, units * unit, OUT_TILE + 5), quarters(units, unit)
     sums = []
     for start, stop in itertools.pairwise(bounds):
         part = [np.ascontiguousarray(matrix[:, start:stop]) for matrix in layer[:2]]
@@ -302,15 +302,15 @@ def segment_of(part: Layer, weight: np.ndarray, dtype: str) -> np.ndarray:
     if dtype != "int8":
         return run_linear(part, dtype)
     largest = np.abs(weight).max(axis=1)  # in a group of its own, where x is 0
-    marked = np.pad(part.weight, ((0, 0), (0, GROUP)))
+    marked = np.pad(part.weight, ((0, 0), (0, SCALE_GROUP)))
     marked[:, -1] = largest
-    return run_linear(part._replace(x=np.pad(part.x, ((0, 0), (0, GROUP))), weight=marked), dtype)
+    return run_linear(part._replace(x=np.pad(part.x, ((0, 0), (0, SCALE_GROUP))), weight=marked), dtype)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("rows", [*range(1, 14), 47, 48, 49, 97])
 def test_a_row_has_the_same_bits_among_any_number(rows, dtype):
-    layer = random_layer(97, 35, PANEL + 5)
+    layer = random_layer(97, 35, OUT_TILE + 5)
     pairs = zip(layer.x, layer.before, strict=True)
     alone = [run_linear(layer._replace(x=x[None], before=before[None]), dtype) for x, before in pairs]
     for first in {0, 97 - rows}:
@@ -321,7 +321,7 @@ def test_a_row_has_the_same_bits_among_any_number(rows, dtype):
 
 @EVERY_DTYPE
 def test_a_row_that_is_not_finite_stays_alone_and_stays_not_finite(dtype):
-    layer = random_layer(13, 35, PANEL + 5)
+    layer = random_layer(13, 35, OUT_TILE + 5)
     clean = run_linear(layer, dtype)
     layer.x[4, 1] = np.nan
     layer.x[7, 3] = np.inf
@@ -346,4 +346,4 @@ def test_quarters():
 
 
 def test_panel_count():
-    assert [panel_count(n) for n in (1, PANEL, PANEL + 1, 2 * PANEL)] == [1, 1, 2, 2]
+    assert [panel_count(n) for n in (1, OUT_TILE, OUT_TILE + 1, 2 * OUT_TILE)] == [1, 1, 2, 2]

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import packed, random_values, unpacked
-from tinygpt.kernels.cpu.packing.bias_correction import bias_correction, unpack
-from tinygpt.kernels.cpu.packing.smoothing import BITS, Smoothing, rounded, smoothing_factors
+from tinygpt.kernels.cpu.packing.smoothing import BITS, Smoothing, bias_correction, rounded, smoothing_factors, unpack
 from tinygpt.kernels.reference.layers import ACTIVATIONS
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.random_checkpoint import open_random

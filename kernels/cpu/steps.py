@@ -1,4 +1,4 @@
-"""Several decode steps in one call: each goes on with what the one before has chosen."""
+"""Other ways to run the page: several decode steps in one call, and a step with a look inside."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,18 +10,13 @@ from tinygpt.kernels.cpu.params import Params
 from tinygpt.kernels.cpu.sampling.greatest import MAX_ENDS
 from tinygpt.kernels.cpu.sampling.sampling import sample
 from tinygpt.kernels.cpu.workspace import MAX_STEPS, Workspace, fill
+from tinygpt.kernels.reference.layers import normalize
 
 
 def multi_step(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int, ends
 ) -> Iterable[np.ndarray]:
-    """Tokens (S,) int32 of each step, which are the next one's input; -1 where logits are not finite.
-
-    At most num_steps: a step is the last in which a token is one of `ends` (E,) int32, behind which nobody may want
-    another, or at which `stop_early` is found. The batch has one new token for each sequence. Greedy steps run without
-    Python between them. The KV cache then holds the keys and values of all tokens but the last, whether or not the host
-    accepts them.
-    """
+    """Run several decode steps: see Backend. Greedy steps run without Python between them."""
     if num_steps > MAX_STEPS:
         raise ValueError(f"{num_steps} steps at once and the workspace keeps the tokens of {MAX_STEPS}.")
     if warpers.temperature.any():
@@ -35,14 +30,12 @@ def multi_step(
 
 
 def stop_early(workspace: Workspace, is_wanted: bool) -> None:
-    """Whether each call's first step is its last, and that which runs the last of its own."""
     workspace.buffers.choices.stop_early[0] = is_wanted
 
 
 def _drawn(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
 ) -> Iterator[np.ndarray]:
-    """The draw is a kernel of its own, which few runs need. Who takes the tokens calls `stop_early` at an end."""
     for _ in range(num_steps):
         logits = forward(params, batch, kv_cache, workspace)  # (S, V)
         token_ids = sample(logits, warpers, seeds, sample_indices, batch.context_lens)  # (S,)
@@ -50,3 +43,22 @@ def _drawn(
         if workspace.buffers.choices.stop_early[0]:
             break
         batch = batch.next_step(token_ids)
+
+
+def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
+    """Run a step and keep hidden states (L + 1, N, C) and queries (L, N, C): see Backend."""
+    layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
+    width = workspace.buffers.attended.shape[1]  # C, or what a rank has of it
+    hidden, queries = np.empty((layers + 1, n, c), np.float32), np.empty((layers, n, width), np.float32)
+    fill(workspace.buffers, batch)
+    workspace.team.run(take_steps, params, kv_cache, workspace.buffers._replace(hidden=hidden, queries=queries))
+    hidden[-1] = final_norm(params, hidden[-1])
+    return hidden, queries
+
+
+def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
+    """Return ln_f of x (N, C), without the head's smoothing, which divided its weight and bias."""
+    if params.ln_f is None:
+        return x
+    x = normalize(x, params.ln_f.weight[0], params.ln_f.bias[0], params.epsilon)
+    return x * params.head_factors if params.project_in is None else x

@@ -1,11 +1,13 @@
-"""Layer norm over rows: mean and variance in float32, two passes, sums in a fixed order of 16 lanes."""
+"""Phases over rows: layer norm, and copies.
+
+Mean and variance are in float32, two passes, sums in a fixed order of 16 lanes.
+"""
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.layers.formats import Nothing, PostNorm
+from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
+from tinygpt.kernels.cpu.layers.formats import PostNorm
 from tinygpt.kernels.cpu.layers.operands import put
-from tinygpt.kernels.cpu.runtime.by_type import by_type
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
 
@@ -24,7 +26,7 @@ def layer_norm(team, out, x, rows, norm, layer, epsilon):
     while first >= 0:
         for i in range(first, last):
             row = float32_at(address(x) + rows[i] * x.shape[1] * 4, x.shape[1])
-            normalise(normed, row, weight, bias, epsilon)
+            normalize(normed, row, weight, bias, epsilon)
             put(out, i, 0, normed)
         complete_rows(team, rows.size)
         first, last = claim_rows(team, rows.size)
@@ -43,11 +45,19 @@ def put_rows(team, out, x, rows):
     finish_phase(team)
 
 
+@kernel
+def norm_if_any(team, out, x, rows, norm, layer, epsilon):
+    """Apply a layer norm that a model may lack. A phase, unless norm is None."""
+    if norm is None:
+        return
+    layer_norm(team, out, x, rows, norm, layer, epsilon)
+
+
 def _normed(team, out, x, rows, norm, layer, epsilon):
     layer_norm(team, out, x, rows, norm, layer, epsilon)
 
 
-def _as_they_are(team, out, x, rows, norm, layer, epsilon):
+def _copied(team, out, x, rows, norm, layer, epsilon):
     put_rows(team, out, x, rows)
 
 
@@ -55,17 +65,15 @@ def _nothing(team, out, x, rows, norm, layer, epsilon):
     pass
 
 
-# norm_before(team, out, x, rows, norm, layer, epsilon): row i of the operand `out` is what a block, or the head, reads
-# of x[rows[i]]: its layer norm, if one stands before it. A phase.
-norm_before = by_type({PostNorm: _as_they_are, Nothing: _as_they_are}, otherwise=_normed, argument=4)
-# norm_behind(...): the same of a layer norm at the end of a block. A phase, unless there is none.
-norm_behind = by_type({PostNorm: _normed}, otherwise=_nothing, argument=4)
-# norm_if_any(...): the same of one that a model may lack. A phase, unless it does.
-norm_if_any = by_type({Nothing: _nothing}, otherwise=_normed, argument=4)
+# norm_before(team, out, x, rows, norm, layer, epsilon): row i of the operand `out` is the input of a block, or of the
+# head, of x[rows[i]]: its layer norm, if one stands before it. A phase.
+norm_before = overload_by_dtype({PostNorm: _copied, None: _copied}, otherwise=_normed, argument=4)
+# norm_behind(...): the same for a layer norm at the end of a block. A phase, unless there is none.
+norm_behind = overload_by_dtype({PostNorm: _normed}, otherwise=_nothing, argument=4)
 
 
 @kernel
-def normalise(out, x, weight, bias, epsilon):
+def normalize(out, x, weight, bias, epsilon):
     n = x.size
     mean = _sum(x) / np.float32(n)
     for c in range(n):
@@ -91,3 +99,21 @@ def _sum_squares(x):
     for i in range(vectors * LANES, x.size):
         total += x[i] * x[i]
     return total
+
+
+@kernel
+def keep_rows(team, kept, layer, rows):
+    """kept[layer] (N, C) = the first C columns of rows (N, C or more). A phase, unless nothing is to be kept."""
+    if kept.size == 0:
+        return
+    columns = kept.shape[2]
+    first, last = claim_rows(team, rows.shape[0])
+    while first >= 0:
+        for n in range(first, last):
+            source = float32_at(address(rows) + n * rows.shape[1] * 4, columns)
+            target = float32_at(address(kept) + (layer * kept.shape[1] + n) * columns * 4, columns)
+            for c in range(columns):
+                target[c] = source[c]
+        complete_rows(team, rows.shape[0])
+        first, last = claim_rows(team, rows.shape[0])
+    finish_phase(team)
