@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support.golden_models import golden_ids, write_model
-from support.golden_oracle import live_model
+from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError

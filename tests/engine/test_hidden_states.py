@@ -8,7 +8,7 @@ import pytest
 
 from support.demo import EOS, VOCAB_SIZE
 from support.golden_models import golden_ids, write_model
-from support.golden_oracle import live_model
+from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError

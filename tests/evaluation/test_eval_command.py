@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.demo import EOS
-from support.golden_oracle import read_model
+from support.oracles import read_model
 from support.paths import DATA, DEMO
 from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams

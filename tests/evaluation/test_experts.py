@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from support.golden_models import golden_ids
-from support.golden_oracle import TOLERANCE
 from support.moe_models import E, T, V, moe_arrays, write_moe
-from support.moe_oracle import moe_logits_of
+from support.oracles import TOLERANCE, moe_logits_of
 from tinygpt import LLM, SamplingParams
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), "reference"]  # kernels of their own compile for a minute

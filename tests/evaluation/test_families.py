@@ -7,9 +7,8 @@ import pytest
 
 from support.commands import Result
 from support.family_models import CHARACTERS, FAMILY_MODELS, T, V, write_characters, write_family
-from support.family_oracle import family_greedy_of, family_logits_of
 from support.golden_models import golden_ids
-from support.golden_oracle import TOLERANCE
+from support.oracles import TOLERANCE, family_greedy_of, family_logits_of
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams
 from tinygpt.evaluation.perplexity import perplexity

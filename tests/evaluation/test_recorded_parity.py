@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support.golden_models import GOLDEN_MODELS, SMALL, golden_ids, write_golden
-from support.golden_oracle import TOLERANCE, beam_groups_of, beams_of, greedy_of, logits_of, top_logprobs_of
+from support.oracles import TOLERANCE, beam_groups_of, beams_of, greedy_of, logits_of, top_logprobs_of
 from tinygpt import LLM, SamplingParams
 from tinygpt.weights.config import ACTIVATIONS
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.golden_adapters import SOFT_PROMPTS, live_peft_model, write_soft_prompt
 from support.golden_models import golden_ids, write_model
-from support.golden_oracle import live_model
+from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError

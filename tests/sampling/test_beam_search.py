@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.golden_models import golden_ids, write_model
-from support.golden_oracle import HAS_GROUPS, live_model
+from support.oracles import HAS_GROUPS, live_model
 from support.recorded import recorded
 from tinygpt import LLM
 from tinygpt.sampling.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.bare_runner import BareRunner
 from support.examples import examples
 from support.golden_models import write_model
-from support.golden_oracle import live_model
+from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError

@@ -1,7 +1,7 @@
 """What several test files share, and what stands in for something that is absent.
 
 Checkpoints and models (tiny_checkpoint, golden_models, family_models, moe_models, golden_adapters, library_tokenizers;
-by torch factory, recipes), what transformers answers or once answered (golden_oracle, family_oracle, moe_oracle,
+by torch factory, recipes), what transformers answers or once answered (oracles, oracles, oracles,
 recorded, record), files as torch.save writes them (torch_files), the tiny checkpoint as other programs write it
 (foreign, and a writer for each: tf, gguf, onnx, megatron), kernels called alone (kernel_tools, logit_rows, cuda_linear,
 cuda_model), how many random examples are tried (examples), what a second run may leave out (settled), stand-ins

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from support.family_models import FAMILY_MODELS, T, V, write_family
 from support.golden_adapters import NEED_PEFT
 from support.golden_models import golden_array, golden_ids
-from support.golden_oracle import TOLERANCE
+from support.oracles import TOLERANCE
 from support.recorded import MISSING
 from tinygpt import LLM
 from tinygpt.errors import CheckpointError
@@ -134,7 +134,7 @@ VARIANTS = [
 def new_adapter(folder, base, fields):
     peft = pytest.importorskip("peft", reason=NEED_PEFT)
     torch = pytest.importorskip("torch", reason=MISSING)
-    from support.family_oracle import read_model
+    from support.oracles import read_model
 
     model = peft.get_peft_model(read_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **{"r": R, **fields}))
     torch.manual_seed(1)
@@ -150,7 +150,7 @@ def peft_logits(base, adapter, ids):
     import peft
     import torch
 
-    from support.family_oracle import read_model
+    from support.oracles import read_model
 
     with torch.no_grad():
         return peft.PeftModel.from_pretrained(read_model(base), adapter).eval()(torch.tensor([ids])).logits[0].numpy()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.golden_models import golden_ids, write_model
-from support.golden_oracle import live_model
+from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.batch import Batch

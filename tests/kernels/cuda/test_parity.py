@@ -5,7 +5,7 @@ import pytest
 
 from support.cuda_device import SimulatedDevice
 from support.golden_models import golden_ids, write_golden
-from support.golden_oracle import TOLERANCE, greedy_of, logits_of
+from support.oracles import TOLERANCE, greedy_of, logits_of
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels.cuda.runtime import device as devices
 
