@@ -3,7 +3,7 @@
 import argparse
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,6 @@ from tinygpt.errors import RequestError, TinyGPTError, invalid
 from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 
 if TYPE_CHECKING:
-    from tinygpt.evaluation.calibration import Calibration
-    from tinygpt.execution.model_source import ModelSource
     from tinygpt.weights.checkpoint import Checkpoint
 
 USAGE = "tinygpt convert [flags] SRC DST"
@@ -135,13 +133,30 @@ def _becoming(target: Path) -> Iterator[Path]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
+    from tinygpt.execution.model_source import check_tokenizer
     from tinygpt.tokenizer.prepared import write_prepared
+    from tinygpt.weights.open import open_checkpoint
     from tinygpt.weights.random_checkpoint import is_random
+    from tinygpt.weights.stored import export, gguf_out, packed
     from tinygpt.weights.stored.sidecar_files import write_sidecar_files
 
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
-    checkpoint, write = (_in_other_format if args.to else _in_own_format)(args, folder)
+    checkpoint = open_checkpoint(args.source)
+    if isinstance(checkpoint, packed.PackedCheckpoint):
+        raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
+    export.layout_of(checkpoint)  # raises before any work
+    check_tokenizer(checkpoint)
+    if args.to == "gguf":
+        gguf_out.check_gguf(checkpoint, args.dtype)
+        write = partial(gguf_out.write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
+    elif args.to:
+        writer = export.write_npz if args.to == "npz" else export.write_safetensors
+        write = partial(writer, folder, checkpoint, args.dtype)
+    elif args.dtype == STORAGE_DTYPE:
+        write = partial(export.write_float8, folder, checkpoint, args.source)
+    else:
+        write = partial(packed.write_packed, folder, *_pack(args, checkpoint))
     log(f"writing {args.target}")
     try:
         file = write()
@@ -151,44 +166,6 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     except OSError as error:
         raise TinyGPTError(f"DST {args.target} cannot be written: {error.strerror or error}.") from None
     return sum(file.stat().st_size for file in checkpoint.files), file
-
-
-def _in_own_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
-    """Return the checkpoint, and a function that writes its weights."""
-    from tinygpt.execution.model_source import ModelSource
-    from tinygpt.weights.stored.export import write_float8
-    from tinygpt.weights.stored.packed import write_packed
-
-    source = ModelSource.open(args.source, "auto" if args.dtype == STORAGE_DTYPE else args.dtype)
-    checkpoint = _unpacked(args, source.checkpoint)
-    if args.dtype == STORAGE_DTYPE:
-        return checkpoint, partial(write_float8, folder, checkpoint, args.source)
-    return checkpoint, partial(write_packed, folder, *_pack(args, source))
-
-
-def _in_other_format(args: argparse.Namespace, folder: Path) -> "tuple[Checkpoint, Callable[[], Path]]":
-    from tinygpt.weights.open import open_checkpoint
-    from tinygpt.weights.stored.export import write_npz, write_safetensors
-    from tinygpt.weights.stored.gguf_out import check_gguf, write_gguf
-
-    checkpoint = _unpacked(args, open_checkpoint(args.source))
-    if args.to == "gguf":
-        check_gguf(checkpoint, args.dtype)
-        return checkpoint, partial(write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
-    write = write_npz if args.to == "npz" else write_safetensors
-    return checkpoint, partial(write, folder, checkpoint, args.dtype)
-
-
-def _unpacked(args: argparse.Namespace, checkpoint: Any) -> "Checkpoint":
-    from tinygpt.execution.model_source import check_tokenizer
-    from tinygpt.weights.stored.export import layout_of
-    from tinygpt.weights.stored.packed import PackedCheckpoint
-
-    if isinstance(checkpoint, PackedCheckpoint):
-        raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
-    layout_of(checkpoint)  # raises before any work
-    check_tokenizer(checkpoint)
-    return checkpoint
 
 
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
@@ -214,14 +191,24 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     return {**spec, "add_bos_token": bool(before)}
 
 
-def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, Any], dict[str, object]]:
+def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
     """Return the arrays to write, and the metadata of the file."""
+    from tinygpt.evaluation.calibration import calibrate, read_act_scales
+    from tinygpt.evaluation.texts import read_text
+    from tinygpt.execution.model_source import load_tokenizer
     from tinygpt.hardware.threads import thread_count
     from tinygpt.kernels.cpu import packed
     from tinygpt.kernels.cpu.params import load_calibrated
+    from tinygpt.request.prompts import encode
 
-    checkpoint = source.checkpoint
-    calibration = _calibration(args, checkpoint)
+    share, calibration = ALPHA if args.smooth is None else args.smooth, None
+    if args.act_scales is not None:
+        calibration = read_act_scales(args.act_scales, checkpoint, share)
+    elif args.calibrate is not None:
+        text = read_text("--calibrate", args.calibrate)
+        token_ids = encode(text, load_tokenizer(checkpoint), checkpoint.config.vocab_size)
+        log(f"calibrating on {args.calibrate}")
+        calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
     log(f"packing {args.source} as {args.dtype}")
     params = load_calibrated(checkpoint, args.dtype, thread_count(args.threads), calibration)
     metadata = {
@@ -233,21 +220,3 @@ def _pack(args: argparse.Namespace, source: "ModelSource") -> tuple[dict[str, An
         **({} if calibration is None else calibration.about),
     }
     return packed.arrays_of(params), metadata
-
-
-def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Calibration | None":
-    """Return the channel sizes of --calibrate or --act-scales."""
-    from tinygpt.evaluation.calibration import calibrate, read_act_scales
-    from tinygpt.evaluation.texts import read_text
-    from tinygpt.execution.model_source import load_tokenizer
-    from tinygpt.request.prompts import encode
-
-    share = ALPHA if args.smooth is None else args.smooth
-    if args.act_scales is not None:
-        return read_act_scales(args.act_scales, checkpoint, share)
-    if args.calibrate is None:
-        return None
-    text = read_text("--calibrate", args.calibrate)
-    token_ids = encode(text, load_tokenizer(checkpoint), checkpoint.config.vocab_size)
-    log(f"calibrating on {args.calibrate}")
-    return calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
