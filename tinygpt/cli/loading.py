@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import llm_arguments
+from tinygpt.cli.flags import RANK_FLAGS, llm_arguments
 from tinygpt.cli.output import counted, log
 from tinygpt.errors import RequestError, how_to_install
 from tinygpt.hardware.threads import logical_cores, thread_count
@@ -97,15 +97,20 @@ def set_thread_pools(threads: int | None) -> None:
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 
+def has_ranks(args: argparse.Namespace) -> bool:
+    """Return whether the flags ask for several ranks."""
+    return any(getattr(args, name, 1) != 1 for name in RANK_FLAGS)
+
+
 def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Return in rank 0, or if there is to be one process. Any other rank follows rank 0, and exits when it ends.
 
     A process that mpiexec has not started becomes mpiexec, with the same command line. RequestError if ranks are not
     available. SIGTERM to rank 0 ends all of them.
     """
-    layout = Layout.of(getattr(args, "tensor_parallel_size", 1), getattr(args, "pipeline_parallel_size", 1))
-    if layout.size == 1:
+    if not has_ranks(args):
         return
+    layout = Layout.of(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
     from tinygpt.parallel.ending import EndAtOnce

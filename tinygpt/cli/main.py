@@ -5,17 +5,17 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from types import ModuleType
 
 import tinygpt
 from tinygpt.cli.flags import flag_of
-from tinygpt.cli.loading import Terminated, start_ranks, warn_if_oversubscribed
+from tinygpt.cli.loading import Terminated, has_ranks, start_ranks, warn_if_oversubscribed
 from tinygpt.cli.output import STATUS, log, logging_to_stderr, print_error
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError, suggest
-from tinygpt.parallel.launched import launched_rank
+from tinygpt.parallel.launched import is_first_of_host, launched_rank
 
 # Each is a module of tinygpt/cli, imported when it is asked for, or when all of them are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
@@ -45,11 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*(sys.argv[1:] if argv is None else argv)]
     if words[:1] in (["help"], ["--help"]):  # `tinygpt help generate` is `tinygpt generate --help`
         words = [*words[1:2], "--help"]
-    with ExitStack() as silence:
-        if launched_rank():  # rank 0 reports a malformed command line for all
-            nowhere = silence.enter_context(open(os.devnull, "w", encoding="utf-8"))
-            silence.enter_context(redirect_stdout(nowhere))
-            silence.enter_context(redirect_stderr(nowhere))
+    with _silence(bool(launched_rank())):  # rank 0 reports a malformed command line for all
         args = parse(words)
     with logging_to_stderr(args.debug, getattr(args, "log_format", "text")):
         try:
@@ -60,9 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (Exception, KeyboardInterrupt) as error:
             if args.debug:
                 raise
-            return _report(error, args)
+            with _silence(has_ranks(args) and not is_first_of_host()):  # one rank of each host reports it
+                return _report(error, args)
         finally:
             _flush_streams()
+
+
+@contextmanager
+def _silence(is_silent: bool) -> Iterator[None]:
+    if not is_silent:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

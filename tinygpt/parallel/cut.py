@@ -47,15 +47,16 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
         )
     if layout.pipeline_size > config.n_layer:
         raise RequestError(
-            f"pipeline_parallel_size is {layout.pipeline_size} and this model has {config.n_layer} layers: each "
-            "stage takes one or more."
+            f"is {layout.pipeline_size} and this model has {config.n_layer} layers: each stage takes one or more.",
+            "pipeline_parallel_size",
         )
     if layout.tensor_size > 1 and not can_share(config, dtype):
         raise RequestError(
-            f"tensor_parallel_size is {layout.tensor_size} and this model's {config.n_head} heads of "
+            f"is {layout.tensor_size} and this model's {config.n_head} heads of "
             f"{config.head_size} and {config.inner_size} hidden units cannot be shared in {dtype} with the same "
             "results: it takes 4 heads or more, and sizes that are whole pairs in bfloat16 and whole groups of 64 in "
-            "int8 and int4: use another dtype, or pipeline_parallel_size."
+            "int8 and int4: use another dtype, or pipeline_parallel_size.",
+            "tensor_parallel_size",
         )
 
 

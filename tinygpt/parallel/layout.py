@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import invalid
 
 MAX_TENSOR_SIZE = 4  # kernels sum four segments of K
 MAX_PIPELINE_SIZE = 1024
@@ -43,4 +43,4 @@ class Layout:
 
 def _check_size(name: str, size: Any, most: int) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
-        raise RequestError(f"{name} is {size!r} and must be a whole number from 1 to {most}.")
+        raise invalid(name, size, f"a whole number from 1 to {most}")
