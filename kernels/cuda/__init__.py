@@ -12,14 +12,13 @@ from tinygpt.kernels.cuda.kv_cache import (
     read_positions,
     write_positions,
 )
-from tinygpt.kernels.cuda.memory import check_memory
 from tinygpt.kernels.cuda.model import forward
-from tinygpt.kernels.cuda.multi_step import multi_step, stop_early
 from tinygpt.kernels.cuda.params import check_model, load_params
 from tinygpt.kernels.cuda.runtime.device import check_device
-from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
-from tinygpt.kernels.cuda.trace import trace
-from tinygpt.kernels.cuda.workspace import new_workspace
+from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample
+from tinygpt.kernels.cuda.steps import multi_step, stop_early, trace
+from tinygpt.kernels.cuda.workspace import check_memory, new_workspace
+from tinygpt.kernels.reference import top_logprobs
 
 DTYPES = ("float32", "bfloat16", "int8")
 MAX_STEP_TOKENS = 2048

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.cuda.layers.attention import CHUNK, padded_head
-from tinygpt.kernels.cuda.packing.dtypes import array_type, item_bytes, to_bfloat16
+from tinygpt.kernels.cuda.layers.attention import KEY_BLOCK, padded_head
+from tinygpt.kernels.cuda.packing import array_type, item_bytes, to_bfloat16
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 
@@ -50,7 +50,7 @@ def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "flo
 
 
 def _shape(config, num_slots: int, length: int) -> tuple[int, int, int, int, int]:
-    return config.n_layer, num_slots, config.n_head, -(-length // CHUNK) * CHUNK, padded_head(config.head_size)
+    return config.n_layer, num_slots, config.n_head, -(-length // KEY_BLOCK) * KEY_BLOCK, padded_head(config.head_size)
 
 
 def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start: int, stop: int) -> None:

@@ -14,9 +14,8 @@ from tinygpt.kernels.cuda.layers.attention import (
     attend_chunks_kernel,
     attend_tiles_kernel,
 )
-from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
-from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
-from tinygpt.kernels.cuda.layers.gemm_tiles import pick_tile
+from tinygpt.kernels.cuda.layers.elementwise import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.gemm import gemm_kernel, pick_tile
 from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
     ADD,
@@ -30,18 +29,17 @@ from tinygpt.kernels.cuda.layers.linear import (
     normed_linear_kernel,
 )
 from tinygpt.kernels.cuda.layers.product import TILE_TOKENS
-from tinygpt.kernels.cuda.packing.dtypes import family_of
-from tinygpt.kernels.cuda.packing.layout import STEP, padded_columns
+from tinygpt.kernels.cuda.packing import STEP, family_of, padded_columns
 from tinygpt.kernels.cuda.params import Params
-from tinygpt.kernels.cuda.runtime.warp import WARP
-from tinygpt.kernels.cuda.sizes import NUM_LOGITS, NUM_TOKENS, Shape, rounded_up
+from tinygpt.kernels.cuda.runtime.block import WARP
+from tinygpt.kernels.cuda.sizes import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
 from tinygpt.kernels.cuda.workspace import Workspace
 
 DECODE_WARPS = 4  # of a block of decoding attention, where there is work for all multiprocessors
 MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of TILE_TOKENS tokens, that a block of `linear` multiplies
 
 
-def embed_tokens(params: Params, x, shape: Shape, workspace: Workspace) -> None:
+def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) = wte[token] + wpe[position]"""
     inputs, wte = workspace.inputs, params.wte
     places = inputs.token_ids, inputs.positions, workspace.embeds
@@ -50,7 +48,7 @@ def embed_tokens(params: Params, x, shape: Shape, workspace: Workspace) -> None:
 
 
 def normed_linear(
-    params: Params, norm: str, name: str, layer: int, target, x, shape: Shape, workspace: Workspace, purpose: str
+    params: Params, norm: str, name: str, layer: int, target, x, shape: StepShape, workspace: Workspace, purpose: str
 ) -> None:
     """A linear layer of a layer norm of rows of x, in one kernel where the rows are few and made of whole steps."""
     # The head has so many blocks that a norm in each would take longer than a kernel of its own.
@@ -67,7 +65,7 @@ def normed_linear(
     w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
 
 
-def layer_norm(params: Params, norm: str, layer: int, x, shape: Shape, workspace: Workspace, purpose: str) -> None:
+def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, workspace: Workspace, purpose: str) -> None:
     """normed (N, C), or of the rows whose logits are wanted (R, C)."""
     w, columns = workspace, params.config.n_embd
     rows = w.inputs.logit_rows if purpose == LOGITS else w.every
@@ -78,7 +76,7 @@ def layer_norm(params: Params, norm: str, layer: int, x, shape: Shape, workspace
 
 
 def linear(
-    params: Params, name: str, layer: int, target, inputs, shape: Shape, workspace: Workspace, purpose: str
+    params: Params, name: str, layer: int, target, inputs, shape: StepShape, workspace: Workspace, purpose: str
 ) -> None:
     """A linear layer of rows of inputs.
 
@@ -100,12 +98,12 @@ def linear(
     device.launch(linear_kernel(dtype, tiles, purpose), grid, LINEAR_THREADS, *arguments)
 
 
-def add_projection(params: Params, name: str, layer: int, x, y, shape: Shape, workspace: Workspace) -> None:
+def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) += linear(y): the end of each block, and the place where tensor-parallel ranks will sum their shares."""
     linear(params, name, layer, x, y, shape, workspace, ADD)
 
 
-def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: Shape, workspace: Workspace) -> None:
+def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
     """attended (N, C): each new token over its sequence's keys and values up to its own position."""
     if shape.tiles:
         attend_tiles(params, layer, attended, kv_cache, shape, workspace)
@@ -113,7 +111,9 @@ def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: Shape
         attend_chunks(params, layer, attended, kv_cache, shape, workspace)
 
 
-def attend_tiles(params: Params, layer: int, attended, kv_cache: KVCache, shape: Shape, workspace: Workspace) -> None:
+def attend_tiles(
+    params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
+) -> None:
     """Prefill, and steps in which some sequences have several new tokens."""
     c, config = kv_cache, params.config
     function = attend_tiles_kernel(c.padded_head, family_of(params.dtype))
@@ -122,7 +122,9 @@ def attend_tiles(params: Params, layer: int, attended, kv_cache: KVCache, shape:
     workspace.device.launch(function, (shape.tiles, c.num_heads), TILE_WARPS * WARP, *arguments)
 
 
-def attend_chunks(params: Params, layer: int, attended, kv_cache: KVCache, shape: Shape, workspace: Workspace) -> None:
+def attend_chunks(
+    params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
+) -> None:
     """Decoding: chunks of keys side by side; the last to be done merges them."""
     w, inputs, c, config, family = workspace, workspace.inputs, kv_cache, params.config, family_of(params.dtype)
     is_small = shape.tokens * c.num_heads * shape.chunks < 8 * w.device.multiprocessors
@@ -147,7 +149,7 @@ def keys_of(kv_cache: KVCache, layer: int, workspace: Workspace) -> tuple[Any, .
     return w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
 
 
-def rows_of(purpose: str, shape: Shape) -> tuple[int, int]:
+def rows_of(purpose: str, shape: StepShape) -> tuple[int, int]:
     """How many rows a linear layer may have, and the index in `sizes` of how many it has."""
     return (shape.logits, NUM_LOGITS) if purpose == LOGITS else (shape.tokens, NUM_TOKENS)
 

@@ -13,8 +13,8 @@ from tinygpt.kernels.cuda.kv_cache import KVCache
 from tinygpt.kernels.cuda.launches import add_projection, attend, embed_tokens, heads_of, normed_linear
 from tinygpt.kernels.cuda.layers.linear import LOGITS, QKV
 from tinygpt.kernels.cuda.params import Params
-from tinygpt.kernels.cuda.sampling.logits import DeviceLogits
-from tinygpt.kernels.cuda.sizes import Shape
+from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits
+from tinygpt.kernels.cuda.sizes import StepShape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
 
 HEAD_LAYER = 0  # ln_f and the head are one layer
@@ -25,13 +25,13 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> D
 
     They stay on the GPU, in the workspace: the next step overwrites them. Does not wait for the GPU.
     """
-    shape = Shape.of(batch, workspace.sizes)
+    shape = StepShape.of(batch, workspace.sizes)
     fill(workspace, batch)
     workspace.graphs.run(shape, lambda: queue_step(params, shape, kv_cache, workspace))
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
-def queue_step(params: Params, shape: Shape, kv_cache: KVCache, workspace: Workspace) -> None:
+def queue_step(params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
     """Queue one step of what `fill` has put into the workspace; its logits will be there, too."""
     x = workspace.x
     embed(params, x, shape, workspace)  # (N, C)
@@ -41,12 +41,12 @@ def queue_step(params: Params, shape: Shape, kv_cache: KVCache, workspace: Works
     head(params, x, shape, workspace)
 
 
-def embed(params: Params, x, shape: Shape, workspace: Workspace) -> None:
+def embed(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative."""
     embed_tokens(params, x, shape, workspace)  # (N, C)
 
 
-def attention_block(params: Params, layer: int, x, shape: Shape, kv_cache: KVCache, workspace: Workspace) -> None:
+def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
     qkv, attended = heads_of(kv_cache, workspace), workspace.attended
     normed_linear(params, "ln_1", "c_attn", layer, qkv, x, shape, workspace, QKV)  # (N, 3C)
@@ -54,14 +54,14 @@ def attention_block(params: Params, layer: int, x, shape: Shape, kv_cache: KVCac
     add_projection(params, "attn_proj", layer, x, attended, shape, workspace)  # (N, C)
 
 
-def mlp_block(params: Params, layer: int, x, shape: Shape, workspace: Workspace) -> None:
+def mlp_block(params: Params, layer: int, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner, activation = workspace.inner, params.config.activation
     normed_linear(params, "ln_2", "c_fc", layer, inner, x, shape, workspace, activation)  # (N, F)
     add_projection(params, "mlp_proj", layer, x, inner, shape, workspace)  # (N, C)
 
 
-def head(params: Params, x, shape: Shape, workspace: Workspace) -> None:
+def head(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     if shape.logits:
         logits = workspace.logits

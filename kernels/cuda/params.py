@@ -8,8 +8,7 @@ import numpy as np
 from tinygpt.kernels.backend import KINDS, LINEARS, NORMS, DeviceError
 from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
 from tinygpt.kernels.cuda.layers.linear import Weights
-from tinygpt.kernels.cuda.packing.dtypes import array_type, item_bytes
-from tinygpt.kernels.cuda.packing.layout import PANEL, pack, padded_columns, panel_count, step_count
+from tinygpt.kernels.cuda.packing import OUT_TILE, array_type, item_bytes, pack, padded_columns, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
 
 
@@ -52,8 +51,8 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
 
     def weights(names: list[str], bias: np.ndarray) -> Weights:
         n, k = checkpoint.tensor(names[0]).shape
-        panels = device.zeros((len(names), panel_count(n) * PANEL, padded_columns(k)), array_type(dtype))
-        scales, size = np.empty((len(names), panel_count(n) * PANEL), np.float32), panels.size // len(names)
+        panels = device.zeros((len(names), panel_count(n) * OUT_TILE, padded_columns(k)), array_type(dtype))
+        scales, size = np.empty((len(names), panel_count(n) * OUT_TILE), np.float32), panels.size // len(names)
         for i, name in enumerate(names):  # one matrix at a time is in memory twice
             packed, scales[i] = pack(checkpoint.tensor(name), dtype)
             device.write(panels[i * size : (i + 1) * size], packed)
@@ -96,4 +95,4 @@ def params_bytes(config: Any, dtype: str, tied: bool) -> int:
 
 
 def _linear_bytes(n: int, k: int, dtype: str) -> int:
-    return panel_count(n) * PANEL * (padded_columns(k) * item_bytes(dtype) + 4)
+    return panel_count(n) * OUT_TILE * (padded_columns(k) * item_bytes(dtype) + 4)

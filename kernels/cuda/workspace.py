@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.batch import query_tiles
+from tinygpt.kernels.cuda.kv_cache import kv_cache_bytes
 from tinygpt.kernels.cuda.layers.attention import QUERY_TILE, padded_head
-from tinygpt.kernels.cuda.packing.dtypes import array_type, family_of, item_bytes
-from tinygpt.kernels.cuda.packing.layout import padded_columns
+from tinygpt.kernels.cuda.packing import array_type, family_of, item_bytes, padded_columns
+from tinygpt.kernels.cuda.params import params_bytes
 from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.graphs import Graphs
-from tinygpt.kernels.cuda.runtime.parts import Parts
-from tinygpt.kernels.cuda.sampling.buffers import SamplingBuffers, new_sampling_buffers, sampling_bytes
-from tinygpt.kernels.cuda.sizes import NUM_SIZES, Sizes
+from tinygpt.kernels.cuda.runtime.device import Graphs, Parts
+from tinygpt.kernels.cuda.sampling.sampling import SamplingBuffers, new_sampling_buffers, sampling_bytes
+from tinygpt.kernels.cuda.sizes import NUM_SIZES, MaxShape
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Workspace:
     logits: Any  # (R, V) float32
     every: Any  # (N,) int32: 0, 1, 2, ...
     sampling: SamplingBuffers
-    sizes: Sizes
+    sizes: MaxShape
     graphs: Graphs
 
 
@@ -56,7 +57,7 @@ def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
     """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
-    device, sizes = devices.the_device(), Sizes.of(config, max_num_tokens, max_num_logits)
+    device, sizes = devices.the_device(), MaxShape.of(config, max_num_tokens, max_num_logits)
     inputs = _input_parts(sizes)
     whole = device.zeros((inputs.num_bytes,), np.uint8)
     shapes = _shapes(config, sizes, family_of(dtype))
@@ -72,7 +73,7 @@ def new_workspace(
     )
 
 
-def workspace_bytes(config, sizes: Sizes, dtype: str) -> int:
+def workspace_bytes(config, sizes: MaxShape, dtype: str) -> int:
     """What `new_workspace` takes of the GPU's memory."""
     shapes = _shapes(config, sizes, family_of(dtype)).values()
     buffers = sum(math.prod(shape) * item_bytes(kind) for shape, kind in shapes)
@@ -80,7 +81,7 @@ def workspace_bytes(config, sizes: Sizes, dtype: str) -> int:
     return buffers + counts + _input_parts(sizes).num_bytes + sampling_bytes(config, sizes)
 
 
-def _shapes(config, sizes: Sizes, family: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _shapes(config, sizes: MaxShape, family: str) -> dict[str, tuple[tuple[int, ...], str]]:
     n, r, heads, padded = sizes.tokens, sizes.logits, config.n_head, padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
     return {
@@ -95,7 +96,7 @@ def _shapes(config, sizes: Sizes, family: str) -> dict[str, tuple[tuple[int, ...
     }
 
 
-def _input_parts(sizes: Sizes) -> Parts:
+def _input_parts(sizes: MaxShape) -> Parts:
     n, r = sizes.tokens, sizes.logits
     lengths = {"sizes": NUM_SIZES, "token_ids": n, "positions": n, "token_slots": n, "logit_rows": r}
     lengths["tiles"] = 2 * n + 2  # a tile has one token at least, and their number is rounded up
@@ -117,3 +118,28 @@ def fill(workspace: Workspace, batch) -> None:
     }
     workspace.device.write(inputs.whole, inputs.parts.join(values))
     workspace.device.write(workspace.embeds, batch.embeds)
+
+
+def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:
+    """DeviceError, before anything is loaded, if the model takes more memory than the GPU has free."""
+    steps = max_num_tokens, max_num_logits
+    needed = bytes_needed(config, dtype, tied, kv_cache_dtype, num_slots, max_model_len, *steps)
+    free, total = devices.the_device().free_bytes(), sum(needed.values())
+    if total > free:
+        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
+        raise DeviceError(
+            f"this takes {total / 2**30:.2f} GiB of the GPU's memory ({parts}) and {free / 2**30:.2f} GiB are "
+            "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
+            "dtype."
+        )
+
+
+def bytes_needed(
+    config, dtype: str, tied: bool, kv_cache_dtype: str, num_slots: int, max_model_len: int, *step: int
+) -> dict[str, int]:
+    """By what it is for. num_slots and max_model_len: of the KV cache. step: new_workspace's tokens and logits."""
+    return {
+        "weights": params_bytes(config, dtype, tied),
+        "KV cache": kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
+        "buffers": workspace_bytes(config, MaxShape.of(config, *step), dtype),
+    }

@@ -6,8 +6,7 @@ import numpy as np
 
 from support.cuda_simulator import simulate
 from tinygpt.kernels.cuda.layers.linear import ADD, LINEAR_THREADS, LOGITS, QKV, Heads, Weights, linear_kernel
-from tinygpt.kernels.cuda.packing.dtypes import to_bfloat16
-from tinygpt.kernels.cuda.packing.layout import STEP, pack, panel_count, step_count
+from tinygpt.kernels.cuda.packing import STEP, pack, panel_count, step_count, to_bfloat16
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:

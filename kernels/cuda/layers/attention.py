@@ -1,34 +1,24 @@
 """Causal attention over the KV cache: a kernel for decode and one for prefill, with the same results to the bit.
 
-Keys and values are taken in chunks of CHUNK absolute positions. In every kernel a warp weighs a chunk for a query by
-the same device functions, and chunks are merged in ascending order by the same operations: what a query gets depends
-on its position and the cache up to it alone. A key that it may not see has weight 0, and what the cache holds after
-the last position that the warp's queries see counts as 0, whatever its bits. (Between the queries of one warp it is 0
-times a later value of their own sequence, as on the CPU: that value must be finite.)
-
-The limit of decode is the bytes of keys and values over the bandwidth. A warp has all that it will read of a chunk,
-16 KiB where Dp is 64 in bfloat16, brought to the L2 cache by two instructions, and reads half of the keys itself
-meanwhile: whatever registers the compiler grants, an SM has under way more than the 25 KiB or so that the bandwidth of
-an H200 takes, as soon as it holds 2 warps, and it holds up to 20. In prefill the warps of a block read the same chunk
-at about the same time, so that three of four find it in the L1 cache.
-
-dtype is "float32" or "bfloat16", and size is Dp, the head size rounded up to a multiple of 32. The flat arrays:
-    q            (N, H, Dp), unscaled; bfloat16 as uint16, here and below
-    k_cache      (L, num_slots, H, padded_len, Dp); padded_len is a multiple of CHUNK
-    v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
-    attended     (N, width), head by head; columns from H * head_size on are left alone
-    partials     (N, H, max_chunks, 2 + Dp) float32: a chunk's highest score, sum of weights, weighted values
-    merges       (N, H) int32, 0 before and after: how many of a token and head's chunks are done
-    positions, token_slots  (N,) int32: of each token, its position and its KV slot
-    sizes        sizes[0], int32: how many tokens there are; what is launched for others returns at once
-    tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence, positions ascending
+Keys and values are read in blocks of KEY_BLOCK absolute positions. In each kernel a warp weighs a block for a query by
+the same device functions, and blocks are merged in ascending order by the same operations: the result for a query
+depends on its position and the cache up to it alone. A masked key has weight 0. The cache after the newest position may
+hold anything.
 """
 
 import functools
 import math
 
-from tinygpt.kernels.cuda.layers.attention_products import BLOCK, CHUNK, Products, attention_products
-from tinygpt.kernels.cuda.layers.attention_softmax import blend, chunk_weights, merge
+from tinygpt.kernels.cuda.layers.attention_products import (
+    BLOCK,
+    KEY_BLOCK,
+    Products,
+    attention_products,
+    blend,
+    chunk_weights,
+    merge,
+)
+from tinygpt.kernels.cuda.runtime.block import ALL_LANES, WARP
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     arrive,
@@ -37,7 +27,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     prefetch_run,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
@@ -70,10 +59,12 @@ def attend_chunks_kernel(size: int, dtype: str):
         chunk = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
         if n >= sizes[0]:
             return
-        last = int32(positions[n] - chunk * CHUNK)  # of the chunk's keys
+        last = int32(positions[n] - chunk * KEY_BLOCK)  # of the chunk's keys
         if last < 0:
             return
-        start = cache_start(layer, num_slots, token_slots[n], num_heads, head, padded_len * size) + chunk * CHUNK * size
+        start = (
+            cache_start(layer, num_slots, token_slots[n], num_heads, head, padded_len * size) + chunk * KEY_BLOCK * size
+        )
         if lane == 0:
             prefetch_chunk(k_cache, v_cache, start, last)
         wait_for_kernel_before()
@@ -89,7 +80,7 @@ def prefetch_function(size: int, dtype: str):
 
     @device_function
     def prefetch_chunk(k_cache, v_cache, start, last):
-        wanted = int32(min(last + 2, CHUNK) * size * ITEM)  # an even number of positions
+        wanted = int32(min(last + 2, KEY_BLOCK) * size * ITEM)  # an even number of positions
         prefetch_run(k_cache, start, wanted)
         prefetch_run(v_cache, start, wanted)
 
@@ -130,7 +121,7 @@ def chunk_function(products: Products, size: int):
             if lane < ROW_LANES:
                 for i in range(DIMS):
                     partials[out + 2 + block * BLOCK + lane * DIMS + i] = sums[i]
-        chunks = int32(last // CHUNK + chunk + 1)
+        chunks = int32(last // KEY_BLOCK + chunk + 1)
         if is_last(merges, n * num_heads + head, chunks):
             combine(attended, partials, n, num_heads, head, chunks, max_chunks, head_size, width)
 
@@ -244,9 +235,9 @@ def attend_tiles_kernel(size: int, dtype: str):
                         if newest[i // DIMS] >= 0:  # otherwise sums may be 0 times NaN, and -0 would become 0
                             value = values[block * HELD + i]
                             values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
-                start, last = start + CHUNK * size, int32(last - CHUNK)
+                start, last = start + KEY_BLOCK * size, int32(last - KEY_BLOCK)
                 for r in range(ROWS):
-                    newest[r] -= CHUNK
+                    newest[r] -= KEY_BLOCK
 
             for r in range(ROWS):
                 row = int32(lane // ROW_LANES + 8 * r)

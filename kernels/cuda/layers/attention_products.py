@@ -2,7 +2,7 @@
 
 A warp takes `queries` queries of a head over a chunk of keys. A query is a row, of which `row_lanes` lanes share the
 results: a lane has the rows lane // row_lanes + 8 r, r in range(rows); of each row the scores of the keys
-2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, i in range(CHUNK / row_lanes); and of each block of BLOCK dims
+2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, i in range(KEY_BLOCK / row_lanes); and of each block of BLOCK dims
 those from dims * (lane % row_lanes) on.
 
     bfloat16   16 queries, 4 lanes to a row, 2 rows to a lane: where mma_bfloat16 leaves its results
@@ -12,6 +12,7 @@ those from dims * (lane % row_lanes) on.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tinygpt.kernels.cuda.runtime.block import ALL_LANES, WARP
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
     bits_to_float32,
@@ -21,11 +22,12 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     pack_bfloat16,
     store_bfloat16,
 )
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
 
 from numba import cuda, float32, int32, uint32  # isort: skip
 
-CHUNK = 64  # positions
+import math
+
+KEY_BLOCK = 64  # positions
 BLOCK = 32  # dims
 
 
@@ -35,8 +37,8 @@ class Products:
 
     load_queries(words, q, first, count, head, num_heads, lane): the warp's queries, of the `count` tokens from `first`
         on; the last stands in for more. q (N, H, Dp).
-    multiply_keys(scores, words, k_cache, start, lane): scores (rows, CHUNK / row_lanes), of the keys (CHUNK, Dp) that
-        begin at element `start`.
+    multiply_keys(scores, words, k_cache, start, lane): scores (rows, KEY_BLOCK / row_lanes), of the keys
+        (KEY_BLOCK, Dp) that begin at element `start`.
     pack_weights(packed, weights): scores that have become weights, as weigh_values takes them.
     weigh_values(sums, packed, v_cache, start, block, newest, lane): sums (rows, dims), the weighted values of a block
         of dims; value `newest` of the chunk is the last that is read for what it is, later ones count as 0.
@@ -73,7 +75,7 @@ def bfloat16_products(size: int, load_128=load_cached) -> Products:
     A product may take its dims in any order. So a lane reads 16 bytes of a query or key, 8 (lane % 4) on in each
     block, and they serve two products, the first two words and the last two.
     """
-    BLOCKS, TILES, STEPS = size // BLOCK, CHUNK // 8, CHUNK // 16
+    BLOCKS, TILES, STEPS = size // BLOCK, KEY_BLOCK // 8, KEY_BLOCK // 16
 
     @device_function
     def load_queries(words, q, first, count, head, num_heads, lane):
@@ -106,13 +108,15 @@ def bfloat16_products(size: int, load_128=load_cached) -> Products:
 
     @device_function
     def weigh_values(sums, packed, v_cache, start, block, newest, lane):
-        """The cache has pairs of positions, (CHUNK / 2, Dp, 2), each a word of an operand. A lane reads 4 dims of two
-        pairs, one for each of 4 products, whose columns are therefore 4 dims apart."""
+        """Read 4 dims of two pairs a lane, one for each of 4 products, whose columns are 4 dims apart.
+
+        The cache has pairs of positions, (KEY_BLOCK / 2, Dp, 2), each a word of an operand.
+        """
         for i in range(16):
             sums[i] = float32(0)
         at, left = start + int32((lane & 3) * 2 * size + (lane >> 2) * 8), int32(newest - (lane & 3) * 2)
         for step in range(STEPS):
-            if step == STEPS // 2 and newest < CHUNK // 2:
+            if step == STEPS // 2 and newest < KEY_BLOCK // 2:
                 return
             offset, w = step * 16 * size + block * 2 * BLOCK, 4 * step
             low, high = load_128(v_cache, at + offset), load_128(v_cache, at + (offset + 8 * size))
@@ -169,7 +173,7 @@ def float32_products(size: int) -> Products:
     @device_function
     def weigh_values(sums, packed, v_cache, start, block, newest, lane):
         total, at = float32(0), start + int32(block * BLOCK + lane)
-        for key in range(CHUNK):
+        for key in range(KEY_BLOCK):
             weight = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(packed[key % 2]), key // 2)
             value = v_cache[at + key * size]
             total = cuda.fma(weight, value if key <= newest else float32(0), total)
@@ -180,3 +184,61 @@ def float32_products(size: int) -> Products:
         attended[index] = value
 
     return Products(1, 32, BLOCKS, 2, load_queries, multiply_keys, pack_weights, weigh_values, store)
+
+
+def chunk_weights(products: Products):
+    """The device function that weighs a chunk's keys for a warp's queries, from the cache to packed weights.
+
+    weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane): the weights are exp(score -
+    highest) of the keys up to `newest` (rows,) of the chunk, and 0 of the others. highest and total (rows,): the
+    largest score and the sum of the weights; -inf and 0, weights included, where newest is negative.
+    """
+    multiply_keys, pack_weights = products.multiply_keys, products.pack_weights
+    ROWS, ROW_LANES = products.rows, products.row_lanes
+    KEYS, STEPS = KEY_BLOCK // ROW_LANES, ROW_LANES.bit_length() - 1
+    SCORES = ROWS * KEYS
+
+    @device_function
+    def weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane):
+        scores = cuda.local.array(SCORES, float32)
+        multiply_keys(scores, words, k_cache, start, lane)
+        for r in range(ROWS):
+            last, top = int32(newest[r] - 2 * (lane & ROW_LANES - 1)), float32(-math.inf)
+            for i in range(KEYS):
+                score = cuda.fma(scores[r * KEYS + i], scale, float32(0))
+                if 2 * ROW_LANES * (i // 2) + i % 2 > last:
+                    score = float32(-math.inf)
+                scores[r * KEYS + i] = score
+                top = max(top, score)
+            for step in range(STEPS):
+                top = max(top, cuda.shfl_xor_sync(uint32(ALL_LANES), top, 1 << step))
+            highest[r] = top
+            if newest[r] < 0:  # no key, and -inf less -inf is NaN
+                top = float32(0)
+            whole = float32(0)
+            for i in range(KEYS):
+                weight = math.exp(scores[r * KEYS + i] - top)
+                scores[r * KEYS + i] = weight
+                whole += weight
+            for step in range(STEPS):
+                whole += cuda.shfl_xor_sync(uint32(ALL_LANES), whole, 1 << step)
+            total[r] = whole
+        pack_weights(packed, scores)
+
+    return weigh_keys
+
+
+@device_function
+def merge(highest, total, chunk_highest, chunk_total):
+    """The softmax of what came before and of a chunk. One without a key, -inf and 0, changes nothing.
+
+    Returns the new highest and total, and the factors that `blend` takes for the values.
+    """
+    top = max(highest, chunk_highest)
+    kept, added = math.exp(highest - top), math.exp(chunk_highest - top)
+    return top, blend(total, kept, chunk_total, added), kept, added
+
+
+@device_function
+def blend(before, kept, chunk, added):
+    return cuda.fma(before, kept, chunk * added)

@@ -15,11 +15,12 @@ half as many, and to unpack them takes up to six instructions for each mma, besi
 
 import functools
 import math
+from dataclasses import dataclass
 
-from tinygpt.kernels.cuda.layers.gemm_tiles import STAGES, SUM_PAD, WEIGHT_BYTES, Tile
 from tinygpt.kernels.cuda.layers.linear import ending_of, first_weight
 from tinygpt.kernels.cuda.layers.product import TILE_TOKENS, segment_start
-from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.packing import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.runtime.block import WARP
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
@@ -32,9 +33,91 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.runtime.warp import WARP
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
+
+STAGES = 4  # steps of K in shared memory: one is multiplied while three are on their way
+SUM_PAD = 8  # float32 between two rows of sums in shared memory, which spreads a warp's writes over the banks
+WEIGHT_BYTES = {"bfloat16": 2, "int8": 1}
+
+# What a multiprocessor of an H200 does in a clock, until somebody measures it: products of mma.sync, 62 % of the 2048
+# that the GPU is sold with; bytes of shared memory; bytes of the L2 cache, its share of some 6 TB/s when all read,
+# and the most that it takes in alone.
+PRODUCTS_A_CLOCK, SHARED_A_CLOCK, L2_A_CLOCK, L2_A_CLOCK_ALONE = 1270, 128, 27, 50
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A grid of warps, each of which multiplies token_tiles * 16 tokens by `panels` panels of 8 features.
+
+    An even number of warps, and at least 8 tokens for each feature warp: 16 * token_tiles / feature_warps = 8, 16, ...
+    """
+
+    token_warps: int
+    feature_warps: int
+    token_tiles: int
+    panels: int
+
+    @property
+    def tokens(self) -> int:
+        return self.token_warps * self.token_tiles * TILE_TOKENS
+
+    @property
+    def features(self) -> int:
+        return self.feature_warps * self.panels * OUT_TILE
+
+    @property
+    def warps(self) -> int:
+        return self.token_warps * self.feature_warps
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    def grid(self, tokens: int, features: int) -> tuple[int, int]:
+        return math.ceil(features / self.features), math.ceil(tokens / self.tokens)
+
+    def input_bytes(self) -> int:
+        """Of a step of its tokens."""
+        return self.tokens * STEP * 2
+
+    def stage_bytes(self, dtype: str) -> int:
+        """Of a step of its tokens and of its weights."""
+        return self.input_bytes() + self.features // OUT_TILE * STEP_SIZE * WEIGHT_BYTES[dtype]
+
+    def read_bytes(self) -> int:
+        """Of a step, what the warps read from shared memory, with weights of bfloat16."""
+        return self.warps * (self.token_tiles * TILE_TOKENS + self.panels * OUT_TILE) * STEP * 2
+
+    def shared_bytes(self, dtype: str) -> int:
+        """Shared memory of a launch: the stages, and, when they are done with, the sums."""
+        return max(STAGES * self.stage_bytes(dtype), self.tokens * (self.features + SUM_PAD) * 4)
+
+
+# 32, 64, 64, 64, 128 and 128 tokens by 32, 32, 64, 96, 96 and 128 features. Two float32 registers for each of its sums
+# are what bounds a warp's part: 32 by 24 sums are 48 registers of a lane, 32 by 48 are 96, 64 by 32 are 128.
+TILES = (Tile(2, 2, 1, 2), Tile(4, 2, 1, 2), Tile(2, 4, 2, 2), Tile(2, 4, 2, 3), Tile(4, 2, 2, 6), Tile(2, 4, 4, 4))
+
+
+def pick_tile(tokens: int, features: int, multiprocessors: int = 132) -> Tile:
+    """The tile that takes the fewest clocks by the arithmetic of `clocks`; of equals, the largest.
+
+    For more than 64 tokens: fewer are cheaper with linear_kernel. tokens and features may be upper bounds.
+    """
+    return min(reversed(TILES), key=lambda tile: clocks(tile, tokens, features, multiprocessors))
+
+
+def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> float:
+    """Of a step of K in all of a grid, with weights of bfloat16, if nothing but the slowest of four things counts."""
+    blocks = math.prod(tile.grid(tokens, features))
+    rounds, copied = math.ceil(blocks / multiprocessors), tile.stage_bytes("bfloat16")
+    return max(
+        rounds * tile.tokens * tile.features * STEP / PRODUCTS_A_CLOCK,
+        rounds * (copied + tile.read_bytes()) / SHARED_A_CLOCK,
+        blocks * copied / (multiprocessors * L2_A_CLOCK),
+        rounds * copied / L2_A_CLOCK_ALONE,
+    )
+
 
 COPY_BYTES = 16  # bytes of one asynchronous copy
 ROW_BYTES = STEP * 2  # of a token's step in shared memory
@@ -131,7 +214,7 @@ def _copy_weights_function(dtype: str, tile: Tile):
 
     Of a panel past the last there is no copy.
     """
-    input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // PANEL
+    input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // OUT_TILE
     panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY_BYTES, COPY_BYTES // WEIGHT_BYTES[dtype]
     panels_at_once = threads // panel_copies
     rounds = math.ceil(tile_panels / panels_at_once)
@@ -142,7 +225,7 @@ def _copy_weights_function(dtype: str, tile: Tile):
             return
         panel, part = thread // int32(panel_copies), thread % int32(panel_copies)
         to = stage + uint32(input_bytes + thread * int32(COPY_BYTES))
-        first_panel = first_feature // int32(PANEL)
+        first_panel = first_feature // int32(OUT_TILE)
         start = first_weight(weights, layer, first_panel + panel) + step * int32(STEP_SIZE) + part * int32(copy_size)
         for i in range(rounds):
             further = int32(i * panels_at_once)
@@ -240,10 +323,10 @@ def _write_sums_function(tile: Tile):
         lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
         token = warp // int32(feature_warps) * int32(token_tiles * TILE_TOKENS) + g
-        start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * PANEL) + q * int32(2)
+        start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * OUT_TILE) + q * int32(2)
         for t in range(token_tiles):
             for p in range(panels):
-                i, at = (t * panels + p) * 4, start + int32(t * (TILE_TOKENS * row_size) + p * PANEL)
+                i, at = (t * panels + p) * 4, start + int32(t * (TILE_TOKENS * row_size) + p * OUT_TILE)
                 shared[at], shared[at + 1] = totals[i], totals[i + 1]
                 at += int32(8 * row_size)
                 shared[at], shared[at + 1] = totals[i + 2], totals[i + 3]

@@ -9,6 +9,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+from tinygpt.kernels.cuda.runtime.block import WARP, warp_sum
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
@@ -23,7 +24,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     store_shared,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.runtime.warp import WARP, warp_sum
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 

@@ -8,7 +8,7 @@ for itself, while its weights are on their way.
 import functools
 from typing import Any, NamedTuple
 
-from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
+from tinygpt.kernels.cuda.layers.elementwise import ACTIVATIONS
 from tinygpt.kernels.cuda.layers.layer_norm import held_numbers, row_functions, shared_norm_functions
 from tinygpt.kernels.cuda.layers.product import (
     GROUP_STEPS,
@@ -20,7 +20,8 @@ from tinygpt.kernels.cuda.layers.product import (
     product_function,
     total,
 )
-from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.packing import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.runtime.block import WARP
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     let_next_kernel_begin,
@@ -30,7 +31,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.runtime.warp import WARP
 
 from numba import cuda, float32, int32, int64, uint16, uint32  # isort: skip
 
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
     """A linear layer of every layer of the model."""
 
     panels: Any  # layout.py: (L, features, K)
-    scales: Any  # (L, num_panels * PANEL) float32
+    scales: Any  # (L, num_panels * OUT_TILE) float32
     bias: Any  # (L, features) float32
     num_panels: int
     num_steps: int
@@ -185,20 +185,20 @@ def _store_functions(dtype: str, tiles: int, purpose: str):
 
     @device_function
     def locate_own(target, weights, layer, panel):
-        feature = panel * int32(PANEL) + int32(cuda.threadIdx.x) % int32(PANEL)
+        feature = panel * int32(OUT_TILE) + int32(cuda.threadIdx.x) % int32(OUT_TILE)
         return locate(target, weights, layer, min(int32(feature), int32(weights.features - int32(1))))
 
     @device_function
     def find_own(target, layer, width, first, count, place):
         if not IS_ONE:
             return NOT_FOUND
-        token = min(int32(first + int32(cuda.threadIdx.x) // int32(PANEL)), int32(count - int32(1)))
+        token = min(int32(first + int32(cuda.threadIdx.x) // int32(OUT_TILE)), int32(count - int32(1)))
         at = find(target, layer, width, token, place)
         return at, read(target, at)
 
     def store(target, partials, place, own, weights, layer, panel, width, first, count):
         for index in range(int32(cuda.threadIdx.x), int32(tiles * TILE_SIZE), int32(LINEAR_THREADS)):
-            token, feature = first + index // int32(PANEL), panel * int32(PANEL) + index % int32(PANEL)
+            token, feature = first + index // int32(OUT_TILE), panel * int32(OUT_TILE) + index % int32(OUT_TILE)
             if token < count and feature < weights.features:
                 value = finish(total(partials, index // int32(TILE_SIZE), index % int32(TILE_SIZE)), place)
                 at, before = own
@@ -252,7 +252,7 @@ def _locate_logit(target, weights, layer, feature):
 
 @device_function
 def _scale(weights, layer, feature):
-    return weights.scales[layer * weights.num_panels * int32(PANEL) + feature]
+    return weights.scales[layer * weights.num_panels * int32(OUT_TILE) + feature]
 
 
 @device_function

@@ -11,7 +11,8 @@ Each sum has one order (layout.SEGMENTS), whatever the number of tokens: a token
 
 import functools
 
-from tinygpt.kernels.cuda.packing.layout import PANEL, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.packing import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.runtime.block import ALL_LANES
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
     bits_to_float32,
@@ -21,12 +22,11 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     load_weights,
     mma_bfloat16,
 )
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 TILE_TOKENS = 16  # of a tile: the rows of one mma
-TILE_SIZE = TILE_TOKENS * PANEL
+TILE_SIZE = TILE_TOKENS * OUT_TILE
 GROUP_STEPS = 2  # steps whose weights are loaded together
 SHARED_PAD = 32  # bfloat16 between two rows in shared memory, so that 8 rows lie in different banks
 WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; float32 loads as it goes
@@ -36,7 +36,7 @@ WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; 
 def product_function(dtype: str, tiles: int, in_shared: bool = False, has_few_blocks: bool = False):
     """product(partials, words, inputs, first, count, weights, base, num_steps): some tiles of tokens times a panel.
 
-    partials: shared float32 (tiles, SEGMENTS, TILE_TOKENS, PANEL), of which each warp of a block writes one segment.
+    partials: shared float32 (tiles, SEGMENTS, TILE_TOKENS, OUT_TILE), of which each warp of a block writes one segment.
     words: registers, local uint32 (GROUP_STEPS * WORDS[dtype],), in which the warp's first weights are already.
     inputs (n, num_steps * STEP) of the family's type, of which rows `first` to `count` - 1 are multiplied, and the
     rest of the tiles may become anything; in_shared: an address of shared memory, with SHARED_PAD numbers after each
@@ -55,7 +55,7 @@ def segment_start(segment, num_steps):
 
 @device_function
 def total(partials, tile, index):
-    """The sum of all segments of one number, index = token * PANEL + feature, of a tile."""
+    """The sum of all segments of one number, index = token * OUT_TILE + feature, of a tile."""
     start = tile * int32(SEGMENTS * TILE_SIZE) + index
     value = partials[start]
     for segment in range(int32(1), int32(SEGMENTS)):
@@ -161,9 +161,9 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
                 words[i] = following[i]
             step += int32(GROUP_STEPS)
         for tile in range(tiles):
-            start = (tile * int32(SEGMENTS) + segment) * int32(TILE_SIZE) + g * int32(PANEL) + q * int32(2)
+            start = (tile * int32(SEGMENTS) + segment) * int32(TILE_SIZE) + g * int32(OUT_TILE) + q * int32(2)
             partials[start], partials[start + 1] = sums[tile * 4], sums[tile * 4 + 1]
-            start += int32(8 * PANEL)
+            start += int32(8 * OUT_TILE)
             partials[start], partials[start + 1] = sums[tile * 4 + 2], sums[tile * 4 + 3]
 
     return device_function(product)
@@ -195,6 +195,6 @@ def _product_float32(tiles: int):
                 value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
                 if q == t % 4:
                     start = (t // TILE_TOKENS * int32(SEGMENTS) + segment) * int32(TILE_SIZE)
-                    partials[start + t % TILE_TOKENS * int32(PANEL) + g] = value
+                    partials[start + t % TILE_TOKENS * int32(OUT_TILE) + g] = value
 
     return device_function(product)

@@ -5,12 +5,24 @@ others, whose modules numba-cuda then links twice.
 """
 
 from tinygpt.kernels.cuda.runtime.jit import device_function
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP, warp_sum
 
 from numba import cuda, int32, int64, uint32  # isort: skip
 
+WARP = 32
+ALL_LANES = 0xFFFFFFFF
 MAX_WARPS = 32
 LANE_BITS = 5
+
+
+@device_function
+def warp_sum(value):
+    """The sum of all lanes' values, in each lane, added up in one order."""
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 16)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 8)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 4)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
+    return value
 
 
 @device_function

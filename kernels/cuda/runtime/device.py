@@ -7,7 +7,8 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,10 @@ class Device:
         self._stream, self._reading = cuda.stream(), cuda.stream()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         gpu = cuda.get_current_device()
-        self.multiprocessors, self.name = gpu.MULTIPROCESSOR_COUNT, gpu.name.decode()
+        self.multiprocessors, self.name = (
+            gpu.MULTIPROCESSOR_COUNT,
+            gpu.name if isinstance(gpu.name, str) else gpu.name.decode(),
+        )
 
     def free_bytes(self) -> int:
         return self._cuda.current_context().get_memory_info().free
@@ -196,3 +200,53 @@ def _checked(answer: tuple) -> Any:
     if error.value:
         raise RuntimeError(f"CUDA's driver says {error.name}.")
     return tuple(values) if len(values) > 1 else values[0] if values else None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Each part's length and dtype, by its name. Those of larger items come first, so that all lie on boundaries."""
+
+    shapes: dict[str, tuple[int, Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(length * np.dtype(dtype).itemsize for length, dtype in self.shapes.values())
+
+    def split(self, whole: Any) -> dict[str, Any]:
+        """Views of an array of num_bytes uint8."""
+        found, start = {}, 0
+        for name, (length, dtype) in self.shapes.items():
+            stop = start + length * np.dtype(dtype).itemsize
+            found[name], start = whole[start:stop].view(dtype), stop
+        return found
+
+    def join(self, values: dict[str, np.ndarray]) -> np.ndarray:
+        """The array of num_bytes uint8 in which each part begins with its values and goes on with zeros."""
+        whole = np.zeros(self.num_bytes, np.uint8)
+        for name, part in self.split(whole).items():
+            given = np.ravel(values[name])
+            part[: given.size] = given
+        return whole
+
+
+MAX_GRAPHS = 64  # each keeps some 100 kB of the GPU's memory
+
+
+@dataclass
+class Graphs:
+    """The first step of a kind queues its kernels one by one, and so compiles them; the second is captured."""
+
+    device: Any
+    _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
+
+    def run(self, kind: Hashable, step: Callable[[], None]) -> None:
+        """Queue what `step` queues, which is the same for every step of this kind."""
+        if kind not in self._captured:
+            step()
+            while len(self._captured) >= MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]  # the oldest
+            self._captured[kind] = None
+            return
+        if self._captured[kind] is None:
+            self._captured[kind] = self.device.capture(step)
+        self._captured[kind]()

@@ -1,29 +1,94 @@
-"""Where in a row a sum of masses reaches a goal, by a block without a sort.
+"""Searches in one row of scores by a block, without a sort: keys that order as scores, sums of masses, random numbers.
 
-Masses are whole numbers, whose sums do not depend on an order: threads may add them up in shared memory as they come.
-A probability is as many units of 2**-62, which is exact for all above 2**-39; the weight of a token that may be drawn
-is its probability in proportion to the greatest one, in units such that no sum passes 2**63.
+Masses are integers, whose sums do not depend on an order: threads add them up in shared memory in any order. A
+probability is an integer number of units of 2**-62, exact above 2**-39; the weight of a token that may be drawn is its
+probability relative to the greatest one, in units such that no sum exceeds 2**63.
 """
 
 import math
 from typing import Any, NamedTuple
 
-from tinygpt.kernels.cuda.runtime.block import warp_cumulated
+from tinygpt.kernels.cuda.runtime.block import ALL_LANES, WARP, warp_cumulated, warp_sum
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import bits_to_float32, float32_to_bits
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP, warp_sum
-from tinygpt.kernels.cuda.sampling.keys import key_of, value_of
-from tinygpt.kernels.cuda.sampling.philox import multiply_high
 
 from numba import cuda, float32, float64, int32, int64, uint32, uint64  # isort: skip
 
-COUNT, PROBABILITY, NEARNESS = 0, 1, 2
+SIGN, ALL_ONES = 0x80000000, 0xFFFFFFFF
+KEY_OF_MINUS_INFINITY, KEY_OF_REFUSED = 0x007FFFFF, ALL_ONES
+ID_BITS = 31
+ALL_IDS = (1 << ID_BITS) - 1
+
+COUNT, PROBABILITY = 0, 1
 UNITS = 2.0**62
 # The search for a border first sums up by buckets, and then looks into one, by the digits of its keys.
 BUCKETS = 1024
 # exp(-104) is 0 in float32, the precision of the filters: lower scores have no probability.
 BUCKETS_PER_UNIT = BUCKETS / 104
 DIGIT_BITS, DIGITS, KEY_BITS = 8, 256, 32
+
+# Philox4x64-10, a random number generator without state: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
+# easy as 1, 2, 3", SC 2011.
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
+INCREMENT_0, INCREMENT_1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+ROUNDS = 10
+LOW_HALF, HALF_BITS = 0xFFFFFFFF, 32
+UNUSED_BITS = 11  # a float64 in [0, 1) has 53
+
+
+@device_function
+def key_of(value):
+    """A uint32 that orders as the float32 `value` does, both zeros alike."""
+    bits = uint32(0) if value == float32(0) else float32_to_bits(value)
+    return uint32(bits ^ uint32(ALL_ONES)) if bits >= uint32(SIGN) else uint32(bits ^ uint32(SIGN))
+
+
+@device_function
+def value_of(key):
+    """The float32 that `key_of` turns into this key."""
+    return bits_to_float32(uint32(key ^ uint32(SIGN)) if key >= uint32(SIGN) else uint32(key ^ uint32(ALL_ONES)))
+
+
+@device_function
+def greatest_key(value, token_id):
+    """An int64, 0 or more, that is greater for greater values and for lower ids; greatest for NaN and +inf."""
+    key = key_of(value) if value < float32(math.inf) else uint32(KEY_OF_REFUSED)
+    return int64(key) << int64(ID_BITS) | int64(ALL_IDS - token_id)
+
+
+@device_function
+def token_of(key):
+    """The id in a `greatest_key`; -1 if its value is NaN or an infinity."""
+    value_key = key >> int64(ID_BITS)
+    if value_key <= int64(KEY_OF_MINUS_INFINITY) or value_key == int64(KEY_OF_REFUSED):
+        return int64(-1)
+    return int64(ALL_IDS) - (key & int64(ALL_IDS))
+
+
+@device_function
+def random_fraction(seed, sample_index, position):
+    """The reference's `uniform` as a uint64, in units of 2**-64."""
+    a, b, c, d = uint64(position) + uint64(1), uint64(0), uint64(0), uint64(0)
+    key_0, key_1 = uint64(seed), uint64(sample_index)
+    for _ in range(ROUNDS):
+        a, b, c, d = (
+            multiply_high(uint64(MULTIPLIER_1), c) ^ b ^ key_0,
+            uint64(MULTIPLIER_1) * c,
+            multiply_high(uint64(MULTIPLIER_0), a) ^ d ^ key_1,
+            uint64(MULTIPLIER_0) * a,
+        )
+        key_0, key_1 = key_0 + uint64(INCREMENT_0), key_1 + uint64(INCREMENT_1)
+    return a >> uint64(UNUSED_BITS) << uint64(UNUSED_BITS)
+
+
+@device_function
+def multiply_high(x, y):
+    """The upper 64 bits of x * y, from products of 32-bit halves."""
+    low, bits = uint64(LOW_HALF), uint64(HALF_BITS)
+    x_low, x_high, y_low, y_high = x & low, x >> bits, y & low, y >> bits
+    middle = x_high * y_low + (x_low * y_low >> bits)
+    other = x_low * y_high + (middle & low)
+    return x_high * y_high + (middle >> bits) + (other >> bits)
 
 
 class Shared(NamedTuple):
@@ -48,18 +113,11 @@ class Row(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """What a search orders tokens by, and what it adds up.
-
-    COUNT: scores, and ones. PROBABILITY: scores, and probabilities. NEARNESS: minus the distance of a token's
-    -log(probability) from the entropy, and probabilities.
-    """
+    """The masses that a search adds up, from the greatest score down: ones (COUNT), or probabilities."""
 
     kind: int
-    greatest_value: float
     greatest_score: float
     inverse_total: float  # 1 / the sum of weights
-    log_total: float
-    entropy: float
 
 
 @device_function
@@ -75,18 +133,6 @@ def probability_of(measure, score):
 
 
 @device_function
-def nearness_of(score, measure):
-    """Of the information to what is expected, float32."""
-    log_probability = float32(float64(score) - float64(measure.greatest_score) - measure.log_total)
-    return -abs(-log_probability - measure.entropy)
-
-
-@device_function
-def value_in(measure, score):
-    return nearness_of(score, measure) if measure.kind == NEARNESS else score
-
-
-@device_function
 def mass_in(measure, score):
     if measure.kind == COUNT:
         return int64(1)
@@ -94,13 +140,9 @@ def mass_in(measure, score):
 
 
 @device_function
-def least_mass_above(bound, or_equal):
-    """The least mass, 1 or more, that is above `bound` (0 to 1) when it is rounded to float32."""
+def least_mass_above(bound):
+    """Return the least mass, 1 or more, that exceeds `bound` (0 to 1) when it is rounded to float32."""
     bits = float32_to_bits(bound)
-    if or_equal:  # above the float32 before
-        if bits == uint32(0):
-            return int64(1)
-        bits = uint32(bits - uint32(1))
     below, above = float64(bits_to_float32(bits)), float64(bits_to_float32(uint32(bits + uint32(1))))
     middle = (below + above) * (UNITS / 2)  # is rounded to the even one of both
     mass = int64(middle)
@@ -130,7 +172,7 @@ def find_border(row, measure, goal):
         _clear(row.shared, DIGITS)
         for i in range(thread, count, threads):
             score = row.scores[row.start + row.ids[row.start + i]]
-            its_key = int64(key_of(value_in(measure, score)))
+            its_key = int64(key_of(score))
             if its_key >> (shift + DIGIT_BITS) == key:
                 digit = int32((its_key >> shift) & (DIGITS - 1))
                 _add_mass(row.shared, DIGITS - 1 - digit, mass_in(measure, score))
@@ -141,7 +183,7 @@ def find_border(row, measure, goal):
 
 @device_function
 def _bucket_of(measure, score):
-    gap = measure.greatest_value - value_in(measure, score)
+    gap = measure.greatest_score - score
     return int32(min(gap * float32(BUCKETS_PER_UNIT), float32(BUCKETS - 1)))
 
 

@@ -13,7 +13,7 @@ from support.cuda_compile import compile_kernel
 from support.cuda_simulator import simulate
 from support.kernel_tools import bfloat16_bits, from_bits, unwritten
 from tinygpt.kernels.cuda.layers.attention import (
-    CHUNK,
+    KEY_BLOCK,
     QUERY_TILE,
     TILE_WARPS,
     attend_chunks_kernel,
@@ -47,7 +47,7 @@ class Attention:
     dtype: str
     heads: int
     size: int
-    positions: int = 3 * CHUNK
+    positions: int = 3 * KEY_BLOCK
 
     @property
     def padded_size(self) -> int:
@@ -111,7 +111,7 @@ class Attention:
     def decode(self, step, surplus: int = 0, threads: int = 64) -> np.ndarray:
         """Each of the step's runs is one token; `surplus` more tokens are launched than there are."""
         q, k_cache, v_cache, layer, rows, length, *where = self.inputs(step)
-        count, max_chunks, warps = len(step) + surplus, self.positions // CHUNK, threads // 32
+        count, max_chunks, warps = len(step) + surplus, self.positions // KEY_BLOCK, threads // 32
         sizes = np.array([len(step)], np.int32)
         partials = unwritten(count * self.heads * max_chunks * (2 + self.padded_size))
         attended, merges = self.unwritten_result(count), np.zeros(count * self.heads, np.int32)

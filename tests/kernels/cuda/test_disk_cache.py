@@ -9,8 +9,7 @@ import pytest
 
 from support.paths import ROOT
 from tinygpt.kernels.cuda.layers.attention import attend_chunks_kernel, attend_tiles_kernel
-from tinygpt.kernels.cuda.layers.gemm import gemm_kernel
-from tinygpt.kernels.cuda.layers.gemm_tiles import TILES
+from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
 from tinygpt.kernels.cuda.layers.layer_norm import layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel, normed_linear_kernel
 from tinygpt.kernels.cuda.runtime import disk_cache
@@ -41,7 +40,7 @@ def test_each_kernel_has_a_description_of_its_own():
 def test_a_description_is_the_same_in_another_process():
     script = (
         "from tinygpt.kernels.cuda.layers.gemm import gemm_kernel;"
-        "from tinygpt.kernels.cuda.layers.gemm_tiles import TILES;"
+        "from tinygpt.kernels.cuda.layers.gemm import TILES;"
         "from tinygpt.kernels.cuda.runtime.disk_cache import describe;"
         "print(describe(gemm_kernel('int8', TILES[0], 'relu').py_func))"
     )

@@ -9,9 +9,8 @@ import pytest
 from support.cuda_compile import compile_kernel
 from support.cuda_linear import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
-from tinygpt.kernels.cuda.layers.activations import ACTIVATIONS
-from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, gemm_kernel
-from tinygpt.kernels.cuda.layers.gemm_tiles import TILES, Tile, clocks, pick_tile
+from tinygpt.kernels.cuda.layers.elementwise import ACTIVATIONS
+from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, clocks, gemm_kernel, pick_tile
 from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel
 
 pytestmark = pytest.mark.slow

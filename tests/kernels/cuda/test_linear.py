@@ -10,7 +10,7 @@ import pytest
 from support.cuda_compile import compile_kernel
 from support.cuda_linear import FLOATS, INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
-from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.elementwise import EMBED_THREADS, embed_kernel
 from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
     ADD,
@@ -22,8 +22,7 @@ from tinygpt.kernels.cuda.layers.linear import (
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.packing.dtypes import from_bfloat16, to_bfloat16
-from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, pack, step_count
+from tinygpt.kernels.cuda.packing import OUT_TILE, STEP, from_bfloat16, pack, step_count, to_bfloat16
 from tinygpt.kernels.reference import model as reference
 
 pytestmark = pytest.mark.slow
@@ -174,7 +173,7 @@ def test_embedding(dtype):
 def test_panels_hold_every_weight_once(dtype):
     weight = np.arange(1, 2 * 128 + 1, dtype=np.float32).reshape(2, 128)
     panels, scales = pack(weight, dtype)
-    assert panels.size == PANEL * 128
+    assert panels.size == OUT_TILE * 128
     kept = from_bfloat16(panels) if dtype == "bfloat16" else panels
     assert np.count_nonzero(kept) == np.count_nonzero(seen_weights(weight, dtype))
     assert (scales[2:] == 1).all()

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from support.cuda_compile import compile_kernel
 from support.cuda_simulator import simulate
 from tinygpt.kernels import reference
-from tinygpt.kernels.cuda.sampling import controls as layout
-from tinygpt.kernels.cuda.sampling.controls import pack_controls
-from tinygpt.kernels.cuda.sampling.processors import process_rows
+from tinygpt.kernels.cuda.sampling.processors import pack_processors, process_rows
 from tinygpt.sampling.metadata import Processors, Ragged
 
 V = 37
@@ -43,7 +41,15 @@ def controls_of(rows):
 
 def process(logits, controls, threads=64):
     out, counts = logits.copy().ravel(), np.zeros(len(controls.rows) * logits.shape[1], np.int32)
-    simulate(process_rows, len(controls.rows), threads, out, logits.shape[1], *pack_controls(controls), counts)
+    simulate(
+        process_rows,
+        len(controls.rows),
+        threads,
+        out,
+        logits.shape[1],
+        *pack_processors(controls, controls.rows),
+        counts,
+    )
     assert not counts.any()
     return out.reshape(logits.shape)
 
@@ -67,17 +73,9 @@ CASES = [
     {"repetition_penalty": 0.7},
     {"frequency_penalty": 0.3, "num_prompt_tokens": 7},
     {"presence_penalty": -1.7, "num_prompt_tokens": 7},
-    {"no_repeat_ngram_size": 1},
-    {"no_repeat_ngram_size": 3},
-    {"words": [[7], [3, 1, 0], [1, 30], [2, 1, 31], [*HISTORY, 32], [9, *HISTORY, 33]]},
-    {"allowed": [2, 3, 3, 28]},
-    {"forbidden": [0, 5, 5, 36]},
 ]
 WITHOUT_EFFECT = [
     {"frequency_penalty": 1.1, "presence_penalty": 0.7, "num_prompt_tokens": len(HISTORY)},
-    {"no_repeat_ngram_size": len(HISTORY)},
-    {"no_repeat_ngram_size": len(HISTORY) + 1},
-    {"words": [[*HISTORY, 5, 6], [4, 5]]},
 ]
 
 
@@ -98,7 +96,7 @@ def test_what_does_not_apply_changes_nothing(case):
 
 def test_all_controls_at_once_and_beside_rows_without():
     everything = {name: value for case in CASES for name, value in case.items()}
-    everything |= {"no_repeat_ngram_size": 2, "num_prompt_tokens": 5, "allowed": [*range(30), 36], "token_ids": HISTORY}
+    everything |= {"num_prompt_tokens": 5, "token_ids": HISTORY}
     assert_as_the_reference(random_logits(4, 1), controls_of([{"row": 3, **everything}, {"row": 1}, {"row": 0}]))
 
 
@@ -109,7 +107,7 @@ def test_nothing_to_look_back_at():
 
 def test_a_surplus_block_changes_nothing():
     logits = random_logits(2)
-    controls = controls_of([{"row": -1, "forbidden": [3]}, {"row": 1, "forbidden": [3]}])
+    controls = controls_of([{"row": -1, "bias": {3: -np.inf}}, {"row": 1, "bias": {3: -np.inf}}])
     out = process(logits, controls)
     np.testing.assert_array_equal(out[0], logits[0])
     assert out[1, 3] == -np.inf
@@ -127,11 +125,7 @@ def rows_of_controls(draw):
         "repetition_penalty": draw(st.sampled_from([1, 1.1, 0.3, 2])),
         "frequency_penalty": draw(st.sampled_from([0, 0.7, -0.1])),
         "presence_penalty": draw(st.sampled_from([0, 0.3, -2])),
-        "no_repeat_ngram_size": draw(st.integers(0, 4)),
         "bias": draw(st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=5)),
-        "words": draw(st.lists(st.lists(IDS, min_size=1, max_size=3), max_size=4)),
-        "allowed": draw(st.just([]) | st.lists(IDS, max_size=9)),
-        "forbidden": draw(st.lists(IDS, max_size=3)),
     }
 
 
@@ -151,7 +145,3 @@ def test_what_the_kernel_needs():
     # A count times its penalty is rounded before it is subtracted.
     assert "mul.rn.f32" in compiled.ptx
     assert "fma.rn.f32" not in compiled.ptx
-
-
-def test_the_layout_is_as_wide_as_its_fields():
-    assert layout.NUM_FORBIDDEN_IDS + 1 == layout.NUM_FIELDS

@@ -11,11 +11,10 @@ from support.logit_rows import ROWS as FINITE_ROWS
 from support.logit_rows import masked_row, random_row, tied_row
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.sampling.argmax import take_greatest
-from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens
-from tinygpt.kernels.cuda.sampling.philox import random_fraction
-from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
-from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
+from tinygpt.kernels.cuda.sampling.choose import DRAW_THREADS, draw_tokens, take_greatest
+from tinygpt.kernels.cuda.sampling.sampling import RARE
+from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above, random_fraction
+from tinygpt.sampling.metadata import Warpers
 
 pytestmark = pytest.mark.slow
 
@@ -123,19 +122,19 @@ def test_the_random_number_is_numpys(seed, sample_index, position):
 
 
 @kernel
-def write_least_mass(bound, or_equal, masses):
-    masses[0] = least_mass_above(bound, or_equal)
+def write_least_mass(bound, masses):
+    masses[0] = least_mass_above(bound)
 
 
-@given(st.floats(0, 1, width=32), st.booleans())
+@given(st.floats(0, 1, width=32))
 @settings(max_examples=200, deadline=None)
-def test_a_mass_passes_a_bound_when_float32_says_so(bound, or_equal):
+def test_a_mass_passes_a_bound_when_float32_says_so(bound):
     masses = np.zeros(1, np.int64)
-    simulate(write_least_mass, 1, 1, np.float32(bound), or_equal, masses)
+    simulate(write_least_mass, 1, 1, np.float32(bound), masses)
 
     def passes(mass):
         value = np.float32(mass / UNITS)
-        return value >= np.float32(bound) if or_equal else value > np.float32(bound)
+        return value > np.float32(bound)
 
     # A float64 holds a mass in 53 bits: it is rounded there first.
     step = max(1, int(masses[0]) >> 52)
@@ -157,13 +156,7 @@ USUAL = [
     {"top_p": 1 - 1e-6},
     {"top_p": 1 - 1e-12},
 ]
-OTHERS = [{"top_p": p, "top_p_rule": rule} for rule in (1, 2) for p in (0.1, 0.5, 0.9, 1 - 1e-9)]
-OTHERS += [{"min_p": 0.05}, {"min_p": 1.0}, {"typical_p": 0.2345}, {"typical_p": 0.9123}, {"typical_p": 1e-9}]
-OTHERS += [{"epsilon_cutoff": 0.0123}, {"epsilon_cutoff": 0.9}, {"eta_cutoff": 0.0123}, {"eta_cutoff": 0.9}]
-OTHERS += [
-    {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "top_p_rule": 2, "min_p": 0.03, "typical_p": 0.8},
-    {"temperature": 1.7, "top_p": 0.9, "typical_p": 0.7, "epsilon_cutoff": 0.02, "eta_cutoff": 0.09},
-]
+OTHERS = [{"min_p": 0.05}, {"min_p": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.03}]
 
 
 @pytest.mark.parametrize("vocab", [5, 37, 130, 257])
@@ -180,9 +173,8 @@ def test_round_values_of_p_meet_the_border_as_in_float32():
     """0.1 + 0.1 + 0.1 against 1 - 0.7: the sums are the reference's only if the roundings are."""
     percents = np.arange(1, 100, 7)
     for vocab in (3, 10, 12):
-        for rule in TOP_P_RULES.values():
-            logits = np.zeros((len(percents), vocab), np.float32)
-            assert_as_the_reference(logits, warpers_of(len(percents), top_p=percents / 100, top_p_rule=rule))
+        logits = np.zeros((len(percents), vocab), np.float32)
+        assert_as_the_reference(logits, warpers_of(len(percents), top_p=percents / 100))
 
 
 @pytest.mark.parametrize("make_row", [random_row, tied_row])
@@ -200,9 +192,6 @@ def test_a_sum_that_meets_its_bound_exactly(make_row):
     bounds = {name: sums[name].astype(np.float32)[[0, 3, 9, 20, 33]].astype(np.float64) for name in sums}
     logits = np.repeat(row[None], 5, axis=0)
     assert_as_the_reference(logits, warpers_of(5, top_p=1 - bounds["up"]))
-    assert_as_the_reference(logits, warpers_of(5, top_p=bounds["down"], top_p_rule=1))
-    assert_as_the_reference(logits, warpers_of(5, top_p=bounds["down"], top_p_rule=2))
-    assert_as_the_reference(logits, warpers_of(5, typical_p=bounds["near"]))
 
 
 def test_a_bound_near_1_is_subtracted_from_1_in_float64():
@@ -253,11 +242,8 @@ def test_any_settings_give_the_references_tokens(data):
         temperature=of_rows(1, 0, 0.7, 2),
         top_k=of_rows(0, 1, 5, 40),
         top_p=of_rows(1, 0.1, 0.5, 0.9, 0.99),
-        top_p_rule=of_rows(*TOP_P_RULES.values()),
         min_p=of_rows(0, 0.02, 0.3),
-        typical_p=of_rows(1, 0.3, 0.9),
-        epsilon_cutoff=of_rows(0, 0.03),
-        eta_cutoff=of_rows(0, 0.03, 0.5),
+        **{name: np.full(3, off, np.float64) for name, off in RARE.items()},
     )
     assert_as_the_reference(logits, warpers, seed=data.draw(st.integers(0, 999)))
 

@@ -1,9 +1,15 @@
-"""x = wte[token] + wpe[position]. wte lies in panels, as the head that may share it needs it."""
+"""The activations between c_fc and c_proj, by the names of kernels/reference/layers.py; none overflows."""
+
+import math
+
+from tinygpt.kernels.cuda.runtime.jit import device_function
+
+from numba import float32  # isort: skip
 
 import functools
 
-from tinygpt.kernels.cuda.packing.layout import PANEL, STEP, STEP_SIZE
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
+from tinygpt.kernels.cuda.packing import OUT_TILE, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     bits_to_float32,
     let_next_kernel_begin,
@@ -11,7 +17,56 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_kernel_before,
 )
 
-from numba import cuda, float32, int32, int64, uint32  # isort: skip
+from numba import cuda, int32, int64, uint32  # isort: skip
+
+
+@device_function
+def _sigmoid(x):
+    """1 / (1 + exp(-x)), of whichever exponential is small."""
+    small = math.exp(-abs(x))
+    return (float32(1) if x >= float32(0) else small) / (float32(1) + small)
+
+
+@device_function
+def gelu_tanh(x):
+    """0.5 x (1 + tanh(y)) is x times the sigmoid of 2 y."""
+    return x * _sigmoid(float32(1.5957691216057308) * (x + float32(0.044715) * x * x * x))
+
+
+@device_function
+def gelu(x):
+    return float32(0.5) * x * (float32(1) + math.erf(x * float32(0.7071067811865476)))
+
+
+@device_function
+def quick_gelu(x):
+    return x * _sigmoid(float32(1.702) * x)
+
+
+@device_function
+def silu(x):
+    return x * _sigmoid(x)
+
+
+@device_function
+def relu(x):
+    return x if x > float32(0) or x != x else float32(0)
+
+
+@device_function
+def tanh(x):
+    return math.tanh(x)
+
+
+ACTIVATIONS = {
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+    "quick_gelu": quick_gelu,
+    "relu": relu,
+    "silu": silu,
+    "tanh": tanh,
+}
+
 
 EMBED_THREADS = 256
 
@@ -44,7 +99,7 @@ def embed_row_function(dtype: str):
     @device_function
     def embed_row(x, n, token, position, embeds, wte, scales, wpe, columns, num_steps):
         at = position * columns
-        g, base = token % int32(PANEL), int64(token // int32(PANEL)) * num_steps * int32(STEP_SIZE)
+        g, base = token % int32(OUT_TILE), int64(token // int32(OUT_TILE)) * num_steps * int32(STEP_SIZE)
         for c in range(int32(cuda.threadIdx.x), columns, int32(EMBED_THREADS)):
             if token < 0:
                 value = embeds[(-1 - token) * columns + c]

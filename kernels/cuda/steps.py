@@ -1,4 +1,4 @@
-"""Several decode steps at once: each goes on with what the one before has chosen, and nobody waits between them."""
+"""Several decode steps that the device takes without the host, and a step that is looked into."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.model import queue_step
+from tinygpt.kernels.cuda.model import attention_block, embed, forward, mlp_block, queue_step
+from tinygpt.kernels.cuda.packing import from_bfloat16
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import wait_for_kernel_before
-from tinygpt.kernels.cuda.sampling.buffers import MAX_STEPS
-from tinygpt.kernels.cuda.sampling.sampling import is_greedy, queue_choice
-from tinygpt.kernels.cuda.sizes import NUM_STEPS_DONE, NUM_TOKENS, Shape
+from tinygpt.kernels.cuda.sampling.sampling import MAX_STEPS, is_greedy, queue_choice, rare_rows, sample
+from tinygpt.kernels.cuda.sizes import NUM_STEPS_DONE, NUM_TOKENS, StepShape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
+from tinygpt.kernels.reference.layers import normalize
 
 from numba import cuda, int32  # isort: skip
 
@@ -40,6 +41,8 @@ def multi_step(
     """
     if num_steps > MAX_STEPS:
         raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
+    if rare_rows(warpers).size:  # the host draws after one step
+        return [sample(forward(params, batch, kv_cache, workspace), warpers, seeds, sample_indices, batch.context_lens)]
     return run_steps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
 
 
@@ -55,7 +58,7 @@ def run_steps(
     More cannot be queued before these tokens have been looked at: which sequences go on depends on them.
     """
     w, count, vocab_size = workspace, batch.token_ids.size, params.config.vocab_size
-    shape, greedy = Shape.of(batch, w.sizes, num_steps), is_greedy(warpers)
+    shape, greedy = StepShape.of(batch, w.sizes, num_steps), is_greedy(warpers)
     fill(w, batch)
     w.sampling.write(w.device, np.arange(count), warpers, seeds, sample_indices, batch.context_lens)
 
@@ -99,3 +102,38 @@ def advance(token_ids, positions, draw_positions, chosen, history, sizes, capaci
     cuda.syncthreads()
     if thread == 0:
         sizes[NUM_STEPS_DONE] = step + int32(1)
+
+
+def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
+    """Run a step as `forward` and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32.
+
+    The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
+    """
+    w, x, n, hidden, queries = workspace, workspace.x, batch.token_ids.size, [], []
+    shape = StepShape.of(batch, w.sizes)
+    fill(w, batch)
+    embed(params, x, shape, w)
+    for layer in range(params.config.n_layer):
+        hidden.append(read_rows(w.device, x, n, params.config.n_embd))
+        attention_block(params, layer, x, shape, kv_cache, w)
+        queries.append(read_queries(kv_cache, w, n))
+        mlp_block(params, layer, x, shape, w)
+    hidden.append(final_norm(params, read_rows(w.device, x, n, params.config.n_embd)))
+    return np.stack(hidden), np.stack(queries)
+
+
+def read_rows(device, array, count: int, columns: int) -> np.ndarray:
+    return device.read(array[: count * columns]).reshape(count, columns)
+
+
+def read_queries(kv_cache: KVCache, workspace: Workspace, count: int) -> np.ndarray:
+    """(N, C) float32"""
+    c = kv_cache
+    q = read_rows(workspace.device, workspace.q, count, c.num_heads * c.padded_head)
+    q = (q if c.is_float32 else from_bfloat16(q)).reshape(count, c.num_heads, c.padded_head)
+    return q[..., : c.head_size].reshape(count, -1)
+
+
+def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
+    """ln_f of x (N, C), on the host."""
+    return normalize(x, *params.final_norm, params.config.layer_norm_epsilon)
