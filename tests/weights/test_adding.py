@@ -1,15 +1,10 @@
 """Adding a family or a container takes a module and a line in a table, as weights/README.md says."""
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from support.tiny_checkpoint import LAYERS, C, T, random_tensors, write_checkpoint, write_config
+from support.tiny_checkpoint import C, T, random_tensors, write_checkpoint
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers import formats
-from tinygpt.weights.containers.mapped_file import Container
 from tinygpt.weights.families import table
 from tinygpt.weights.families.family import Family, NamedTensor, Rule, Transform, transposed
 from tinygpt.weights.families.gpt2 import model_config
@@ -82,53 +77,3 @@ def test_what_does_not_fit_it_is_named_as_the_files_have_it(tmp_path):
     assert "does not hold the Split that" in str(error.value)
     assert "missing: h.1.attn.k_proj.bias" in str(error.value)
     assert f"wpe.weight is ({T}, {C}) and config.json asks for ({T + SKIPPED}, {C})" in str(error.value)
-
-
-@dataclass(frozen=True)
-class ScaledTensor:
-    """Elements as int8 with one scale, which is no array of floats anywhere in the file."""
-
-    path: Path
-    values: np.ndarray
-    scale: float
-    dtype = "scaled8"
-    is_floating = True
-
-    @property
-    def shape(self):
-        return self.values.shape
-
-    @property
-    def nbytes(self):
-        return self.values.nbytes
-
-    def float32(self):
-        return self.values * np.float32(self.scale)
-
-    def release(self):
-        pass
-
-
-def read_scaled(path):
-    with np.load(path) as arrays:
-        return Container("scaled", {name: ScaledTensor(path, arrays[name], 0.5) for name in arrays.files})
-
-
-@pytest.mark.parametrize("file", ["weights.bin", "any name"])
-def test_a_container_whose_tensors_are_no_arrays_of_floats(tmp_path, monkeypatch, file):
-    """A file is found by its name in a folder, or is named, and is known by what it holds."""
-    is_npz = (lambda peek: b".npy" in peek.head, read_scaled)
-    monkeypatch.setattr(formats, "FORMATS", (is_npz, *formats.FORMATS))
-    write_config(tmp_path)
-    values = {name: np.rint(array * 10).astype(np.int8) for name, array in TENSORS.items()}
-    with open(tmp_path / file, "wb") as out:
-        np.savez(out, **values)
-    checkpoint = open_checkpoint(tmp_path / file if file == "any name" else tmp_path)
-    assert checkpoint.container == "scaled"
-    assert len(checkpoint.stored) == 4 + 12 * LAYERS
-    for name, array in values.items():
-        expected = np.float32(0.5) * (array.T if is_transposed(name) else array)
-        np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
-    (tmp_path / file).unlink()
-    with pytest.raises(CheckpointError, match=r"holds no weights|no folder or file"):
-        open_checkpoint(tmp_path / file if file == "any name" else tmp_path)

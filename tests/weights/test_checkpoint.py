@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from support.recorded import HAS_TRANSFORMERS, MISSING, needs_transformers
-from support.tiny_checkpoint import CONFIG, C, V, random_tensors, write_checkpoint, write_config, write_json
+from support.tiny_checkpoint import CONFIG, C, random_tensors, write_checkpoint, write_config, write_json
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.mapped_file import MappedFile
@@ -94,15 +94,6 @@ def test_every_form_and_dtype_holds_the_same_parameters(tmp_path, save, dtype):
     assert checkpoint.path == tmp_path
 
 
-def test_matrices_are_out_by_in_and_embeddings_as_they_are(tmp_path):
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path))
-    assert checkpoint.tensor("h.0.attn.c_attn.weight").shape == (3 * C, C)
-    assert checkpoint.tensor("h.1.mlp.c_fc.weight").shape == (CONFIG["n_inner"], C)
-    assert checkpoint.tensor("h.1.mlp.c_proj.weight").shape == (C, CONFIG["n_inner"])
-    assert checkpoint.tensor("wte.weight").shape == (V, C)
-    assert checkpoint.tensor("lm_head.weight").shape == (V, C)
-
-
 def test_float32_is_not_copied_and_may_be_written_without_touching_the_file(tmp_path):
     checkpoint = open_checkpoint(write_checkpoint(tmp_path))
     array = checkpoint.tensor("h.0.attn.c_attn.weight")
@@ -154,44 +145,12 @@ def test_views_parameters_and_shared_storages_of_a_state_dict(tmp_path, save):
     assert checkpoint.tied
 
 
-class Python2Dict:
-    """Pickled as Python 2 did an OrderedDict: a call with its items as lists."""
-
-    def __init__(self, items):
-        self.items = items
-
-    def __reduce__(self):
-        return OrderedDict, ([[name, value] for name, value in self.items.items()],)
-
-
-def test_a_state_dict_pickled_by_python_2(tmp_path):
-    write_config(tmp_path)
-    save_legacy(tmp_path, Python2Dict(torch_tensors()))
-    assert_holds(open_checkpoint(tmp_path), TENSORS)
-
-
-@needs_transformers
-def test_a_real_state_dict_with_its_metadata(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config.from_dict(dict(CONFIG)))
-    write_config(tmp_path)
-    save_zip(tmp_path, model.state_dict())
-    expected = {name.removeprefix("transformer."): t.numpy() for name, t in model.state_dict().items()}
-    assert_holds(open_checkpoint(tmp_path), expected)
-
-
 WRAPPERS = st.lists(st.sampled_from(["transformer.", "model.", "module.", "_orig_mod."]), max_size=5)
 
 
 @given(wrappers=WRAPPERS, name=st.sampled_from([*TENSORS, "lm_head.weight"]))
 def test_wrappers_are_taken_off_in_any_order(wrappers, name):
     assert canonical_name("".join(wrappers) + name) == name
-
-
-@pytest.mark.parametrize("prefix", ["", "model.", "module.transformer.", "_orig_mod.module.transformer."])
-def test_names_with_and_without_wrappers(tmp_path, prefix):
-    assert_holds(open_checkpoint(write_checkpoint(tmp_path, random_tensors(prefix))), TENSORS)
 
 
 def test_masks_and_heads_of_other_tasks_are_ignored_by_name(tmp_path):
@@ -268,13 +227,6 @@ def test_one_error_lists_everything_that_does_not_fit(tmp_path):
     assert advice.startswith("Download")
 
 
-def test_what_many_layers_share_is_said_once(tmp_path):
-    with pytest.raises(CheckpointError) as error:
-        open_checkpoint(write_checkpoint(tmp_path, n_layer=9_000))
-    assert "h.2.ln_1.weight to h.8999.ln_1.weight (8998 layers)" in str(error.value)
-    assert len(str(error.value)) < 2000
-
-
 def test_safetensors_are_preferred_to_bin_as_in_transformers(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
@@ -293,19 +245,6 @@ def sharded(folder, **changes):
 def test_an_index_that_names_a_shard_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"not there: lost\.safetensors"):
         open_checkpoint(sharded(tmp_path, x="lost.safetensors"))
-
-
-def test_an_index_that_names_the_wrong_shard(tmp_path):
-    shard = "model-00001-of-00003.safetensors"
-    with pytest.raises(CheckpointError, match=rf"{shard} does not hold nothing\.weight"):
-        open_checkpoint(sharded(tmp_path, **{"nothing.weight": shard}))
-
-
-def test_a_tensor_in_two_shards(tmp_path):
-    folder = sharded(tmp_path, **{"transformer.wte.weight": "again.safetensors"})
-    save_file({"transformer.wte.weight": TENSORS["wte.weight"]}, folder / "again.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds transformer\.wte\.weight, as another shard does"):
-        open_checkpoint(folder)
 
 
 LEAVING = ["../x.safetensors", "/etc/passwd", "a/b", "a\\b", "C:x", "", ".", "..", 3, None]
@@ -347,8 +286,6 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
     write_config(config_only)
     for model, sentence in {
         tmp_path / "absent": "there is no folder",
-        "./absent": "there is no folder",
-        "/absent/for/sure": "there is no folder",
         "~nobody-of-this-name/x": "cannot be read",
         "a/b/c": "there is no folder",
         tmp_path / ("long" * 100): "cannot be read|there is no folder",  # as pathlib has it
@@ -379,13 +316,11 @@ def test_the_demo_is_found_however_it_is_typed(tmp_path, monkeypatch):
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
         (b"[]", "must hold an object"),
-        (b"null", "must hold an object"),
         (b"\xff\xfe", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
         (b'{"n_embd": ' + b"9" * 10_000 + b"}", "not valid JSON"),
-        (b'{"n_embd": 1e3}', "n_embd is 1000.0"),
     ],
-    ids=["empty", "truncated", "list", "null", "not utf-8", "deep", "huge number", "float"],
+    ids=["empty", "truncated", "list", "not utf-8", "deep", "huge number"],
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_damaged_json(tmp_path, name, data, sentence):
@@ -393,9 +328,6 @@ def test_damaged_json(tmp_path, name, data, sentence):
     if name.endswith(".index.json"):
         (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_bytes(data)
-    if b"1e3" in data and name != "config.json":
-        sentence = "eos_token_id is 5.5" if name == "generation_config.json" else "weight_map"
-        (tmp_path / "generation_config.json").write_bytes(b'{"eos_token_id": 5.5}')
     with pytest.raises(CheckpointError, match=sentence):
         open_checkpoint(tmp_path)
 
@@ -408,14 +340,3 @@ def test_a_git_lfs_pointer_and_an_empty_file(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="is empty"):
         MappedFile(path)
-
-
-@pytest.mark.parametrize("name", ["odd.gguf", "model.safetensors", "old.npz"])
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_damaged_file_of_weights_is_not_taken_for_one_beside_them(tmp_path, name, is_named):
-    """To give the folder, as is advised for the others, would not help."""
-    write_config(tmp_path)
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is empty") as error:
-        open_checkpoint(tmp_path / name if is_named else tmp_path)
-    assert "not its weights" not in str(error.value)

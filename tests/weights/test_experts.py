@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 
-from support.commands import Result
 from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.lora import merge_lora
@@ -64,15 +63,6 @@ def test_an_expert_that_is_lost_is_named(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_gates_of_experts_that_are_not_there(tmp_path):
-    """A gate of no width could have any number."""
-    write_moe(tmp_path, moe_arrays())
-    for file in tmp_path.glob("layer_*_expert_*"):
-        file.unlink()
-    with pytest.raises(CheckpointError, match=f"has gates for {2 * E} experts and 0 tensors of experts"):
-        open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -87,13 +77,6 @@ def test_what_is_not_implemented_is_refused_by_name(settings, message, tmp_path)
         open_checkpoint(write_moe(tmp_path, moe_arrays(), **settings))
 
 
-def test_files_of_a_pipeline_are_refused(tmp_path):
-    write_moe(tmp_path, moe_arrays())
-    (tmp_path / "layer_01-model_00-model_states.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="a file for each layer of a pipeline"):
-        open_checkpoint(tmp_path)
-
-
 def test_ranks_in_stages_of_a_pipeline_are_refused(tmp_path):
     """Their layers are numbered within a stage, and so might be gates and experts, or not."""
     write_moe(tmp_path, moe_arrays(), in_folders=True, pipeline_model_parallel_size=2)
@@ -102,24 +85,6 @@ def test_ranks_in_stages_of_a_pipeline_are_refused(tmp_path):
     shutil.rmtree(tmp_path / "mp_rank_00")
     with pytest.raises(CheckpointError, match="in 2 stages of a pipeline, which is not implemented for experts"):
         open_checkpoint(tmp_path)
-
-
-def test_layers_of_several_numbers_of_experts_are_refused(tmp_path):
-    arrays = moe_arrays()
-    write_moe(tmp_path, arrays | {"h.3.mlp.gate.weight": arrays["h.3.mlp.gate.weight"][:3]})
-    with pytest.raises(CheckpointError, match="has layers of 3, 5 experts: it must be one number"):
-        open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "flags", [["--to", "safetensors"], ["--dtype", "int8"], ["--to", "gguf"], ["--dtype", "float8"]]
-)
-def test_nothing_else_can_hold_experts(flags, tmp_path, capsys):
-    source = write_moe(tmp_path / "source", moe_arrays())
-    result = Result(capsys, "convert", [str(source), str(tmp_path / "out"), *flags])
-    assert result.code == 2
-    assert "is a Megatron-LM GPT with experts, which convert writes in no format: load it as it is" in result.err
-    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_of_models_that_transformers_does_not_have(tmp_path):

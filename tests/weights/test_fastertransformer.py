@@ -41,25 +41,6 @@ def test_a_head_of_its_own_and_copies_for_int8(tmp_path):
     assert len(checkpoint.ignored) == 4
 
 
-def test_heads_that_gpus_cannot_share(tmp_path):
-    fastertransformer(tmp_path, TENSORS, 2, head_num=1, size_per_head=8)
-    with pytest.raises(CheckpointError, match="has 1 heads for 2 GPUs"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_torch_file_that_has_such_names_is_none(tmp_path):
-    state = {"epoch": 3, "model": {"wte": np.ones((5, 4), np.float32)}, "x": {"head_num": 2}}
-    (tmp_path / "x.pt").write_bytes(own_bytes(state))
-    with pytest.raises(CheckpointError, match="named as in no model that is implemented"):
-        open_checkpoint(tmp_path)
-
-
-def test_halves(tmp_path):
-    halves = {name: array.astype(np.float16) for name, array in TENSORS.items()}
-    checkpoint = open_checkpoint(fastertransformer(tmp_path, halves, weight_data_type="fp16"))
-    np.testing.assert_array_equal(checkpoint.tensor("ln_f.bias"), halves["ln_f.bias"].astype(np.float32))
-
-
 # As the converters for OPT and for BLOOM write them.
 OPT = {"activation_type": "Relu", "layernorm_eps": "1e-5", "has_post_decoder_layernorm": "1"}
 OPT_350M = OPT | {"layernorm_type": "post_layernorm", "has_post_decoder_layernorm": "0"}
@@ -177,31 +158,6 @@ def test_1_versions_1_and_2_of_megatron_are_brought_into_order(tmp_path, version
     assert_same_bits(open_megatron(tmp_path, version=version))
 
 
-def test_2_arguments_without_a_version(tmp_path):
-    """It asks for the version wherever there are arguments, which the first release wrote without."""
-    assert_same_bits(open_megatron(tmp_path, version=0))
-
-
-def test_3_layers_that_are_called_transformer(tmp_path):
-    """It looks for `encoder` wherever there are arguments."""
-    assert_same_bits(open_megatron(tmp_path, layers="language_model.transformer", attention="attention"))
-
-
-def test_4_the_epsilon_of_version_0_is_what_the_model_was_trained_with(tmp_path):
-    """It writes 1e-6."""
-    assert open_megatron(tmp_path, version=0).config.layer_norm_epsilon == 1e-5
-
-
-def test_5_the_activation_is_the_one_of_the_arguments(tmp_path):
-    """It takes gelu by tanh whatever they say."""
-    assert open_megatron(tmp_path, settings={"bias_gelu_fusion": False}).config.activation == "gelu"
-
-
-def test_6_version_0_in_a_pipeline(tmp_path):
-    """It refuses that."""
-    assert_same_bits(open_megatron(tmp_path, version=0, pp=2))
-
-
 def test_7_heads_that_are_not_tied(tmp_path):
     """It drops them, of Megatron's checkpoints as of Hugging Face's, which it loads without their heads."""
     state = rank_file(TENSORS, Form(), untie_embeddings_and_output_weights=True)
@@ -219,19 +175,6 @@ def test_7_heads_that_are_not_tied(tmp_path):
     ):
         np.testing.assert_array_equal(checkpoint.tensor(HEAD), TENSORS["wte.weight"] + 1)
         assert not checkpoint.tied
-
-
-def test_8_the_width_of_the_mlp_is_that_of_its_matrices(tmp_path):
-    """It writes 4 * n_embd, whatever the model has."""
-    checkpoint = open_checkpoint(fastertransformer(tmp_path, TENSORS))
-    assert checkpoint.config.inner_size == 20
-    assert checkpoint.quirks == ("inter_size is 32 in config.ini and 20 in the files",)
-
-
-def test_9_hugging_faces_activation_is_kept(tmp_path):
-    """It ignores the field."""
-    folder = write_checkpoint(tmp_path, activation_function="relu")
-    assert open_checkpoint(folder).config.activation == "relu"
 
 
 def test_10_a_last_layer_norm_is_not_lost(tmp_path):

@@ -49,34 +49,18 @@ def entry(start, end, shape=(4,), dtype="F32"):
 WHOLE = safetensors_bytes({"a": entry(0, 16), "b": entry(16, 64, (3, 4))})
 DAMAGED_SAFETENSORS = {
     "nothing after the length": WHOLE[:8],
-    "less than a length": WHOLE[:5],
     "header cut": WHOLE[:30],
     "data cut": WHOLE[:-1],
     "data too long": WHOLE + b"x",
-    "length 0": b"\0" * 8 + WHOLE[8:],
-    "length one short": safetensors_bytes({"a": entry(0, 64, (16,))}, size=60),
     "length beyond the file": safetensors_bytes({"a": entry(0, 64, (16,))}, size=10**6),
-    "length 2**63": safetensors_bytes({"a": entry(0, 64, (16,))}, size=2**63),
     "length 2**64 - 1": safetensors_bytes({"a": entry(0, 64, (16,))}, size=2**64 - 1),
     "not JSON": safetensors_bytes(b"{'a': 1}"),
-    "a list": safetensors_bytes([]),
-    "not UTF-8": safetensors_bytes(b'{"\xff": 1}'),
     "deep JSON": safetensors_bytes(b'{"a":' * 10_000),
     "overlap": safetensors_bytes({"a": entry(0, 32, (8,)), "b": entry(16, 64, (12,))}),
-    "same bytes twice": safetensors_bytes({"a": entry(0, 64, (16,)), "b": entry(0, 64, (16,))}),
     "hole": safetensors_bytes({"a": entry(0, 16), "b": entry(32, 64, (8,))}),
-    "offsets backwards": safetensors_bytes({"a": entry(64, 0, (16,))}),
-    "offsets negative": safetensors_bytes({"a": entry(-16, 64, (20,))}),
     "offsets beyond the file": safetensors_bytes({"a": entry(0, 128, (32,))}),
-    "one offset": safetensors_bytes({"a": {"dtype": "F32", "shape": [16], "data_offsets": [0]}}),
     "shape larger than the bytes": safetensors_bytes({"a": entry(0, 64, (32,))}),
-    "shape smaller than the bytes": safetensors_bytes({"a": entry(0, 64, (4,))}),
     "shape that overflows": safetensors_bytes({"a": entry(0, 64, (2**62, 2**62))}),
-    "shape negative": safetensors_bytes({"a": entry(0, 64, (-16,))}),
-    "shape of text": safetensors_bytes({"a": {"dtype": "F32", "shape": "16", "data_offsets": [0, 64]}}),
-    "no shape": safetensors_bytes({"a": {"dtype": "F32", "data_offsets": [0, 64]}}),
-    "unknown dtype": safetensors_bytes({"a": entry(0, 64, (16,), "F31")}),
-    "HTML": b"<!DOCTYPE html><html><body>404</body></html>",
 }
 
 
@@ -91,11 +75,6 @@ def test_the_undamaged_file_of_these_tests_is_read(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(WHOLE)
     assert {name: tensor.shape for name, tensor in read_safetensors(path).tensors.items()} == {"a": (4,), "b": (3, 4)}
-
-
-def test_a_folder_in_place_of_a_file(tmp_path):
-    (tmp_path / "model.safetensors").mkdir()
-    refuse(tmp_path / "model.safetensors", "cannot be read")
 
 
 def test_sizes_in_config_json_that_lie_allocate_nothing(tmp_path):
@@ -174,13 +153,6 @@ def test_a_pickle_that_calls_anything_is_refused_and_nothing_runs(tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
-@pytest.mark.parametrize("call", ["system", "eval", "open", "getattr"])
-def test_the_attacks_of_these_tests_are_real(tmp_path, monkeypatch, call):
-    monkeypatch.chdir(tmp_path)
-    pickle.loads(pickle.dumps(CALLS[call], protocol=2))
-    assert (tmp_path / "witness").exists()
-
-
 def legacy_head():
     return [pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
 
@@ -204,52 +176,26 @@ ORDERED_DICT = name("collections", "OrderedDict")
 HOSTILE_PROGRAMS = {
     # Names that are admitted, used for what they are not for.
     "call of a storage class": name("torch", "FloatStorage") + b")R",
-    "call of a dict": b"})R",
-    "call of a tensor": TENSOR + b"(" + STORAGE + b"K\x00K\x04\x85K\x01\x85\x89}tR" + b")R",
-    "call of text": text("os.system") + text("ls") + b"\x85R",
-    "call without a tuple": ORDERED_DICT + b"]R",
     "OrderedDict of text": ORDERED_DICT + text("ab") + b"\x85R",
-    "OrderedDict of a number": ORDERED_DICT + b"K\x05\x85R",
-    "OrderedDict of many": ORDERED_DICT + b"]]]\x87R",
-    "tensor of nothing": TENSOR + b")R",
     "tensor of text": TENSOR + b"(" + text("s") + b"K\x00))\x89}tR",
     "tensor with negative offset": TENSOR + b"(" + STORAGE + b"J\xff\xff\xff\xffK\x04\x85K\x01\x85\x89}tR",
-    "tensor with negative stride": TENSOR + b"(" + STORAGE + b"K\x03K\x04\x85J\xff\xff\xff\xff\x85\x89}tR",
     "tensor with a bool in its shape": TENSOR + b"(" + STORAGE + b"K\x00\x88\x85K\x01\x85\x89}tR",
     "tensor with strides missing": TENSOR + b"(" + STORAGE + b"K\x00K\x02K\x02\x86K\x01\x85\x89}tR",
-    "tensor with a list for its shape": TENSOR + b"(" + STORAGE + b"K\x00]K\x04aK\x01\x85\x89}tR",
-    "parameter of text": name("torch._utils", "_rebuild_parameter") + b"(" + text("x") + b"\x89}tR",
     # Attributes set, keys that are no names, and other instructions.
     "attributes of a name": ORDERED_DICT + b"}" + text("__init__") + text("x") + b"sb",
-    "attributes of a tensor": TENSOR + b"(" + STORAGE + b"K\x00K\x04\x85K\x01\x85\x89}tR}" + text("shape") + b"K\x09sb",
-    "items of a list": b"]" + text("a") + text("b") + b"s",
-    "appended to a dict": b"}" + text("a") + b"a",
     "a tuple as a key": b"})K\x01s",
     "an odd number of items": b"}(" + text("a") + b"u",
     "NEWOBJ": ORDERED_DICT + b")\x81",
     "INST": b"(iposix\nsystem\n",
-    "EXT1": b"\x82\x01",
     "STACK_GLOBAL": text("os") + text("system") + b"\x93",
-    "PERSID": b"P0\n",
-    "DUP": b"K\x002",
-    "LONG4": b"\x8b\xff\xff\xff\x7f",
     # Storages.
     "persistent id of text": text("0") + b"Q",
-    "persistent id of a module": b"(" + text("module") + name("torch", "FloatStorage") + b"K\x00K\x00K\x00tQ",
-    "persistent id without a class": b"(" + text("storage") + text("f") + text("0") + text("cpu") + b"K\x04tQ",
-    "persistent id with a number": b"(" + text("storage") + name("torch", "FloatStorage") + b"K\x00K\x00K\x00tQ",
     "persistent id too short": b"(" + text("storage") + b"tQ",
     "a view of a storage": STORAGE.replace(b"tQ", b"(K\x01K\x01ttQ"),
     # Damage.
-    "empty stack": b"",
-    "two results": b"NN",
-    "nothing to build on": b"}b",
-    "nothing to pop": b"R",
     "no mark": b"t",
-    "nothing remembered": b"h\x07",
     "an instruction that does not exist": b"\xff",
     "text cut short": b"X\xff\xff\xff\x7fabc",
-    "a tuple of more than there is": b"N\x87",
 }
 
 
@@ -300,46 +246,22 @@ def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, stride
 
 BAD_ZIPS = {
     "an entry outside": (lambda: moved(ZIP, 2**31), "begins outside"),
-    "an entry elsewhere": (lambda: moved(ZIP, 10), "damaged zip archive"),
     "compressed": (lambda: rewrite_zip(compression=zipfile.ZIP_DEFLATED), "compressed, encrypted, repeated"),
-    "a bomb": (
-        lambda: rewrite_zip(compression=zipfile.ZIP_LZMA, data__0=b"\0" * 10**7),
-        "compressed, encrypted, repeated",
-    ),
     "encrypted": (lambda: flagged(ZIP, 0, 1), "compressed, encrypted, repeated"),
-    "a name that is not UTF-8": (
-        lambda: flagged(ZIP.replace(b"archive/data.pkl", b"archive/data\xffpkl"), 1, 8),
-        "damaged zip archive",
-    ),
     "an entry twice": (lambda: repeated(ZIP), "compressed, encrypted, repeated"),
     "no data.pkl": (lambda: rewrite_zip(data_pkl=None), r"without data\.pkl"),
     "no storage": (lambda: rewrite_zip(data__0=None), "holds 0 bytes for the storage"),
     "a storage cut": (lambda: rewrite_zip(data__0=b"\0" * 12), "holds 12 bytes for the storage"),
     "big-endian": (lambda: rewrite_zip(byteorder=b"big"), "big-endian"),
     "end cut": (lambda: ZIP[:-30], "damaged zip archive"),
-    "half": (lambda: ZIP[: len(ZIP) // 2], "damaged zip archive"),
-    "start cut": (lambda: b"PK\x03\x04" + ZIP[5000:], "damaged"),
-    "signature only": (lambda: b"PK\x03\x04", "damaged zip archive"),
     "data.pkl cut": (lambda: rewrite_zip(data_pkl=pickle_of(ZIP)[:-40]), "damaged pickle"),
-    "data.pkl empty": (lambda: rewrite_zip(data_pkl=b""), "damaged pickle"),
     "a list": (lambda: torch_bytes([np.zeros(1, np.float32)]), "holds a list"),
-    "one tensor": (lambda: torch_bytes(np.zeros(1, np.float32)), "holds a StridedView"),
     "a wrapped state dict": (lambda: torch_bytes({"state_dict": STATE, "epoch": 3}), "under: state_dict, epoch"),
-    "a state dict with a number": (lambda: torch_bytes({**STATE, "epoch": 3}), "under: epoch"),
-    "a number as a name": (lambda: torch_bytes({1: np.zeros(1, np.float32)}), "under: 1"),
     "a whole model": (
         lambda: saved_by_torch(lambda torch: torch.nn.Linear(2, 2)),
         r"'torch\.nn\.modules\.linear\.Linear'",
     ),
     "NumPy arrays": (lambda: saved_by_torch(lambda torch: {"a": np.zeros(2)}), r"asks for 'numpy"),
-    "a sparse tensor": (
-        lambda: saved_by_torch(lambda torch: {"a": torch.eye(2).to_sparse()}),
-        r"asks for 'torch\._utils",
-    ),
-    "complex numbers": (
-        lambda: saved_by_torch(lambda torch: {"a": torch.zeros(2, dtype=torch.cfloat)}),
-        r"asks for 'torch\.Complex",
-    ),
 }
 
 
@@ -403,17 +325,6 @@ def test_a_bit_flipped_in_any_storage_of_an_archive(tmp_path, key):
         np.testing.assert_array_equal(tensors[name].float32(), TENSORS[name])
 
 
-def test_tensors_are_verified_in_any_order_and_more_than_once(tmp_path):
-    tensors = read_torch(write_bin(tmp_path, ZIP)).tensors
-    for name in [*reversed(TENSORS), *TENSORS]:
-        np.testing.assert_array_equal(tensors[name].float32(), TENSORS[name])
-
-
-def test_a_bit_flipped_in_the_structure(tmp_path):
-    place = ZIP.index(b"transformer.wte.weight")
-    refuse(write_bin(tmp_path, flipped(ZIP, place)), r"data\.pkl' does not have the checksum")
-
-
 def test_an_archive_that_was_written_without_checksums_is_read(tmp_path):
     torch = need_torch()
     torch.serialization.set_crc32_options(False)
@@ -455,31 +366,18 @@ def legacy(structure, keys, data=b"", head=None):
 FOUR = struct.pack("<Q4f", 4, 0, 1, 2, 3)
 BAD_LEGACY = {
     "storage cut": (lambda: legacy(view(), ["0"], FOUR[:-1]), "truncated or damaged"),
-    "no storage": (lambda: legacy(view(), ["0"]), "truncated or damaged"),
-    "no key": (lambda: legacy(view(), []), "truncated or damaged"),
     "count that lies": (lambda: legacy(view(), ["0"], b"\xff" * 8 + FOUR[8:20]), "truncated or damaged"),
-    "count too small": (lambda: legacy(view(), ["0"], b"\x03" + FOUR[1:]), "truncated or damaged"),
     "unknown key": (lambda: legacy(view(), ["1"], FOUR), "no tensor uses"),
-    "key that is a tuple": (lambda: legacy(view(), [()], FOUR), "no tensor uses"),
-    "keys that are no list": (lambda: legacy(view(), {}, FOUR), "no tensor uses"),
     "other magic number": (
         lambda: legacy(view(), ["0"], FOUR, [pickle.dumps(7, 2), *legacy_head()[1:]]),
-        "does not begin",
-    ),
-    "other version": (
-        lambda: legacy(view(), ["0"], FOUR, [legacy_head()[0], pickle.dumps(1002, 2), legacy_head()[2]]),
         "does not begin",
     ),
     "big-endian": (
         lambda: legacy(view(), ["0"], FOUR, [*legacy_head()[:2], pickle.dumps({"little_endian": False}, 2)]),
         "big-endian",
     ),
-    "structure cut": (lambda: LEGACY[:400], "damaged pickle"),
     "data cut": (lambda: LEGACY[:-100], "truncated or damaged"),
-    "HTML": (lambda: b"<html>", "does not begin"),
-    "text": (lambda: b"cposix\nsystem\n(S'ls'\ntR.", "does not begin"),
     "a tar file": (lambda: b"storages\0" + b"\0" * 2000, "does not begin"),
-    "a gzip file": (lambda: b"\x1f\x8b\x08" + b"\0" * 99, "does not begin"),
 }
 
 
@@ -487,11 +385,6 @@ BAD_LEGACY = {
 def test_a_legacy_file_that_is_no_state_dict(tmp_path, case):
     make, sentence = BAD_LEGACY[case]
     refuse(write_bin(tmp_path, make()), sentence)
-
-
-def test_the_undamaged_legacy_file_of_these_tests_is_read(tmp_path):
-    path = write_bin(tmp_path, legacy(view(), ["0"], FOUR))
-    assert read_torch(path).tensors["a"].float32().tolist() == [0, 1, 2, 3]
 
 
 def damage(data, draw):

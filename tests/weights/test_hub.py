@@ -2,14 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from support.apart import printed
 from support.hub_server import HubServer
-from support.paths import ROOT
 from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
 
@@ -124,11 +121,6 @@ def test_downloaded_once_then_cached_then_offline(tmp_path):
     assert opened(home, hub.url, "owner/tiny", HF_HUB_OFFLINE="1")[0] == first
 
 
-def test_an_id_without_an_owner(tmp_path):
-    with HubServer({"tiny": hub_folder(tmp_path / "repo")}) as hub:
-        assert opened(tmp_path / "home", hub.url, "tiny")[0]["bias"] == BIAS
-
-
 def test_a_local_folder_needs_no_hub(tmp_path):
     hub_folder(tmp_path / "owner")
     with HubServer({}) as hub:
@@ -179,16 +171,6 @@ def test_an_adapter_is_told_where_it_belongs(tmp_path):
     )
 
 
-def test_what_was_meant_as_a_file_or_the_demo_is_not_looked_for(tmp_path):
-    meant = ["dmeo", "demo/", "model.gguf", "owner/Model.safetensors"]
-    with HubServer({}) as hub:
-        for line in opened_all(tmp_path / "home", hub.url, meant)[0]:
-            assert line["error"].startswith("there is no folder or file")
-        assert hub.requests == []
-        opened_all(tmp_path / "home", hub.url, ["me/demo"])
-        assert hub.requests
-
-
 def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path):
     shards = ("*", "[a-z]*.md", "onnx/model.safetensors", ".")
     folders = {f"owner/tiny{i}": sharded_folder(tmp_path / f"repo{i}") for i in range(len(shards))}
@@ -198,10 +180,3 @@ def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path):
         for line in opened_all(tmp_path / "home", hub.url, [*folders])[0]:
             assert "no file name in its own folder" in line["error"]
         assert hub.downloaded() == sorted([*COMMON, "model.safetensors.index.json"])
-
-
-def test_huggingface_hub_is_imported_for_hub_ids_alone():
-    """In a new interpreter: a process that is forked has what the tests have imported."""
-    program = "import sys, tinygpt.weights.open as o; o.open_checkpoint('demo'); "
-    program += "print({'huggingface_hub', 'torch', 'transformers'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT) == "set()\n"

@@ -10,12 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from support.golden_adapters import NEED_PEFT
 from support.recorded import MISSING
-from support.tiny_checkpoint import C, write_checkpoint
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.batch import Batch
 from tinygpt.weights.adapters.lora import merge_lora
-from tinygpt.weights.containers.mapped_file import MappedTensor
 from tinygpt.weights.open import open_checkpoint
 
 peft = pytest.importorskip("peft", reason=NEED_PEFT)
@@ -40,10 +38,8 @@ class Variant:
 
 VARIANTS = (
     Variant("c_attn", {"target_modules": ["c_attn"]}),
-    Variant("rank-is-1", {"target_modules": ["c_attn"], "r": 1}),
     Variant("c_proj-is-two-modules", {"target_modules": ["c_proj", "mlp.c_fc"]}),
     Variant("all-linear", {"target_modules": "all-linear"}),
-    Variant("fan_in_fan_out", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
     Variant("rslora", {"target_modules": ["c_attn", "c_fc"], "use_rslora": True, "lora_alpha": 3}),
     Variant(
         "patterns",
@@ -55,7 +51,6 @@ VARIANTS = (
         },
     ),
     Variant("regular-expression", {"target_modules": r".*h\.1\.mlp\.c_(fc|proj)"}),
-    Variant("exclude", {"target_modules": ["c_attn", "c_proj"], "exclude_modules": ["mlp.c_proj"]}),
     Variant("exclude-pattern", {"target_modules": ["c_attn", "c_proj"], "exclude_modules": r".*\.0\..*"}),
     Variant("layers", {"target_modules": ["c_attn", "c_proj"], "layers_to_transform": [1]}),
     Variant("layers-pattern", {"target_modules": ["c_fc"], "layers_to_transform": 1, "layers_pattern": "h"}),
@@ -63,15 +58,12 @@ VARIANTS = (
     Variant("bias-lora_only", {"target_modules": ["c_attn", "attn.c_proj"], "bias": "lora_only"}),
     Variant("wte-of-tied", {"target_modules": ["wte"]}),
     Variant("lm_head-of-tied", {"target_modules": ["lm_head", "c_attn"]}),
-    Variant("wte-and-lm_head-of-tied", {"target_modules": ["wte", "lm_head"]}),
     Variant("wte-and-lm_head", {"target_modules": ["wte", "lm_head"]}, tied=False),
     Variant("wpe", {"target_modules": ["wpe", "c_fc"]}),
     Variant("save-wte-of-tied", {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
     Variant("save-lm_head-of-tied", {"target_modules": ["wte"], "modules_to_save": ["lm_head"]}),
     Variant("save-both-of-tied", {"target_modules": ["c_fc"], "modules_to_save": ["wte", "lm_head"]}),
-    Variant("save-lm_head", {"target_modules": ["c_fc"], "modules_to_save": ["lm_head"]}, tied=False),
     Variant("save-wins", {"target_modules": ["c_fc", "lm_head"], "modules_to_save": ["lm_head"]}, tied=False),
-    Variant("save-norms", {"target_modules": ["c_attn"], "modules_to_save": ["ln_f", "ln_1"]}),
     Variant("save-a-layers-mlp", {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["h.0.mlp"]}),
     *(
         Variant(f"begun-{how}", {"target_modules": ["c_attn"], "init_lora_weights": how})
@@ -195,16 +187,6 @@ def test_adapters_in_half_precision_and_in_a_bin_file(plain, tmp_path):
     np.testing.assert_allclose(logits(merged, IDS), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_release_reaches_whichever_file_holds_a_parameter(tmp_path, monkeypatch):
-    case = make_adapter(tmp_path, Variant("saved", {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}))
-    merged = merge_lora(open_checkpoint(case.base), case.adapter)
-    released = []
-    monkeypatch.setattr(MappedTensor, "release", lambda tensor: released.append(tensor.path.parent))
-    for name in ("lm_head.weight", "wte.weight", "h.0.attn.c_attn.weight"):
-        merged.release(name)
-    assert released == [case.adapter, case.base, case.base, case.adapter, case.adapter]
-
-
 def copied(case: Case, folder: Path) -> Path:
     for path in case.adapter.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -227,29 +209,18 @@ def change_config(folder: Path, **changes: object) -> None:
     [
         ({"peft_type": "LOHA"}, "LOHA"),
         ({"use_dora": True}, "use_dora is True and not implemented"),
-        ({"lora_bias": True}, "lora_bias is True and not implemented"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"invented_next_year": {"a": 1}}, "invented_next_year"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
         ({"r": 0}, "r is 0 and must be a whole number from 1 up"),
-        ({"r": True}, "r is True"),
         ({"lora_alpha": "8"}, "lora_alpha is '8'"),
         ({"bias": "some"}, "bias is 'some' and must be one of none, all, lora_only"),
-        ({"bias": []}, "bias is []"),
         ({"use_rslora": 1}, "use_rslora is 1"),
         ({"target_modules": None}, "target_modules is empty"),
-        ({"target_modules": "("}, "target_modules is '('"),
-        ({"target_modules": [1]}, "target_modules is [1]"),
-        ({"modules_to_save": "wte"}, "modules_to_save is 'wte'"),
         ({"rank_pattern": {"c_attn": 0}}, "rank_pattern"),
-        ({"alpha_pattern": {"(": 1}}, "alpha_pattern"),
-        ({"alpha_pattern": {"(?i)c_attn": 1}}, "alpha_pattern"),
         ({"modules_to_save": ["a)(b"]}, "modules_to_save"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
-        ({"lora_alpha": 10**400}, "lora_alpha is 1"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform"),
         ({"target_modules": "(?i)c_attn"}, "without flags"),
-        ({"patterns": {"a": 1}}, "patterns is {'a': 1} and not implemented"),
         ({"target_modules": "c_attn", "layers_to_transform": [1]}, "layers_to_transform"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -259,15 +230,6 @@ def test_a_config_that_cannot_be_used_is_refused_by_name(plain, tmp_path, change
     with pytest.raises(CheckpointError) as refusal:
         merge_lora(open_checkpoint(plain.base), tmp_path)
     assert named in str(refusal.value)
-
-
-@pytest.mark.parametrize("field", ["r", "lora_alpha", "bias", "rank_pattern", "alpha_pattern"])
-def test_null_is_refused_where_peft_fails_on_it(plain, tmp_path, field):
-    change_config(copied(plain, tmp_path), **{field: None})
-    with pytest.raises((TypeError, AttributeError, NotImplementedError, ValueError)):
-        Case(plain.base, tmp_path).model()
-    with pytest.raises(CheckpointError, match=f"{field} is None and must be"):
-        merge_lora(open_checkpoint(plain.base), tmp_path)
 
 
 A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
@@ -282,18 +244,9 @@ B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
         (lambda folder: change_config(folder, r=2), "lora_A.weight is (3, 12) and should be (2, 12)"),
         (lambda folder: change_config(folder, target_modules=["c_attn", "wte", "wpe"]), "transformer.wpe.lora_embedd"),
         (lambda folder: change_config(folder, bias="lora_only"), "missing: h.0.attn.c_attn.bias, h.1.attn.c_attn.bias"),
-        (lambda folder: change_config(folder, bias="all"), "missing: h.0.attn.c_attn.bias, h.0.attn.c_proj.bias, "),
         (lambda folder: change_config(folder, modules_to_save=["ln_f"]), "missing: ln_f.bias, ln_f.weight"),
-        (
-            lambda folder: change_config(folder, modules_to_save=["h.0.mlp"]),
-            "missing: h.0.mlp.c_fc.bias, h.0.mlp.c_fc.w",
-        ),
         (lambda folder: change_tensors(folder, odd=np.zeros(1, np.float32)), "unexpected: odd"),
         (lambda folder: change_tensors(folder, **{B: np.zeros((36, 3), np.int32)}), f"{B} is I32"),
-        (
-            lambda folder: change_tensors(folder, **{"base_model.model.transformer.ln_f.bias": np.zeros(3, "f4")}),
-            "transformer.ln_f.bias is (3,) and should be (12,)",
-        ),
         (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "missing: wte.lora_embedding_B"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "it holds README.md, adapter_config.json"),
         (
@@ -308,34 +261,6 @@ def test_files_that_do_not_fit_are_refused_by_name(plain, tmp_path, change, name
     with pytest.raises(CheckpointError) as refusal:
         merge_lora(open_checkpoint(plain.base), tmp_path)
     assert named in str(refusal.value)
-
-
-def test_an_adapter_for_a_model_of_another_size_is_refused(plain, tmp_path):
-    other = open_checkpoint(write_checkpoint(tmp_path / "other"))
-    with pytest.raises(CheckpointError, match=rf"lora_A.weight is \(3, 12\) and should be \(3, {C}\)"):
-        merge_lora(other, plain.adapter)
-
-
-def test_the_head_of_another_task_is_ignored_by_name(plain, tmp_path):
-    score = "base_model.model.score.weight"
-    change_tensors(copied(plain, tmp_path), **{score: np.zeros((2, 12), np.float32)})
-    merged = merge_lora(open_checkpoint(plain.base), tmp_path)
-    assert merged.ignored == ("score.weight",)
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [("no/such/folder", "there is no folder"), ("", "must be the path"), (3, "must be the path"), ("a\0b", "a\0b")],
-)
-def test_an_adapter_that_is_not_there_is_refused(plain, given, named):
-    with pytest.raises(CheckpointError) as refusal:
-        merge_lora(open_checkpoint(plain.base), given)
-    assert named in str(refusal.value)
-
-
-def test_a_file_instead_of_a_folder_is_refused(plain):
-    with pytest.raises(CheckpointError, match="is a file: give the folder"):
-        merge_lora(open_checkpoint(plain.base), plain.adapter / "adapter_config.json")
 
 
 def test_a_converted_checkpoint_is_refused(plain, tmp_path):

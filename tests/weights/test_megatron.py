@@ -1,13 +1,12 @@
 """Megatron-LM's and NeMo's checkpoints: every version, however many GPUs it was cut for, is one model to the bit."""
 
-import io
 import shutil
 import tarfile
 
 import numpy as np
 import pytest
 
-from support.megatron_writer import Form, megatron, nemo, nemo_members, ordered, rank_file, tar_bytes
+from support.megatron_writer import Form, megatron, nemo, nemo_members, rank_file, tar_bytes
 from support.tiny_checkpoint import write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.errors import CheckpointError
@@ -64,21 +63,6 @@ def test_stages_that_alternate(tmp_path, era):
     assert_same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=2, pp=2, vpp=2, **ERAS[era]))))
 
 
-def migrated(rows, version, heads):
-    """Megatron-LM's own way from older versions to the second, on one GPU (fix_query_key_value_ordering)."""
-    head_size = rows.shape[0] // 3 // heads
-    if version == 0:
-        return rows.reshape(3, heads, head_size, -1).swapaxes(0, 1).reshape(rows.shape)
-    return rows.reshape(heads, head_size, 3, -1).swapaxes(1, 2).reshape(rows.shape)
-
-
-@pytest.mark.parametrize("version", [0, 1])
-def test_the_writer_of_these_tests_orders_rows_as_megatron_does(version):
-    rows = np.random.default_rng(0).standard_normal((72, 24))
-    old, new = (ordered(rows, form(version=v)).reshape(rows.shape) for v in (version, 2))
-    np.testing.assert_array_equal(migrated(old, version, 6), new)
-
-
 def test_a_file_alone_of_the_old_form_without_arguments(tmp_path):
     """As NVIDIA published its 345M: no settings, no version, from before torch 1.6."""
     state = rank_file(ARRAYS, form(version=0, **ERAS["2020"]))
@@ -94,11 +78,8 @@ def test_a_file_alone_of_the_old_form_without_arguments(tmp_path):
 
 DISTRIBUTED = {
     "beside a tracker": ("", "iter_0000010/__0_0.distcp"),
-    "an iteration": ("iter_0000010", "iter_0000010/__0_0.distcp"),
     "zarr": ("", "iter_0000010/model.decoder.final_layernorm.bias/.zarray"),
     "NeMo 2": ("", "weights/__0_1.distcp"),
-    "NeMo 2, its weights": ("weights", "weights/__0_1.distcp"),
-    "an unpacked NeMo": ("", "model_weights/__0_1.distcp"),
 }
 
 
@@ -111,12 +92,6 @@ def test_distributed_formats_are_refused_by_name(tmp_path, case):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10") if "iter_" in file else None
     with pytest.raises(CheckpointError, match=r"is in a distributed format, .* --ckpt-format torch"):
         open_checkpoint(tmp_path / given)
-
-
-def test_the_folder_of_an_iteration_or_of_a_rank(tmp_path):
-    megatron(tmp_path, ARRAYS, form())
-    assert_same_bits(open_checkpoint(tmp_path / "iter_0000007"))
-    assert_same_bits(open_checkpoint(tmp_path / "iter_0000007" / "mp_rank_00"))
 
 
 @pytest.mark.parametrize("place", ["", "mp_rank_01", "mp_rank_01/model_optim_rng.pt"])
@@ -139,21 +114,6 @@ def test_ranks_of_two_iterations(tmp_path):
     wanted = "embedding.position_embeddings.weight (part 2); layers.2.input_layernorm.bias (part 2)"
     assert f"  not the same in all parts: {wanted}\n" in str(error.value)
     assert "ranks of two iterations" in str(error.value)
-
-
-def test_a_copy_of_another_shape(tmp_path):
-    megatron(tmp_path, ARRAYS, form(tp=2))
-    state = rank_file(ARRAYS | {"ln_f.bias": np.ones(7, np.float32)}, form(tp=2), rank=1)
-    (tmp_path / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt").write_bytes(own_bytes(state))
-    with pytest.raises(CheckpointError, match=r"not the same in all parts: final_layernorm\.bias \(part 1\)"):
-        open_checkpoint(tmp_path)
-
-
-def test_models_trained_without_biases(tmp_path):
-    arrays = {n: a for n, a in ARRAYS.items() if not n.endswith(".bias") or "ln_" in n}
-    checkpoint = open_checkpoint(megatron(tmp_path, arrays, form()))
-    assert not checkpoint.tensor("h.1.mlp.c_fc.bias").any()
-    assert any("which the files leave out" in quirk for quirk in checkpoint.quirks)
 
 
 def without(*ends):
@@ -209,16 +169,12 @@ def test_sizes_are_those_that_the_settings_say(tmp_path, name, wanted):
 
 REFUSED = {
     "swiglu": True,
-    "squared_relu": True,
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
     "num_query_groups": 2,
     "apply_residual_connection_post_layernorm": True,
     "num_experts": 8,
-    "qk_layernorm": True,
     "apply_layernorm_1p": True,
-    "transformer_block_type": "post_ln",
-    "normalize_attention_scores": False,
 }
 
 
@@ -235,14 +191,6 @@ def test_a_version_that_is_not_known(tmp_path, version):
     state = rank_file(ARRAYS, form()) | {"checkpoint_version": version}
     (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state))
     with pytest.raises(CheckpointError, match=r"checkpoint_version .* is not implemented"):
-        open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("iteration", ["../x", "iter_1/../..", "", "9" * 5000, "12"])
-def test_a_tracker_that_names_no_folder_beside_it(tmp_path, iteration):
-    megatron(tmp_path, ARRAYS, form())
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text(iteration)
-    with pytest.raises(CheckpointError, match="names no folder beside it"):
         open_checkpoint(tmp_path)
 
 
@@ -271,17 +219,11 @@ def test_its_tokenizer_and_its_settings(tmp_path):
 
 ARCHIVES = {
     "no settings": ({"./model_config.yaml": None}, "is not NeMo's"),
-    "no weights": ({"./model_weights.ckpt": None}, "holds no model_weights"),
     "distributed": ({"./model_weights/common.pt": b"x"}, "distributed format"),
     "settings that are no YAML": ({"./model_config.yaml": b"a: [1"}, "not valid YAML"),
-    "settings that are a list": ({"./model_config.yaml": b"- 1"}, "must hold a mapping"),
     "settings with aliases": ({"./model_config.yaml": b"a: &x [1, 2]\nb: [*x, *x]"}, "has aliases"),
     "settings that are deep": ({"./model_config.yaml": b"[" * 1000}, "more than 100 levels"),
-    "settings that are long": ({"./model_config.yaml": b"a: 1\n" * 30_000}, "has 150000 characters"),
-    "a setting of another type": ({"./model_config.yaml": b"num_attention_heads: [1]"}, "n_head is \\[1\\]"),
     "an object in YAML": ({"./model_config.yaml": b"a: !!python/object/apply:os.system [ls]"}, "not valid YAML"),
-    "damaged weights": ({"./model_weights.ckpt": b"PK\3\4" + b"x" * 500}, "damaged"),
-    "swiglu": ({"./model_config.yaml": b"activation: swiglu"}, "activation is 'swiglu'"),
 }
 
 
@@ -292,14 +234,6 @@ def test_archives_that_are_refused(tmp_path, case):
     path = tmp_path / "x.nemo"
     path.write_bytes(tar_bytes({name: data for name, data in members.items() if data is not None}))
     with pytest.raises(CheckpointError, match=sentence):
-        open_checkpoint(path)
-
-
-def test_an_archive_that_is_pytorchs_own(tmp_path):
-    """Before 0.1.10, torch.save wrote one."""
-    path = tmp_path / "x.pt"
-    path.write_bytes(tar_bytes(dict.fromkeys(("sys_info", "pickle", "tensors", "storages"), b"x")))
-    with pytest.raises(CheckpointError, match=r"the form that PyTorch wrote before 0\.1\.10"):
         open_checkpoint(path)
 
 
@@ -322,15 +256,4 @@ def test_an_archive_whose_headers_claim_names_without_end(tmp_path, kind, size, 
     header.type, header.size = kind, size
     (tmp_path / "x.nemo").write_bytes((header.tobuf(tarfile.GNU_FORMAT) + bytes(512)) * count)
     with pytest.raises(CheckpointError, match="damaged archive"):
-        open_checkpoint(tmp_path / "x.nemo")
-
-
-def test_an_archive_with_a_link(tmp_path):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:") as archive:
-        link = tarfile.TarInfo("./model_weights.ckpt")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        archive.addfile(link)
-    (tmp_path / "x.nemo").write_bytes(buffer.getvalue())
-    with pytest.raises(CheckpointError, match="is a link"):
         open_checkpoint(tmp_path / "x.nemo")

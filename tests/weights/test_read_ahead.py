@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.mapped_file import AHEAD, AHEAD_BYTES, ReadAhead
+from tinygpt.weights.containers.mapped_file import AHEAD, ReadAhead
 
 
 @dataclass
@@ -41,16 +41,6 @@ def test_a_few_parts_behind_the_one_that_is_read():
     for part in parts:
         ahead.verify(part)
     assert [len(part.times) for part in parts] == [1] * len(parts)
-
-
-def test_a_large_one_is_not_verified_before_it_is_read():
-    """However large the one is that is read."""
-    parts = parts_of(2 * AHEAD_BYTES, 8, AHEAD_BYTES + 1, 8)
-    ahead = ReadAhead(parts)
-    ahead.verify(parts[0])
-    assert verified(parts, ahead) == ["0", "1"]
-    ahead.verify(parts[2])
-    assert verified(parts, ahead) == ["0", "1", "2", "3"]
 
 
 def test_damage_is_told_to_the_one_who_reads_it():
