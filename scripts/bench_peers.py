@@ -41,7 +41,7 @@ from tinygpt.bench.work import (
     num_parameters,
     weight_bytes,
 )
-from tinygpt.hardware.cpu import cpu_name
+from tinygpt.hardware import cpu_name
 from tinygpt.weights.families.gpt2 import model_config
 
 PAUSE = 0.3  # seconds: OpenMP threads without work spin for 0.2 s

@@ -31,8 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table, threads_text
 from tinygpt.bench.study_runs import served
-from tinygpt.hardware.cpu import cpu_name
-from tinygpt.hardware.threads import thread_count
+from tinygpt.hardware import cpu_name, thread_count
 
 WORDS = ("time", "way", "day", "man", "thing", "woman", "life", "child", "world", "hand", "part", "place", "case")
 OURS, LIBRARY = "tinygpt serve", "LLM.generate"

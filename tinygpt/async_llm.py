@@ -1,4 +1,4 @@
-"""AsyncLLM: an LLM for asyncio: requests are awaited, and the loop is never blocked by a step."""
+"""AsyncLLM: an LLM for asyncio. No step blocks the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # nothing that computes is imported for a model elsewhere
+if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
     from tinygpt.llm import LLM
     from tinygpt.remote import RemoteLLM
 
 
 class AsyncLLM:
-    """The front door of an LLM for any number of tasks, in any event loop.
+    """An LLM for any number of tasks, in any event loop. A cancelled task frees what its request holds within a step.
 
-    llm: an LLM, or a RemoteLLM, that others may be using too; or none, and `arguments` are those of an LLM, which loads
-    at once and is closed with this. A task that is cancelled frees what its request holds, within a step.
+    llm: an LLM or RemoteLLM, which others may use, too; None: load an LLM with `arguments`, and close it with this.
     """
 
     def __init__(self, llm: "LLM | RemoteLLM | None" = None, **arguments: Any):
@@ -25,18 +24,18 @@ class AsyncLLM:
         self._is_owner = llm is None
 
     async def generate(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
-        """Continue one prompt. Raises what LLM.submit raises."""
+        """Continue one prompt. Raise what LLM.submit raises."""
         return await asyncio.wrap_future(self.llm.submit(prompt, params, **fields))
 
     async def stream(
         self, prompt: Any, params: SamplingParams | None = None, **fields: Any
     ) -> AsyncIterator[StreamChunk]:
-        """Continue one prompt, token by token. Raises what LLM.submit raises, when the first chunk is asked for."""
+        """Continue one prompt, token by token. Raise what LLM.submit raises with the first chunk."""
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         post = partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
         future = self.llm.submit(prompt, params, on_chunk=post, **fields)
         ended = asyncio.wrap_future(future)
-        ended.add_done_callback(lambda _: chunks.put_nowait(None))  # in the loop, behind the last chunk
+        ended.add_done_callback(lambda _: chunks.put_nowait(None))  # in the loop, after the last chunk
         try:
             while (chunk := await chunks.get()) is not None:
                 yield chunk
@@ -45,7 +44,7 @@ class AsyncLLM:
             future.cancel()
 
     async def close(self) -> None:
-        """Close the LLM if this has made it. It is left to whoever gave it otherwise."""
+        """Close the LLM if this object has made it."""
         if self._is_owner:
             await asyncio.to_thread(self.llm.close)
 

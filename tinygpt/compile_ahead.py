@@ -1,7 +1,7 @@
 """`tinygpt.warmup`: compile kernels before a request waits for them."""
 
+from tinygpt.engine.model_source import load_backend
 from tinygpt.errors import TinyGPTError
-from tinygpt.execution.backend import load_backend
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 

@@ -1,29 +1,25 @@
-"""LLM: from prompts to text. Everything a request goes through meets here, and nothing is computed here."""
+"""LLM: from prompts to text."""
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from tinygpt.engine.draft_model import DraftModel, check_draft
+from tinygpt.config import EngineConfig
 from tinygpt.engine.engine import Engine, RequestFuture
 from tinygpt.engine.input_processor import InputProcessor, OnChunk
-from tinygpt.engine.probe import Probe, check_pooling
-from tinygpt.engine.scoring import score_of
-from tinygpt.engine_config import EngineConfig
-from tinygpt.errors import FailedRequestError, RequestError
-from tinygpt.execution.model_runner import ModelRunner
-from tinygpt.execution.model_source import ModelSource
-from tinygpt.hardware.threads import thread_count
-from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk
-from tinygpt.progress_bar import UseTqdm, with_bar
-from tinygpt.request.prompts import Prompt, checked_salt, params_list, params_or_fields, prompt_list
-from tinygpt.request.request import Request
+from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.prompts import Prompt, params_list, params_or_fields, prompt_list
+from tinygpt.engine.scoring import Probe, check_pooling, score_of
+from tinygpt.engine.sequence import Request
+from tinygpt.engine.spec_decode import DraftModel, check_draft
+from tinygpt.errors import FailedRequestError, RequestError, invalid
+from tinygpt.hardware import thread_count
+from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, with_bar
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -32,40 +28,35 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 class LLM:
     """A GPT-2 checkpoint, ready to generate.
 
-    model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2", or "random:124M" (355M,
-        774M, 1.5B): random weights of that shape, to measure speed with no download.
-    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantise as they load. "auto" is the dtype that a
-        converted checkpoint was converted to, and float32 for any other.
-    device: "cpu"; "cuda" (one NVIDIA GPU; float32, bfloat16 or int8 weights); or "reference" (NumPy, float64 inside,
-        slow, float32 weights only).
-    threads: how many threads compute; None is one for each fast physical core.
-    max_num_seqs: samples that run at once; more wait their turn.
-    max_model_len: positions kept for each; None is the model's own n_positions. One with ALiBi can have more.
+    model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2", or "random:124M" (355M, 774M,
+        1.5B): random weights of that shape, to measure speed without a download.
+    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto" is the dtype of a
+        converted checkpoint, and float32 for any other.
+    device: "cpu"; "cuda" (one NVIDIA GPU; float32, bfloat16 or int8 weights); or "reference" (NumPy in float64, slow,
+        float32 weights only).
+    threads: number of threads that compute; None is one for each fast physical core.
+    max_num_seqs: samples that run at once; others wait.
+    max_model_len: positions of each sample; None is the model's n_positions. A model with ALiBi can have more.
     kv_cache_dtype: "float32", "bfloat16", "int8", or "auto": float32 for float32 weights, bfloat16 for the others.
-    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs
-        if that is more.
-        Fewer let those that decode wait less for others' prompts, more read prompts faster.
-    prefix_cache_seqs: ended samples that stay in memory for prompts that begin like them; 0 is none. Each takes as
-        much as a running one: 4 add an eighth to what 32 take, and hold a common beginning and a few conversations.
-        What prompts that run at once have in common is computed once in any case.
+    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs if
+        that is more. With fewer, decoding samples wait less for others' prompts; with more, prompts are read faster.
+    prefix_cache_seqs: finished samples that stay in the KV cache for prompts that begin like them; 0 is none, and then
+        finished requests share nothing. Each takes the memory of a running sample.
     max_queue: submitted samples that may wait while max_num_seqs run; None is any number.
     draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step of
         this one to confirm: fewer steps, the same results.
     lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
-    soft_prompts: {name: folder in PEFT's layout, or file}: what requests can name as their soft_prompt, trained by
-        prompt tuning, p-tuning or prefix tuning.
-    split_special_tokens: a special token such as <|endoftext|> that is written in a text is plain text; by default it
-        is that token, as in transformers. For texts of unknown origin; `read_prompt` has the same for one text.
-    cache_salt: a text: the salt of prompts that come without one. Only prompts of equal salts, or of none, share what
-        they begin with, so that the time that one takes tells nothing of any other.
+    soft_prompts: {name: folder in PEFT's layout, or file}: prompts of prompt tuning, p-tuning or prefix tuning, which
+        requests name as their soft_prompt.
+    split_special_tokens: read a special token such as <|endoftext|> within a text as plain text, for texts of unknown
+        origin; by default it is that token, as in transformers. `read_prompt` has the same for one text.
+    tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
+        `mpiexec -n` has started with the product of both (extra "mpi"). Rank 0 runs the program; in all others, LLM
+        does not return: they serve rank 0 until it ends. threads are each rank's.
 
-    tensor_parallel_size, pipeline_parallel_size: so many ranks share each layer, and the layers are dealt out to so
-        many stages, in a program that `mpiexec -n` has started with the product of both (extra "mpi"). Rank 0 runs the
-        program; in all others, LLM does not return: they serve rank 0 until it ends. threads are each rank's.
-
-    Raises CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
-    Results do not depend on threads, on these sizes or on what else is running, to the last bit. Several Python
-    threads may call one LLM: their requests share its steps.
+    Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
+    Results do not depend on threads, on these sizes or on other requests, to the last bit. Several Python threads may
+    call one LLM: their requests share its steps. A forked child makes its own LLM.
     """
 
     def __init__(
@@ -85,12 +76,10 @@ class LLM:
         lora: str | os.PathLike[str] | None = None,
         soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
         split_special_tokens: bool = False,
-        cache_salt: str | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
     ):
         ranks = _ranks(tensor_parallel_size, pipeline_parallel_size)
-        cache_salt = checked_salt(cache_salt)
         num_threads = thread_count(threads) if ranks is None else ranks.threads(threads)
         sizes = EngineConfig(
             max_num_seqs, prefix_cache_seqs, max_model_len, max_num_batched_tokens, max_queue, num_speculative_tokens
@@ -100,13 +89,13 @@ class LLM:
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
         self.checkpoint_path = source.checkpoint.folder
         self._inputs = InputProcessor(
-            source.config, engine_config, source.checkpoint, soft_prompts, split_special_tokens, cache_salt
+            source.config, engine_config, source.checkpoint, soft_prompts, split_special_tokens
         )
-        draft_source = None
+        draft = None
         if draft_model is not None:
             draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
             check_draft(draft_model, draft_source, source.config)
-        draft = None if draft_source is None else DraftModel(draft_source, engine_config, num_threads)
+            draft = DraftModel(draft_source, engine_config, num_threads)
         if ranks is None:
             runner = ModelRunner(source, engine_config, num_threads)
         else:
@@ -127,10 +116,9 @@ class LLM:
         return self._inputs.tokenizer
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
-        """A text or token ids, encoded and checked once: what `generate`, `stream`, `submit` and `embed` take as it is.
+        """Return a text or token ids, encoded and checked once, for any call that takes a prompt.
 
-        split_special_tokens: whether a special token that is written in the text is plain text; None is as the LLM was
-        told. Token ids stay as they are.
+        split_special_tokens: as LLM's, of this text; None is the LLM's own.
         """
         self.engine.check_open()
         return self._inputs.read_prompt(prompt, split_special_tokens)
@@ -138,16 +126,16 @@ class LLM:
     def generate(
         self, prompts: Any, params: Any = None, *, use_tqdm: UseTqdm = None, **fields: Any
     ) -> list[RequestOutput]:
-        """Continue each prompt. The outputs are in the prompts' order.
+        """Continue each prompt, and return the outputs in the prompts' order.
 
         prompts: a text, a list of texts, or lists of token ids, of any lengths. An empty prompt starts at BOS.
-            {"prompt": text or ids, "cache_salt": text} is one with its own salt, here and in stream, submit and score.
-        params: one SamplingParams, or one for each prompt. fields: in place of params, those of one SamplingParams for
-            all prompts, here and in all that takes params: generate("Once", max_tokens=8).
+            {"prompt": text or ids} and {"prompt_token_ids": ids} are prompts, too.
+        params: one SamplingParams, or one for each prompt. fields: those of one SamplingParams in place of params, as
+            in generate("Once", max_tokens=8); all methods that take params take fields.
         use_tqdm: True shows a bar that counts finished prompts on stderr, False none; None shows one for several
-            prompts, where stderr is a terminal. A function stands in for tqdm, as in vLLM.
-        Raises RequestError, before any work, if a prompt cannot be served as asked, and FailedRequestError if one could
-        not go on, which ends the others.
+            prompts if stderr is a terminal. A function replaces tqdm, as in vLLM.
+        Raise RequestError, before any work, if a prompt cannot be served, and FailedRequestError if a request fails,
+        which ends the others. Ctrl-C ends the call's requests.
         """
         prompts = prompt_list(prompts)
         finished = self.generate_as_finished(prompts, params, **fields)
@@ -157,11 +145,11 @@ class LLM:
     def generate_as_finished(
         self, prompts: Any, params: Any = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
-        """As `generate`, but yields (index of the prompt, output) as soon as each is finished.
+        """Yield (index of the prompt, output) as soon as each prompt is finished, for `generate`'s arguments.
 
-        return_exceptions: of a request that could not go on, yield the error in place of an output, as asyncio.gather
-            does; without it, the error is raised, and ends the others.
-        Everything is checked when this is called; closing the iterator frees what was still running.
+        return_exceptions: yield the error of a failed request in place of its output, as asyncio.gather does; without
+            it, the error is raised and ends the others.
+        All prompts are checked when this is called. Closing the iterator ends the requests.
         """
         self.engine.check_open()
         prompts, params = prompt_list(prompts), params_or_fields(params, fields)
@@ -169,10 +157,10 @@ class LLM:
         return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
-        """Continue one prompt, token by token. Checked when called; closing the iterator ends the request.
+        """Continue one prompt, token by token. It is checked at the call; closing the iterator ends the request.
 
         A chunk's text never ends inside a character, and all chunks of a sample together are its text, tokens and
-        logprobs in `generate`. Those of n samples come mixed, each with its index.
+        logprobs in `generate`. Chunks of n samples come mixed, each with its index.
         """
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
         return self._stream(self._single_request(prompt, params_or_fields(params, fields), chunks.put), chunks)
@@ -183,69 +171,66 @@ class LLM:
         params: SamplingParams | None = None,
         on_chunk: Callable[[StreamChunk], None] | None = None,
         **fields: Any,
-    ) -> "Future[RequestOutput]":
+    ) -> RequestFuture:
         """Continue one prompt in the background. Any thread may call this.
 
         Cancelling the future, before or during the run, frees what the request holds within a step.
         on_chunk: called with each StreamChunk by the engine's thread, which waits for it. It may submit requests, but
             not run them.
-        Raises, before any work, RequestError if the prompt cannot be served as asked, and QueueFullError if max_queue
-        samples are waiting already.
+        Raise, before any work, RequestError if the prompt cannot be served, and QueueFullError if max_queue samples are
+        waiting.
         """
         if on_chunk is not None and not callable(on_chunk):
-            raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
+            raise invalid("on_chunk", on_chunk, "a function of one StreamChunk")
         future = RequestFuture(self._single_request(prompt, params_or_fields(params, fields), on_chunk))
         self.engine.submit_queued(future)
         return future
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
-        """How many tokens of the prompt's beginning its overflow would leave out. Raises as `generate` does."""
+        """Return how many tokens of the prompt's beginning its overflow would leave out. Raise as `generate` does."""
         self.engine.check_open()
         params = params_list(params, 1)[0]
         return self._inputs.num_truncated_tokens(_single_prompt(prompt), params)
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
-        """How many positions the soft prompt of this name takes in front of a prompt; 0 for None."""
+        """Return how many positions the soft prompt of this name takes in front of a prompt; 0 for None."""
         self.engine.check_open()
         return self._inputs.num_virtual_tokens(soft_prompt)
 
-    def session(self, cache_salt: str | None = None) -> Session:
-        """A text, empty at first, to be written in turns; its context is not computed again for each.
-
-        cache_salt: None is the LLM's own.
-        """
+    def session(self) -> Session:
+        """Return a text, empty at first, to be written in turns: a turn computes its new tokens alone."""
         self.engine.check_open()
-        return Session(self, [], checked_salt(cache_salt) or self._inputs.cache_salt)
+        return Session(self, [])
 
     def logits(self, token_ids: Any) -> np.ndarray:
-        """Teacher-forced logits, (T, V) float32: row t is what the model says after token_ids[: t + 1].
+        """Return teacher-forced logits, (T, V) float32: row t is for the token after token_ids[: t + 1].
 
-        Raises RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
+        Raise RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
         token_ids = self._read_ids("logits", token_ids)
         return self.engine.call(partial(self._probe.logits, token_ids))
 
     def hidden_states(self, token_ids: Any) -> np.ndarray:
-        """(L + 1, T, C) float32, as Hugging Face's: the input of each layer, and last what ln_f makes of the output.
+        """Return (L + 1, T, C) float32, as Hugging Face's: the input of each layer, and last the output of ln_f.
 
-        Raises as `logits` does.
+        Raise as `logits` does.
         """
         token_ids = self._read_ids("hidden states", token_ids)
         return self.engine.call(partial(self._probe.hidden_states, token_ids))
 
     def attentions(self, token_ids: Any) -> np.ndarray:
-        """(L, H, T, T) float32: how much each position attends to each at or before it, 4 L H T**2 bytes.
+        """Return (L, H, T, T) float32: how much each position attends to each at or before it, 4 L H T**2 bytes.
 
-        Raises as `logits` does.
+        Raise as `logits` does.
         """
         token_ids = self._read_ids("attentions", token_ids)
         return self.engine.call(partial(self._probe.attentions, token_ids))
 
     def embed(self, prompts: Any, pooling: str = "last") -> np.ndarray:
-        """A vector for each text or list of token ids, (len(prompts), C) float32, made of its last hidden states.
+        """Return a vector for each text or list of token ids, (len(prompts), C) float32, from its last hidden states.
 
         pooling: "last" is the last token's, "mean" and "sum" are over all tokens.
-        Raises RequestError, before any work, as `logits` does.
+        Raise RequestError, before any work, as `logits` does.
         """
         self.engine.check_open()
         check_pooling(pooling)
@@ -262,20 +247,20 @@ class LLM:
         soft_prompt: str | None = None,
         split_special_tokens: bool | None = None,
     ) -> list[ContinuationScore]:
-        """How probable each continuation of the prompt is, by the model's own probabilities; the prompt is read once.
+        """Return how probable each continuation of the prompt is, by the model's own probabilities.
 
-        prompt: a text or token ids, as which one of `read_prompt` counts; an empty one is the BOS token.
+        prompt: a text or token ids; an empty one is the BOS token. It is read once.
         continuations: texts, or lists of token ids.
         Texts are encoded as evaluation harnesses do: white space at the end of the prompt counts as the beginning of
-        each continuation, prompt and continuation are encoded together, and what follows the prompt's own tokens is
-        the continuation. Where these come out otherwise, or either is token ids, both are encoded apart.
-        soft_prompt: the name of one of the LLM's soft prompts, to stand in front of the prompt. split_special_tokens:
-        as for `read_prompt`, of prompt and continuations.
-        Raises RequestError, before any work, if a continuation is empty or too long.
+        each continuation, prompt and continuation are encoded together, and the tokens after the prompt's own are the
+        continuation. If the prompt's tokens differ then, or either is token ids, both are encoded apart.
+        soft_prompt: the name of a soft prompt in front of the prompt. split_special_tokens: as for `read_prompt`.
+        Raise RequestError, before any work, if a continuation is empty or too long.
         """
         self.engine.check_open()
         requests = self._inputs.scoring_requests(prompt, continuations, soft_prompt, split_special_tokens)
-        deque(self._run(requests), maxlen=0)
+        for _ in self._run(requests):
+            pass
         return [score_of(request) for request in requests]
 
     def check_health(self) -> None:
@@ -332,21 +317,19 @@ class LLM:
         return self._inputs.read_ids(what, token_ids)
 
     def _single_request(self, prompt: Any, params: SamplingParams | None, on_chunk: OnChunk | None) -> Request:
-        """The request of a call that takes one prompt; on_chunk: where its samples are given as they are made."""
+        """Return the request of a call that takes one prompt. A search and best_of have no chunks for on_chunk."""
         self.engine.check_open()
         params = params_list(params, 1)[0]
         if on_chunk is not None and params.num_beams > 1:
-            raise RequestError(f"num_beams is {params.num_beams} and a search has no text until it ends: use generate.")
+            raise RequestError("is above 1 and a search has no text until it ends: use generate.", "num_beams")
         if on_chunk is not None and (params.best_of or params.n) > params.n:
-            raise RequestError(f"best_of is {params.best_of} and a stream cannot choose among samples: use generate.")
+            reason = f"is {params.best_of} and a stream cannot choose among samples: use generate."
+            raise RequestError(reason, "best_of", params.best_of)
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
 
 
 def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
-    """The ranks that a model is to run on, seen from rank 0; None where it is this process alone.
-
-    RequestError where an argument is impossible, or these ranks cannot be had.
-    """
+    """Return the ranks that a model is to run on, seen from rank 0; None for this process alone."""
     if tensor_parallel_size == pipeline_parallel_size == 1:
         return None
     from tinygpt.parallel.layout import Layout

@@ -1,8 +1,12 @@
-"""What a request gives back."""
+"""The records of a request: its output, chunks and times; and the bar that counts finished requests."""
 
 import operator
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from tinygpt.errors import invalid
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,3 +146,19 @@ class StreamChunk(NamedTuple):
     logprobs: dict[int, float] | None = None  # of this token, as in CompletionOutput's list, whose text may come later
     prompt_logprobs: list[dict[int, float] | None] | None = None  # RequestOutput's: in the first chunk of sample 0
     stop_reason: int | str | None = None  # CompletionOutput's: in the last chunk
+
+
+UseTqdm = bool | Callable[..., Iterable] | None
+
+
+def with_bar(items: Iterable, total: int, use_tqdm: UseTqdm, noun: str = "prompts") -> Iterable[Any]:
+    """Return the items, counted on stderr as they come; `LLM.generate` explains use_tqdm."""
+    if not (use_tqdm is None or isinstance(use_tqdm, bool) or callable(use_tqdm)):
+        raise invalid("use_tqdm", use_tqdm, "None, True, False or a function like tqdm")
+    if use_tqdm is None:
+        use_tqdm = total > 1 and sys.stderr is not None and sys.stderr.isatty()
+    if not use_tqdm:
+        return items
+    if use_tqdm is True:
+        from tqdm import tqdm as use_tqdm
+    return use_tqdm(items, total=total, unit=f" {noun}")

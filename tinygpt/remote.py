@@ -17,11 +17,18 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+from tinygpt.engine.prompts import Prompt, checked_ids, params_list, params_or_fields, prompt_list
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
 from tinygpt.field_rules import MAX_COUNT
-from tinygpt.outputs import CompletionOutput, ContinuationScore, RequestMetrics, RequestOutput, StreamChunk
-from tinygpt.progress_bar import UseTqdm, with_bar
-from tinygpt.request.prompts import Prompt, checked_ids, params_list, params_or_fields, prompt_list
+from tinygpt.outputs import (
+    CompletionOutput,
+    ContinuationScore,
+    RequestMetrics,
+    RequestOutput,
+    StreamChunk,
+    UseTqdm,
+    with_bar,
+)
 from tinygpt.sampling_params import ALL, SamplingParams
 
 if TYPE_CHECKING:

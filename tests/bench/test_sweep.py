@@ -20,8 +20,8 @@ from support.golden_models import write_model
 from tinygpt.bench import sweep, work
 from tinygpt.bench.measure import Case
 from tinygpt.bench.work import MachineLimits
+from tinygpt.engine import model_source
 from tinygpt.errors import RequestError
-from tinygpt.execution import model_source
 
 
 def test_a_plan_is_every_combination():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tinygpt.engine.kv_slots import SINGLE_USE_IDS, SlotTable, common_prefix
+from tinygpt.engine.scheduler import SINGLE_USE_IDS, SlotTable
+from tinygpt.engine.sequence import common_prefix
 
 
 def kept(slots: SlotTable, cache_salt: str | None = None) -> list[list[int]]:

@@ -7,8 +7,8 @@ import pytest
 
 from support.gate import paused
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine.model_runner import MAX_STEPS
 from tinygpt.engine.step_loop import CALL_SECONDS, STREAM_SECONDS, StepTimer
-from tinygpt.execution.model_runner import MAX_STEPS
 from tinygpt.outputs import Throughput
 
 PROMPTS = ["Once upon a time", "The old", [5], "In the morning she went to the"]

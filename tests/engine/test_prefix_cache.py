@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import tiny_checkpoint
 from support.demo import EOS
 from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt.engine.model_runner import ModelRunner
 from tinygpt.errors import RequestError
-from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.outputs import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinygpt.engine.kv_slots import SlotTable
-from tinygpt.engine.scheduler import Scheduler
-from tinygpt.request.sequence import SampledToken, Sequence
-from tinygpt.sampling.prompt_logprobs import PromptLogprobs
+from tinygpt.engine.sampler import PromptLogprobs
+from tinygpt.engine.scheduler import Scheduler, SlotTable
+from tinygpt.engine.sequence import SampledToken, Sequence
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0

@@ -16,9 +16,9 @@ from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.cli.output import messages
+from tinygpt.engine import model_source
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
-from tinygpt.execution import model_source
 
 LAMBADA = DATA / "lambada_test.jsonl"
 STORIES = DATA / "stories" / "val.txt"

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tinygpt.errors import RequestError
-from tinygpt.hardware import threads
-from tinygpt.hardware.threads import MAX_THREADS, thread_count
+from tinygpt.hardware import MAX_THREADS, thread_count, threads
 
 
 @pytest.mark.parametrize("given", [1, 2, 17, MAX_THREADS])

@@ -13,9 +13,9 @@ import pytest
 from support.demo import EOS
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine import guided
+from tinygpt.engine.guided import Guidance, Guide, Mask
 from tinygpt.errors import RequestError, TinyGPTError
-from tinygpt.sampling import guided
-from tinygpt.sampling.guided import Guidance, Guide, Mask
 
 pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
 
@@ -186,7 +186,7 @@ def test_top_k_of_few_tokens_keeps_them_all(llm, top_k, monkeypatch):
         guided_regex="[xyz]{12}", top_k=top_k, temperature=3.0, seed=4, logprobs=5, logprobs_mode="processed"
     )
     spared = llm.generate(PROMPT, params)[0]
-    monkeypatch.setattr("tinygpt.sampling.sampler._spare_top_k", lambda warpers, sequences: None)
+    monkeypatch.setattr("tinygpt.engine.sampler._spare_top_k", lambda warpers, sequences: None)
     assert key(llm.generate(PROMPT, params)[0]) == key(spared)
     other = llm.generate(PROMPT, replace(params, seed=5))[0]
     assert (other.outputs[0].text != spared.outputs[0].text) == (top_k > 1)

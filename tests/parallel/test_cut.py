@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from support.family_models import write_family
 from support.golden_models import write_model
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import RequestError
-from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.cpu.layers.formats import Norm
 from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
 from tinygpt.kernels.cpu.packing.smoothing import unpack

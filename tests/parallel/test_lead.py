@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from support.thread_world import Aborted, Threads, running
-from tinygpt.engine_config import EngineConfig
+from tinygpt.config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.parallel.ending import EndAtOnce
 from tinygpt.parallel.lead import Lead

@@ -14,9 +14,9 @@ from support.golden_adapters import write_lora
 from support.golden_models import write_model
 from support.thread_world import Threads, running
 from tinygpt.cli.main import main
-from tinygpt.engine_config import EngineConfig
+from tinygpt.config import EngineConfig
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import CheckpointError
-from tinygpt.execution.model_source import ModelSource
 from tinygpt.parallel import follower, runner
 from tinygpt.parallel.follower import Opening, follow
 from tinygpt.parallel.layout import Layout

@@ -3,7 +3,7 @@
 import pytest
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.request.loop_detection import is_looping
+from tinygpt.engine.sequence import is_looping
 
 PROMPT = "Once upon a time"
 LOOP = {"logit_bias": {5: 100.0}, "repetition_detection": {"max_pattern_size": 2, "min_count": 3}}

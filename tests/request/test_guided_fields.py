@@ -6,8 +6,8 @@ import pytest
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.main import main
+from tinygpt.engine.guided import check_grammar
 from tinygpt.errors import RequestError
-from tinygpt.guided_grammar import check_grammar
 
 ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
 

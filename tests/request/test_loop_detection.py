@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.request.loop_detection import is_looping
+from tinygpt.engine.sequence import is_looping
 
 
 def detecting(max_pattern_size, min_count, min_pattern_size=1):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from support.demo import EOS
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine.prompts import Window, fit
 from tinygpt.errors import RequestError
-from tinygpt.request.truncation import Window, fit
 
 SIZE = 24  # positions
 TEXT = np.random.default_rng(1).integers(EOS, size=80).tolist()

@@ -16,7 +16,7 @@ from support.golden_models import golden_ids, write_model
 from support.oracles import HAS_GROUPS, live_model
 from support.recorded import recorded
 from tinygpt import LLM
-from tinygpt.sampling.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
+from tinygpt.engine.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
 
 TOLERANCE = 1e-4  # on scores
 SIZES = {"n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 40, "n_positions": 32}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tinygpt import SamplingParams
+from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError
-from tinygpt.sampling.guided import Guidance
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from support import tiny_checkpoint
 from support.demo import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine_config import LOGIT_ROWS
+from tinygpt.config import LOGIT_ROWS
+from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels import cpu, reference
-from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 
 PROMPT = np.random.default_rng(0).integers(V, size=200).tolist()
 

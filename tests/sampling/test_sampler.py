@@ -16,10 +16,10 @@ from support.golden_models import write_model
 from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine.sampler import NOT_FINITE, Sampler
+from tinygpt.engine.sequence import Sequence
 from tinygpt.errors import RequestError
 from tinygpt.kernels import cpu, reference
-from tinygpt.request.sequence import Sequence
-from tinygpt.sampling.sampler import NOT_FINITE, Sampler
 
 V = 40
 EOS = (7, 11)

@@ -9,8 +9,8 @@ from hypothesis.extra import numpy as arrays
 from support.examples import examples
 from support.logit_rows import ROWS, extreme_row, masked_row, random_row
 from support.recorded import HAS_TRANSFORMERS, recorded
+from tinygpt.engine.sampling_state import TOP_P_RULES, Warpers
 from tinygpt.kernels import cpu, reference
-from tinygpt.sampling.metadata import TOP_P_RULES, Warpers
 
 if HAS_TRANSFORMERS:
     import torch

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from support.recorded import recorded
+from tinygpt.engine.sampling_state import Warpers, warpers_of
 from tinygpt.kernels import cpu, reference
-from tinygpt.sampling.metadata import Warpers, warpers_of
 from tinygpt.sampling_params import SamplingParams
 
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])

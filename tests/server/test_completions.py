@@ -5,8 +5,8 @@ import pytest
 from support.demo import VOCAB_SIZE
 from support.paths import DEMO
 from tinygpt import SamplingParams
+from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput
-from tinygpt.request.prompts import Prompt
 from tinygpt.server.completions import suffix_ids
 from tinygpt.server.replies import TokenNames
 from tinygpt.tokenizer.tokenizer import Tokenizer

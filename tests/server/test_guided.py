@@ -12,8 +12,8 @@ import threading
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import SamplingParams
+from tinygpt.engine.guided import Guidance
 from tinygpt.errors import how_to_install
-from tinygpt.sampling.guided import Guidance
 from tinygpt.server.chat import ChatTemplate
 
 PROMPT = "In the house lived"

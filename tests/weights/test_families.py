@@ -10,8 +10,8 @@ import pytest
 from support.foreign import WRITERS, nanogpt_state
 from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
 from support.torch_files import Call, own_bytes
+from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed

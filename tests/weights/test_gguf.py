@@ -15,8 +15,8 @@ from support.foreign import GGUF_KEYS, gguf_name, linear
 from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
 from support.tiny_checkpoint import random_tensors
+from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
-from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.containers.gguf import AT_ONCE, read_gguf
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.open import open_checkpoint

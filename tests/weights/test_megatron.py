@@ -9,8 +9,8 @@ import pytest
 from support.megatron_writer import Form, megatron, nemo, nemo_members, rank_file, tar_bytes
 from support.tiny_checkpoint import write_json
 from support.torch_files import Call, own_bytes
+from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
-from tinygpt.execution.model_source import load_tokenizer
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes

@@ -12,7 +12,7 @@ from support.recorded import MISSING
 from support.tiny_checkpoint import CONFIG, random_tensors, write_checkpoint, write_json
 from support.torch_files import own_bytes
 from tinygpt.cli import main as cli
-from tinygpt.execution.model_source import load_tokenizer
+from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.open import open_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.hardware.memory import forget_peak, peak_memory
+from tinygpt.hardware import forget_peak, peak_memory
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 

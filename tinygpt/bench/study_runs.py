@@ -19,12 +19,11 @@ from tinygpt.bench.plot import Line, Panel, draw
 from tinygpt.bench.report import Record, parameters_text, runs_text, table, threads_text
 from tinygpt.bench.studies import ABSENT, NUM_CALLERS, NUM_CHARACTERS, Result, Study, StudyCase
 from tinygpt.bench.work import num_parameters
+from tinygpt.engine.model_source import ModelSource, load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError, how_to_install, invalid
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, perplexity
 from tinygpt.evaluation.texts import read_text
-from tinygpt.execution.model_source import ModelSource, load_tokenizer
-from tinygpt.hardware.cpu import cpu_name
-from tinygpt.hardware.threads import thread_count
+from tinygpt.hardware import cpu_name, thread_count
 from tinygpt.llm import LLM
 from tinygpt.remote import KEY_VARIABLE, RemoteLLM
 from tinygpt.sampling_params import SamplingParams

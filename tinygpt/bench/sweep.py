@@ -38,11 +38,10 @@ from tinygpt.bench.work import (
     tiles_of,
     weight_bytes,
 )
-from tinygpt.engine.prefix_sharing import WORTH_WAITING
+from tinygpt.engine.model_source import load_backend
+from tinygpt.engine.scheduler import WORTH_WAITING
 from tinygpt.errors import RequestError
-from tinygpt.execution.backend import load_backend
-from tinygpt.hardware.cpu import cpu_name
-from tinygpt.hardware.threads import thread_count
+from tinygpt.hardware import cpu_name, thread_count
 from tinygpt.llm import LLM
 from tinygpt.parallel.sources import open_sources
 from tinygpt.weights.config import ModelConfig

@@ -39,7 +39,7 @@ def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimi
         from tinygpt.kernels.cuda.runtime import peak
 
         return MachineLimits(peak.read_bandwidth(), {kind: peak.tile_rate(kind) for kind in kinds})
-    from tinygpt.hardware.bandwidth import read_bandwidth
+    from tinygpt.hardware import read_bandwidth
     from tinygpt.kernels.cpu.simd.peak import tile_rate
 
     return MachineLimits(read_bandwidth(threads), {kind: tile_rate(kind, threads) for kind in kinds})

@@ -23,8 +23,8 @@ from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
 from tinygpt.weights.files import sync, sync_folder
 
 if TYPE_CHECKING:
+    from tinygpt.engine.prompts import Prompt
     from tinygpt.outputs import RequestOutput
-    from tinygpt.request.prompts import Prompt
     from tinygpt.sampling_params import SamplingParams
 
 BEGINNING = b'{"id": '  # of every record: tells a half-written record from other text

@@ -133,7 +133,7 @@ def _becoming(target: Path) -> Iterator[Path]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
-    from tinygpt.execution.model_source import check_tokenizer
+    from tinygpt.engine.model_source import check_tokenizer
     from tinygpt.tokenizer.prepared import write_prepared
     from tinygpt.weights.open import open_checkpoint
     from tinygpt.weights.random_checkpoint import is_random
@@ -170,7 +170,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
 
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
-    from tinygpt.execution.model_source import read_spec
+    from tinygpt.engine.model_source import read_spec
     from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
     from tinygpt.weights.families.tokenizers import is_blooms_kind
 
@@ -193,13 +193,13 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
     """Return the arrays to write, and the metadata of the file."""
+    from tinygpt.engine.model_source import load_tokenizer
+    from tinygpt.engine.prompts import encode
     from tinygpt.evaluation.calibration import calibrate, read_act_scales
     from tinygpt.evaluation.texts import read_text
-    from tinygpt.execution.model_source import load_tokenizer
-    from tinygpt.hardware.threads import thread_count
+    from tinygpt.hardware import thread_count
     from tinygpt.kernels.cpu import packed
     from tinygpt.kernels.cpu.params import load_calibrated
-    from tinygpt.request.prompts import encode
 
     share, calibration = ALPHA if args.smooth is None else args.smooth, None
     if args.act_scales is not None:

@@ -13,8 +13,7 @@ import tinygpt
 from tinygpt.cli.flags import add_checkpoint, add_flag, one_of_both
 from tinygpt.cli.loading import THREAD_POOLS, set_thread_pools
 from tinygpt.cli.output import log, print_fields, print_json, size_text
-from tinygpt.hardware.cpu import cpu_name
-from tinygpt.hardware.threads import logical_cores, thread_count
+from tinygpt.hardware import cpu_name, logical_cores, thread_count
 
 USAGE = "tinygpt doctor [flags] [CHECKPOINT]"
 SUMMARY = "show what this machine offers and which kernels it uses: what a bug report should quote"
@@ -67,7 +66,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
     from llvmlite import binding
 
     from tinygpt.bench.work import BYTES, weight_bytes
-    from tinygpt.hardware.bandwidth import read_bandwidth
+    from tinygpt.hardware import read_bandwidth
     from tinygpt.kernels.cpu.simd.targets import has_feature
     from tinygpt.weights.config import ModelConfig
 

@@ -13,8 +13,8 @@ from tinygpt.cli.output import counted, emit, log, rates
 from tinygpt.errors import RequestError
 
 if TYPE_CHECKING:
+    from tinygpt.engine.prompts import Prompt
     from tinygpt.llm import LLM
-    from tinygpt.request.prompts import Prompt
     from tinygpt.sampling_params import SamplingParams
 
 USAGE = "tinygpt generate [flags] [PROMPT ...]"

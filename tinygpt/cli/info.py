@@ -115,7 +115,7 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
 
 def _load_packed(path: Path) -> tuple[str, bool]:
     """Load a converted checkpoint, which checks it. Return its dtype, and whether the head is tied."""
-    from tinygpt.execution.model_source import ModelSource
+    from tinygpt.engine.model_source import ModelSource
 
     source = ModelSource.open(str(path))
     source.load_params(threads=1)
@@ -129,7 +129,7 @@ def _tokenizer(
 
     A checkpoint without a tokenizer takes token ids; a damaged tokenizer is refused.
     """
-    from tinygpt.execution.model_source import load_tokenizer
+    from tinygpt.engine.model_source import load_tokenizer
     from tinygpt.tokenizer.tokenizer import Tokenizer
 
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinygpt.cli.flags import RANK_FLAGS, llm_arguments
 from tinygpt.cli.output import counted, log
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.hardware.threads import logical_cores, thread_count
+from tinygpt.hardware import logical_cores, thread_count
 from tinygpt.parallel.launched import find_mpiexec, launched_rank
 from tinygpt.parallel.layout import Layout
 

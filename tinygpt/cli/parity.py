@@ -11,7 +11,7 @@ from tinygpt.cli.flags import add_checkpoint, add_flag, checkpoint_of
 from tinygpt.cli.input import read_prompts, refuse_lines
 from tinygpt.cli.output import check_writable, log, print_fields, print_json, print_table
 from tinygpt.errors import RequestError, TinyGPTError
-from tinygpt.hardware.threads import thread_count
+from tinygpt.hardware import thread_count
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.config import DTYPES
 
@@ -176,7 +176,7 @@ def _built_in_prompts(llm: "LLM") -> list[list[int]]:
 
 def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     """Their token ids. RequestError lists every line that cannot be used."""
-    from tinygpt.request.prompts import read_ids
+    from tinygpt.engine.prompts import read_ids
 
     prompts, problems = [], {}
     for record in read_prompts(path, SamplingParams()):

@@ -1,6 +1,5 @@
-"""The step loop and what it needs to know of many requests: schedule, run, sample, record.
+"""The engine: one thread that runs requests, from prompts to sampled tokens.
 
-Belongs here: whatever decides which sequences take part in a step and what becomes of its tokens; how requests come in
-(`input_processor`, `scoring`, `service`), and a look inside (`probe`). May import sampling, execution, request and
-below.
+Belongs here: everything about a request between the public classes and the backends. May import weights, kernels,
+tokenizer and the records next to this folder.
 """

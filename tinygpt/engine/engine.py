@@ -14,14 +14,14 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
 
-from tinygpt.engine.draft_model import DraftModel
+from tinygpt.config import EngineConfig
+from tinygpt.engine.model_runner import ModelRunner
 from tinygpt.engine.scheduler import Scheduler
+from tinygpt.engine.sequence import Progress, Request
+from tinygpt.engine.spec_decode import DraftModel
 from tinygpt.engine.step_loop import CALL_SECONDS, StepLoop
-from tinygpt.engine_config import EngineConfig
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
-from tinygpt.execution.model_runner import ModelRunner
 from tinygpt.outputs import RequestOutput, Throughput
-from tinygpt.request.request import Progress, Request
 
 CLOSED = "this LLM has been closed: make a new one."
 
@@ -36,7 +36,7 @@ class RequestFuture(Future[RequestOutput]):
         self.request, self.num_queued, self._pid = request, 0, os.getpid()
 
     def progress(self) -> Progress:
-        """Return how far the request has come, also if it was cancelled."""
+        """Return the state of the request, also after it was cancelled."""
         return self.request.progress()
 
     def result(self, timeout: float | None = None) -> RequestOutput:

@@ -1,21 +1,31 @@
-"""Scheduler: which sequences take part in a step, and with how many tokens. Knows nothing of the model."""
+"""Scheduler: the sequences of a step and their numbers of tokens, the slots of the KV cache, and shared prefixes.
+
+Keys and values of a position depend on the tokens up to it alone, bit for bit. A prompt that begins like another one,
+running or finished, copies them.
+"""
 
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tinygpt.engine.kv_slots import SlotTable
-from tinygpt.engine.prefix_sharing import CopyPositions, PrefixSharing
-from tinygpt.engine_config import LOGIT_ROWS
-from tinygpt.request.sequence import Sequence
+from tinygpt.config import LOGIT_ROWS
+from tinygpt.engine.sequence import Sequence, common_prefix
+
+# Tokens that waiting for another sequence's prompt must save. Waiting costs a step. A decode step takes as long as 9
+# (alone) to 60 (with 31 others) tokens of a prompt: measured on the demo checkpoint.
+WORTH_WAITING = 16
+
+# Ids of virtual tokens from here down belong to one request: no later prompt begins with them.
+SINGLE_USE_IDS = -(2**31)
+
+CopyPositions = Callable[[int, int, int, int], None]  # source_slot, target_slot, start, stop
 
 
 class Chunk(NamedTuple):
     """The next `count` tokens of a sequence.
 
-    is_sampled: whether these reach the sequence's last token, so that the step yields the next one.
-    num_prompt_logits: how many of its last tokens have to have their logits computed for the prompt's own log
-        probabilities.
+    is_sampled: whether they reach the sequence's last token, so that the step yields the next one.
+    num_prompt_logits: how many of the last tokens need logits for the prompt's log probabilities.
     """
 
     sequence: Sequence
@@ -34,13 +44,79 @@ class Chunk(NamedTuple):
         return max(int(self.is_sampled), self.num_prompt_logits)
 
 
+class CachedPrefix(NamedTuple):
+    """The tokens of a finished sequence whose keys and values are in a slot."""
+
+    slot: int
+    token_ids: list[int]
+
+
+class PendingPrefix(NamedTuple):
+    """A sequence that is about to compute the first `count` tokens, for which another one waits."""
+
+    sequence: Sequence
+    count: int
+
+
+class SlotTable:
+    """`max_num_seqs` slots for running sequences, and `prefix_cache_seqs` more for prefixes of finished ones.
+
+    The least recently used prefix is evicted first.
+    """
+
+    def __init__(self, max_num_seqs: int, prefix_cache_seqs: int):
+        self.prefix_cache_seqs = prefix_cache_seqs
+        self._empty = list(range(max_num_seqs + prefix_cache_seqs))[::-1]
+        self.prefixes: dict[int, CachedPrefix] = {}  # by slot, the least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """The number of slots that can be taken."""
+        return len(self._empty) + len(self.prefixes) - self.prefix_cache_seqs
+
+    def take(self, prompt: list[int]) -> tuple[int, int]:
+        """Return a slot for a prompt, and how many of the prompt's tokens the slot holds. `num_free` is not 0.
+
+        A cached prefix is continued in its own slot, which loses nothing, if the prompt has at least one token more.
+        """
+        for slot, token_ids in self.prefixes.values():
+            if len(token_ids) < len(prompt) and prompt[: len(token_ids)] == token_ids:
+                del self.prefixes[slot]
+                return slot, len(token_ids)
+        return self._empty.pop(), 0
+
+    def release(self, slot: int, token_ids: list[int]) -> None:
+        """Take back a slot that holds `token_ids`, and cache them unless a cached prefix has all of them."""
+        cached = list(self.prefixes.values())
+        covering = next((other for other, longer in cached if longer[: len(token_ids)] == token_ids), None)
+        if not token_ids or token_ids[0] <= SINGLE_USE_IDS or covering is not None:
+            self._empty.append(slot)
+            if token_ids and covering is not None:
+                self.touch(covering)
+            return
+        for other, shorter in cached:
+            if token_ids[: len(shorter)] == shorter:
+                self._evict(other)
+        self.prefixes[slot] = CachedPrefix(slot, token_ids)
+        while len(self.prefixes) > self.prefix_cache_seqs:
+            self._evict(next(iter(self.prefixes)))
+
+    def touch(self, slot: int) -> None:
+        """Make a cached prefix the most recently used one."""
+        self.prefixes[slot] = self.prefixes.pop(slot)
+
+    def _evict(self, slot: int) -> None:
+        del self.prefixes[slot]
+        self._empty.append(slot)
+
+
 class Scheduler:
     """First come, first served. A sequence holds one slot of the KV cache from its first step to its last.
 
-    max_num_tokens: new tokens in a step, at least as many as sequences that run at once. A long prompt is cut into
-    chunks, so that the sequences already decoding wait for a bounded step, never for a whole prompt.
-    copy_positions(source_slot, target_slot, start, stop): copies keys and values at once.
-    write_prefix(sequence): puts the keys and values of its soft prompt, if it comes with some, into its empty slot.
+    max_num_tokens: new tokens in a step, at least as many as running sequences. A long prompt is cut into chunks, so
+        that decoding sequences wait for a bounded step.
+    copy_positions(source_slot, target_slot, start, stop): copies keys and values.
+    write_prefix(sequence): writes the keys and values of a sequence's soft prompt into its empty slot.
     """
 
     def __init__(
@@ -54,15 +130,15 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.slots = slots
-        self._sharing = PrefixSharing(slots, copy_positions)
-        self._write_prefix = write_prefix
+        self._copy_positions, self._write_prefix = copy_positions, write_prefix
+        self._pending: dict[Sequence, PendingPrefix] = {}  # by the sequence that waits
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue sequences one after another: beams hold slots while they wait for one another."""
+        """Queue sequences. Beams of one search stay together: they hold slots while they wait for one another."""
         self.waiting.extend(sequences)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step: decoding sequences first, then prompts in order of arrival."""
+        """Return the chunks of the next step: decoding sequences first, then prompts in order of arrival."""
         while self.waiting and self.slots.num_free:
             self._admit(self.waiting.popleft())
         for sequence in [sequence for sequence in self.running if sequence.has_to_slide]:
@@ -74,21 +150,28 @@ class Scheduler:
 
     @property
     def finished(self) -> list[Sequence]:
-        """The running sequences that have ended, and are to be removed before the next step."""
+        """The running sequences that have ended."""
         return [sequence for sequence in self.running if sequence.is_finished]
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; its slot is free for the next one. One that is unknown is no mistake."""
-        if sequence in self.running:
-            self._leave_slot(sequence)
-        elif sequence in self.waiting:
+        """Forget a sequence and free its slot, if it runs or waits."""
+        if sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence in self.running:
+            # Numbers that are not finite may have spread to earlier positions. If the sequence failed they have; if a
+            # token was sampled there are none; a partially prefilled prompt may contain some.
+            self._copy_to_followers(sequence, 0 if sequence.error else sequence.num_cached)
+            num_kept = sequence.num_cached if sequence.new_token_ids and not sequence.error else 0
+            self.running.remove(sequence)
+            self._pending.pop(sequence, None)
+            self.slots.release(sequence.slot, sequence.context_token_ids[:num_kept])
+            sequence.slot = None
 
     def _add_prompts(self, chunks: list[Chunk]) -> None:
-        """Fill the step up with the prompts' next tokens, as far as tokens and rows of logits go."""
+        """Fill the step with the prompts' next tokens, within its tokens and rows of logits."""
         budget, num_logits = self.max_num_tokens - len(chunks), LOGIT_ROWS
         for sequence in [s for s in self.running if s.num_uncached > 1]:
-            if budget and not self._sharing.is_waiting(sequence, self.running):
+            if budget and not self._waits(sequence):
                 count = min(sequence.num_uncached, budget)
                 if sequence.prompt_logprobs is not None:
                     count = min(count, sequence.prompt_logprobs.max_count(sequence.num_cached, num_logits))
@@ -97,28 +180,58 @@ class Scheduler:
                     budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
 
     def _admit(self, sequence: Sequence) -> None:
-        beginning = sequence.context_token_ids[: sequence.num_reusable + 1]
-        sequence.enter(*self.slots.take(beginning, sequence.cache_salt))
+        sequence.enter(*self.slots.take(sequence.context_token_ids[: sequence.num_reusable + 1]))
         if sequence.soft_prompt is not None and not sequence.num_cached:
             self._write_prefix(sequence)
         self.running.append(sequence)
         self._share(sequence)
 
-    def _share(self, sequence: Sequence) -> None:
-        self._sharing.share(sequence, self.running[: self.running.index(sequence)])
-
-    def _leave_slot(self, sequence: Sequence) -> None:
-        # Numbers that are not finite may have spread to positions before their own. Where one has failed they have;
-        # where a token has been sampled there are none; of a prompt that was not read to its end, nobody knows.
-        self._sharing.give_followers(sequence, 0 if sequence.error else sequence.num_cached)
-        num_kept = sequence.num_cached if sequence.new_token_ids and not sequence.error else 0
-        self.running.remove(sequence)
-        self._sharing.forget(sequence)
-        self.slots.release(sequence.slot, sequence.context_token_ids[:num_kept], sequence.cache_salt)
-        sequence.leave()
-
     def _slide(self, sequence: Sequence) -> None:
-        followers = self._sharing.give_followers(sequence, sequence.num_cached)
+        followers = self._copy_to_followers(sequence, sequence.num_cached)
         sequence.slide()
         for follower in followers:
             self._share(follower)
+
+    def _share(self, sequence: Sequence) -> None:
+        """Copy the longest prefix that is cached or running, or wait for a sequence that will soon have a longer one.
+
+        A sequence waits only for sequences that arrived before it.
+        """
+        wanted = sequence.context_token_ids[: sequence.num_reusable]
+        earlier = self.running[: self.running.index(sequence)]
+        running = [(_num_shared(wanted, other), other) for other in earlier]
+        ready = [(min(count, other.num_cached), other.slot) for count, other in running]
+        cached = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self.slots.prefixes.values()]
+        num_ready, slot = max(ready + cached, default=(0, None))
+        num_shared, other = max(running, key=lambda item: item[0], default=(0, None))
+        if num_shared - max(num_ready, sequence.num_cached) >= WORTH_WAITING:
+            self._pending[sequence] = PendingPrefix(other, num_shared)
+            return
+        self._pending.pop(sequence, None)
+        self._copy(slot, sequence, num_ready)
+        if (num_ready, slot) in cached:
+            self.slots.touch(slot)
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Return whether another running sequence is still to compute this one's prefix."""
+        pending = self._pending.get(sequence)
+        if pending is not None and (pending.sequence.slot is None or pending.sequence.num_cached >= pending.count):
+            self._share(sequence)
+        return sequence in self._pending
+
+    def _copy_to_followers(self, sequence: Sequence, num_ready: int) -> list[Sequence]:
+        """Copy to waiting sequences, before a slot's content changes. Return those sequences."""
+        followers = [s for s, pending in self._pending.items() if pending.sequence is sequence]
+        for follower in followers:
+            self._copy(sequence.slot, follower, min(num_ready, self._pending[follower].count))
+        return followers
+
+    def _copy(self, slot: int | None, sequence: Sequence, stop: int) -> None:
+        if stop > sequence.num_cached:
+            self._copy_positions(slot, sequence.slot, sequence.num_cached, stop)
+            sequence.reuse(stop)
+
+
+def _num_shared(wanted: list[int], other: Sequence) -> int:
+    """Return how many of these tokens `other` begins with: cached ones, and those of its prompt."""
+    return min(common_prefix(wanted, other.context_token_ids), max(other.num_cached, len(other.prompt_token_ids)))

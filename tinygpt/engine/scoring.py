@@ -1,19 +1,28 @@
-"""Label scoring: how probable given continuations of a prompt are, rather than which one the model would write."""
+"""Scores of given continuations, and Probe: logits, hidden states and attention of given tokens."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from tinygpt.errors import RequestError
+import numpy as np
+
+from tinygpt.config import LOGIT_ROWS, EngineConfig
+from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.prompts import Prompt, VirtualTokens, describe_positions, read_prompt, text_or_ids
+from tinygpt.engine.sampler import PromptLogprobs
+from tinygpt.engine.sequence import Request, Sequence
+from tinygpt.errors import RequestError, invalid
+from tinygpt.kernels.batch import Batch
 from tinygpt.outputs import ContinuationScore
-from tinygpt.request.prompts import Prompt, checked_ids, describe_positions, read_prompt
-from tinygpt.request.request import Request
-from tinygpt.request.sequence import Sequence
-from tinygpt.request.soft_prompts import VirtualTokens
-from tinygpt.sampling.prompt_logprobs import PromptLogprobs
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.config import ModelConfig
+
+POOLINGS = {
+    "last": lambda states: states[-1],
+    "mean": lambda states: states.mean(0),
+    "sum": lambda states: states.sum(0),
+}
 
 
 def read_continuations(
@@ -23,9 +32,9 @@ def read_continuations(
     tokenizer_of: Callable[[], Tokenizer],
     split_special_tokens: bool | None,
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Of each continuation: the ids of what comes before it, and its own. `LLM.score` says what belongs to which."""
-    prompt = _text_or_ids(prompt)
-    for continuation in map(_text_or_ids, continuations):
+    """Yield, for each continuation, the ids of its context and its own. `LLM.score` says where one ends."""
+    prompt = text_or_ids(prompt)
+    for continuation in map(text_or_ids, continuations):
         if not continuation:
             raise RequestError("a continuation is empty: give each some text, or a token id at least.")
         before, are_texts = prompt, isinstance(prompt, str) and isinstance(continuation, str)
@@ -41,47 +50,73 @@ def read_continuations(
         yield context, token_ids
 
 
-def _text_or_ids(given: Any) -> str | list[int]:
-    given = given.token_ids if isinstance(given, Prompt) else given
-    return given if isinstance(given, str) else checked_ids(given)
-
-
 def scoring_request(
     context: list[int],
     continuation: list[int],
     virtual: VirtualTokens | None,
-    cache_salt: Hashable,
     max_model_len: int,
     n_positions: int,
 ) -> Request:
-    """A request that reads a prompt and all of a continuation but its last token, whose logits are not needed.
+    """Return a request that reads a prompt and a continuation without its last token, whose logits are not needed.
 
-    A sequence draws a token where its prompt ends, so one is drawn and left alone.
+    A sequence draws a token at the end of its prompt, which is ignored.
     """
     context = [*(virtual.token_ids if virtual else ()), *context]
-    if len(context) + len(continuation) > max_model_len + 1:
+    total = len(context) + len(continuation)
+    if total > max_model_len + 1:
         raise RequestError(
-            f"the prompt has {len(context)} tokens and a continuation {len(continuation)}, together "
-            f"{len(context) + len(continuation)}, but {describe_positions(max_model_len, n_positions)}: shorten them "
-            f"to {max_model_len + 1} tokens together, the last of which needs no position."
+            f"the prompt has {len(context)} tokens and a continuation {len(continuation)}, together {total}, but "
+            f"{describe_positions(max_model_len, n_positions)}: shorten them to {max_model_len + 1} tokens together, "
+            "the last of which needs no position."
         )
     token_ids, params = context + continuation[:-1], SamplingParams(max_tokens=1)
-    sequence = Sequence(
-        token_ids,
-        params,
-        seed=0,
-        index=0,
-        eos_token_ids=frozenset(),
-        text=None,
-        soft_prompt=virtual,
-        prompt_logprobs=PromptLogprobs(len(context) - 1, continuation, num_best=1),
-        cache_salt=cache_salt,
-    )
+    wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
+    sequence = Sequence(token_ids, params, 0, 0, frozenset(), text=None, soft_prompt=virtual, prompt_logprobs=wanted)
     return Request(Prompt(None, token_ids), params, [sequence])
 
 
 def score_of(request: Request) -> ContinuationScore:
-    """What a finished `scoring_request` has found."""
+    """Return the score that a finished `scoring_request` has found."""
     wanted = request.sequences[0].prompt_logprobs
     best = [next(iter(found)) for found in wanted.found]  # the most probable comes first
     return ContinuationScore(wanted.targets, wanted.logprobs, is_greedy=wanted.targets == best)
+
+
+class Probe:
+    """Computes in a slot that steps never use. The engine's thread alone calls the methods."""
+
+    def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
+        self._runner = runner
+        self._slot = engine_config.spare_slot
+        self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens)
+
+    def logits(self, token_ids: list[int]) -> np.ndarray:
+        """Return teacher-forced logits, (T, V) float32."""
+        # Copies: the next step overwrites them.
+        return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
+
+    def hidden_states(self, token_ids: list[int], layers: slice = slice(None)) -> np.ndarray:
+        """Return the inputs of all layers, and last the output of ln_f: (L + 1, T, C) float32, or some of them."""
+        return np.concatenate([hidden[layers].copy() for hidden, _ in self._traces(token_ids)], axis=1)
+
+    def attentions(self, token_ids: list[int]) -> np.ndarray:
+        """Return how much each position attends to each at or before it, (L, H, T, T) float32."""
+        queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
+        keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
+        return self._runner.attention_maps(queries, keys)
+
+    def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
+        """Return the last hidden states, pooled to one vector (C,) float32."""
+        return POOLINGS[pooling](self.hidden_states(token_ids, slice(-1, None))[0])
+
+    def _traces(self, token_ids: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return map(self._runner.trace, self._batches(token_ids, [0]))
+
+    def _batches(self, token_ids: list[int], logits_of: str | list[int]) -> Iterator[Batch]:
+        for first in range(0, len(token_ids), self._chunk_size):
+            yield Batch.of([token_ids[first : first + self._chunk_size]], [first], [self._slot], logits_of)
+
+
+def check_pooling(pooling: str) -> None:
+    if pooling not in tuple(POOLINGS):
+        raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")

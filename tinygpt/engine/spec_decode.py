@@ -1,35 +1,42 @@
-"""Spec decode: draft the next tokens, so that one step of the model can confirm several at once.
+"""Speculative decoding: draft the next tokens, so that one step of the model confirms several at once.
 
-What is sampled never depends on a draft: the model's logits at a position are the same bits however many tokens a step
-has, and draws are keyed by position. A draft only saves steps, where it is the token that is sampled anyway.
+Samples never depend on drafts: the model's logits at a position are the same bits however many tokens a step has, and
+draws are keyed by position. A draft saves steps if it is the token that is sampled anyway.
 """
 
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from tinygpt.engine.draft_model import DraftModel
+from tinygpt.config import EngineConfig
+from tinygpt.engine.batch import StepInput
+from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.sampler import Sampler
 from tinygpt.engine.scheduler import Chunk
-from tinygpt.engine.step_input import StepInput
-from tinygpt.sampling.sampler import Sampler
+from tinygpt.engine.sequence import Sequence, common_prefix
+from tinygpt.errors import RequestError
+from tinygpt.kernels.batch import Batch
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import ModelConfig
 
 
 class Drafter:
-    """Drafts for the sequences of a step, as far as they want them and the step has room for more tokens.
+    """Drafts for the sequences of a step, as far as the step has room for more tokens and rows of logits.
 
-    max_num_tokens, max_num_logits: how many tokens a step may have, and of how many it may want the logits.
-    draft_model: drafts for all sequences that do not look their tokens up.
+    draft_model: drafts for all sequences that do not use prompt lookup.
     """
 
-    def __init__(self, max_num_tokens: int, max_num_logits: int, draft_model: DraftModel | None):
-        self._max_num_tokens = max_num_tokens
-        self._max_num_logits = max_num_logits
+    def __init__(self, engine_config: EngineConfig, draft_model: "DraftModel | None"):
+        self._max_num_tokens, self._max_num_logits = engine_config.max_num_batched_tokens, engine_config.max_num_logits
         self._draft_model = draft_model
 
     def close(self) -> None:
-        """Give the draft model's memory back."""
         self._draft_model = None
 
     def propose(self, chunks: list[Chunk]) -> dict[int, list[int]]:
-        """What may come after chunks[i], by i; only for chunks that reach their sequence's last token."""
+        """Return drafts after chunks[i], by i, for chunks that reach their sequence's last token."""
         wanted = {i: count for i, chunk in enumerate(chunks) if (count := self.num_wanted(chunk))}
         if not wanted:
             return {}
@@ -50,7 +57,7 @@ class Drafter:
         return {i: draft for i, draft in drafts.items() if draft}
 
     def num_wanted(self, chunk: Chunk) -> int:
-        """Tokens to draft for a sequence; a step that confirms them all yields one more than that."""
+        """Return how many tokens to draft for a sequence; a step that confirms all yields one more."""
         sequence = chunk.sequence
         count = sequence.params.prompt_lookup_num_tokens
         if not count and self._draft_model is not None:
@@ -63,7 +70,7 @@ class Drafter:
 
 
 def confirm_drafts(sampler: Sampler, logits: Any, step: StepInput) -> None:
-    """Go on with the sequences whose next tokens are those drafted: the logits (R, V) after them are there already."""
+    """Sample on, from the step's logits (R, V), as long as the sampled tokens are the drafted ones."""
     num_tokens, running = 0, list(step.drafts)
     while running := [i for i in running if _is_confirmed(step.chunks[i], step.drafts[i], num_tokens)]:
         num_tokens += 1
@@ -75,17 +82,17 @@ def confirm_drafts(sampler: Sampler, logits: Any, step: StepInput) -> None:
 
 
 def _is_confirmed(chunk: Chunk, draft: list[int], index: int) -> bool:
-    """Whether the token that the chunk's sequence has just been given is draft[index], and not its last."""
+    """Return whether the sequence's last token is draft[index], and does not end it."""
     if index == len(draft) or chunk.sequence.is_finished:
         return False
     return chunk.sequence.new_token_ids[-1] == draft[index]
 
 
 def propose_by_lookup(token_ids: list[int], count: int, max_ngram: int) -> list[int]:
-    """Up to `count` tokens that followed the same last few tokens before.
+    """Return up to `count` tokens that followed the last few tokens before.
 
-    Of token_ids' last max_ngram tokens, or else of fewer, the first earlier occurrence decides; empty if even the last
-    token is new. Source: Saxena, "Prompt Lookup Decoding" (2023), as in transformers' PromptLookupCandidateGenerator.
+    The first earlier occurrence of the last max_ngram tokens decides, or else of fewer. Source: Saxena, "Prompt Lookup
+    Decoding" (2023), as in transformers' PromptLookupCandidateGenerator.
     """
     for size in range(min(max_ngram, len(token_ids) - 1), 0, -1):
         ngram = token_ids[-size:]
@@ -95,3 +102,94 @@ def propose_by_lookup(token_ids: list[int], count: int, max_ngram: int) -> list[
                 return token_ids[start + size : start + size + count]
             start = token_ids.index(ngram[0], start + 1)
     return []
+
+
+class DraftModel:
+    """A smaller checkpoint that runs each sequence a few tokens ahead, in a KV cache with the larger model's slots.
+
+    Tokens are drawn by the numbers that the larger model will use, so a draft is right as often as the models agree.
+    """
+
+    def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
+        """Load it, in sizes that suit the larger model's engine_config. Raise as ModelRunner does."""
+        sizes = replace(engine_config, max_model_len=min(engine_config.max_model_len, source.config.n_positions))
+        self.num_speculative_tokens = sizes.num_speculative_tokens
+        self._runner = ModelRunner(source, sizes, threads)
+        self._sampler = Sampler(self._runner)
+        self._max_model_len, self._max_num_tokens = sizes.max_model_len, sizes.max_num_batched_tokens
+        self._cached: dict[int, list[int]] = {}  # tokens by slot
+        self._plain_params: WeakKeyDictionary[Sequence, SamplingParams] = WeakKeyDictionary()
+
+    def propose(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[int]]:
+        """Return at most counts[i] tokens that may follow sequences[i]."""
+        ends = [len(s) + self._num_possible(s, count) for s, count in zip(sequences, counts, strict=True)]
+        drafts = [self._draft(sequence) for sequence in sequences]
+        wanting = [(draft, end) for draft, end in zip(drafts, ends, strict=True) if len(draft) < end]
+        self._catch_up([draft for draft, _ in wanting])
+        while wanting:
+            self._extend([draft for draft, _ in wanting])
+            wanting = [(draft, end) for draft, end in wanting if len(draft) < end and draft.num_uncached]
+        return [d.new_token_ids[len(s.new_token_ids) :] for d, s in zip(drafts, sequences, strict=True)]
+
+    def _num_possible(self, sequence: Sequence, count: int) -> int:
+        if min(sequence.prompt_token_ids) < 0:  # a soft prompt, which only the larger model has
+            return 0
+        return max(min(count, self._max_model_len - len(sequence)), 0)
+
+    def _draft(self, sequence: Sequence) -> Sequence:
+        """Return the same sequence, to be continued by this model."""
+        if sequence not in self._plain_params:  # users' functions are not called for drafts
+            plain = replace(sequence.params, logits_processors=None, logprobs=None, best_of=None)
+            self._plain_params[sequence] = plain
+        num_cached = common_prefix(self._cached.get(sequence.slot, []), sequence.token_ids)
+        return Sequence(
+            sequence.prompt_token_ids,
+            self._plain_params[sequence],
+            sequence.seed,
+            sequence.index,
+            sequence.eos_token_ids,
+            text=None,
+            guide=None if sequence.guide is None else sequence.guide.copy(),
+            new_token_ids=list(sequence.new_token_ids),
+            num_cached=min(num_cached, len(sequence) - 1),
+            slot=sequence.slot,
+        )
+
+    def _catch_up(self, drafts: list[Sequence]) -> None:
+        """Read the tokens that this model lacks, but for each sequence's last one."""
+        while behind := [draft for draft in drafts if draft.num_uncached > 1]:
+            room, counts = self._max_num_tokens, []
+            for draft in behind:
+                counts.append(min(draft.num_uncached - 1, room))
+                room -= counts[-1]
+            self._forward([(draft, count) for draft, count in zip(behind, counts, strict=True) if count], 0)
+
+    def _extend(self, drafts: list[Sequence]) -> None:
+        """Add a token to each draft; one that can have none stays as it is, with all tokens cached."""
+        logits = self._forward([(draft, 1) for draft in drafts], 1)  # (R, V)
+        for draft, token in zip(drafts, self._sampler.sample(logits, drafts), strict=True):
+            if token.error is None:
+                draft.extend(token.token_id)
+
+    def _forward(self, chunks: list[tuple[Sequence, int]], num_logits: int) -> Any:
+        batch = Batch.of(
+            [draft.next_token_ids(count) for draft, count in chunks],
+            [draft.num_cached for draft, _ in chunks],
+            [draft.slot for draft, _ in chunks],
+            [num_logits] * len(chunks),
+        )
+        logits = self._runner.forward(batch)  # (R, V)
+        for draft, count in chunks:
+            draft.advance(count)
+            self._cached[draft.slot] = draft.token_ids[: draft.num_cached]
+        return logits
+
+
+def check_draft(name: str, source: ModelSource, target: ModelConfig) -> None:
+    """Raise RequestError if the draft model `name` has another vocabulary than the model it drafts for."""
+    if source.config.vocab_size != target.vocab_size:
+        raise RequestError(
+            f"is {name!r} with {source.config.vocab_size} tokens and the model has {target.vocab_size}: they must have "
+            "the same vocabulary.",
+            "draft_model",
+        )

@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.engine.beams import Prediction, predict
-from tinygpt.engine.draft_model import DraftModel
-from tinygpt.engine.kv_slots import SlotTable
-from tinygpt.engine.scheduler import Chunk, Scheduler
-from tinygpt.engine.spec_decode import Drafter, confirm_drafts
-from tinygpt.engine.step_input import StepInput, rows_of
-from tinygpt.engine_config import EngineConfig
-from tinygpt.execution.model_runner import ModelRunner
+from tinygpt.config import EngineConfig
+from tinygpt.engine.batch import StepInput, rows_of
+from tinygpt.engine.beam_search import Prediction, predict
+from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.sampler import Sampler, draws_of, sampled
+from tinygpt.engine.sampling_state import gather_warpers
+from tinygpt.engine.scheduler import Chunk, Scheduler, SlotTable
+from tinygpt.engine.sequence import SampledToken, Sequence
+from tinygpt.engine.spec_decode import Drafter, DraftModel, confirm_drafts
 from tinygpt.kernels.batch import Batch
 from tinygpt.outputs import Throughput
-from tinygpt.request.sequence import SampledToken, Sequence
-from tinygpt.sampling.metadata import gather_warpers
-from tinygpt.sampling.sampler import Sampler, draws_of, sampled
 
 # Seconds of decode steps in one call: of the backend if a caller streams, and of the engine between two commands.
 STREAM_SECONDS, CALL_SECONDS = 0.05, 0.1
@@ -45,15 +43,14 @@ class StepLoop:
     """
 
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None):
-        self.slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
-        self.scheduler = Scheduler(
-            self.slots, engine_config.max_num_batched_tokens, runner.copy_positions, self._write_prefix
-        )
+        slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
+        max_num_tokens = engine_config.max_num_batched_tokens
+        self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._write_prefix)
         self.throughput = Throughput()
         self._runner = runner
         self._max_model_len = engine_config.max_model_len
         self._sampler = Sampler(runner)
-        self._drafter = Drafter(engine_config.max_num_batched_tokens, engine_config.max_num_logits, draft_model)
+        self._drafter = Drafter(engine_config, draft_model)
         self._timed: set[Sequence] = set()  # the sequences that have a deadline
         self._next_deadline = inf  # no later than the earliest of theirs
         self._timer = StepTimer()
@@ -80,7 +77,7 @@ class StepLoop:
             self._timed.discard(sequence)
             self.scheduler.remove(sequence)
             if not sequence.is_finished:
-                sequence.fail("it was cancelled.")
+                sequence.error = "it was cancelled."
 
     def close(self) -> None:
         self._runner.close()

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.engine.model_source import load_backend
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.execution.backend import load_backend
 from tinygpt.kernels.batch import Batch
-from tinygpt.progress_bar import UseTqdm, with_bar
+from tinygpt.outputs import UseTqdm, with_bar
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.containers.torch import read_torch
 from tinygpt.weights.families.gpt2 import canonical_name

@@ -8,8 +8,7 @@ from typing import Any
 
 from tinygpt.errors import RequestError
 from tinygpt.llm import LLM
-from tinygpt.outputs import ContinuationScore
-from tinygpt.progress_bar import UseTqdm, with_bar
+from tinygpt.outputs import ContinuationScore, UseTqdm, with_bar
 
 # Each thread waits for the score of one item, all by the same steps: more at once than this fill these no better.
 NUM_TOGETHER = 8

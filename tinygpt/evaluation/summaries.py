@@ -13,7 +13,7 @@ from pathlib import Path
 from tinygpt.errors import RequestError, how_to_install
 from tinygpt.evaluation.texts import read_text
 from tinygpt.llm import LLM
-from tinygpt.progress_bar import UseTqdm
+from tinygpt.outputs import UseTqdm
 from tinygpt.sampling_params import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, SENTENCES, SEED = 923, 100, 4, 5

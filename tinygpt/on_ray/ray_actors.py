@@ -12,7 +12,7 @@ from tinygpt.cli import loading
 from tinygpt.cli.batch import Answer, Task
 from tinygpt.cli.flags import llm_arguments
 from tinygpt.errors import FailedRequestError
-from tinygpt.hardware.threads import physical_cores
+from tinygpt.hardware import physical_cores
 from tinygpt.on_ray.ray_cluster import import_ray, joined
 
 ROUNDS = 2  # prompts of a batch for each that an actor can run at once: no slot waits for the next prompt
@@ -29,9 +29,9 @@ class Setup:
     def of(cls, args: argparse.Namespace) -> "tuple[Setup, Any]":
         """Return the setup, and the InputProcessor that reads prompts without the model's weights."""
         loading.set_thread_pools(args.threads)
+        from tinygpt.config import EngineConfig
         from tinygpt.engine.input_processor import InputProcessor
-        from tinygpt.engine_config import EngineConfig
-        from tinygpt.execution.model_source import ModelSource
+        from tinygpt.engine.model_source import ModelSource
 
         arguments = llm_arguments(args)
         names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tinygpt.engine_config import EngineConfig
+from tinygpt.config import EngineConfig
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
-from tinygpt.execution.model_source import ModelSource
-from tinygpt.hardware.threads import physical_cores
+from tinygpt.hardware import physical_cores
 from tinygpt.parallel.ending import end_all
 from tinygpt.parallel.layout import Layout
 from tinygpt.parallel.placement import Place

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from tinygpt.engine_config import EngineConfig
+from tinygpt.config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.ending import EndAtOnce, end_all

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinygpt.hardware.threads import logical_cores
+from tinygpt.hardware import logical_cores
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tinygpt.engine_config import EngineConfig
+from tinygpt.config import EngineConfig
 from tinygpt.kernels.batch import Batch
 
 

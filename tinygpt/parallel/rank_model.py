@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.engine_config import EngineConfig
+from tinygpt.config import EngineConfig
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import TinyGPTError
-from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu import rank as kernels
 from tinygpt.parallel.cut import part_of_rank

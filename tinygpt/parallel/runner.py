@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import RequestError
-from tinygpt.execution.model_runner import ModelRunner
-from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.follower import Loaded, Opening, find_places, load_together, rank_threads
 from tinygpt.parallel.groups import run_groups

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tinygpt.execution.model_source import ModelSource
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.parallel.layout import Layout
 
 

@@ -4,9 +4,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.engine_config import EngineConfig
-from tinygpt.execution.model_source import ModelSource
-from tinygpt.hardware.threads import thread_count
+from tinygpt.config import EngineConfig
+from tinygpt.engine.model_source import ModelSource
+from tinygpt.hardware import thread_count
 from tinygpt.parallel.cut import check_cut
 from tinygpt.parallel.follower import Opening, follow_as_process, rank_threads
 from tinygpt.parallel.layout import Layout

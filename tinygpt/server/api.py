@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 import tinygpt
+from tinygpt.engine.prompts import Prompt, encode
 from tinygpt.errors import CheckpointError, TinyGPTError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput
-from tinygpt.request.prompts import Prompt, encode
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
 from tinygpt.server.chat import Chat, ChatTemplate, chat_ids

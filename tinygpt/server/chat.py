@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tinygpt.engine.prompts import Prompt
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
 from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
-from tinygpt.request.prompts import Prompt
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.protocol import ChatRequest
 from tinygpt.server.replies import TokenNames, chat_logprobs, usage

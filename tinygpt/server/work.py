@@ -8,10 +8,10 @@ from functools import partial
 from itertools import pairwise
 
 from tinygpt.engine.engine import RequestFuture
+from tinygpt.engine.prompts import Prompt
+from tinygpt.engine.sequence import Progress
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.request.prompts import Prompt
-from tinygpt.request.request import Progress
 from tinygpt.sampling_params import SamplingParams
 
 LARGE = 8192  # bytes of a body; a larger one goes to a thread, as it would hold the loop for milliseconds

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from tinygpt.engine.sampling_state import Warpers
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.sampling.greatest import BLOCK, greatest
 from tinygpt.kernels.cpu.sampling.sampling import NO_NUMBERS, sample
-from tinygpt.sampling.metadata import Warpers
 
 SIZES = (1, 7, 64, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 ODD = np.array([0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-42, -1e-42, 3.4e38, -3.4e38], np.float32)

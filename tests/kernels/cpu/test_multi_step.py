@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from support.golden_models import write_model
-from tinygpt.execution import model_runner
+from tinygpt.engine import model_runner
+from tinygpt.engine.sampling_state import Warpers
 from tinygpt.kernels import cpu
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.workspace import MAX_STEPS
-from tinygpt.sampling.metadata import Warpers
 from tinygpt.weights.open import open_checkpoint
 
 # 97 tokens, 7 heads of 5: no dimension is a multiple of a vector or of a tile.

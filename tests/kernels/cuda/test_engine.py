@@ -8,8 +8,8 @@ import pytest
 from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM, SamplingParams
+from tinygpt.engine import model_runner
 from tinygpt.errors import RequestError
-from tinygpt.execution import model_runner
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import DeviceError
 

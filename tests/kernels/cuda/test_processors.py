@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from support.cuda_compile import compile_kernel
 from support.cuda_simulator import simulate
+from tinygpt.engine.sampling_state import Processors, Ragged
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.sampling.processors import pack_processors, process_rows
-from tinygpt.sampling.metadata import Processors, Ragged
 
 V = 37
 FLOATS = np.float32([-np.inf, -0.0, 0.0, 1e38, -1e38, 1e-45, 0.1, -3.7, 12.3])

@@ -9,12 +9,12 @@ from support.cuda_compile import compile_kernel
 from support.cuda_simulator import simulate
 from support.logit_rows import ROWS as FINITE_ROWS
 from support.logit_rows import masked_row, random_row, tied_row
+from tinygpt.engine.sampling_state import Warpers
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.sampling.choose import DRAW_THREADS, draw_tokens, take_greatest
 from tinygpt.kernels.cuda.sampling.sampling import RARE
 from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above, random_fraction
-from tinygpt.sampling.metadata import Warpers
 
 pytestmark = pytest.mark.slow
 

@@ -1,20 +1,27 @@
-"""How many threads compute, one number for every pool, and how many cores there are for them."""
+"""The machine: the CPU's name, its cores, the memory of this process and how fast memory is read."""
 
+import contextlib
 import ctypes
 import os
+import platform
 import sys
+import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tinygpt.errors import invalid
 
 MAX_THREADS = 1024
-ROOT = Path("/")  # of what Linux tells in files
+ROOT = Path("/")
+READ_BYTES = 512 << 20  # far more than any cache
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FORGET_PEAK = "5"  # proc_pid_clear_refs(5)
 
 
 def thread_count(threads: Any = None) -> int:
-    """`threads` checked, or the number of fast cores this process may use. RequestError if impossible."""
+    """Return `threads`, or the number of fast cores for None. Raise RequestError if it is impossible."""
     if threads is None:
         return physical_cores()
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
@@ -23,8 +30,11 @@ def thread_count(threads: Any = None) -> int:
 
 
 def physical_cores() -> int:
-    """Cores this process may run on: no more than its container's share of time, and only the fast ones of a hybrid
-    CPU, as all threads wait for the slowest. Hyper-threads count once where the system tells them apart."""
+    """Return the number of cores for this process: within its container's share of time, and fast ones alone.
+
+    All threads wait for the slowest, so the slow cores of a hybrid CPU do not count. Hyper-threads count once if the
+    system tells them apart.
+    """
     if sys.platform == "darwin":
         return _mac_cores() or logical_cores()
     if not hasattr(os, "sched_getaffinity"):
@@ -33,18 +43,18 @@ def physical_cores() -> int:
 
 
 def logical_cores() -> int:
-    """Cores this process may run on, each hyper-thread counted."""
+    """Return the number of cores for this process, each hyper-thread counted."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def linux_cores(allowed: Iterable[int], root: Path) -> int:
-    """`physical_cores` of a system whose files are under `root`, for a process that may run on some logical cores."""
+    """Return `physical_cores` of a system with its files under `root`, for these logical cores."""
     cores = len({_siblings(cpu, root) for cpu in _fast(set(allowed), root)})
     return max(1, min([cores, *(int(share) for share in _quotas(root))]))
 
 
 def _fast(allowed: set[int], root: Path) -> set[int]:
-    """Those of the allowed logical cores that are no slow ones: as Linux lists Intel's, or measures ARM's."""
+    """Return the allowed logical cores that are fast: as Linux lists Intel's, or measures ARM's."""
     if listed := allowed & _listed(_read(root / "sys/devices/cpu_core/cpus")):
         return listed
     sizes = {cpu: int(_read(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") or 0) for cpu in allowed}
@@ -56,13 +66,13 @@ def _siblings(cpu: int, root: Path) -> str:
 
 
 def _listed(text: str) -> set[int]:
-    """ "0-3,8" -> 0, 1, 2, 3, 8."""
+    """Return the numbers of a list: "0-3,8" -> 0, 1, 2, 3, 8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _quotas(root: Path) -> list[float]:
-    """CPUs' worth of time that the process's control group and those above it allow, as `docker run --cpus` sets it."""
+    """Return the CPUs' worth of time of the process's control groups, as `docker run --cpus` sets it."""
     quotas = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -74,13 +84,13 @@ def _quotas(root: Path) -> list[float]:
             found = [[_read(place / name).strip() for name in names] for place in places]
         else:
             continue
-        # Where there is no limit, the quota is "max", or -1.
+        # Without a limit, the quota is "max", or -1.
         quotas += [int(pair[0]) / int(pair[1]) for pair in found if len(pair) == 2 and pair[0].isdigit()]
     return quotas
 
 
 def _places(top: Path, group: str) -> list[Path]:
-    """A group's folder and those above it. Inside a container, some or all but the top are out of sight."""
+    """Return a group's folder and those above it. A container may see the top alone."""
     relative = PurePosixPath(group.lstrip("/"))
     return [top / part for part in (relative, *relative.parents)]
 
@@ -93,9 +103,52 @@ def _read(path: Path) -> str:
 
 
 def _mac_cores() -> int:
-    """The fast ones of Apple's own CPUs, or all; 0 if macOS does not say."""
+    """Return the number of fast cores of Apple's own CPUs, or all; 0 if macOS does not say."""
     count, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     for name in (b"hw.perflevel0.physicalcpu", b"hw.physicalcpu"):
         if ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
             return count.value
     return 0
+
+
+def cpu_name() -> str:
+    """Return the CPU's name, such as "AMD EPYC 9B14"."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def forget_peak() -> None:
+    """Reset the peak of `peak_memory` if the system can, as Linux does."""
+    with contextlib.suppress(OSError):
+        CLEAR.write_text(FORGET_PEAK)
+
+
+def peak_memory() -> int:
+    """Return the bytes of the largest resident set; 0 if the system does not say."""
+    for line in _read(STATUS).splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def read_bandwidth(threads: int, size: int = READ_BYTES, repetitions: int = 3) -> float:
+    """Return the bytes a second that `threads` threads read from `size` bytes together, the best of some repetitions.
+
+    NumPy's reduction holds no GIL and reads as fast as a compiled loop.
+    """
+    import numpy as np  # its thread pools are sized before it is imported
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        list(pool.map(np.bitwise_or.reduce, shares))
+        return time.perf_counter() - started
+
+    shares = np.array_split(np.ones(size // 8, np.int64), threads)
+    with ThreadPoolExecutor(threads) as pool:
+        return size / min(seconds() for _ in range(repetitions))

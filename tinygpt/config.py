@@ -1,4 +1,4 @@
-"""EngineConfig: how much may run at once, for which memory is reserved before the start."""
+"""EngineConfig: the sizes of an engine, for which memory is reserved at the start."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,16 +6,13 @@ from typing import Any
 from tinygpt.errors import RequestError, invalid
 from tinygpt.weights.config import ModelConfig
 
-# Rows whose logits are computed together when all are wanted: 64 x 50257 x 4 bytes are 13 MB.
+# Rows whose logits are computed together if all are wanted: 64 x 50257 x 4 bytes are 13 MB.
 LOGIT_ROWS = 64
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """LLM's docstring says what each field is. RequestError for an impossible one, or ones that contradict each other.
-
-    None is what a model and its backend suggest: `for_model` fills it in.
-    """
+    """Sizes, which LLM's docstring explains. `for_model` replaces None by what model and backend suggest."""
 
     max_num_seqs: int = 32
     prefix_cache_seqs: int = 4
@@ -33,15 +30,16 @@ class EngineConfig:
         _check_count("num_speculative_tokens", self.num_speculative_tokens, 1)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise RequestError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: "
-                "each sample that runs needs a token of every step, so raise the one or lower the other."
+                f"is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: each running sample needs "
+                "a token of every step, so raise the one or lower the other.",
+                "max_num_batched_tokens",
             )
 
     def for_model(self, config: ModelConfig, max_step_tokens: int) -> "EngineConfig":
-        """The same for a model, on a backend that computes max_step_tokens in a step at best."""
-        n_positions = config.n_positions  # with ALiBi, what the model was trained on, and no end
+        """Return the config for a model, on a backend with at most max_step_tokens in a step."""
+        n_positions = config.n_positions  # with ALiBi, the length of training, which is no limit
         if not config.has_alibi and self.max_model_len is not None and self.max_model_len > n_positions:
-            raise RequestError(f"max_model_len is {self.max_model_len} and this model has {n_positions} positions.")
+            raise RequestError(f"is {self.max_model_len} and this model has {n_positions} positions.", "max_model_len")
         return replace(
             self,
             max_model_len=self.max_model_len or n_positions,
@@ -50,7 +48,7 @@ class EngineConfig:
 
     @property
     def num_slots(self) -> int:
-        """Of the KV cache: the scheduler's, and a spare one for sequences that are no part of the steps."""
+        """Slots of the KV cache: the scheduler's, and a spare one for sequences outside the steps."""
         return self.max_num_seqs + self.prefix_cache_seqs + 1
 
     @property
@@ -59,7 +57,7 @@ class EngineConfig:
 
     @property
     def max_num_logits(self) -> int:
-        """Tokens of a step whose logits may be wanted: one of each sequence, and LOGIT_ROWS of prompts and drafts."""
+        """Rows of logits in a step: one for each sequence, and LOGIT_ROWS for prompts and drafts."""
         return LOGIT_ROWS + self.max_num_seqs
 
 

@@ -1,16 +1,17 @@
-"""Sampler: from a step's logits to its tokens. Everything between the model and the next token meets here."""
+"""Sampler: from a step's logits to its tokens, and the log probabilities of given tokens."""
 
+import math
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tinygpt.execution.model_runner import ModelRunner
-from tinygpt.request.sequence import SampledToken, Sequence
-from tinygpt.sampling.guided import compute_masks
-from tinygpt.sampling.metadata import SamplingState, Warpers, gather_processors, gather_warpers
+from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.sampling_state import SamplingState, Warpers, gather_processors, gather_warpers
+from tinygpt.engine.sequence import SampledToken, Sequence
 
 NOT_FINITE = (
     "the model's logits at position {} are not finite numbers: the checkpoint is damaged, or its activations "
@@ -20,42 +21,36 @@ NOTHING_LEFT = (
     "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids or in what guides "
     "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
 )
-CANNOT_FOLLOW = "the grammar that guides the text cannot be followed at position {}: {}."
-NOT_SCORES = (
-    "the logits processor {} returned {} at position {}: it must return the scores of {} tokens, none of them NaN."
-)
 
 
 class Sampler:
     """Samples each sequence's next token from its row of logits.
 
-    A row's result depends on that row and that sequence alone, to the last bit. Each sequence keeps the sampler's notes
-    in its `sampling_state`, so its tokens may become more from one call to the next, and never change.
+    A row's result depends on that row and that sequence alone, to the last bit.
     """
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
-        self._beside: ThreadPoolExecutor | None = None  # made when the first sequence is guided
+        self._mask_thread: ThreadPoolExecutor | None = None  # started with the first guided sequence
 
     def compute_masks(self, sequences: Seq[Sequence]) -> None:
-        """Begin with the masks of those that are guided, in a thread beside the step that computes their logits.
+        """Start to compute the masks of guided sequences, in parallel to the step that computes their logits.
 
-        A mask that is not there when it is needed is computed then, so nothing depends on that thread.
+        `sample` computes a mask that is not ready: results do not depend on this.
         """
         guides = [sequence.guide for sequence in sequences if sequence.guide is not None]
         if guides:
-            self._beside = self._beside or ThreadPoolExecutor(1, "tinygpt-masks")
-            with suppress(RuntimeError):  # no thread begins any more once the main one has ended
-                self._beside.submit(compute_masks, guides)
+            self._mask_thread = self._mask_thread or ThreadPoolExecutor(1, "tinygpt-masks")
+            with suppress(RuntimeError):  # no thread starts after the main one has ended
+                self._mask_thread.submit(lambda: [guide.mask() for guide in guides])
 
     def close(self) -> None:
-        """End that thread."""
-        if self._beside is not None:
-            self._beside.shutdown(wait=False)
-            self._beside = None
+        if self._mask_thread is not None:
+            self._mask_thread.shutdown(wait=False)
+            self._mask_thread = None
 
     def sample(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
-        """A token for each row of `logits` (R, V) float32, which may be written over."""
+        """Return a token for each row of `logits` (R, V) float32, which may be overwritten."""
         states = self._updated_states(sequences)
         if all(state.is_plain for state in states):
             return self._take_greatest(logits, sequences)
@@ -73,18 +68,17 @@ class Sampler:
             elif not state.wants_logprobs:
                 tokens.append(SampledToken(token_id))
             else:
-                is_raw = state.wants_raw_logprobs
-                scores = raw.get(r, logits[r]) if is_raw else self._warped(logits, warpers, r)  # (V,)
+                scores = raw.get(r, logits[r]) if state.wants_raw_logprobs else self._warped(logits, warpers, r)  # (V,)
                 tokens.append(self._with_logprobs(token_id, scores, state.params.logprobs))
         return tokens
 
     def is_drawn_alone(self, sequence: Sequence) -> bool:
-        """Whether its tokens depend on its logits and its warpers alone, the same ones for each token."""
+        """Return whether its tokens depend on logits and constant warpers alone."""
         (state,) = self._updated_states([sequence])
         return not (state.changes_scores or state.wants_logprobs or sequence.params.top_p_decay < 1)
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
-        """Change each sequence's row of `scores` (R, V) float32 as it asks, in place; why its functions failed."""
+        """Apply each sequence's processors to its row of `scores` (R, V) float32, in place. Return errors."""
         return self._process(scores, sequences, self._updated_states(sequences))
 
     def _updated_states(self, sequences: Seq[Sequence]) -> list[SamplingState]:
@@ -96,7 +90,7 @@ class Sampler:
         return [sequence.sampling_state for sequence in sequences]
 
     def _take_greatest(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
-        """`sample` where no sequence asks for more: at batch 32, the way above takes longer than the kernel does."""
+        """Sample plain sequences: at batch 32, `sample` takes longer than the kernel."""
         count = len(sequences)
         greedy, no_draws = Warpers(*np.zeros((len(Warpers._fields), count))), np.zeros(count, np.uint64)
         token_ids = self.runner.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
@@ -110,23 +104,16 @@ class Sampler:
         for r, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
             for function in sequence.params.logits_processors:
                 errors[r] = errors[r] or _call(function, scores, r, sequence, state)
-        if any(sequence.guide for sequence in sequences):
-            self._mask(scores, sequences, errors)
+        for r, sequence in enumerate(sequences):  # the mask is last: it holds whatever the functions return
+            if sequence.guide is not None and (mask := sequence.guide.mask()) is not None:
+                scores[r] += mask.added
+            elif sequence.guide is not None:
+                reason = f"cannot be followed at position {len(sequence)}: {sequence.guide.error}."
+                errors[r] = errors[r] or f"the grammar that guides the text {reason}"
         return errors
 
-    def _mask(self, scores: Any, sequences: Seq[Sequence], errors: list[str | None]) -> None:
-        """Leave guided sequences the tokens that may come next, whatever their functions made of the others."""
-        for r, sequence in enumerate(sequences):
-            if sequence.guide is None:
-                continue
-            mask = sequence.guide.mask()
-            if mask is not None:
-                scores[r] += mask.added
-            else:
-                errors[r] = errors[r] or CANNOT_FOLLOW.format(len(sequence), sequence.guide.error)
-
     def _warped(self, logits: Any, warpers: Warpers, r: int) -> np.ndarray:
-        """The scores (V,) whose probabilities row r was drawn by."""
+        """Return the scores (V,) that row r was drawn from."""
         return self.runner.filter_logits(logits[r : r + 1], Warpers(*(column[r : r + 1] for column in warpers)))[0]
 
     def _with_logprobs(self, token_id: int, scores: np.ndarray, n: int | None) -> SampledToken:
@@ -134,27 +121,22 @@ class Sampler:
         if n is None:
             return SampledToken(token_id, logprob=float(value))
         best = zip(ids.tolist(), values.tolist(), strict=True)
-        logprobs = {
-            i: logprob for i, logprob in best if logprob > -np.inf
-        }  # tokens that were removed have no logarithm
+        logprobs = {i: logprob for i, logprob in best if logprob > -np.inf}  # without removed tokens
         return SampledToken(token_id, {**logprobs, token_id: float(value)}, float(value))
 
 
 def sampled(token_id: int, sequence: Sequence) -> SampledToken:
-    """What a backend chose by itself; a negative id says that the logits are not finite."""
+    """Return a backend's own choice; a negative id: the logits are not finite."""
     return SampledToken(token_id) if token_id >= 0 else SampledToken(-1, error=NOT_FINITE.format(len(sequence) - 1))
 
 
 def draws_of(sequences: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:
-    """The seeds and sample indices (R,) that the sequences' tokens are drawn by."""
+    """Return seeds and sample indices (R,), which with the position key each draw."""
     return np.array([s.seed for s in sequences], np.uint64), np.array([s.index for s in sequences], np.uint64)
 
 
 def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
-    """Turn top-k off where it keeps all: fewer than k may come, and to find out that the k-th cannot takes long.
-
-    With 50 257 tokens it is 0.3 ms a row, which is more than all else that guides a text.
-    """
+    """Turn top-k off if fewer than k tokens may come: with 50 257 tokens it takes 0.3 ms a row."""
     for r, sequence in enumerate(sequences):
         mask = None if sequence.guide is None else sequence.guide.mask()
         if mask is not None and mask.count < warpers.top_k[r]:
@@ -162,22 +144,80 @@ def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
 
 
 def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: SamplingState) -> str | None:
-    """Replace row r of the scores (R, V) by what a user's function makes of it; an error if it fails."""
+    """Replace row r of the scores (R, V) by a user's function's result. Return an error if it fails."""
     scores = all_scores[r]  # (V,)
-    name = getattr(function, "__name__", type(function).__name__)
+    name = f"the logits processor {getattr(function, '__name__', type(function).__name__)}"
     try:
         returned = function(list(state.prompt_token_ids), list(sequence.new_token_ids), scores.copy())
         changed = np.asarray(returned, np.float32)
-    except BaseException as error:  # whatever it is, it must not reach the step's other sequences
-        return f"the logits processor {name} raised {error!r} at position {len(sequence)}."
-    if changed.shape != scores.shape:
-        return NOT_SCORES.format(name, f"an array of shape {changed.shape}", len(sequence), scores.size)
-    if not (changed < np.inf).all() and (scores < np.inf).all():
-        return NOT_SCORES.format(name, "NaN or +inf", len(sequence), scores.size)
-    all_scores[r] = changed
-    return None
+    except BaseException as error:  # it must not reach the step's other sequences
+        return f"{name} raised {error!r} at position {len(sequence)}."
+    wrong = f"an array of shape {changed.shape}" if changed.shape != scores.shape else None
+    if wrong is None and not (changed < np.inf).all() and (scores < np.inf).all():
+        wrong = "NaN or +inf"
+    if wrong is None:
+        all_scores[r] = changed
+        return None
+    wanted = f"it must return the scores of {scores.size} tokens, none of them NaN."
+    return f"{name} returned {wrong} at position {len(sequence)}: {wanted}"
 
 
 def _why_none(scores: np.ndarray, sequence: Sequence, state: SamplingState) -> str:
     is_empty = state.changes_scores and not (scores > -np.inf).any() and not np.isnan(scores).any()
     return NOTHING_LEFT.format(len(sequence)) if is_empty else NOT_FINITE.format(len(sequence) - 1)
+
+
+@dataclass(eq=False)
+class PromptLogprobs:
+    """Log probabilities of given tokens, filled in during prefill.
+
+    targets[i] comes after position first + i of the sequence. The logits of these positions are computed, so that they
+    cannot be copied from other sequences.
+    """
+
+    first: int
+    targets: list[int]
+    num_best: int  # most probable tokens to report with each target
+    found: list[dict[int, float]] = field(default_factory=list)  # of each target so far: id -> log probability
+
+    @property
+    def reported(self) -> list[dict[int, float] | None]:
+        """One entry for each token of the prompt so far; None for the first token."""
+        return [None, *self.found]
+
+    @property
+    def num_reusable(self) -> int | float:
+        """Positions that may be copied from other sequences."""
+        return math.inf if self.is_complete else self.first
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.found) == len(self.targets)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The log probability of each target so far."""
+        return [found[target] for target, found in zip(self.targets, self.found, strict=False)]
+
+    @property
+    def error(self) -> str | None:
+        """The reason why a token has no probability."""
+        wrong = (i for i, logprob in enumerate(self.logprobs) if math.isnan(logprob))
+        return next((NOT_FINITE.format(self.first + i) for i in wrong), None)
+
+    def num_logits(self, start: int, stop: int) -> int:
+        """Return how many of the last positions from `start` to `stop` need logits."""
+        return 0 if self.is_complete else max(stop - max(start, self.first), 0)
+
+    def max_count(self, start: int, num_logits: int) -> int | float:
+        """Return how many positions from `start` on need at most num_logits rows of logits."""
+        return math.inf if self.is_complete else max(self.first - start, 0) + num_logits
+
+    def read(self, runner: ModelRunner, logits: np.ndarray) -> None:
+        """Note the log probabilities of the next targets, from the logits (R, V) of the positions before them."""
+        for row, target in zip(logits, self.targets[len(self.found) :], strict=False):
+            if np.isfinite(row).all():
+                ids, values, value = runner.top_logprobs(row, target, self.num_best)
+                self.found.append({**dict(zip(ids.tolist(), values.tolist(), strict=True)), target: float(value)})
+            else:
+                self.found.append({target: math.nan})

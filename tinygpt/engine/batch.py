@@ -1,4 +1,4 @@
-"""StepInput: what one step computes: the next tokens of each chunk and its draft, laid end to end."""
+"""StepInput: a step's chunks and drafts as a Batch for the backend."""
 
 import itertools
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from tinygpt.engine.scheduler import Chunk
+from tinygpt.engine.sequence import Sequence
 from tinygpt.kernels.batch import NO_EMBEDS, Batch
-from tinygpt.request.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """The chunks of a step, as a batch, and where the logits lie that each of them wants.
+    """The chunks of a step as a batch, and the rows of their logits.
 
-    drafts: the tokens that were drafted to follow chunks[i], by i; they go through the model behind it.
-    last_rows: the row of the step's logits after chunks[i]'s own last token; those after its draft follow.
+    drafts: by i, the tokens that were drafted to follow chunks[i]; they go through the model with it.
+    last_rows: for chunks[i], the row of logits after its own last token; the rows of its draft follow.
     """
 
     chunks: list[Chunk]
@@ -39,24 +39,24 @@ class StepInput:
         return cls(chunks, drafts, batch, last_rows)
 
     def ends(self) -> list[tuple[int, Sequence]]:
-        """The sequences whose next token is due, each with the row of the logits that it comes from."""
+        """Return the sequences whose next token is due, each with its row of logits."""
         pairs = zip(self.last_rows, self.chunks, strict=True)
         return [(row, chunk.sequence) for row, chunk in pairs if chunk.is_sampled]
 
     def prompt_rows(self, i: int) -> slice:
-        """The rows of logits in which the prompt of chunks[i] finds its log probabilities."""
+        """Return the rows of logits for the prompt log probabilities of chunks[i]."""
         return slice(self.last_rows[i] + 1 - self.chunks[i].num_prompt_logits, self.last_rows[i] + 1)
 
 
 def rows_of(logits: Any, rows: Seq[int]) -> Any:
-    """Rows of the logits (R, V); all of them without a copy."""
+    """Return rows of the logits (R, V); all of them without a copy."""
     return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _replace_virtual(chunks: Seq[Chunk], token_ids: list[list[int]]) -> np.ndarray:
-    """Let the virtual tokens among token_ids[i], those of chunks[i], be -1-j: row j of the embeddings returned (E, C).
+    """Set the virtual tokens in token_ids to -1-j, for row j of the embeddings. Return these (E, C).
 
-    A prefix's keys and values are in the cache before its sequence's first step, so it has none here.
+    The keys and values of a prefix are in the cache before its sequence's first step, so it has none here.
     """
     parts, num_rows = [], 0
     for i, chunk in enumerate(chunks):

@@ -1,5 +1,6 @@
-"""ModelSource: which checkpoint runs on which backend in which dtypes, decided and checked before a weight is read."""
+"""ModelSource: an opened checkpoint with its backend and dtypes, checked before a weight is read."""
 
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -10,16 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import NoTokenizerError, RequestError
-from tinygpt.execution.backend import check_model, load_backend, name_of
+from tinygpt.errors import NoTokenizerError, RequestError, invalid, suggest
+from tinygpt.kernels.backend import DeviceError
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.open import open_checkpoint
 from tinygpt.weights.random_checkpoint import is_random
 from tinygpt.weights.stored.packed import PackedCheckpoint
+
+DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ModelSource:
         kv_cache_dtype: str = "auto",
         lora: str | os.PathLike[str] | None = None,
     ) -> "ModelSource":
-        """Raises CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
+        """Raise CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
         return cls.open_all(model, [dtype], device, kv_cache_dtype, lora)[0]
 
     @classmethod
@@ -52,22 +55,24 @@ class ModelSource:
         kv_cache_dtype: str = "auto",
         lora: str | os.PathLike[str] | None = None,
     ) -> "list[ModelSource]":
-        """As `open`, of one checkpoint in each dtype."""
+        """Open one checkpoint in each dtype."""
         backends = [load_backend(device, dtype) for dtype in dtypes]
         checkpoint = open_checkpoint(model)
         if lora is not None:
             from tinygpt.weights.adapters.lora import merge_lora
 
             checkpoint = merge_lora(checkpoint, lora)
-        return [cls._of(checkpoint, *how, kv_cache_dtype) for how in zip(backends, dtypes, strict=True)]
-
-    @classmethod
-    def _of(
-        cls, checkpoint: Checkpoint | PackedCheckpoint, backend: ModuleType, dtype: str, kv_cache_dtype: str
-    ) -> "ModelSource":
-        dtype = resolve_dtype(dtype, backend, checkpoint)
-        check_model(backend, checkpoint.config, checkpoint.path)
-        return cls(backend, checkpoint, dtype, resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype))
+        sources = []
+        for backend, dtype in zip(backends, dtypes, strict=True):
+            dtype = _resolve_dtype(dtype, backend, checkpoint)
+            try:
+                backend.check_model(checkpoint.config)
+            except DeviceError as error:
+                reason = f"is {name_of(backend)!r} and cannot run {checkpoint.path}: {error} Use device 'cpu'."
+                raise RequestError(reason, "device") from None
+            kv_cache_dtype_of = _resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype)
+            sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of))
+        return sources
 
     @property
     def config(self) -> ModelConfig:
@@ -75,25 +80,24 @@ class ModelSource:
 
     @property
     def file(self) -> MappedFile | None:
-        """The file in which the Params lie, where they are no copies."""
+        """The file that the Params are mapped from, if they are no copies."""
         return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
 
     def begin_checksum(self) -> Future[str]:
-        """A text that is another one for other weights, made beside whatever else is done."""
+        """Return the future of a text that differs for other weights."""
         return self.checkpoint.begin_checksum()
 
     def load_params(self, threads: int) -> Any:
-        """The backend's Params: packed now, or as they lie in a converted checkpoint; on several memory nodes, copies.
+        """Return the backend's Params: packed now, or mapped from a converted checkpoint.
 
-        Raises CheckpointError if that is damaged, or packed for other kernels.
+        Raise CheckpointError if that is damaged, or packed for other kernels.
         """
         if not isinstance(self.checkpoint, PackedCheckpoint):
             return self.backend.load_params(self.checkpoint, self.dtype, threads)
         return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, threads)
 
     def load_part(self, threads: int, part: Any, load: Callable) -> Any:
-        """As load_params, what one of several ranks holds. `part` and `load` are of the CPU's kernels, which alone can
-        do this."""
+        """Return the Params of one rank. `part` and `load` are of the CPU's kernels, which alone can do this."""
         if not isinstance(self.checkpoint, PackedCheckpoint):
             return load(self.checkpoint, self.dtype, threads, part)
         return self.backend.PACKED.params_of_part(self._packed_arrays(), self.config, self.dtype, part)
@@ -104,9 +108,9 @@ class ModelSource:
 
 
 def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer that came with the weights, or that of the files beside them.
+    """Return the tokenizer within the checkpoint, or that of the files next to it.
 
-    NoTokenizerError if there is none that runs here, CheckpointError if it is damaged.
+    Raise NoTokenizerError if there is none that runs here, CheckpointError if it is damaged.
     """
     if is_random(str(checkpoint.path)):
         raise NoTokenizerError(f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one.")
@@ -117,22 +121,48 @@ def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_toke
 
 
 def check_tokenizer(checkpoint: Checkpoint) -> None:
-    """CheckpointError for a tokenizer that is damaged. None at all is no error: token ids work without one."""
+    """Raise CheckpointError for a damaged tokenizer. A checkpoint without one takes token ids."""
     with suppress(NoTokenizerError):
         load_tokenizer(checkpoint)
 
 
 def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The same tokenizer, in the form of a tokenizer.json."""
+    """Return the tokenizer in the form of a tokenizer.json."""
     spec = checkpoint.read_tokenizer()
     return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
 
 
-def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
-    """The precision of the weights: "auto" is a converted checkpoint's own, bfloat16 for one that was converted to
-    float8 where the backend has it, and float32 for any other.
+def load_backend(device: str, dtype: str) -> ModuleType:
+    """Import the kernels of `device`. Raise RequestError if it or `dtype` is not implemented, or not available."""
+    if device not in DEVICES:
+        raise invalid("device", device, f"one of {', '.join(map(repr, DEVICES))}")
+    backend = importlib.import_module(f"tinygpt.kernels.{device}")
+    if dtype == STORAGE_DTYPE:
+        raise RequestError(
+            f"is {dtype!r}, in which weights are kept in files and nothing computes: run `tinygpt convert SRC DST "
+            f"--dtype {dtype}` and load DST, leaving dtype at 'auto'.",
+            "dtype",
+        )
+    if dtype not in ("auto", *backend.DTYPES):
+        allowed = ", ".join(map(repr, backend.DTYPES))
+        hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
+        raise RequestError(f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype")
+    try:
+        backend.check_device()
+    except DeviceError as error:
+        raise RequestError(f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device") from None
+    return backend
 
-    Raises RequestError if a converted checkpoint has another one, or is of no use to the backend.
+
+def name_of(backend: ModuleType) -> str:
+    """Return the device of a backend."""
+    return backend.__name__.rpartition(".")[2]
+
+
+def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
+    """Return the dtype of the weights.
+
+    "auto" is a converted checkpoint's own, bfloat16 for one in float8 if the backend has it, and float32 otherwise.
     """
     if not isinstance(checkpoint, PackedCheckpoint):
         auto = checkpoint.auto_dtype if checkpoint.auto_dtype in backend.DTYPES else "float32"
@@ -144,21 +174,19 @@ def resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | Pack
         )
     if dtype not in ("auto", checkpoint.dtype):
         raise RequestError(
-            f"dtype is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave it at 'auto', or "
-            "give the checkpoint that it was made from."
+            f"is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave it at 'auto', or give the "
+            "checkpoint that it was made from.",
+            "dtype",
         )
     return checkpoint.dtype
 
 
-def resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str) -> str:
-    """The precision of the KV cache: "auto" is the first that the backend has for weights of `dtype`."""
+def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str) -> str:
     allowed = backend.kv_cache_dtypes(dtype)
     if kv_cache_dtype == "auto":
         return allowed[0]
     if kv_cache_dtype not in allowed:
         listed = ", ".join(map(repr, ("auto", *allowed)))
-        raise RequestError(
-            f"kv_cache_dtype is {kv_cache_dtype!r} and must be one of {listed} for {dtype} weights on device "
-            f"{name_of(backend)!r}."
-        )
+        where = f"for {dtype} weights on device {name_of(backend)!r}"
+        raise invalid("kv_cache_dtype", kv_cache_dtype, f"one of {listed} {where}")
     return kv_cache_dtype

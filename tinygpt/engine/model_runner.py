@@ -1,7 +1,4 @@
-"""ModelRunner: a loaded model: its weights, KV cache and buffers on one backend, and all that can be asked of them.
-
-The engine runs one, a draft model is a second one, a benchmark wraps one, and what runs a model elsewhere replaces it.
-"""
+"""ModelRunner: a loaded model on one backend. A benchmark wraps one, and `parallel` replaces it."""
 
 import logging
 import time
@@ -10,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.engine_config import EngineConfig
+from tinygpt.config import EngineConfig
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import RequestError
-from tinygpt.execution.model_source import ModelSource
 from tinygpt.kernels import host
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.batch import Batch
@@ -25,26 +22,27 @@ MAX_STEPS = 16
 
 
 class ModelRunner:
-    """Runs steps of one model. For one thread at a time.
+    """Weights, KV cache and buffers of a model, and the backend's functions on them. For one thread at a time.
 
-    Shapes: N new tokens of a step, R rows whose logits are wanted, V vocabulary, L layers, H heads, D head size.
+    `kernels.backend.Backend` documents the functions of the same names.
     """
+
+    shares_layers = False  # with other processes, for which there are other kernels
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
         """Load the weights, and reserve the KV cache and the buffers of the largest step.
 
-        engine_config: as its `for_model` gives it. Raises CheckpointError for a damaged checkpoint, RequestError if
+        engine_config: as its `for_model` returns it. Raise CheckpointError for a damaged checkpoint, RequestError if
         memory does not suffice.
         """
         self.config: ModelConfig = source.config
-        self.dtype, self.kv_cache_dtype = source.dtype, source.kv_cache_dtype
+        self.dtype, self.kv_cache_dtype, self._file = source.dtype, source.kv_cache_dtype, source.file
         self._backend = source.backend
         _check_memory(source, engine_config)
         started = time.perf_counter()
-        self._params, self._file = source.load_params(threads), source.file
-        logger.debug(
-            "%s: weights in %s after %.2f s", source.checkpoint.path, self.dtype, time.perf_counter() - started
-        )
+        self._params = source.load_params(threads)
+        seconds = time.perf_counter() - started
+        logger.debug("%s: weights in %s after %.2f s", source.checkpoint.path, self.dtype, seconds)
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
 
@@ -53,23 +51,18 @@ class ModelRunner:
         return self._params is None
 
     def forward(self, batch: Batch) -> Any:
-        """Run one step: its keys and values go into the KV cache. Logits (R, V) float32, valid until the next step.
-
-        CheckpointError if the file that the weights are mapped from was cut short.
-        """
+        """Run one step. Raise CheckpointError if the file that the weights are mapped from was cut short."""
         self._check_file()
         return self._backend.forward(self._params, batch, self._kv_cache, self._workspace)  # (R, V)
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32."""
         self._check_file()
         return self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
-        """How many decode steps of so many sequences `multi_step` is to take; 1: one, looked at before the next.
+        """Return how many decode steps `multi_step` is to run; 1: use `forward`.
 
-        num_in_time: how many those can wait for who watch the tokens. A GPU's come while the later steps are taken, and
-        MAX_STEPS of them take some milliseconds.
+        num_in_time: the steps that streaming callers may be delayed by. A GPU delivers tokens while later steps run.
         """
         if self._backend.multi_step is None:
             return 1
@@ -78,69 +71,52 @@ class ModelRunner:
     def multi_step(
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
     ) -> Iterable[np.ndarray]:
-        """Take so many decode steps: the tokens (S,) of each, as they come; -1 where logits are not finite.
-
-        They may be fewer: after one in which a token is among `ends` (E,) int32, and after `stop_early`. Raises
-        CheckpointError as `forward` does.
-        """
         self._check_file()
         on = self._params, batch, self._kv_cache, self._workspace
         return self._backend.multi_step(*on, warpers, seeds, indices, steps, ends)
 
     def stop_early(self, is_wanted: bool) -> None:
-        """Whether `multi_step`, running or not, takes no other step after the one that it is at. Any thread may call
-        this."""
+        """Make the current step of `multi_step` its last. Any thread may call this."""
         workspace = self._workspace
-        if workspace is not None:  # it is given back by another thread
+        if workspace is not None:  # `close` frees it in another thread
             self._backend.stop_early(workspace, is_wanted)
 
-    # Sampling: rows of logits (R, V) that `forward` has returned, or copies of them.
-
     def sample(self, logits: Any, warpers: Any, seeds: Any, indices: Any, positions: Any) -> np.ndarray:
-        """A token (R,) int32 for each row; -1 for one that is not finite or has nothing left."""
+        """Return a token (R,) int32 for each row; -1 for a row that is not finite or has no token left."""
         return self._backend.sample(logits, warpers, seeds, indices, positions)  # (R,)
 
     def process_logits(self, logits: Any, processors: Any) -> None:
-        """Apply logits processors to their rows, in place."""
         self._backend.process_logits(logits, processors)
 
     def filter_logits(self, logits: Any, warpers: Any) -> np.ndarray:
-        """The rows (R, V) after the warpers: -inf where a token was removed."""
-        return self._backend.filter_logits(logits, warpers)  # (R, V)
-
-    def top_logprobs(self, logits: np.ndarray, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Of a row (V,): ids and log probabilities of the n most probable tokens, or ALL, and that of token_id."""
-        return self._backend.top_logprobs(logits, token_id, num_best(n, len(logits)))
+        """Return the rows (R, V) after the warpers: -inf for a removed token."""
+        return self._backend.filter_logits(logits, warpers)
 
     def log_softmax(self, logits: np.ndarray) -> np.ndarray:
-        """Of each row (R, V), in float32."""
-        return host.log_softmax(logits)  # (R, V)
+        return host.log_softmax(logits)  # (R, V) float32
+
+    def top_logprobs(self, logits: np.ndarray, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return ids and log probabilities of the n most probable tokens of a row (V,), or ALL, and token_id's."""
+        return self._backend.top_logprobs(logits, token_id, num_best(n, len(logits)))
 
     def attention_maps(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """(L, H, T, T) float32: how much each position attends to each; of `trace`'s queries and the cached keys."""
+        """Return the attention of each position to each, (L, H, T, T) float32, for `trace`'s queries."""
         scales = [self.config.attention_scale(layer) for layer in range(self.config.n_layer)]
         return host.attention_maps(queries, keys, scales, self.config.alibi_slopes)
 
-    # Positions of the KV cache.
-
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        """Give positions start to stop of one slot the keys and values of another, bit for bit."""
         self._backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of keys and values, (L, H, stop - start, D) each, in the KV cache's type."""
         return self._backend.read_positions(self._kv_cache, slot, start, stop, self.config.head_size)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Put keys and values, as `read_positions` gives them, into a slot from position `start` on."""
         self._backend.write_positions(self._kv_cache, slot, start, keys, values)
 
     def close(self) -> None:
-        """Give the memory back; nothing can be run any more."""
         self._params = self._file = self._kv_cache = self._workspace = None
 
     def _check_file(self) -> None:
-        """CheckpointError if the weights are no longer there; a microsecond."""
         if self._file is not None:
             self._file.check_whole()
 

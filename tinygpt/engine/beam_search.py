@@ -1,0 +1,381 @@
+"""Beam search: the algorithm, and Beams, which runs one request's search in the engine.
+
+Source: transformers' `generate(num_beams=...)`, and for groups its custom generation method group-beam-search
+(Vijayakumar et al., "Diverse Beam Search", 2016).
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from tinygpt.engine.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
+from tinygpt.engine.scheduler import CopyPositions
+from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix, is_looping
+from tinygpt.sampling_params import SamplingParams, num_best
+from tinygpt.tokenizer.text_stream import TextStream
+
+
+@dataclass(frozen=True)
+class BeamRules:
+    """The options of a search. SamplingParams says what the fields mean."""
+
+    num_beams: int  # of all groups together
+    max_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    num_beam_groups: int = 1  # of equal size, which choose one after another in each step
+    diversity_penalty: float = 0.0
+
+    @property
+    def group_size(self) -> int:
+        return self.num_beams // self.num_beam_groups
+
+    @property
+    def num_options(self) -> int:
+        """The continuations that a group looks at: if every EOS of every beam comes first, enough beams are left."""
+        return max(2, 1 + len(self.eos_token_ids)) * self.group_size
+
+    @property
+    def num_candidates(self) -> int:
+        """The candidates of each beam: the penalty may push down as many as there are beams."""
+        return self.num_options + (self.num_beams if self.num_beam_groups > 1 else 0)
+
+    def score(self, total: float, length: int) -> float:
+        """Return total / length**length_penalty, in float32 as transformers does."""
+        return float(np.float32(total) / np.float32(length**self.length_penalty))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The most probable next tokens of one beam, best first."""
+
+    token_ids: np.ndarray  # (K,)
+    scores: np.ndarray  # (K,) float32, log probabilities after the processors
+
+    @classmethod
+    def of(cls, scores: np.ndarray, count: int) -> "Candidates":
+        """Return the `count` best of scores (V,), ties to the lowest id, without scores of -inf."""
+        count = min(count, len(scores))
+        worst = np.partition(scores, -count)[-count]
+        token_ids = np.flatnonzero((scores >= worst) & (scores > -np.inf))
+        token_ids = token_ids[np.argsort(-scores[token_ids], kind="stable")][:count]  # (K,)
+        return cls(token_ids, scores[token_ids])
+
+
+@dataclass(frozen=True)
+class Beam:
+    """The new tokens of a sequence, and the sum of their scores."""
+
+    token_ids: list[int]
+    total: float
+    sources: list[int]  # for each token, the index of the beam that it continued, among the beams of that step
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A sequence that has ended."""
+
+    beam: Beam
+    score: float  # the beam's total over length**length_penalty
+    finish_reason: Literal["stop", "length"]
+
+
+class BeamSearch:
+    """The search of one request, step by step.
+
+    `beams` are the running ones, at first one without tokens. For each step the caller finds their candidates and calls
+    `advance`, until no beam is left. Of equal totals, the lowest beam and then the lowest token id comes first.
+
+    is_stopped: returns whether new token ids end for another reason than EOS, such as a stop string.
+    """
+
+    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool] | None = None):
+        self.rules = rules
+        self.beams = [Beam([], 0.0, [])]
+        self._groups = [_Group(rules, is_stopped) for _ in range(rules.num_beam_groups)]
+
+    def advance(self, candidates: Seq[Candidates]) -> None:
+        """Choose the next beams, where candidates[i] are those of beams[i], group by group."""
+        is_first = not self.beams[0].token_ids
+        is_last = len(self.beams[0].token_ids) + 1 == self.rules.max_tokens
+        chosen: Counter[int] = Counter()
+        start = 0
+        for group in self._groups:
+            own = range(1) if is_first else range(start, start + len(group.beams))  # all start from the first beam
+            start = own.stop
+            options = [option for i in own for option in self._options(i, candidates[i], chosen)]
+            best = sorted(options, key=lambda option: -option[0])[: self.rules.num_options]
+            chosen.update(group.advance([self._continued(*option) for option in best], is_last))
+        self.beams = [beam for group in self._groups for beam in group.beams]
+
+    def end(self) -> None:
+        """End all running beams as they are."""
+        for group in self._groups:
+            group.end()
+        self.beams = []
+
+    def best(self, n: int) -> list[Hypothesis]:
+        """Return the n best sequences that have ended, or all if there are fewer."""
+        return _best([hypothesis for group in self._groups for hypothesis in group.ended], n)
+
+    def _options(self, source: int, candidates: Candidates, chosen: Counter[int]) -> list[tuple[float, int, int]]:
+        """Return (total, source, token id) of one beam's candidates, with the penalty for earlier groups' choices."""
+        token_ids, scores = candidates.token_ids.tolist(), candidates.scores
+        if chosen:
+            counts = np.array([chosen[token_id] for token_id in token_ids], np.float32)
+            scores = scores - np.float32(self.rules.diversity_penalty) * counts
+        totals = scores + np.float32(self.beams[source].total)
+        options = [(total, source, token_id) for total, token_id in zip(totals.tolist(), token_ids, strict=True)]
+        return sorted(options, key=lambda option: (-option[0], option[2]))
+
+    def _continued(self, total: float, source: int, token_id: int) -> Beam:
+        beam = self.beams[source]
+        return Beam([*beam.token_ids, token_id], total, [*beam.sources, source])
+
+
+class _Group:
+    """Beams that compete with one another, and the best of them that have ended.
+
+    With several groups, transformers has its older rules: the best continuation sets the bound even if it ends itself,
+    and a group that is done at the last step takes no more sequences.
+    """
+
+    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool] | None):
+        self.beams: list[Beam] = []
+        self.ended: list[Hypothesis] = []
+        self._rules = rules
+        self._is_stopped = is_stopped or (lambda token_ids: False)
+        self._is_done = False
+
+    def advance(self, options: list[Beam], is_last: bool) -> list[int]:
+        """Choose among the best continuations, in order. Return the tokens that later groups are to avoid."""
+        size, is_alone = self._rules.group_size, self._rules.num_beam_groups == 1
+        if self._is_done:
+            return [*self._rules.eos_token_ids[:1]] * size  # transformers pads an ended group with EOS
+        ends = [self._is_end(beam.token_ids) for beam in options]
+        running = [beam for beam, is_end in zip(options, ends, strict=True) if not is_end][:size]
+        self._add([beam for beam, is_end in zip(options[:size], ends, strict=False) if is_end], "stop")
+        bound = running if is_alone else options
+        self._is_done = not bound or self._is_settled(bound[0])
+        self.beams = running if not self._is_done or (is_last and is_alone) else []
+        if is_last:
+            self.end()
+        return [beam.token_ids[-1] for beam in running]
+
+    def end(self) -> None:
+        self._add(self.beams, "length")
+        self.beams = []
+
+    def _is_end(self, token_ids: list[int]) -> bool:
+        return token_ids[-1] in self._rules.eos_token_ids or self._is_stopped(token_ids)
+
+    def _add(self, beams: list[Beam], finish_reason: Literal["stop", "length"]) -> None:
+        new = [Hypothesis(b, self._rules.score(b.total, len(b.token_ids)), finish_reason) for b in beams]
+        self.ended = _best(self.ended + new, self._rules.group_size)
+
+    def _is_settled(self, bound: Beam) -> bool:
+        """Return whether enough sequences have ended, and no running one would improve on them."""
+        rules = self._rules
+        if len(self.ended) < rules.group_size:
+            return False
+        may_gain = rules.early_stopping == "never" and rules.length_penalty > 0
+        length = rules.max_tokens if may_gain else len(bound.token_ids)
+        return rules.early_stopping is True or rules.score(bound.total, length) <= self.ended[-1].score
+
+
+def _best(hypotheses: list[Hypothesis], n: int) -> list[Hypothesis]:
+    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[:n]
+
+
+def plan_slots(sources: Seq[int], token_ids: dict[int, list[int]]) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+    """Return the slot of each new beam, and the copies (source_slot, target_slot, start, stop) to make before.
+
+    sources: for each new beam, the slot of the beam that it continues. token_ids: the tokens whose keys and values each
+    slot of the request holds; at least as many slots as new beams.
+
+    The first beam to continue a slot stays in it; the others take slots that no beam continues. So no copy reads a slot
+    that another one writes. The common prefix of two slots is not copied.
+    """
+    free = [slot for slot in token_ids if slot not in sources]
+    slots: list[int] = []
+    copies = []
+    for source in sources:
+        if source not in slots:
+            slots.append(source)
+            continue
+        target = free.pop(0)
+        slots.append(target)
+        start = common_prefix(token_ids[source], token_ids[target])
+        copies.append((source, target, start, len(token_ids[source])))
+    return slots, copies
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The candidates after a beam, with the log probabilities to report, if they are wanted; or an error."""
+
+    candidates: Candidates | None
+    best: dict[int, float] | None = None
+    of_candidates: dict[int, float] | None = None
+    error: str | None = None
+
+
+class Beams:
+    """The sequences of one request, and the search whose beams they are.
+
+    They run like any others until their next tokens are due. When all predictions are there, `advance` gives each of
+    them the tokens of one of the new beams. In the end, sequence i has the tokens of the i-th best hypothesis.
+
+    new_text: makes the TextStream that looks for stop strings.
+    """
+
+    def __init__(self, sequences: list[Sequence], rules: BeamRules, new_text: Callable[[], TextStream | None]):
+        self.rules = rules
+        self._sequences = sequences
+        self._search = BeamSearch(rules, _stop_finder(sequences[0], new_text))
+        self._running = sequences[:1]  # the sequence of each running beam
+        self._missing = set(sequences)  # sequences without a prediction for this step
+        self._predictions: dict[Sequence, Prediction] = {}
+        self._steps: list[list[Prediction]] = []  # kept if log probabilities are wanted
+        for sequence in sequences:
+            sequence.beams = self
+
+    @property
+    def first(self) -> Sequence:
+        """The sequence that the search begins with. The others read the same prompt."""
+        return self._sequences[0]
+
+    def take(self, sequence: Sequence, prediction: Prediction) -> None:
+        self._predictions[sequence] = prediction
+        self._missing.discard(sequence)
+
+    def advance(self, copy_positions: CopyPositions) -> None:
+        """Choose the next tokens of all sequences, or end them, if all predictions are there."""
+        if self._missing or self.first.is_finished:
+            return
+        step = [self._predictions.pop(sequence) for sequence in self._running]
+        self._predictions.clear()
+        if self.first.params.logprobs is not None:
+            self._steps.append(step)
+        if errors := [prediction.error for prediction in step if prediction.error is not None]:
+            self._fail(errors[0])
+            return
+        self._search.advance([prediction.candidates for prediction in step])
+        if self._search.beams:
+            self._place(self._search.beams, copy_positions)
+        elif self._search.best(1):
+            self._finish()
+        else:
+            self._fail(NOTHING_LEFT.format(len(self._running[0])))
+
+    def expire(self) -> None:
+        """End with the hypotheses that there are, because the deadline is over."""
+        if not self.first.is_finished:
+            self._search.end()
+            self._finish()
+
+    def _fail(self, error: str) -> None:
+        for sequence in self._sequences:
+            sequence.error = error
+
+    def _place(self, beams: list[Beam], copy_positions: CopyPositions) -> None:
+        """Give each new beam a sequence whose slot holds all of its tokens but the last."""
+        sources = [self._running[beam.sources[-1]].slot for beam in beams]
+        slots, copies = plan_slots(sources, {s.slot: s.token_ids for s in self._sequences})
+        for copy in copies:
+            copy_positions(*copy)
+        of_slot = {sequence.slot: sequence for sequence in self._sequences}
+        self._running = [of_slot[slot] for slot in slots]
+        self._missing = set(self._running)
+        for sequence, source, beam in zip(self._running, sources, beams, strict=True):
+            sequence.become(beam.token_ids, is_another=sequence.slot != source)
+
+    def _finish(self) -> None:
+        hypotheses = self._search.best(self.first.params.n)
+        for i, sequence in enumerate(self._sequences):
+            held = sequence.token_ids[: sequence.num_cached]
+            sequence.restart(hypotheses[i].score if i < len(hypotheses) else None)
+            if i < len(hypotheses):
+                self._give(sequence, hypotheses[i])
+            if not sequence.is_finished:
+                sequence.expire()
+            sequence.num_cached = common_prefix(held, sequence.token_ids)  # of its slot, which others may reuse
+
+    def _give(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
+        for i, (token_id, source) in enumerate(zip(hypothesis.beam.token_ids, hypothesis.beam.sources, strict=True)):
+            if not self._steps:
+                sequence.take(SampledToken(token_id))
+                continue
+            prediction = self._steps[i][source]
+            logprob = prediction.of_candidates[token_id]
+            sequence.take(SampledToken(token_id, {**prediction.best, token_id: logprob}, logprob))
+
+
+def beam_rules(params: SamplingParams, eos_token_ids: Seq[int]) -> BeamRules:
+    """Return the rules of a request's search; eos_token_ids end it unless it ignores them."""
+    eos_token_ids = () if params.ignore_eos else eos_token_ids
+    return BeamRules(
+        params.num_beams,
+        params.max_tokens,
+        tuple(dict.fromkeys((*eos_token_ids, *params.stop_token_ids))),
+        params.length_penalty,
+        params.early_stopping,
+        params.num_beam_groups,
+        params.diversity_penalty,
+    )
+
+
+def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Prediction]:
+    """Return the prediction for each of these beams, from its row of `logits` (R, V).
+
+    As in transformers, the processors change log probabilities; without beams they change logits.
+    """
+    log_probs = sampler.runner.log_softmax(logits)  # (R, V)
+    scores = log_probs.copy()
+    errors = sampler.process(scores, sequences)
+    return [
+        _prediction(sampler, *row) if error is None else Prediction(None, error=error)
+        for error, *row in zip(errors, log_probs, scores, sequences, strict=True)
+    ]
+
+
+def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence) -> Prediction:
+    if not np.isfinite(log_probs.max()):  # max() is NaN if any is
+        return Prediction(None, error=NOT_FINITE.format(len(sequence) - 1))
+    candidates, params = Candidates.of(scores, sequence.beams.rules.num_candidates), sequence.params
+    if params.logprobs is None or not candidates.token_ids.size:
+        return Prediction(candidates)
+    reported = log_probs if params.logprobs_mode == "raw" else sampler.runner.log_softmax(scores[None])[0]  # (V,)
+    best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
+    of_candidates = zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True)
+    return Prediction(
+        candidates, dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True)), dict(of_candidates)
+    )
+
+
+def _stop_finder(sequence: Sequence, new_text: Callable[[], TextStream | None]) -> Callable[[list[int]], bool] | None:
+    """Return a function: whether new tokens end in a stop string, in a loop or at the grammar's end."""
+    params = sequence.params
+    guide = None if sequence.guide is None else sequence.guide.copy()
+    if not params.stop and params.repetition_detection is None and guide is None:
+        return None
+
+    def is_stopped(token_ids: list[int]) -> bool:
+        if is_looping(token_ids, params):
+            return True
+        if params.stop:
+            text = new_text()
+            for token_id in token_ids:
+                text.push(token_id)
+            if text.stop is not None:
+                return True
+        if guide is not None:
+            guide.follow(token_ids)
+        return guide is not None and guide.is_over
+
+    return is_stopped

@@ -1,0 +1,241 @@
+"""Guided decoding: the tokens that a grammar allows next. The package llguidance does the work on grammars."""
+
+import functools
+import json
+import re
+import reprlib
+from collections.abc import Callable
+from copy import copy
+from threading import Lock
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinygpt.errors import RequestError, how_to_install
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.tokenizer.tokenizer import Tokenizer
+
+# 20 000 alternatives compile in a second, and then in the square of their number.
+MAX_CHARACTERS = 2**16
+# Rules of a grammar, or objects of a schema. If each refers to the next, two or three times as many overflow a stack of
+# 8 MB in the package, and end the process.
+MAX_PARTS = 1000
+# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
+SPACES = {"whitespace_pattern": "[ ]?"}
+# By default the package forces the tokens of a certain text, so that nothing is left if one of them may not come.
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+# Kept by a model: a grammar compiles in milliseconds, and a mask is expanded in the time it takes to compute.
+MAX_GRAMMARS, MAX_MASKS = 32, 64
+_OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), -np.float32(np.inf))  # (256, 8)
+
+
+class Mask(NamedTuple):
+    """The tokens that may come next."""
+
+    added: np.ndarray  # (V,) float32, added to the scores: 0 for those that may come, -inf for the others
+    count: int  # of those that may come
+
+
+def load_llguidance(field: str) -> ModuleType:
+    try:
+        import llguidance
+    except ImportError:
+        reason = f"needs the package llguidance, which is not installed: {how_to_install('guided')}."
+        raise RequestError(reason, field) from None
+    return llguidance
+
+
+def check_grammar(field: str, value: Any) -> None:
+    """Raise RequestError if a guided field has no valid grammar, before a model is loaded."""
+    grammar = grammar_of(field, value)
+    refuse(field, value, load_llguidance(field).LLMatcher.validate_grammar(grammar))
+
+
+def grammar_of(field: str, value: Any) -> str:
+    """Return llguidance's grammar for a guided field. Raise RequestError if it is too large, or none."""
+    llguidance = load_llguidance(field)
+    num_characters = sum(map(len, value))  # of a text, or of all choices
+    if num_characters > MAX_CHARACTERS:
+        refuse(field, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
+    try:
+        if field == "guided_choice":
+            grammar = llguidance.grammar_from("choice", json.dumps(value))
+        elif field == "guided_regex":
+            grammar = f"start: /{llguidance.regex_to_lark(value)}/"
+        elif field == "guided_json":
+            grammar = f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
+        else:
+            grammar = llguidance.grammar_from("grammar", value)
+    except (ValueError, RecursionError) as error:
+        refuse(field, value, str(error))
+    num_parts = grammar.count("{") + (grammar.count(":") if field == "guided_grammar" else 0)
+    if field in ("guided_json", "guided_grammar") and num_parts > MAX_PARTS:
+        refuse(field, value, f"it has more than {MAX_PARTS} rules and objects")
+    return grammar + OPTIONS
+
+
+def refuse(field: str, value: Any, problem: str) -> None:
+    """Raise RequestError if the package has found a problem."""
+    if problem:
+        shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
+        reason = in_short(problem, field == "guided_grammar")
+        raise RequestError(f"is {shown}, which is not possible: {reason}.", field, value)
+
+
+def in_short(problem: str, has_lines: bool = False) -> str:
+    """Return the last reason of the package's message in one line; has_lines: the user wrote the lines it counts."""
+    message = re.split(r"\n +1 \| |\n<", problem)[0]
+    reason = message.rpartition("error: ")[2]
+    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if has_lines else "", reason)
+    readable = "".join(c if c.isprintable() else " " for c in reason)
+    return " ".join(readable.split())[:300].rstrip(".")
+
+
+class Guidance:
+    """Makes the guides of one model's requests."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        """Raise RequestError if the tokens of this tokenizer are not bytes."""
+        self._vocabulary = _Vocabulary(tokenizer, vocab_size)
+        self._vocab_size = vocab_size
+        self._grammar = functools.lru_cache(MAX_GRAMMARS)(self._compile)
+        self._spread = functools.lru_cache(MAX_MASKS)(_spread)
+
+    def check(self, field: str, value: Any) -> None:
+        """Raise RequestError unless the grammar can be followed."""
+        self._grammar(field, value)
+
+    def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
+        """Return the guide of one sample, whose params have guidance."""
+        eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size)
+        spread = functools.partial(self._spread, end_ids=end_ids, vocab_size=self._vocab_size)
+        return Guide(self._grammar(*params.guidance), end_ids, spread)
+
+    def _compile(self, field: str, value: Any) -> "_Grammar":
+        llguidance = load_llguidance(field)
+        grammar = _Grammar(llguidance, self._tokenizer, grammar_of(field, value))
+        refuse(field, value, grammar.first.get_error())
+        if grammar.can_only_end(self._vocab_size):  # the end of a text without tokens is never noticed
+            refuse(field, value, "it allows no text but the empty one")
+        return grammar
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        import llguidance
+
+        return llguidance.LLTokenizer(self._vocabulary)
+
+
+class _Vocabulary:
+    """The interface of a tokenizer for llguidance. Its end-of-text token is one more than the model has."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self.tokens = [*(tokenizer.token_bytes(token_id) for token_id in range(vocab_size)), b""]
+        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
+        self.eos_token_id = vocab_size
+
+
+class _Grammar:
+    """A compiled grammar. Matchers of `matcher` share their work, those of `compile` do not."""
+
+    def __init__(self, llguidance: ModuleType, tokenizer: Any, text: str):
+        self.compile = functools.partial(llguidance.LLMatcher, tokenizer, text, log_level=0)
+        self.first = self.compile()
+
+    def matcher(self) -> Any:
+        return self.first.deep_copy()
+
+    def can_only_end(self, end_bit: int) -> bool:
+        """Return whether no token may come first."""
+        matcher = self.matcher()
+        if not matcher.is_accepting():
+            return False
+        packed = matcher.compute_bitmask()  # sets the error, too
+        return not matcher.is_error() and int.from_bytes(packed, "little") == 1 << end_bit
+
+
+class Guide:
+    """The state of one sample in its grammar. The sampler's thread may compute a mask in advance.
+
+    end_ids: the tokens that end the sample. spread: expands the package's bits to a Mask.
+    """
+
+    def __init__(self, grammar: _Grammar, end_ids: frozenset[int], spread: Callable[[bytes], Mask]):
+        self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
+        self._lock = Lock()
+        self._last: tuple[bytes, Mask] | None = None  # most masks equal the one before
+        self.restart()
+
+    def restart(self) -> None:
+        """Go back to the beginning."""
+        with self._lock:
+            self._matcher, self._is_alone = self._grammar.matcher(), False
+            self._token_ids: list[int] = []
+            self._mask: Mask | None = None
+            self.error: str | None = None  # the reason why nothing can come next
+            self.is_over = False  # whether the text can only end here
+
+    def take(self, token_id: int) -> None:
+        with self._lock:
+            self._mask = None
+            if token_id in self._end_ids:
+                return
+            self._token_ids.append(token_id)
+            if not self._matcher.consume_token(token_id):
+                self._begin_alone()
+            self.is_over = self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Go to the state after these tokens, counted from the beginning."""
+        if token_ids[:-1] != self._token_ids:
+            self.restart()
+        for token_id in token_ids[len(self._token_ids) :]:
+            self.take(token_id)
+
+    def copy(self) -> "Guide":
+        """Return another guide in the same state."""
+        with self._lock:
+            other = copy(self)
+            other._matcher, other._token_ids, other._lock = self._matcher.deep_copy(), list(self._token_ids), Lock()
+        return other
+
+    def mask(self) -> Mask | None:
+        """Return the tokens that may come next; None: `error` has the reason."""
+        with self._lock:
+            if self._mask is None and self.error is None:
+                self._mask = self._compute()
+            return self._mask
+
+    def _compute(self) -> Mask | None:
+        packed = self._matcher.compute_bitmask()  # sets the error, too
+        if self._matcher.is_error():
+            self._begin_alone()
+            packed = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            error = self._matcher.get_error()
+            is_stuck = error.startswith("NoExtension")
+            self.error = "no token of the vocabulary goes on with the text" if is_stuck else in_short(error)
+            return None
+        if self._last is None or self._last[0] != packed:
+            self._last = packed, self._spread(packed)
+        return self._last[1]
+
+    def _begin_alone(self) -> None:
+        """Come here again with a matcher that shares no limits of the package with other samples."""
+        if not self._is_alone:
+            self._matcher, self._is_alone = self._grammar.compile(), True
+            self._matcher.consume_tokens(self._token_ids)
+
+
+def _spread(packed: bytes, end_ids: frozenset[int], vocab_size: int) -> Mask:
+    """Expand a bit for each token and one for the end, which is `end_ids` here, whatever the grammar names."""
+    each = np.take(_OF_BYTE, np.frombuffer(packed, np.uint8), axis=0).ravel()
+    added, end = each[:vocab_size], each[vocab_size]  # (V,)
+    added[[*end_ids]] = end
+    added.flags.writeable = False  # shared by samples
+    return Mask(added, np.count_nonzero(added == 0))

@@ -1,0 +1,300 @@
+"""Prompts as callers give them: checked, turned into token ids, and fitted into the model's positions."""
+
+import operator
+import reprlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tinygpt.errors import RequestError, invalid
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.weights.config import ModelConfig
+
+if TYPE_CHECKING:  # the command line imports this module, and answers --help without the tokenizer
+    from tinygpt.tokenizer.tokenizer import Tokenizer
+    from tinygpt.weights.adapters.soft_prompt import SoftPrompt
+
+PROMPT_FIELDS = ("prompt", "prompt_token_ids")  # of a dict, or of a line of a file
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text as given, if it was text, and its token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualTokens:
+    """A soft prompt, and the ids below 0 of its positions in a sequence."""
+
+    token_ids: list[int]
+    prompt: "SoftPrompt"
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+# What a caller gives.
+
+
+def prompt_list(prompts: Any) -> list:
+    """Return a list of prompts from one text, list of token ids or dict, or a list of these."""
+    if isinstance(prompts, (str, Prompt, dict)):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"is {type(prompts).__name__} and must be a text, a list of texts or lists of token ids.", "prompts"
+        )
+    prompts = list(prompts)
+    return [prompts] if prompts and all(map(_is_index, prompts)) else prompts
+
+
+def text_or_ids(given: Any) -> str | list[int]:
+    """Return the text or token ids of a prompt, which may be a Prompt, or a dict with one of PROMPT_FIELDS."""
+    if isinstance(given, Prompt):
+        return given.token_ids
+    if isinstance(given, dict):
+        if len(given) != 1 or not given.keys() <= {*PROMPT_FIELDS}:
+            listed = ", ".join(map(repr, given)) or "no field"
+            raise RequestError(f"a prompt is a dict with {listed}: give one of prompt and prompt_token_ids.")
+        (given,) = given.values()
+    return given if isinstance(given, str) else checked_ids(given)
+
+
+def checked_ids(prompt: Any) -> list[int]:
+    """Return a list of whole numbers. Raise RequestError for anything else."""
+    if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
+        raise RequestError(f"a prompt is {reprlib.repr(prompt)} and must be a text or a list of token ids.")
+    items = list(prompt)
+    for item in items:
+        if not _is_index(item):
+            raise RequestError(f"a prompt holds {item!r} where a token id, a whole number, is expected.")
+    return [operator.index(item) for item in items]
+
+
+def _is_index(item: Any) -> bool:
+    try:
+        operator.index(item)
+    except TypeError:  # also of an array
+        return False
+    return not isinstance(item, bool)
+
+
+def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
+    """Return `params`, or the SamplingParams of these fields, if a call was given keywords."""
+    if not fields:
+        return params
+    if "sampling_params" in fields:
+        raise RequestError("sampling_params is called params here: give params=SamplingParams(...).")
+    if params is not None:
+        raise RequestError(
+            f"{', '.join(fields)} {'is' if len(fields) == 1 else 'are'} given beside params: keywords are one "
+            "SamplingParams by themselves, so put them into params."
+        )
+    return SamplingParams(**fields)
+
+
+def params_list(params: Any, count: int) -> list[SamplingParams]:
+    """Return one SamplingParams for each of `count` prompts, from one for all or a list."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    params = list(params) if isinstance(params, Iterable) else [params]
+    if not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError("params must be one SamplingParams, or a list with one for each prompt.")
+    if len(params) != count:
+        raise RequestError(f"{count} prompts were given with {len(params)} SamplingParams: give one for each.")
+    return params
+
+
+# Token ids.
+
+
+def read_prompt(
+    prompt: Any,
+    config: ModelConfig,
+    tokenizer_of: Callable[[], "Tokenizer"],
+    split_special_tokens: bool | None = None,
+) -> Prompt:
+    """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token.
+
+    `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none. split_special_tokens: as
+    for `Tokenizer.encode`.
+    """
+    if not (split_special_tokens is None or isinstance(split_special_tokens, bool)):
+        raise invalid("split_special_tokens", split_special_tokens, "True, False or None")
+    if isinstance(prompt, Prompt):
+        if split_special_tokens is not None:
+            raise RequestError("split_special_tokens is given with a prompt that has been read already: give its text.")
+        return prompt
+    given = text_or_ids(prompt)
+    if isinstance(given, str):
+        token_ids = encode(given, tokenizer_of(), config.vocab_size, split_special_tokens) if given else []
+    else:
+        token_ids = given
+        if (outside := _first_outside(token_ids, config.vocab_size)) is not None:
+            raise RequestError(f"{_unknown(outside, config.vocab_size)}.")
+    if not token_ids:
+        if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
+            raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
+        token_ids = [config.bos_token_id]
+    return Prompt(given if isinstance(given, str) else None, token_ids)
+
+
+def encode(text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None) -> list[int]:
+    """Return the token ids of a text. Raise RequestError for an id that only the tokenizer knows."""
+    token_ids = tokenizer.encode(text, split_special_tokens)
+    if (outside := _first_outside(token_ids, vocab_size)) is not None:
+        written = tokenizer.decode([outside])
+        raise RequestError(f"{_unknown(outside, vocab_size)}, and the text holds it as {written!r}.")
+    return token_ids
+
+
+def read_ids(
+    what: str, given: Any, config: ModelConfig, tokenizer_of: Callable[[], "Tokenizer"], max_model_len: int
+) -> list[int]:
+    """Return the token ids of a prompt that nothing follows. `what` is wanted of them: "logits", for example.
+
+    Raise RequestError for none, for ids outside the vocabulary and for more than max_model_len.
+    """
+    given = text_or_ids(given)
+    if not given:
+        raise RequestError(f"{what} need at least one token id: the list is empty.")
+    token_ids = read_prompt(given, config, tokenizer_of).token_ids
+    if len(token_ids) > max_model_len:
+        raise RequestError(
+            f"{len(token_ids)} token ids were given, but {describe_positions(max_model_len, config.n_positions)}: "
+            f"give at most {max_model_len}."
+        )
+    return token_ids
+
+
+def _first_outside(token_ids: Iterable[int], vocab_size: int) -> int | None:
+    return next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+
+
+def _unknown(token_id: int, vocab_size: int) -> str:
+    return f"token id {token_id} is outside the vocabulary: this model knows ids 0 to {vocab_size - 1}"
+
+
+# Positions.
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tokens that a sliding sequence still sees: when all positions are full, its oldest tokens leave.
+
+    size: positions. stride: tokens that leave at once; the others get new positions, and so new keys and values.
+    num_fixed: tokens of a soft prompt at the beginning, which never leave.
+    """
+
+    size: int
+    stride: int
+    num_fixed: int = 0
+
+    def num_dropped(self, length: int) -> int:
+        """Return how many of a sequence's first `length` tokens have left: a multiple of `stride`."""
+        return max(0, -(-(length - self.size) // self.stride)) * self.stride
+
+    def inside(self, token_ids: list[int], num_dropped: int) -> list[int]:
+        return token_ids[: self.num_fixed] + token_ids[self.num_fixed + num_dropped :]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A prompt and its parameters as they fit.
+
+    With a window, `token_ids` are all of the prompt's: logits processors still see tokens that have left it.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    num_truncated: int = 0
+    window: Window | None = None
+
+
+def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_positions: int) -> Fitted:
+    """Make a request fit as its `overflow` says. Raise RequestError, with the numbers, if that is impossible."""
+    num_fixed = next((i for i, token_id in enumerate(token_ids) if token_id >= 0), len(token_ids))
+    num_surplus = len(token_ids) + params.max_tokens - max_model_len
+    fitted = Fitted(token_ids, params)
+    if params.overflow == "slide":
+        window = _window_of(params, max_model_len, num_fixed)
+        fitted = Fitted(token_ids, params, window.num_dropped(len(token_ids)), window)
+    elif params.overflow == "truncate":  # one token of the prompt stays at least
+        count = max(0, min(num_surplus, len(token_ids) - num_fixed - 1))
+        fitted = Fitted(token_ids[:num_fixed] + token_ids[num_fixed + count :], params, count)
+    elif params.overflow == "clamp" and 0 < num_surplus < params.max_tokens:
+        room = params.max_tokens - num_surplus
+        fitted = Fitted(token_ids, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)))
+    if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
+        check_length(len(token_ids), params, max_model_len, n_positions, num_fixed)
+    if fitted.num_truncated and params.prompt_logprobs is not None:
+        raise RequestError(
+            f"prompt_logprobs need the whole prompt, and of its {len(token_ids)} tokens overflow={params.overflow!r} "
+            f"leaves out {fitted.num_truncated}, as {describe_positions(max_model_len, n_positions)}: shorten it."
+        )
+    return fitted
+
+
+def _window_of(params: SamplingParams, max_model_len: int, num_fixed: int) -> Window:
+    room = max_model_len - num_fixed
+    if room < 1:
+        raise RequestError(
+            f"the soft prompt takes {num_fixed} positions, which never slide, and there are {max_model_len}: give a "
+            f"shorter one, of at most {max_model_len - 1}."
+        )
+    stride = max(room // 2, 1) if params.stride is None else params.stride
+    if stride > room:
+        raise invalid("stride", stride, f"from 1 to {room}, the positions to slide over")
+    return Window(max_model_len, stride, num_fixed)
+
+
+def check_length(
+    num_prompt_tokens: int, params: SamplingParams, max_model_len: int, n_positions: int, num_virtual: int = 0
+) -> None:
+    """Raise RequestError, with the numbers, if prompt and max_tokens do not fit.
+
+    num_virtual: tokens of the prompt that are a soft prompt's.
+    """
+    total = num_prompt_tokens + params.max_tokens
+    if total <= max_model_len:
+        return
+    size = f"{num_prompt_tokens} token{'s' * (num_prompt_tokens > 1)}"
+    virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
+    raise RequestError(
+        f"the prompt has {size}{virtual} and max_tokens is {params.max_tokens}, together {total}, but "
+        f"{describe_positions(max_model_len, n_positions)}: "
+        f"{ways_to_fit(num_prompt_tokens, params.max_tokens, params, max_model_len, num_virtual)}."
+    )
+
+
+def ways_to_fit(
+    num_prompt_tokens: int, max_tokens: int, params: SamplingParams, max_model_len: int, num_virtual: int
+) -> str:
+    """Return what makes a request fit, each way by itself. max_tokens: 0 if the whole prompt alone is wanted."""
+    least = num_virtual + 1 if params.overflow == "truncate" else num_prompt_tokens  # tokens of the prompt that stay
+    left = max_model_len - least
+    room = max_model_len - (1 if params.overflow == "clamp" else max_tokens) - num_virtual
+    ways = []
+    if room > 0:
+        others = " beside the soft prompt's" if num_virtual else ""
+        ways.append(f"shorten the prompt to at most {room} token{'s' * (room > 1)}{others}")
+    if left > 0:
+        ways.append(f"set max_tokens to at most {left}")
+    can_truncate = max_model_len - num_virtual > max_tokens > 0 and params.prompt_logprobs is None
+    if params.overflow in ("refuse", "clamp") and can_truncate:
+        ways.append("set overflow='truncate'")
+    elif params.overflow == "refuse" and left > 0:
+        ways.append("set overflow='clamp'")
+    elif not ways and params.prompt_logprobs is None and params.num_beams == 1 and num_virtual < max_model_len:
+        ways.append("set overflow='slide'")
+    return ", or ".join(ways) or f"shorten the prompt and max_tokens to at most {max_model_len} together"
+
+
+def describe_positions(max_model_len: int, n_positions: int) -> str:
+    """Return the number of positions for a message: the model's, or fewer if max_model_len was lowered."""
+    if max_model_len >= n_positions:
+        return f"the model has {max_model_len} positions"
+    return f"max_model_len is {max_model_len} (the model has {n_positions} positions, and it can be raised to that)"

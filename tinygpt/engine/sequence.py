@@ -1,0 +1,356 @@
+"""Sequence, one sample of a request, and Request, a prompt with its sequences. They know no arrays and no model."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from tinygpt.engine.prompts import Prompt, VirtualTokens, Window
+from tinygpt.errors import FailedRequestError
+from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.tokenizer.text_stream import TextStream
+
+FinishReason = Literal["stop", "length"]
+
+
+class SampledToken(NamedTuple):
+    """A sequence's next token, or an error in place of one."""
+
+    token_id: int  # -1 if there is an error
+    logprobs: dict[int, float] | None = None  # to report: of the most probable tokens and this one
+    logprob: float | None = None  # of this one, if it is reported or ranks several samples
+    error: str | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of one request.
+
+    The first group of fields never changes. The methods change the others, but for the two that are marked.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    index: int  # of the sample within its request
+    eos_token_ids: frozenset[int]
+    text: TextStream | None  # None if the checkpoint has no tokenizer
+    deadline: float | None = None  # by time.perf_counter()
+    window: Window | None = None  # None: it never has more tokens than there are positions
+    on_chunk: Callable[[StreamChunk], None] | None = None  # called with each token's text during the step
+    soft_prompt: VirtualTokens | None = None  # the ids below 0, with which its prompt begins
+    prompt_logprobs: Any = None  # PromptLogprobs, if they are wanted
+    guide: Any = None  # Guide: its state in the grammar that its text follows
+    on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
+
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    score: float | None = None  # of a beam search
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    slot: int | None = None  # of the KV cache, while it runs
+    num_cached: int = 0  # positions in that slot
+    num_reused: int = 0  # of those, the ones that other sequences computed
+    num_dropped: int = 0  # tokens that have left the window
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    sampling_state: Any = None  # SamplingState, by the sampler
+    beams: Any = None  # Beams that choose its tokens, by Beams
+
+    def __post_init__(self):
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.end_token_ids = eos.union(self.params.stop_token_ids)
+        if self.window is not None:
+            self.num_dropped = self.window.num_dropped(len(self))
+
+    def __len__(self) -> int:
+        return len(self.prompt_token_ids) + len(self.new_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.new_token_ids
+
+    @property
+    def context_token_ids(self) -> list[int]:
+        """The tokens that the next one depends on: token i of them has position i."""
+        return self.window.inside(self.token_ids, self.num_dropped) if self.num_dropped else self.token_ids
+
+    @property
+    def num_uncached(self) -> int:
+        return len(self.prompt_token_ids) + len(self.new_token_ids) - self.num_dropped - self.num_cached
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens that may be copied from other sequences: not the last, and none whose logits are wanted."""
+        count = self.num_cached + self.num_uncached - 1
+        return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.num_reusable)
+
+    @property
+    def has_to_slide(self) -> bool:
+        return self.window is not None and self.window.num_dropped(len(self)) > self.num_dropped
+
+    @property
+    def may_end_by_its_text(self) -> bool:
+        """Whether its end depends on more than end_token_ids and max_tokens."""
+        return bool(self.params.stop) or self.params.repetition_detection is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def next_token_ids(self, count: int) -> list[int]:
+        """Return the `count` tokens after the cached ones."""
+        if self.new_token_ids and self.num_uncached == 1:  # decode, the common case
+            return self.new_token_ids[-1:]
+        return self.context_token_ids[self.num_cached : self.num_cached + count]
+
+    # Its place in the KV cache.
+
+    def enter(self, slot: int, num_cached: int) -> None:
+        """Run in `slot`, which holds the first `num_cached` tokens."""
+        self.scheduled_time = time.perf_counter()
+        self.slot, self.num_cached, self.num_reused = slot, num_cached, num_cached
+
+    def reuse(self, stop: int) -> None:
+        """Note that positions up to `stop` were copied from another slot."""
+        self.num_reused += stop - self.num_cached
+        self.num_cached = stop
+
+    def advance(self, count: int) -> None:
+        self.num_cached += count
+
+    def slide(self) -> None:
+        """Drop the oldest tokens. The others get new positions, and are to be computed again."""
+        self.num_dropped = self.window.num_dropped(len(self))
+        self.num_cached = min(self.num_cached, self.window.num_fixed)
+
+    # Its tokens, and its end.
+
+    def take(self, token: SampledToken) -> None:
+        """Append a sampled token, or fail. Set the finish reason if it was the last one."""
+        if token.error is not None:
+            self.error = token.error
+            return
+        if self.first_token_time is None:
+            self.first_token_time = time.perf_counter()
+        self.new_token_ids.append(token.token_id)
+        if self.guide is not None:
+            self.guide.take(token.token_id)
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
+        if token.logprob is not None:
+            self.cumulative_logprob += token.logprob
+        text, end = self._push(token.token_id), self._end()
+        if end is not None:
+            text += self._finish(*end)
+        if self.on_chunk is not None:
+            self._give(text, token)
+
+    def extend(self, token_id: int) -> None:
+        """Append a drafted token, which ends nothing."""
+        self.new_token_ids.append(token_id)
+        if self.guide is not None:
+            self.guide.take(token_id)
+
+    def become(self, token_ids: list[int], is_another: bool) -> None:
+        """Continue as a beam with these new tokens, all cached but the last; `is_another`: not its former beam."""
+        if is_another:
+            self.sampling_state = None
+        self.new_token_ids = token_ids
+        if self.guide is not None:
+            self.guide.follow(token_ids)
+        self.num_cached = len(self) - 1
+        self.first_token_time = self.first_token_time or time.perf_counter()
+
+    def restart(self, score: float | None) -> None:
+        """Drop all new tokens, to take those of a hypothesis; None: there is none for this sequence."""
+        self.new_token_ids, self.score = [], score
+        if self.guide is not None:
+            self.guide.restart()
+
+    def expire(self) -> None:
+        """End with the tokens that there are, because its deadline is over."""
+        text = self._finish("length", "max_time")
+        if self.on_chunk is not None:
+            self._give(text, None)
+
+    def _push(self, token_id: int) -> str:
+        """Return the text that is certain with this token."""
+        is_silent = token_id in self.end_token_ids and not self.params.include_stop_str_in_output
+        if self.text is None or is_silent:
+            return ""
+        if self.on_chunk is not None or self.params.stop:
+            return self.text.push(token_id)
+        self.text.push_later(token_id)  # half of a step's time in Python
+        return ""
+
+    def _end(self) -> tuple[FinishReason, int | str | None] | None:
+        """Return finish reason and stop reason if the last token ends the sample."""
+        if self.params.stop and self.text.stop is not None:
+            return "stop", self.text.stop
+        if self.new_token_ids[-1] in self.end_token_ids:
+            return "stop", self.new_token_ids[-1]
+        if self.guide is not None and self.guide.is_over:
+            return "stop", "grammar"
+        if is_looping(self.new_token_ids, self.params):
+            return "stop", "loop"
+        return ("length", None) if len(self.new_token_ids) >= self.params.max_tokens else None
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None) -> str:
+        """End. Return the text that was held back, which may still complete a stop string."""
+        text = "" if self.text is None else self.text.finish()
+        if self.params.stop and self.text.stop is not None:
+            reason, stop_reason = "stop", self.text.stop
+        self.finish_reason, self.stop_reason, self.finished_time = reason, stop_reason, time.perf_counter()
+        return text
+
+    def _give(self, text: str, token: SampledToken | None) -> None:
+        """Call on_chunk; None: the sample ends without a token."""
+        token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None and len(self.new_token_ids) == (token is not None):  # the first chunk
+            reported = self.prompt_logprobs.reported
+            prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
+        chunk = StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason)
+        try:
+            self.on_chunk(chunk)
+        except BaseException as error:  # a user's: it must not reach the step's other sequences
+            self.error = f"on_chunk raised {error!r}."
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a request, which may never end by itself."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_new_tokens: int  # of all samples
+    metrics: RequestMetrics  # as if it ended now
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and the sequences that continue it, in order of their index; a single one if all samples are equal."""
+
+    prompt: Prompt
+    params: SamplingParams
+    sequences: list[Sequence]
+    arrival: float = field(default_factory=time.perf_counter)
+    num_truncated: int = 0  # tokens of the prompt's beginning that are not read
+
+    def when_finished(self, call: Callable[[], None]) -> None:
+        """Call `call` in the step that ends the last sequence, unless the request is removed before."""
+        left = len(self.sequences)
+
+        def end_one() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                call()
+
+        for sequence in self.sequences:
+            sequence.on_end = end_one
+
+    def output(self) -> RequestOutput:
+        """Return the output of a finished request. Raise FailedRequestError if a sequence failed."""
+        wanted = self.sequences[0].prompt_logprobs
+        for error in [s.error for s in self.sequences] + [wanted and wanted.error]:
+            if error:
+                raise FailedRequestError(error)
+        return RequestOutput(
+            prompt=self.prompt.text,
+            prompt_token_ids=list(self.prompt.token_ids),
+            outputs=[_completion(rank, sequence) for rank, sequence in enumerate(self._best())],
+            metrics=self._metrics(),
+            prompt_logprobs=None if wanted is None else wanted.reported,
+            prompt_cumulative_logprob=sum(wanted.logprobs) if wanted is not None and wanted.is_complete else None,
+            num_cached_tokens=self._num_cached_tokens(),
+            num_truncated_tokens=self.num_truncated,
+        )
+
+    def progress(self) -> Progress:
+        """Return the state of the request. Any thread may call this."""
+        count = sum(len(s.new_token_ids) for s in self.sequences)
+        num_new = count * self.params.n if len(self.sequences) == 1 else count
+        return Progress(len(self.prompt.token_ids), self._num_cached_tokens(), num_new, self._metrics())
+
+    def _num_cached_tokens(self) -> int:
+        first = self.sequences[0]
+        return max(first.num_reused - len(first.soft_prompt or ()), 0)
+
+    def _metrics(self) -> RequestMetrics:
+        scheduled = min((s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None)
+        first_token = min((s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None)
+        ends = [s.finished_time for s in self.sequences]
+        finished = time.perf_counter() if None in ends else max(ends)
+        num_steps = max(len(s.new_token_ids) for s in self.sequences)
+        return RequestMetrics(self.arrival, scheduled, first_token, finished, num_steps)
+
+    def _best(self) -> list[Sequence]:
+        """Return the n sequences of the output.
+
+        A beam search has ordered its sequences, and may have fewer than n. best_of ranks by the mean log probability
+        per token. A single sequence stands for all samples.
+        """
+        if self.params.num_beams > 1:
+            return [s for s in self.sequences if s.score is not None] or self.sequences[: self.params.n]
+        if len(self.sequences) == 1:
+            return self.sequences * self.params.n
+        if len(self.sequences) == self.params.n:
+            return self.sequences
+        return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]  # stable: the lowest index
+
+
+def _mean_logprob(sequence: Sequence) -> float:
+    count = len(sequence.new_token_ids)
+    return sequence.cumulative_logprob / count if count else float("-inf")
+
+
+def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
+    wants_logprobs = sequence.params.logprobs is not None
+    return CompletionOutput(
+        index=rank,
+        text=None if sequence.text is None else sequence.text.text,
+        token_ids=list(sequence.new_token_ids),
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        logprobs=[copied(entry) for entry in sequence.logprobs] if wants_logprobs else None,
+        cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
+        score=sequence.score,
+        seed=sequence.seed,
+    )
+
+
+def copied(logprobs: dict[int, float] | None) -> dict[int, float] | None:
+    """Return a copy, which its receiver may change."""
+    return None if logprobs is None else dict(logprobs)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Return how many tokens two lists have in common at their beginning."""
+    if a[: len(b)] == b:
+        return len(b)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def is_looping(new_token_ids: list[int], params: SamplingParams) -> bool:
+    """Return whether params.repetition_detection ends the sample: its last tokens are one pattern, often enough.
+
+    The rule is vLLM's: some pattern of min_pattern_size to max_pattern_size tokens, min_count times, after min_tokens
+    and before max_tokens.
+    """
+    detection, length = params.repetition_detection, len(new_token_ids)
+    if detection is None or not params.min_tokens <= length < params.max_tokens:
+        return False
+    longest = min(detection.max_pattern_size, length // detection.min_count)
+    for size in range(detection.min_pattern_size, longest + 1):
+        first = length - (detection.min_count - 1) * size  # from here on, each token equals the one `size` before
+        if all(new_token_ids[i] == new_token_ids[i - size] for i in range(length - 1, first - 1, -1)):
+            return True
+    return False
