@@ -13,10 +13,24 @@ pytest.importorskip("transformers", reason=MISSING)
 import torch
 from transformers import GPT2LMHeadModel
 
-from support.factory import DTYPES, FORMS, PREFIXES, Case, Greedy, greedy, make_case, prompt_of
-from support.parity import NEW_TOKENS, PROMPT_TOKENS, assert_same_greedy, assert_same_logits, without_eos
+from support.parity import (
+    DTYPES,
+    FORMS,
+    NEW_TOKENS,
+    PREFIXES,
+    PROMPT_TOKENS,
+    RECIPES,
+    Case,
+    Greedy,
+    assert_same_greedy,
+    assert_same_logits,
+    greedy,
+    make_case,
+    prompt_of,
+    recipe,
+    without_eos,
+)
 from support.paths import DEMO
-from support.recipes import RECIPES, recipe
 from tinygpt import LLM, SamplingParams
 from tinygpt.weights.config import ACTIVATIONS
 from tinygpt.weights.families.config_fields import BOOLEAN, CHECKS

@@ -99,7 +99,7 @@ ERRORS = {"bfloat16": 0.01, "int8": 0.04, "int4": 0.3}
 
 @pytest.fixture(scope="module")
 def shape_folders(tmp_path_factory) -> dict[str, Path]:
-    from support.factory import Recipe, make_case
+    from support.parity import Recipe, make_case
 
     sizes = {"n_layer": 2, "vocab_size": 97, "n_positions": 90}
     folders = {name: tmp_path_factory.mktemp("shape") for name in SHAPES}

@@ -84,7 +84,7 @@ class Case:
 
 
 def make_adapter(folder: Path, variant: Variant) -> Case:
-    from support.factory import Recipe, make_case
+    from support.parity import Recipe, make_case
 
     fields = {**SIZES, "tie_word_embeddings": variant.tied, **variant.fields}
     make_case(Recipe(variant.name, fields), folder / "base")

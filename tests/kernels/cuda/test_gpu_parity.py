@@ -12,9 +12,18 @@ if not HAS_TRANSFORMERS:
 else:
     from transformers import GPT2LMHeadModel
 
-    from support.factory import Case, greedy, make_case, prompt_of
-    from support.parity import NEW_TOKENS, PROMPT_TOKENS, assert_same_greedy, assert_same_logits, without_eos
-    from support.recipes import RECIPES
+    from support.parity import (
+        NEW_TOKENS,
+        PROMPT_TOKENS,
+        RECIPES,
+        Case,
+        assert_same_greedy,
+        assert_same_logits,
+        greedy,
+        make_case,
+        prompt_of,
+        without_eos,
+    )
 
 STEPS = 200  # of a greedy run
 
