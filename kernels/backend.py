@@ -1,8 +1,4 @@
-"""The interface of a backend: the functions that each of `reference`, `cpu` and `cuda` exports, and shared names.
-
-A backend is a package of plain functions; `Backend` is their common signature. Its Params, KV cache and workspace are
-its own types: callers only hand them back.
-"""
+"""The interface of a backend, exported by `reference`, `cpu` and `cuda`, and names that they share."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -12,26 +8,26 @@ import numpy as np
 from tinygpt.kernels.batch import Batch
 
 KINDS = ("weight", "bias")
-# The name of each linear layer in the kernels, and in a checkpoint's layer.
+# Names in the kernels, and in a checkpoint's layer.
 LINEARS = {"c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc", "mlp_proj": "mlp.c_proj"}
 NORM_BEFORE = {"c_attn": "ln_1", "c_fc": "ln_2"}  # the layer norm before a linear layer
 NORMS = tuple(NORM_BEFORE.values())
 
 
 class DeviceError(Exception):
-    """This machine cannot run a backend, or not this model. The message is a sentence."""
+    """This machine cannot run a backend, or not this model."""
 
 
 class Backend(Protocol):
-    """The exports of a backend.
+    """A package of functions. Its Params, KV cache and workspace are opaque to callers.
 
-    Shapes: N new tokens of a step, S sequences, R rows of logits, V vocabulary, L layers, H heads, D head size.
+    N new tokens, S sequences, R rows of logits, V vocabulary, L layers, H heads, D head size.
     """
 
     DTYPES: tuple[str, ...]  # of weights
-    MAX_STEP_TOKENS: int  # N that fills the device; more only delays the sequences that decode
-    PACKED: Any  # the module that turns Params into named arrays and back, or None
-    QUEUES_STEPS: bool  # whether the first step's tokens of `multi_step` arrive before its last step has run
+    MAX_STEP_TOKENS: int  # N that fills the device
+    PACKED: Any  # the module that stores Params, or None
+    QUEUES_STEPS: bool  # whether `multi_step` returns before its last step has run
 
     def check_device(self) -> None:
         """Raise DeviceError if the device is missing."""
@@ -42,19 +38,17 @@ class Backend(Protocol):
     def check_memory(
         self, config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits
     ) -> None:
-        """Raise DeviceError if the device's memory is too small."""
+        pass
 
     def load_params(self, checkpoint, dtype: str, threads: int) -> Any:
-        """Pack the weights. checkpoint: has config, tensor(name) -> (out, in) float32, release(name) after packing."""
+        """Pack the weights of a checkpoint: config, tensor(name) -> (out, in) float32, release(name)."""
 
     def kv_cache_dtypes(self, dtype: str) -> tuple[str, ...]:
-        """Return the dtypes of a KV cache that go with weights of `dtype`, the default first."""
+        """Return the KV cache's dtypes for weights of `dtype`, the default first."""
 
     def new_kv_cache(self, config, num_slots: int, max_model_len: int, dtype: str) -> Any: ...
 
-    def kv_cache_bytes(self, config, num_slots: int, max_model_len: int, dtype: str) -> int:
-        """Return the size of `new_kv_cache` when all its pages are used."""
-
+    def kv_cache_bytes(self, config, num_slots: int, max_model_len: int, dtype: str) -> int: ...
     def new_workspace(self, config, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str) -> Any:
         """Allocate the buffers of the largest step."""
 
@@ -64,17 +58,17 @@ class Backend(Protocol):
     def multi_step(
         self, params, batch: Batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps: int, ends
     ) -> Iterable[np.ndarray]:
-        """Run up to num_steps decode steps. Return the tokens (S,) int32 of each, -1 for logits that are not finite.
+        """Run up to num_steps decode steps. Return the tokens (S,) int32 of each, -1 if logits are not finite.
 
-        A step is the last one if a token is in `ends` (E,) int32, or after `stop_early`. The cache then holds the keys
-        and values of all tokens but the last. None in place of the function: the caller runs one step at a time.
+        A token in `ends` (E,) int32 or `stop_early` makes a step the last. The cache then lacks the last tokens. A
+        backend may have None instead of this function.
         """
 
     def stop_early(self, workspace, is_wanted: bool) -> None:
-        """Make the current step of `multi_step` its last. Any thread may call this."""
+        """Make the current step the last one. Any thread may call this."""
 
     def trace(self, params, batch: Batch, kv_cache, workspace) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step. Return hidden states (L + 1, N, C) as Hugging Face's, and queries (L, N, C), float32."""
+        """Run a step. Return Hugging Face's hidden states (L + 1, N, C), and queries (L, N, C), float32."""
 
     def sample(self, logits, warpers, seeds, sample_indices, positions) -> np.ndarray: ...
 
@@ -85,26 +79,23 @@ class Backend(Protocol):
     def top_logprobs(self, logits, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]: ...
 
     def copy_positions(self, kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        """Copy the keys and values of positions start to stop, bit for bit. Later positions become undefined."""
+        """Copy positions start to stop, bit for bit. Later positions become undefined."""
 
     def read_positions(
         self, kv_cache, slot: int, start: int, stop: int, head_size: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of a slot's keys and values, (L, H, stop - start, D) each, in the cache's dtype.
-
-        Rows of an int8 cache are (..., D + 4): see host.py.
-        """
+        """Return copies of keys and values, (L, H, stop - start, D) in the cache's dtype, int8 as rows of host.py."""
 
     def write_positions(self, kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Write keys and values, float32 or as `read_positions` returns them. Later positions become undefined."""
+        """Write keys and values, float32 or as read. Later positions become undefined."""
 
 
 def accept(*arguments) -> None:
-    """Accept any device, model or memory: the checks of a backend that runs on every machine."""
+    """Accept any device, model or memory."""
 
 
 def linear_names(config, layer: int) -> list[str]:
-    """Return the checkpoint's names of a layer's linear layers, those of its experts included."""
+    """Return the checkpoint's names of a layer's linear layers."""
     names = [f"h.{layer}.{name}" for name in LINEARS.values()]
     if layer not in config.expert_layers:
         return names

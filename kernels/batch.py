@@ -1,7 +1,4 @@
-"""Batch: the arrays of one step, for all backends.
-
-Prefill, chunked prefill and decode differ in `seq_starts` alone.
-"""
+"""Batch: the arrays of one step. Prefill, chunked prefill and decode differ in `seq_starts` alone."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -13,15 +10,15 @@ NO_EMBEDS = np.empty((0, 0), np.float32)
 
 @dataclass(frozen=True)
 class Batch:
-    """N new tokens of S sequences, laid end to end, without padding or mask. Integers are int32."""
+    """N new tokens of S sequences, end to end, without padding. Integers are int32."""
 
     token_ids: np.ndarray  # (N,)
     positions: np.ndarray  # (N,)    position of each token in its sequence, from 0
-    seq_starts: np.ndarray  # (S+1,)  tokens of sequence s: seq_starts[s]:seq_starts[s+1]
-    slots: np.ndarray  # (S,)    the sequence's slot in the KV cache
-    context_lens: np.ndarray  # (S,)    positions of the sequence in the cache after this step
-    logit_rows: np.ndarray  # (R,)    indices among the N tokens whose logits are wanted
-    embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j instead of an embedding of the model
+    seq_starts: np.ndarray  # (S+1,)  sequence s has tokens seq_starts[s]:seq_starts[s+1]
+    slots: np.ndarray  # (S,)    slot of the KV cache
+    context_lens: np.ndarray  # (S,)    positions in the cache after this step
+    logit_rows: np.ndarray  # (R,)    indices of the tokens whose logits are wanted
+    embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j
 
     @classmethod
     def of(
@@ -32,12 +29,9 @@ class Batch:
         logits_of: str | Seq[int] = "last",
         embeds: np.ndarray = NO_EMBEDS,
     ) -> "Batch":
-        """Lay the next tokens of each sequence end to end.
+        """Lay the next tokens of each sequence, chunks[s] from position starts[s], end to end.
 
-        chunks[s]: the new tokens of sequence s
-        starts[s]: the position of the first of them
-        slots[s]: the sequence's slot of the KV cache
-        logits_of: "all" (every token), "last" (each sequence's last token), or a number of last tokens a sequence
+        logits_of: "all" (every token), "last" (each sequence's last), or a number of last tokens for each sequence
         """
         starts = np.array(starts, np.int32)  # (S,)
         if all(len(chunk) == 1 for chunk in chunks):  # decoding needs no array for each sequence
@@ -58,10 +52,7 @@ class Batch:
         return cls(token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds)
 
     def next_step(self, token_ids: np.ndarray) -> "Batch":
-        """Return the decode step after this one, with the tokens (S,) that it chose.
-
-        If logits were not finite, the token is -1: token 0 takes its place, and its result is discarded.
-        """
+        """Return the decode step after this one, with its tokens (S,). A token -1 becomes 0: its result is discarded."""
         context_lens = self.context_lens + np.int32(1)
         return replace(self, token_ids=np.maximum(token_ids, 0), positions=self.context_lens, context_lens=context_lens)
 
@@ -72,7 +63,7 @@ class Batch:
 
 
 def query_tiles(seq_starts: np.ndarray, size: int) -> np.ndarray:
-    """Cut each sequence's new tokens into runs of up to `size`. Return the bounds of the runs, (tiles + 1,)."""
+    """Cut each sequence's new tokens into runs of up to `size`. Return the bounds, (tiles + 1,)."""
     starts, stops = seq_starts[:-1], seq_starts[1:]
     if stops[-1] == starts.size:  # one token each, as in decoding
         return seq_starts
@@ -81,13 +72,11 @@ def query_tiles(seq_starts: np.ndarray, size: int) -> np.ndarray:
 
 
 def _bounds(lens: np.ndarray) -> np.ndarray:
-    """Return the bounds of runs of these lengths, laid end to end."""
     bounds = np.zeros(lens.size + 1, np.int32)
     np.cumsum(lens, out=bounds[1:])
     return bounds
 
 
 def _runs(firsts: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """Return firsts[i], firsts[i] + 1, ... for lens[i] numbers, each run after the one before."""
     bounds = _bounds(lens)
     return np.arange(bounds[-1], dtype=np.int32) + np.repeat(firsts - bounds[:-1], lens)

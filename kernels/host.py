@@ -1,7 +1,6 @@
-"""NumPy arithmetic that the backends share: bfloat16, rows of an int8 KV cache, and rare requests.
+"""NumPy arithmetic that backends share: bfloat16, rows of an int8 KV cache, rare requests.
 
-A row of an int8 KV cache, outside of the cache, is (D + 4,) int8 for each head and position: D whole numbers, of which
-the largest size is 127, and the four bytes of a float32 scale.
+A row is (D + 4,) int8 for each head and position: D whole numbers, the largest 127, and a float32 scale.
 """
 
 import numpy as np
@@ -12,18 +11,18 @@ LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: its inverse, and 2*
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Return the bits (uint16) of the nearest bfloat16, ties to even. NaN may lose its payload, not its kind."""
+    """Return the bits (uint16) of the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Return bfloat16 values, given by their bits (uint16), as float32."""
+    """Return bfloat16 bits as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_rows(x: np.ndarray) -> np.ndarray:
-    """Quantize float32 (..., D) to rows (..., D + 4), as the CPU's kernel does. The scale is NaN if x is not finite."""
+    """Quantize float32 (..., D) to rows, as the CPU's kernel does. An infinite row has scale NaN."""
     largest = np.abs(x).max(-1, keepdims=True)  # (..., 1)
     is_finite = np.isfinite(largest)
     is_some = is_finite & (largest >= LEAST_ROW)
@@ -35,12 +34,11 @@ def to_rows(x: np.ndarray) -> np.ndarray:
 
 
 def from_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows (..., D + 4) as float32 (..., D)."""
     return rows[..., :-SCALE_BYTES] * np.ascontiguousarray(rows[..., -SCALE_BYTES:]).view(np.float32)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the log-softmax of each row of (R, V) float32, in float32 as transformers. Infinite rows give NaN."""
+    """Return the log-softmax of rows (R, V), in float32 as transformers. Infinite rows give NaN."""
     with np.errstate(invalid="ignore"):
         rows = [row - row.max() for row in logits]  # (V,) each
         return np.stack([row - np.log(np.exp(row).sum()) for row in rows])  # (R, V)
@@ -51,10 +49,7 @@ def attention_maps(
 ) -> np.ndarray:
     """Return softmax(scale q·k) over the positions up to each query's, (L, H, T, T) float32.
 
-    queries: (L, T, C) float32
-    keys: (L, H, T, D) as `read_positions` returns them: float32, bfloat16 bits, or rows of an int8 cache
-    scales: (L,)
-    slopes: (H,) of ALiBi, or ()
+    queries (L, T, C) float32, keys (L, H, T, D) as read of a KV cache, scales (L,), slopes (H,) of ALiBi, or ().
     """
     layers, heads, length, _ = keys.shape
     maps = np.zeros((layers, heads, length, length), np.float32)

@@ -1,8 +1,7 @@
 """Compiled kernels on disk: a private folder for each build, a file with a SHA-256 for each kernel.
 
-A kernel is a pickle with machine code in it: loading one runs it. So the folder and its files must belong to this user,
-and no other user may write to them. A file that is damaged is compiled and written again. The cache of one machine
-works on another with the same CPU, operating system, Python and packages: copy the folder.
+Loading a kernel runs it. So the folder and its files must belong to this user, and be closed to other writers. A
+damaged file is compiled and written again. To share kernels with machines of one kind, copy the folder.
 """
 
 import hashlib
@@ -39,11 +38,10 @@ class KernelCache:
         self.num_compiled = 0
 
     def names(self) -> set[str]:
-        """Return the names of the files."""
         return set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
 
     def load(self, name: str, rebuild: Callable[[Any], Any]) -> Any | None:
-        """Return what `rebuild` makes of the object saved under a name, or None if it must be compiled."""
+        """Return `rebuild` of the object saved under a name, or None if it must be compiled."""
         if (body := self._read(name)) is None:
             return None
         try:
@@ -53,14 +51,14 @@ class KernelCache:
             return None
 
     def announce(self, name: str) -> None:
-        """Log that a kernel is about to compile: the first one as a warning, as it takes seconds."""
+        """Log that a kernel compiles, the first one as a warning: it takes seconds."""
         if not self.num_compiled:
             logger.warning(ANNOUNCEMENT)
         logger.debug("compiling %s", name)
         self.num_compiled += 1
 
     def save(self, name: str, pickled: Callable[[], bytes]) -> None:
-        """Keep a compiled kernel. A full disk is logged once: the kernel runs anyway."""
+        """Keep a compiled kernel. A full disk is logged once."""
         if self.folder is None:
             return
         try:
@@ -88,7 +86,7 @@ class KernelCache:
         return None
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write a file atomically: another process may read or write the same kernel."""
+        """Write a file atomically."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, part = tempfile.mkstemp(suffix=".part", dir=self.folder)  # mode 0600
         try:
@@ -102,10 +100,7 @@ class KernelCache:
 
 
 def open_cache(name: str) -> KernelCache:
-    """Return the cache in the folder of a name: of the user's cache folder, else of the temporary folder.
-
-    $NUMBA_CACHE_DIR overrides the user's cache folder.
-    """
+    """Return the cache in a folder of this name, below the user's cache folder, else below the temporary folder."""
     base = user_cache()
     if not (reason := _make_private(base / name)):
         return KernelCache(base / name)
@@ -119,7 +114,7 @@ def open_cache(name: str) -> KernelCache:
 
 
 def fingerprint(sources: Path, build: Any) -> str:
-    """Return 16 hex digits of all Python files below a folder and of `build`, which also decides the machine code."""
+    """Return 16 hex digits of all Python files below a folder, and of `build`."""
     digest = hashlib.sha256(MAGIC)
     for file in sorted(sources.rglob("*.py")):
         digest.update(f"{file.relative_to(sources).as_posix()}\0".encode() + file.read_bytes() + b"\0")
@@ -128,7 +123,7 @@ def fingerprint(sources: Path, build: Any) -> str:
 
 
 def user_cache() -> Path:
-    """Return the folder that the builds' folders lie in."""
+    """Return the user's cache folder; $NUMBA_CACHE_DIR overrides it."""
     if os.environ.get("NUMBA_CACHE_DIR"):
         return Path(os.environ["NUMBA_CACHE_DIR"]).absolute()
     home = Path(os.path.expanduser("~"))  # stays "~" for a user without a home; Path.home() raises
@@ -140,7 +135,7 @@ def user_cache() -> Path:
 
 
 def _make_private(folder: Path) -> str:
-    """Make a folder that this user alone can use, with its parents. Return a reason if that fails, else ""."""
+    """Make a folder for this user alone. Return the reason of a failure, or ""."""
     if not folder.is_absolute():
         return "not an absolute path"
     try:

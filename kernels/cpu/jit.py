@@ -1,11 +1,8 @@
 """The compiler of CPU kernels: Numba with parts, and with a cache that knows all sources.
 
-Numba makes machine code of every function, and optimizes it again inside each caller. A step is a hundred functions,
-up to eight deep, and Python calls one of them. So the functions that a kernel calls, its parts, are compiled to LLVM's
-language alone, and the kernel is optimized as a whole.
-
-The cache's folder is named by everything that decides the machine code. Numba's own cache looks at a kernel's file
-alone and keeps a callee that has changed in another one.
+Numba makes machine code of every function, and optimizes it again inside each caller. Here the functions that a kernel
+calls, its parts, are compiled to LLVM's language alone, and the kernel as a whole: half the time. Numba's own cache
+keeps a callee that has changed in another file; here everything that decides the machine code names the folder.
 """
 
 import functools
@@ -33,14 +30,11 @@ from numba.extending import overload
 from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
 SOURCES = Path(__file__).resolve().parent
-# NUMBA_* variables that do not change the machine code. Any other one starts a cache of its own: a needless
-# compilation is slow, a stale kernel is wrong.
+# NUMBA_* variables that do not change the machine code.
 HARMLESS = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER", "NUMBA_THREADING_LAYER_PRIORITY")
 
 
 class KernelCompiler(Compiler):
-    """Numba's compiler, for a kernel with parts."""
-
     def compile_extra(self, func) -> CompileResult:
         result = super().compile_extra(func)
         for environment in result._find_referenced_environments():  # parts need it to raise an error
@@ -67,7 +61,7 @@ class PartCompiler(CompilerBase):
 
 
 class PartLibrary(JITCodeLibrary):
-    """A part with the functions that it calls, optimized one by one."""
+    """A part with its own parts, optimized one by one."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -82,19 +76,16 @@ PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartComp
 
 
 def jit(function):
-    """Compile a function on first call, as a kernel if Python calls it and as a part if a kernel does.
+    """Compile a module-level function on first call, as a kernel if Python calls it and as a part if a kernel does.
 
-    It must be at module level: a closure is compiled by every process. A part may not call itself. Outside of this
-    package a part belongs into the file of its kernel, which is all that the cache knows.
-
-    Floating point is strict IEEE: LLVM neither reorders a sum nor fuses operations. So float32, int8 and int4 have the
-    same bits on every CPU; bfloat16 differs in denormals, which AVX-512's product of pairs takes for 0.
+    A part may not call itself. Outside of this package it belongs into the file of its kernel, all that the cache
+    knows. Floating point is strict IEEE: LLVM neither reorders a sum nor fuses operations.
     """
     return _kernel_or_part(function)
 
 
 def kernel(function):
-    """Compile as `jit` does, without reference counts: for functions inside a step, which make no array.
+    """Compile as `jit` does, without reference counts: for functions that make no array.
 
     Numba's counters are atomic and shared by all threads: they took 150 ns of the 300 ns of a tile.
     """
@@ -102,7 +93,7 @@ def kernel(function):
 
 
 def inline(function):
-    """Inline a function into its callers before types are known: for one that mainly calls others from one place.
+    """Inline a function into its callers before types are known, if it mainly calls others.
 
     Several loops in one function take longer to compile than a kernel for each.
     """
@@ -114,7 +105,7 @@ def _kernel_or_part(function, **options):
     compiled._cache = DiskCache(function)
 
     @functools.cache
-    def part():  # made when a kernel that calls it compiles: most processes load their kernels from disk
+    def part():  # made when a kernel compiles
         return numba.njit(**PART_OPTIONS, **options)(function)
 
     compiled.get_call_template = lambda *types: part().get_call_template(*types)
@@ -125,14 +116,14 @@ def _kernel_or_part(function, **options):
 def overload_by_dtype(choices: dict[Any, Callable], otherwise: Callable | None = None, argument: int = 0) -> Callable:
     """Return one name, for compiled code, of several functions: the type of an argument chooses.
 
-    Keys: a NamedTuple's class, the dtype of an array, or None. An optional part of a model needs no table, as Numba
-    removes `if x is None` when it compiles.
+    Keys: a NamedTuple's class, the dtype of an array, or None. An optional part needs no table: Numba removes `if x is
+    None` when it compiles.
     """
 
     def name_only(*arguments):
         raise NotImplementedError("only compiled code can call this")
 
-    @overload(name_only, jit_options=PART_OPTIONS, strict=False)  # not strict: the choices name their parameters
+    @overload(name_only, jit_options=PART_OPTIONS, strict=False)
     def choose(*argument_types):
         return choices.get(_key_of(argument_types[argument]), otherwise)
 
@@ -152,7 +143,7 @@ class DiskCache:
         self._function = function
 
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
-        # Numba's own cache fills the target's registries here. Only a compiler needs them, and fills them itself.
+        # Numba's own cache fills the target's registries here, which only a compiler needs.
         result, name = None, self._name(signature, target_context.codegen())
         if name is not None:
             result = kernel_cache().load(name, lambda parts: _rebuilt(target_context, parts))
@@ -172,7 +163,7 @@ class DiskCache:
         return str(kernel_cache().folder)
 
     def flush(self) -> None:
-        """Keep the files: their names stand for their sources."""
+        pass
 
     def enable(self) -> None:
         pass
@@ -192,7 +183,7 @@ class DiskCache:
 
 
 def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:
-    """Rebuild a compiled function, and Numba's runtime only if it is called: LLVM takes long to compile that."""
+    """Rebuild a compiled function. LLVM takes long to compile Numba's runtime: only if it is called."""
     (_, _, (machine_code, _)), *_ = parts
     if b"NRT_" in machine_code:
         rtsys.initialize(target_context)
@@ -224,7 +215,7 @@ def kernel_cache() -> KernelCache:
 
 
 def build() -> tuple:
-    """Return all that decides the kernels' machine code, except their sources."""
+    """Return all that decides the machine code, except the sources."""
     settings = Path(".numba_config.yaml")
     return (
         platform.machine(),

@@ -1,4 +1,4 @@
-"""Params as named arrays, which is how a file keeps them, and back: nothing is computed on the way."""
+"""Params as named arrays, as a file keeps them, and back."""
 
 import numpy as np
 
@@ -19,12 +19,12 @@ from tinygpt.kernels.cpu.params import (
 from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
-# What a reader must share with the writer. Count `packing` up when the same layout comes to mean other numbers.
+# A reader refuses other values. Count `packing` up when the same layout means other numbers.
 PACKING = {"packing": 3, "panel": OUT_TILE, "group": SCALE_GROUP, "weight_group": WEIGHT_GROUP}
 
 
 def arrays_of(params: Params) -> dict[str, np.ndarray]:
-    """Every array that comes from the checkpoint, a weight's as c_attn.panels and so on. A tied wte is left out."""
+    """Return the arrays of a checkpoint, a weight's as c_attn.panels and so on. A tied wte is left out."""
     arrays = {name: getattr(params, name) for name in ("wte_factors", "head_factors")}
     arrays |= {} if params.wpe is None else {"wpe": params.wpe}
     once = {"ln_f": params.ln_f, "ln_e": params.embed_norm}
@@ -43,7 +43,7 @@ def arrays_of(params: Params) -> dict[str, np.ndarray]:
 
 
 def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """The shape and the dtype of each of `arrays_of`, for this model."""
+    """Return shape and dtype of each of `arrays_of`."""
     C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
     float32 = np.dtype(np.float32)
     E, once = config.embedding_size, ["ln_f"] * config.final_norm + ["ln_e"] * config.embed_norm
@@ -74,7 +74,7 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
 
 
 def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part) -> Params:
-    """As params_of, of one of several ranks. What is not cut is used as it lies; what is cut is a copy."""
+    """Return a rank's Params. Cut arrays are copies."""
     whole, layers = params_of(arrays, config, dtype), slice(part.layers.start, part.layers.stop)
     given = {name: getattr(whole, name) for name in ("wte_factors", "head_factors")}
     if not config.has_alibi:

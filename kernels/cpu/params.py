@@ -1,4 +1,4 @@
-"""A model's packed weights, made once from a checkpoint's tensors."""
+"""A model's packed weights, made from a checkpoint's tensors."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,59 +15,58 @@ from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing, bias_corre
 from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, Packers, head_dtype_of, new_weight, pack_layers
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
-# What evens out the inputs of a c_proj, by its name: quantised activations are multiplied by them.
+# The smoothing factors of a c_proj's input.
 FACTORS_BEFORE = {"attn_proj": "attended_factors", "mlp_proj": "inner_factors"}
 NO_BIAS = NO_FACTORS = np.empty((1, 0), np.float32)
-EXPERT_LINEARS = {"c_fc": "c_fc", "mlp_proj": "c_proj"}  # our name for each linear layer of an expert, and theirs
+EXPERT_LINEARS = {"c_fc": "c_fc", "mlp_proj": "c_proj"}
 PROJECTIONS = ("project_in", "project_out")
 
 
 class Params(NamedTuple):
-    """Packed weights, one record for all layers of a kind, and the numbers that shape the arithmetic.
+    """Packed weights, one record for all layers of a kind, and numbers that shape the arithmetic.
 
-    What a model does not have is Nothing. E is the width of its embeddings, C where nothing leads from there to C.
+    An optional part that a model lacks is None. E is the width of the embeddings, usually C.
     """
 
-    wte: Any  # (V, E)  a weight of formats.py, one layer
-    wte_factors: np.ndarray  # (E,)    embed_scale, and what undoes the head's smoothing where it shares wte
+    wte: Any  # (V, E)  a weight, one layer
+    wte_factors: np.ndarray  # (E,)    embed_scale, without the smoothing of a tied head
     project_in: Any  # (C, E), a Projection
     wpe: Any  # (n_positions, C), an array
     embed_norm: Any  # (1, C), a Norm
     ln_1: Any  # (L, C), a Norm or a PostNorm
     c_attn: Linear  # (L, 3C, C)   to q, k, v
-    attended_factors: np.ndarray  # (L, C)    what attended values are multiplied by for attn_proj, or (1, 0): none
+    attended_factors: np.ndarray  # (L, C)    smoothing factors, or (1, 0)
     attn_proj: Linear  # (L, C, C)
     ln_2: Any  # (L, C)
-    c_fc: Linear  # (L, F, C), of the layers without experts
+    c_fc: Linear  # (L, F, C)
     mlp_proj: Linear  # (L, C, F)
-    experts: Any  # Experts of the other layers
+    experts: Any  # Experts
     ln_f: Any  # (1, C), a Norm
-    head_factors: np.ndarray  # (E,)    what ln_f was divided by, and the head multiplied
+    head_factors: np.ndarray  # (E,)    the head's smoothing factors
     project_out: Any  # (E, C), a Projection
-    lm_head: Linear  # (1, V, E), no bias; the same arrays as wte where the head is tied
+    lm_head: Linear  # (1, V, E), no bias; wte if the head is tied
     alibi: Any  # (H,), an Alibi
     attention_scales: np.ndarray  # (L,)
     embd_segments: np.ndarray  # (2,)  all of C
     embedding_segments: np.ndarray  # (2,)  all of E
     head_segments: np.ndarray  # (5,)  C in four runs of whole heads
-    inner_segments: np.ndarray  # (5,)  F in four runs; of a tensor-parallel rank, some of these and of those above
+    inner_segments: np.ndarray  # (5,)  F in four runs; a rank has some of them
     epsilon: np.float32
     activation: int
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
-    """Pack every weight once. `checkpoint` has config, tensor(name) -> float32 array, (out, in) for matrices,
-    and release(name), called as soon as a tensor has been packed so that its file pages may leave memory."""
+    """Pack every weight: see Backend."""
     return load_calibrated(checkpoint, dtype, threads, None)
 
 
 def load_calibrated(checkpoint, dtype: str, threads: int, calibration) -> Params:
-    """As load_params. A Calibration of tinygpt/evaluation takes the place of what int8 and int4 gather from weights."""
+    """Load with a Calibration of tinygpt/evaluation instead of estimates from weights."""
     return _load(checkpoint, dtype, threads, calibration, part_of(checkpoint.config, dtype))
 
 
 def load_part(checkpoint, dtype: str, threads: int, part: Part) -> Params:
-    """As load_params, of one of several ranks: besides what it holds, there is never more than one matrix in memory."""
+    """Load a rank's part. Besides it, one matrix at a time is in memory."""
     return _load(checkpoint, dtype, threads, None, part)
 
 
@@ -99,7 +98,7 @@ def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Para
 
 def _outside_of_layers(checkpoint, dtype: str, packers: Packers, part: Part) -> dict[str, Any]:
     config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
-    # First the largest, while little else is in memory: it alone is there twice while it is packed.
+    # The largest first, while little else is in memory: it is there twice while it is packed.
     if part.is_last or (part.is_first and checkpoint.tied):
         names = ["wte.weight" if checkpoint.tied else "lm_head.weight"]
         factors_of, keep = partial(Smoothing(checkpoint, head_dtype).factors, "lm_head"), part.keep("lm_head")
@@ -116,7 +115,7 @@ def _outside_of_layers(checkpoint, dtype: str, packers: Packers, part: Part) -> 
     for kind in KINDS if config.embed_norm and part.is_first else ():
         arrays[f"ln_e_{kind}"] = _stack(checkpoint, [f"ln_e.{kind}"])[0]
     for kind in KINDS if config.final_norm else ():
-        divisor = factors if config.embed_dim is None else np.float32(1)  # by which the head was multiplied
+        divisor = factors if config.embed_dim is None else np.float32(1)
         arrays[f"ln_f_{kind}"] = _divided(checkpoint, ["ln_f"], kind, divisor)[0]
     for name in PROJECTIONS if config.embed_dim else ():
         arrays[name], _ = pack_layers(checkpoint, [f"{name}.weight"], dtype, packers)
@@ -148,20 +147,17 @@ def _experts(checkpoint, dtype: str, packers: Packers) -> Experts:
 
 
 def no_positions(config) -> np.ndarray:
-    """For a stage that is given its input: what adds nothing to any number, -0 included."""
+    """Return positions for a stage that is given its input: -0 adds nothing to any number."""
     return np.full((config.n_positions, config.n_embd), -0.0, np.float32)
 
 
 def no_head(config, dtype: str):
-    """For a stage without a head, whose steps ask for no logits: as little as a kernel can be given."""
+    """Return the smallest head, for a stage without one."""
     return FORMATS[dtype][0](*new_weight(dtype, 1, 1, config.n_embd))
 
 
 def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = None) -> Params:
-    """From what comes from a checkpoint, by the names that `packed.py` stores it under, and from the configuration.
-
-    part: what the arrays are of the model; None is all.
-    """
+    """Build Params from a checkpoint's arrays, under their names in `packed.py`. part: the arrays' part; None: all."""
     part = part or part_of(config, dtype)
     norm_record = PostNorm if config.norm_placement == "post" else Norm
     norms = {norm: norm_record(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
@@ -203,9 +199,9 @@ def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection
 
 
 def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> Part:
-    """What a rank holds of layers of a model: all of it, unless `tensor_size` ranks share them.
+    """Return a rank's part of a model, all of it by default.
 
-    These share the segments of K, so that the first ones have more heads: 25 are 13 + 12, or 13 + 6 + 6.
+    `tensor_size` ranks share the segments of K: 25 heads are 13 + 12, or 13 + 6 + 6.
     """
     layers = range(config.n_layer) if layers is None else layers
     heads, inner = head_segments(config, dtype), inner_segments(config, dtype)
@@ -227,12 +223,12 @@ def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 
 
 
 def head_segments(config, dtype: str) -> np.ndarray:
-    """The bounds of the segments of attn_proj's K, in whole heads."""
+    """Return the bounds of the segments of attn_proj's K, in whole heads."""
     return _segments(config.n_head, config.head_size, dtype)
 
 
 def inner_segments(config, dtype: str) -> np.ndarray:
-    """The bounds of the segments of mlp_proj's K."""
+    """Return the bounds of the segments of mlp_proj's K."""
     return _segments(config.inner_size // K_UNIT[dtype], K_UNIT[dtype], dtype, config.inner_size)
 
 
@@ -270,7 +266,7 @@ def _corrections(checkpoint, dtype: str, name: str, record, factors: np.ndarray,
 
 
 def to_panels(factors: np.ndarray) -> np.ndarray:
-    """(L, N) to (L, P * OUT_TILE), as kernels read whole panels."""
+    """Return (L, N) as (L, P * OUT_TILE)."""
     layers, n = factors.shape
     padded = np.zeros((layers, panel_count(n) * OUT_TILE), np.float32)
     padded[:, :n] = factors

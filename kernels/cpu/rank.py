@@ -1,7 +1,4 @@
-"""One of several ranks that run a model together: what it holds of the weights, and what it computes with them.
-
-What ranks send one another is tinygpt/parallel's; the sums within a step are layers/ranks.py's.
-"""
+"""A tensor- or pipeline-parallel rank: its weights, its workspace, and its share of the embedding."""
 
 from dataclasses import replace
 
@@ -28,7 +25,7 @@ __all__ = [
 
 
 def can_share(config, dtype: str) -> bool:
-    """Whether both sums over K are cut into segments, which ranks can share with no other result."""
+    """Return whether both sums over K have segments, which ranks can share without other bits."""
     return all(
         bounds.size == MAX_SEGMENTS + 1 for bounds in (head_segments(config, dtype), inner_segments(config, dtype))
     )
@@ -37,7 +34,7 @@ def can_share(config, dtype: str) -> bool:
 def workspace_of_part(
     part: Part, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str, allgather: np.ndarray | None
 ) -> Workspace:
-    """As new_workspace. allgather: as Ranks has it, for a rank that shares its layers with others."""
+    """Return a rank's workspace. allgather: as in Ranks, if it shares its layers."""
     workspace = new_workspace(part, max_num_tokens, max_num_logits, threads, dtype)
     if allgather is None:
         return workspace
@@ -53,15 +50,14 @@ def workspace_of_part(
 
 
 def hidden_rows(workspace: Workspace, count: int) -> np.ndarray:
-    """The residual stream (N, C) behind the last layer of a step, until the next one."""
+    """Return the residual stream (N, C) after the last layer of a step."""
     return workspace.buffers.x[:count]
 
 
 def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
-    """Have the ranks embed a step's tokens (N,) together; the ids to give this rank in their place.
+    """Note the owners of a step's tokens (N,). Return the ids for this rank.
 
-    starts: the first token that each rank has. Below 0 stand rows of the step's `embeds`, which are rank 0's; here they
-    stand for whatever another rank has.
+    starts: each rank's first token. Ids below 0 are rows of the step's `embeds`, which rank 0 has.
     """
     owners = np.maximum(np.searchsorted(starts, token_ids, side="right") - 1, 0)
     workspace.buffers.ranks.owners[: owners.size] = owners

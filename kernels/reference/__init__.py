@@ -1,7 +1,4 @@
-"""The NumPy backend: the readable specification of every kernel, and the oracle of the others.
-
-Imports NumPy and nothing of another backend. `model.py` is the page to read first.
-"""
+"""The NumPy backend: the readable specification and oracle of the others. Read `model.py` first."""
 
 from tinygpt.kernels.backend import accept
 from tinygpt.kernels.reference.kv_cache import (

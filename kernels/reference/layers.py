@@ -1,4 +1,4 @@
-"""The layers of the page: attention, the linear layer, layer norm and the activations."""
+"""The layers of the page: attention, the linear layer, layer norm, experts and activations."""
 
 import math
 
@@ -7,20 +7,19 @@ import numpy as np
 from tinygpt.kernels.reference.kv_cache import to_int8
 from tinygpt.kernels.reference.params import Params
 
-INT8_BLOCK = 64  # positions, the first at a multiple of it
+INT8_BLOCK = 64
 WEIGHT_LEVELS = 2**14 - 1
 
 
 def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
-    """softmax(scale q·k - slope * how far back) v over the keys at or before each query's position.
+    """Return softmax(scale q·k - slope * distance) v over the keys up to each query's position, (N, H, D).
 
-    q (N, H, D), k and v (H, T, D), positions (N,), slopes (H,) of ALiBi, or (): none. Returns (N, H, D).
+    q (N, H, D), k and v (H, T, D), positions (N,), slopes (H,) of ALiBi, or ().
     """
     return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes), v)  # (N, H, D)
 
 
 def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
-    """softmax(scale q·k - slope * how far back), (N, H, T)."""
     scores = scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
     back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
     if len(slopes):
@@ -31,8 +30,10 @@ def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
 
 
 def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
-    """As attend, over an int8 cache, so that both products are of whole numbers: queries become int8, and the weights
-    of each INT8_BLOCK positions, times the scales of their values, whole numbers up to WEIGHT_LEVELS."""
+    """Attend over an int8 cache: both products are of whole numbers.
+
+    Queries become int8; weights of INT8_BLOCK positions, times their values' scales, whole numbers up to WEIGHT_LEVELS.
+    """
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
     weights = attention_weights(q * q_scales, k, positions, scale, slopes)  # (N, H, T)
     v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
@@ -53,41 +54,39 @@ def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray) -> None:
-    """x (N, C) += linear(y): the end of each block, and the place where tensor-parallel ranks will sum their shares."""
+    """x (N, C) += linear(y): the end of each block, where tensor-parallel ranks sum."""
     x += linear(params, name, y)
 
 
 def norm_before(params: Params, name: str, x: np.ndarray) -> np.ndarray:
-    """What a block reads of x (N, C): its layer norm, unless that stands behind the block."""
+    """Return a block's input: the layer norm of x (N, C), unless it stands after the block."""
     return layer_norm(params, name, x) if params.config.norm_placement == "pre" else x
 
 
 def norm_behind(params: Params, name: str, x: np.ndarray) -> None:
-    """x (N, C) = its layer norm at the end of a block, where that stands there."""
+    """Apply a layer norm at the end of a block to x (N, C), in place."""
     if params.config.norm_placement == "post":
         x[:] = layer_norm(params, name, x)
 
 
 def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
-    """What stands before the head, x (N, C)."""
     return layer_norm(params, "ln_f", x) if params.config.final_norm else x
 
 
 def layer_norm(params: Params, name: str, x: np.ndarray) -> np.ndarray:
-    """The layer norm `name` of each row of x (N, C)."""
     weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
     return normalize(x, weight, bias, params.config.layer_norm_epsilon)
 
 
 def normalize(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
-    """Each row to mean 0 and variance 1, then weight and bias. x (N, C); its dtype is that of the arithmetic."""
+    """Return rows with mean 0 and variance 1, times weight, plus bias. x (N, C)"""
     centred = x - x.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)
     return centred / np.sqrt(variance + epsilon) * weight + bias
 
 
 def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.ndarray]:
-    """c_attn(ln_1(x)) of x (N, C), in three parts (N, H, D)."""
+    """Return c_attn(ln_1(x)) of x (N, C), in three parts (N, H, D)."""
     heads = (len(x), params.config.n_head, params.config.head_size)
     normed = norm_before(params, f"h.{layer}.ln_1", x)  # (N, C)
     qkv = linear(params, f"h.{layer}.attn.c_attn", normed)  # (N, 3C)
@@ -95,7 +94,7 @@ def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.nd
 
 
 def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
-    """x (N, C) += the experts of each row, weighted: all rows have theirs, whatever their neighbours chose."""
+    """x (N, C) += the experts of each row, weighted."""
     name, normed = f"h.{layer}.mlp", norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
     chosen, shares = choose_experts(params, name, normed)  # (N, k) each
     y = np.zeros_like(x)  # (N, C)
@@ -109,7 +108,7 @@ def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
 
 
 def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable experts of each row of x (N, C), of equal ones the first, and their weights, (N, k) each."""
+    """Return the most probable experts of each row of x (N, C), ties to the first, and weights, (N, k) each."""
     config = params.config
     scores = x @ params[f"{name}.gate.weight"].T  # (N, E)
     probabilities = np.exp(scores - scores.max(-1, keepdims=True))
@@ -120,12 +119,12 @@ def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray
 
 
 def gelu_tanh(x):
-    """The tanh approximation of GELU (Hendrycks and Gimpel, 2016), as GPT-2 was trained."""
+    """The tanh approximation of GELU (Hendrycks and Gimpel, 2016), as in GPT-2."""
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
 def gelu(x):
-    """x times the normal distribution's share below x. NumPy has no erf, so one value at a time."""
+    """x times the normal distribution's share below x."""
     return 0.5 * x * (1 + _erf(x / np.sqrt(2)))
 
 

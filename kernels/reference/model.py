@@ -1,7 +1,7 @@
 """GPT-2 in NumPy, float64 inside: the specification that the other backends are tested against.
 
-Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size,
-F n_inner, V vocabulary, L layers, R rows whose logits are wanted. Weights are (out, in).
+Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V
+vocabulary, L layers, R rows of logits. Weights are (out, in).
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and its code.
 """
 
@@ -25,7 +25,7 @@ from tinygpt.kernels.reference.params import Params
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndarray:
-    """Run one step: write its keys and values into the cache and return logits (R, V) float32."""
+    """Run one step: see Backend."""
     x = embed(params, batch)  # (N, C)
     for layer in range(params.config.n_layer):
         attention_block(params, layer, x, batch, kv_cache)
@@ -36,9 +36,9 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndar
 
 
 def embed(params: Params, batch) -> np.ndarray:
-    """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative.
+    """x (N, C) = wte[token] + wpe[position]; a negative id stands for a row of embeds.
 
-    Others than GPT-2 may multiply wte or lead it through a matrix, have no wpe, or a layer norm here.
+    Other models than GPT-2 scale wte, project it, lack wpe, or have a layer norm here.
     """
     is_given = batch.token_ids < 0  # (N,)
     x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(np.float64)  # (N, C) or (N, embed_dim)
@@ -53,7 +53,7 @@ def embed(params: Params, batch) -> np.ndarray:
 
 
 def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache) -> None:
-    """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
+    """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     q, k, v = queries_keys_values(params, layer, x)  # (N, H, D)
     attended, attention = np.empty_like(q), attend_int8 if kv_cache.dtype == "int8" else attend  # (N, H, D)
     for s, slot in enumerate(batch.slots):
@@ -88,10 +88,7 @@ def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
 
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace=None) -> tuple[np.ndarray, np.ndarray]:
-    """Run a step as `forward` and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32.
-
-    The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
-    """
+    """Run a step and look inside: see Backend."""
     x, hidden, queries = embed(params, batch), [], []
     for layer in range(params.config.n_layer):
         hidden.append(x.copy())

@@ -1,4 +1,4 @@
-"""The model's weights, read in place."""
+"""The model's weights, as they are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,7 @@ from tinygpt.kernels.backend import KINDS, NORMS, linear_names
 
 @dataclass(frozen=True)
 class Params:
-    """The checkpoint's tensors under their own names, and its config.
-
-    watch(name, x), where it is given, sees what goes into each linear layer, x (N, in).
-    """
+    """The checkpoint's tensors and config. watch(name, x) sees the input of each linear layer, x (N, in)."""
 
     config: Any
     tensors: dict[str, np.ndarray]
@@ -25,7 +22,6 @@ class Params:
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
-    """Take the tensors as they are."""
     config = checkpoint.config
     names = ["wte.weight", "lm_head.weight"]
     names += ["wpe.weight"] * (not config.has_alibi)

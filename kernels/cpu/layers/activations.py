@@ -1,7 +1,7 @@
-"""Activations on a run of float32 values, in place: plain loops that LLVM vectorises.
+"""Activations on a run of float32 values, in place: plain loops that LLVM vectorizes.
 
-exp is a polynomial of our own, since a call to libm keeps a loop scalar. Every step is one IEEE operation (or an
-explicit fma), so a value's bits do not depend on where it stands in a vector, nor on the CPU.
+A call to libm would keep a loop scalar. Every step is one IEEE operation or an explicit fma, so bits depend neither on
+the place in a vector nor on the CPU.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING, fma
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits
-# Below, flushed to 0; above, held: there it is a denominator, and its inverse is to stay clear of slow denormals.
+# Lower values give 0, higher ones EXP_MAX's: the inverse must not be a denormal.
 EXP_MIN, EXP_MAX = np.float32(-87.0), np.float32(80.0)
 ONE, HALF, TWO, ZERO = np.float32(1), np.float32(0.5), np.float32(2), np.float32(0)
 
@@ -20,8 +20,7 @@ CUBIC = np.float32(0.044715)
 SQRT_HALF = np.float32(0.7071067811865476)
 QUICK = np.float32(1.702)
 
-# Numbers for the names in tinygpt.weights.config.ModelConfig.activation; NONE for a linear layer without one. NumPy
-# scalars, since Numba would compile a kernel anew for each Python constant that it is called with.
+# Numbers for the names of ModelConfig.activation. NumPy scalars: Numba compiles anew for each Python constant.
 NONE, GELU_TANH, GELU, QUICK_GELU, RELU, SILU, TANH = np.arange(7)
 ACTIVATIONS = {
     "gelu_tanh": GELU_TANH,
@@ -35,8 +34,10 @@ ACTIVATIONS = {
 
 @kernel
 def exp(x):
-    """e**x within 2 units in the last place: 2**n * e**r with |r| <= ln(2)/2, e**r by its Taylor-like minimax
-    polynomial (the coefficients of Cephes' expf). NaN stays NaN."""
+    """Return e**x within 2 units in the last place; NaN stays NaN.
+
+    2**n * e**r with |r| <= ln(2)/2, e**r by a minimax polynomial, the coefficients of Cephes' expf.
+    """
     held = EXP_MIN if x < EXP_MIN else x  # NaN compares false
     held = EXP_MAX if held > EXP_MAX else held
     rounded = fma(held, LOG2_E, ROUNDING)  # n in its last bits
@@ -54,7 +55,7 @@ def exp(x):
 
 @kernel
 def tanh(x):
-    """1 - 2 / (e**2x + 1), on |x| for symmetry; below 0.625 a polynomial, where that form would lose digits."""
+    """Return 1 - 2 / (e**2x + 1); below 0.625 a polynomial, as that form loses digits."""
     size = abs(x)
     large = ONE - TWO / (exp(size + size) + ONE)
     s = x * x
@@ -74,7 +75,7 @@ def sigmoid(x):
 
 @kernel
 def erf(x):
-    """Within 5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
+    """Return erf within 5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
     size = abs(x)
     t = ONE / fma(np.float32(0.3275911), size, ONE)
     p = fma(np.float32(1.061405429), t, np.float32(-1.453152027))
@@ -87,7 +88,7 @@ def erf(x):
 
 @kernel
 def activate(x, kind):
-    """Apply the activation `kind` to every value of x (n,) in place."""
+    """Apply the activation `kind` to x (n,) in place."""
     n = x.size
     if kind == GELU_TANH:
         for i in range(n):

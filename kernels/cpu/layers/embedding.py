@@ -1,7 +1,4 @@
-"""From tokens to the model's width C, and from there to logits.
-
-Embeddings may have a width E of their own, with a matrix on either side.
-"""
+"""From tokens to the width C, and from there to logits; embeddings may have a width E, with a matrix on either side."""
 
 import numpy as np
 
@@ -18,10 +15,9 @@ from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 @kernel
 def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
-    """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) stand for tokens below 0. A phase.
+    """x (N, C) = wte[token] * wte_factors + wpe[position]; rows of embeds (N, C) for tokens below 0. A phase.
 
-    wte is a weight of one layer, which a tied head shares: token t is column t % OUT_TILE of panel t // OUT_TILE. wpe
-    may be Nothing.
+    Token t is column t % OUT_TILE of panel t // OUT_TILE. wpe may be None.
     """
     first, last = claim_rows(team, token_ids.size)
     while first >= 0:
@@ -53,7 +49,7 @@ def add_positions(team, x, positions, wpe):
 
 @kernel
 def position_at(wpe, position, c):
-    """Return one value of a position's embedding; 0 if the model has none."""
+    """Return a value of a position's embedding, or 0."""
     if wpe is None:
         return np.float32(0)
     return wpe[position, c]

@@ -1,7 +1,7 @@
-"""Experts: a gate chooses some MLPs for each token, and each expert computes its own tokens, side by side.
+"""Experts: a gate chooses MLPs for each token, and each expert computes its own tokens.
 
-Pairs of a token and one of its experts are sorted by expert, so that an expert's rows are one product. An element's
-chain of operations is that of any product: what others chose changes neither its place in a sum nor any bit.
+Pairs of a token and an expert are sorted by expert: an expert's rows are one product. Other tokens' choices change
+neither an element's place in a sum nor any bit.
 """
 
 import numpy as np
@@ -16,9 +16,9 @@ from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, comple
 
 @kernel
 def choose_experts(team, mixture, experts, place, rows):
-    """The most probable experts of each row and their weights, (N, k) each. A phase.
+    """Choose the most probable experts of each row, with weights, (N, k) each. A phase.
 
-    place: of the layer among those with experts. Sums are in float64, and of equal experts the first is chosen.
+    place: the layer's, among those with experts. Sums are in float64; of equal experts the first is chosen.
     """
     normed, scores = mixture.normed.values, mixture.scores
     first, last = claim_rows(team, rows)
@@ -58,8 +58,7 @@ def _choose(chosen, shares, scores, n, highest, sums_to_one):
 
 @kernel
 def sort_by_expert(team, mixture, rows):
-    """The pairs of a row and an expert in the experts' order: bounds (E + 1,), the row of each, and each one's place. A
-    phase of one item."""
+    """Sort the pairs: bounds (E + 1,), the row of each, and its place. A phase of one item."""
     chosen, bounds, order, places = mixture.chosen, mixture.bounds, mixture.order, mixture.places
     item = claim(team, 1)
     while item >= 0:
@@ -79,10 +78,9 @@ def sort_by_expert(team, mixture, rows):
 
 @kernel
 def expert_linear(team, out, x, linears, first_layer, bounds, segments, activation, columns):
-    """Rows bounds[e] to bounds[e + 1] of out = activation(x @ weight.T + bias) of layer first_layer + e. A phase.
+    """Rows bounds[e] to bounds[e + 1] of out = activation(x @ weight.T + bias), layer first_layer + e. A phase.
 
-    An item is a panel and a row block of one expert. Until the next layer with experts, nobody changes the bounds that
-    a thread reads here; one that comes too late claims nothing.
+    An item is a panel and a row block of one expert.
     """
     weight = linears.weight
     blocks = 0

@@ -1,4 +1,4 @@
-"""From float32 rows to what the tiles multiply: the activations of the next product, quantised per token."""
+"""Operands: the left side of the next product, rounded or quantized per token."""
 
 import functools
 
@@ -40,12 +40,12 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 INFINITE_BITS = 0x7F800000
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 UPPER_HALF, NAN = np.uint32(0xFFFF0000), np.uint32(0x7FC00000)
-LEAST_GROUP = 2.0**-120  # a group smaller than this is one of zeros: 127 / largest must stay finite
+LEAST_GROUP = 2.0**-120  # a smaller group is zeros: 127 / largest must stay finite
 
 
 @kernel
 def to_bfloat16(x):
-    """The nearest bfloat16's bits, ties to even; NaN stays NaN."""
+    """Return the nearest bfloat16's bits, ties to even."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) >> SIXTEEN
     return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
@@ -58,7 +58,7 @@ def from_bfloat16(bits):
 
 @kernel
 def rounded_to_bfloat16(x):
-    """The nearest bfloat16 as float32: `from_bfloat16(to_bfloat16(x))`, which LLVM makes less of."""
+    """Return the nearest bfloat16 as float32."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) & UPPER_HALF
     return np.uint32(rounded if x == x else NAN).view(np.float32)
@@ -86,7 +86,7 @@ def _put_int8(operand, row, first, values):
     like, size = operand.values, operand.values.itemsize
     target = address(like) + (row * like.shape[1] + first) * size
     scales = address(operand.scales) + (row * operand.scales.shape[1] + first // SCALE_GROUP) * SCALES_BYTES
-    if values.size == SCALE_GROUP:  # the usual panel of a product, without a loop's preparations
+    if values.size == SCALE_GROUP:  # a product's panel
         quantize_group(like, address(values), target, scales)
         return
     whole = values.size // SCALE_GROUP
@@ -95,13 +95,12 @@ def _put_int8(operand, row, first, values):
             like, address(values) + g * SCALE_GROUP * 4, target + g * SCALE_GROUP * size, scales + g * SCALES_BYTES
         )
     rest = values.size - whole * SCALE_GROUP
-    if rest:  # the operand's own row ends in zeros up to a whole group: quantised on the way
+    if rest:  # zeros fill the group
         done = whole * SCALE_GROUP
         quantize_part(like, address(values) + done * 4, rest, target + done * size, scales + whole * SCALES_BYTES)
 
 
-# put(operand, row, first, values): put float32 values (n,) into columns first to first + n of a row; `first` is a
-# multiple of SCALE_GROUP.
+# put(operand, row, first, values): store float32 values (n,) from column `first`, a multiple of SCALE_GROUP.
 _put_rounded = _put_bfloat16 if TARGET.multiplies_bfloat16 else _put_widened
 put = overload_by_dtype({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
 

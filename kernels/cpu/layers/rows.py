@@ -1,7 +1,4 @@
-"""Phases over rows: layer norm, and copies.
-
-Mean and variance are in float32, two passes, sums in a fixed order of 16 lanes.
-"""
+"""Phases over rows: layer norm, in float32 with sums in a fixed order of 16 lanes, and copies."""
 
 import numpy as np
 
@@ -11,15 +8,12 @@ from tinygpt.kernels.cpu.layers.operands import put
 from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
 
-ONE_LAYER = np.int64(0)  # of the norms that stand once: a NumPy scalar, as Numba would compile one more for a constant
+ONE_LAYER = np.int64(0)  # a NumPy scalar: Numba compiles anew for each Python constant
 
 
 @kernel
 def layer_norm(team, out, x, rows, norm, layer, epsilon):
-    """Row i of the operand `out` = layer norm of x[rows[i]]. A phase.
-
-    x (N, C), rows (R,), norm a Norm of formats.py. Needs C values of the thread's scratch.
-    """
+    """Row i of the operand `out` = layer norm of x[rows[i]]. A phase; needs C values of scratch."""
     normed = float32_at(address(team.scratch), x.shape[1])
     weight, bias = norm.weight[layer], norm.bias[layer]
     first, last = claim_rows(team, rows.size)
@@ -47,7 +41,7 @@ def put_rows(team, out, x, rows):
 
 @kernel
 def norm_if_any(team, out, x, rows, norm, layer, epsilon):
-    """Apply a layer norm that a model may lack. A phase, unless norm is None."""
+    """Apply a layer norm. A phase, unless norm is None."""
     if norm is None:
         return
     layer_norm(team, out, x, rows, norm, layer, epsilon)
@@ -65,10 +59,9 @@ def _nothing(team, out, x, rows, norm, layer, epsilon):
     pass
 
 
-# norm_before(team, out, x, rows, norm, layer, epsilon): row i of the operand `out` is the input of a block, or of the
-# head, of x[rows[i]]: its layer norm, if one stands before it. A phase.
+# norm_before(team, out, x, rows, norm, layer, epsilon): row i of `out` = a block's input of x[rows[i]]. A phase.
 norm_before = overload_by_dtype({PostNorm: _copied, None: _copied}, otherwise=_normed, argument=4)
-# norm_behind(...): the same for a layer norm at the end of a block. A phase, unless there is none.
+# norm_behind(...): the same at the end of a block. A phase for PostNorm alone.
 norm_behind = overload_by_dtype({PostNorm: _normed}, otherwise=_nothing, argument=4)
 
 
@@ -103,7 +96,7 @@ def _sum_squares(x):
 
 @kernel
 def keep_rows(team, kept, layer, rows):
-    """kept[layer] (N, C) = the first C columns of rows (N, C or more). A phase, unless nothing is to be kept."""
+    """kept[layer] (N, C) = the first C columns of rows. A phase, unless `kept` is empty."""
     if kept.size == 0:
         return
     columns = kept.shape[2]

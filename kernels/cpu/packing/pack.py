@@ -1,7 +1,7 @@
-"""From float32 matrices to panels, once, at load: packing, and quantising on the way.
+"""Packing float32 matrices into panels, and quantizing them.
 
-Every kernel here packs panels first to last of a matrix, weight (N, K), or (K, N) if transposed, as Conv1D stores it.
-Column k is multiplied by factors[k] (see smoothing.py). Columns past N and rows past K become zeros.
+Kernels pack panels first to last of weight (N, K), or (K, N) if transposed. Column k is multiplied by factors[k].
+Columns past N and rows past K become zeros.
 """
 
 import numpy as np
@@ -14,20 +14,18 @@ from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING
 
 LEVELS = np.float32(15)
 NAN = np.uint16(0x7FC0)  # as bfloat16
-# Shares of a group's range that int4 tries: a smaller step for all, at the price of clipping the outermost.
+# Shares of a group's range that int4 tries: smaller steps, with clipping.
 SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
 
 
 @jit
 def pack_float32(weight, is_transposed, factors, panels, first, last):
-    """panels (P, K, OUT_TILE)."""
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, panels[p])
 
 
 @jit
 def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
-    """panels (P, K / 2, OUT_TILE, 2) uint16."""
     block = np.empty((panels.shape[1] * 2, OUT_TILE), np.float32)
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
@@ -55,7 +53,7 @@ def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
                 unfinite[j] += block[k, j] * np.float32(0)
         for j in range(OUT_TILE):
             inverse[j] = np.float32(127) / largest[j] if largest[j] > 0 else np.float32(0)
-            # A maximum passes over NaN: 0 * x is NaN wherever x is not finite, and so is the scale then.
+            # A maximum ignores NaN; 0 * x is NaN if x is not finite.
             scales[p * OUT_TILE + j] = largest[j] / np.float32(127) + unfinite[j]
         for k in range(block.shape[0]):
             for j in range(OUT_TILE):
@@ -90,7 +88,7 @@ def _level(x, scale, offset):
 
 @jit
 def _choose_scales(group, group_scales):
-    """For each column of group (WEIGHT_GROUP, OUT_TILE), the bfloat16 scale and offset with the least squared error."""
+    """Find each column's bfloat16 scale and offset with the least squared error; group (WEIGHT_GROUP, OUT_TILE)."""
     low, high = np.zeros(OUT_TILE, np.float32), np.zeros(OUT_TILE, np.float32)  # 0 is always in range
     least = np.full(OUT_TILE, np.inf, np.float32)
     error, scale, offset = (

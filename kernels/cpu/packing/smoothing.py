@@ -1,12 +1,10 @@
-"""Two corrections of quantized weights: factors that even out channels, and biases for the error of the mean input.
+"""Smoothing factors for quantized weights, and a correction of biases.
 
-Trained GPT-2s have a few channels far larger than the rest, which use up the levels of all that share their scale. The
-input of a linear layer may be divided by the factors that its columns are multiplied by (SmoothQuant: Xiao et al.,
-2022). After a layer norm, the norm's weight and bias are divided; for `c_proj`, quantizing multiplies.
-
-Sizes of channels follow from the weights: a layer norm's output has variance 1 before its weight and bias. `convert
---calibrate` measures them on a text. It also measures means, whose error the bias takes back (Nagel et al.,
-"Data-Free Quantization Through Weight Equalization and Bias Correction", 2019).
+Trained GPT-2s have channels far larger than the rest, which use up the levels of all that share their scale. A linear
+layer's input is divided by the factors of its columns (SmoothQuant: Xiao et al., 2022): in the layer norm before it, or
+while it is quantized. Sizes of channels follow from the weights, as a layer norm's output has variance 1; `convert
+--calibrate` measures them and means, whose error the bias takes back (Nagel et al., "Data-Free Quantization Through
+Weight Equalization and Bias Correction", 2019).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The arrays of a weight in each dtype, and filling them from a checkpoint's matrices in several threads."""
+"""The arrays of a weight in each dtype, and packing them in several threads."""
 
 import itertools
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
-PACK_SHARES = 16  # of a matrix, for any number of threads to take
+PACK_SHARES = 16  # of a matrix
 
 
 class Packers:
-    """As many threads as the team that will read what they pack. A context: at its end they are gone."""
+    """A pool of threads."""
 
     def __init__(self, threads: int):
         self._pool = ThreadPoolExecutor(threads)
@@ -28,7 +28,7 @@ class Packers:
         self._pool.shutdown()
 
     def pack(self, kernel: Callable, panels: int, *arguments) -> None:
-        """kernel(*arguments, first, last) for all panels, in shares."""
+        """Run kernel(*arguments, first, last) over all panels, in shares."""
         bounds = [i * panels // PACK_SHARES for i in range(PACK_SHARES + 1)]
         for share in [self._pool.submit(kernel, *arguments, *pair) for pair in itertools.pairwise(bounds)]:
             share.result()
@@ -46,11 +46,11 @@ K_UNIT = {
     "bfloat16": 2,
     "int8": SCALE_GROUP,
     "int4": SCALE_GROUP,
-}  # what segments of K are whole numbers of
+}  # the unit of segments of K
 
 
 def head_dtype_of(dtype: str) -> str:
-    """The precision of wte and the head: four bits are too few for them."""
+    """Return the dtype of wte and the head: four bits are too few for them."""
     return "int8" if dtype == "int4" else dtype
 
 
@@ -62,10 +62,10 @@ def pack_layers(
     factors_of: Callable | None = None,
     keep: Callable | None = None,
 ) -> tuple[tuple, np.ndarray]:
-    """Weights of one shape (N, K), one after another, and the factors (L, K) that they were multiplied by.
+    """Pack weights of one shape (N, K). Return their record, and the factors (L, K) that they were multiplied by.
 
-    factors_of(layer, weight) gives those of a layer, (K,) float32; without it they are ones.
-    keep(weight) gives what is to be kept of one packed layer; without it, all is.
+    factors_of(layer, weight): a layer's factors, (K,) float32
+    keep(weight): the part of a packed layer to keep
     """
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
@@ -94,7 +94,7 @@ def new_weight(dtype: str, layers: int, n: int, k: int) -> tuple[np.ndarray, ...
 
 
 def weight_layout(dtype: str, layers: int, n: int, k: int) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
-    """Shape and dtype of each array of the dtype's record, for weights (N, K)."""
+    """Return shape and dtype of each array of a record, for weights (N, K)."""
     p, groups = panel_count(n), -(-k // SCALE_GROUP)
     if dtype == "float32":
         return (((layers, p, k, OUT_TILE), np.dtype(np.float32)),)

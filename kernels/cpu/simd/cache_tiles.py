@@ -1,9 +1,8 @@
-"""Tiles over an int8 KV cache: integer sums, exact, hence the same bits whichever instruction adds them up.
+"""Tiles over an int8 KV cache: integer sums, the same bits with any instruction.
 
-A step is 4 bytes of a column of B: whole numbers + 128, without a sign. A row of A begins with HEADER_BYTES: its scale
-(float32), and what its sums start at (int32), -128 times the sum of its numbers, which takes the 128 out. The numbers
-follow as the CPU multiplies them: as int16; or for `vpdpbusd`, which takes bytes, as int8. Softmax weights have 14
-bits, so their bytes lie in two planes: number / 128, and what is left. The sums of the first count 128 times.
+A step is 4 bytes of a column of B, whole numbers + 128. A row of A begins with its scale (float32) and the start of its
+sums (int32), -128 times the sum of its numbers. These follow as int16, or as int8 for `vpdpbusd`. Softmax weights have
+14 bits: their bytes lie in two planes, number / 128 and the rest.
 """
 
 from llvmlite import ir
@@ -32,10 +31,9 @@ SCORE_STEP_BYTES = 4 if IN_FOURS else 8  # of a row of A
 
 
 def make_integer_code(vectors: int, adds: bool, wide: int):
-    """What emits a tile of so many rows, as make_code in tiles.py wants it.
+    """Return the emitter of a tile: see make_code in tiles.py.
 
-    If it `adds`, B are values: C += scale * A @ B. Else they are keys: C = scale * A @ B * scales; those of the
-    columns, float32, lie behind the last step.
+    If it `adds`, B are values: C += scale * A @ B. Else keys: C = scale * A @ B * scales, which follow the last step.
     """
     multiply = INTEGER_STEPS[TARGET.int8_cache].multiply
     planes = 2 if IN_FOURS and adds else 1

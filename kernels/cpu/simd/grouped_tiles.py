@@ -1,8 +1,6 @@
-"""Tiles of quantised weights: integers add up over a group of K, exactly, and are folded to float32 once a group.
+"""Tiles of quantized weights: integers add up over a group of K, exactly, and are folded to float32 once a group.
 
-The integer sums of a group stay in registers. So do the float32 ones, through all groups, where there is room: then
-four rows or more take two vectors of columns at a time. Elsewhere a load and a store of C a group are hidden beside its
-products.
+Integer sums stay in registers; so do float32 sums if there is room. Otherwise C is loaded and stored once a group.
 """
 
 from llvmlite import ir
@@ -44,26 +42,21 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 
 GROUP_BYTES = {"int8": SCALE_GROUP * OUT_TILE, "int4": SCALE_GROUP * OUT_TILE // 2}  # of a panel
 OPERAND_BYTES = {dtype: 2 if step_name(dtype) == SHORTS else 1 for dtype in GROUP_BYTES}  # of an activation
-EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # how much longer a panel is as the steps multiply it
+EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # of a panel, as the steps multiply it
 EXPANDS = {dtype: size > 1 or takes_lanes(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
 
-# Rows of B that a tile of one vector of columns takes in a turn of its loop: one is multiplied in so few cycles that
-# the turn's own instructions and its request lengthen them. Four have turned out slower than two.
+# Rows of B in a turn of the loop of a tile with one vector of columns: one is too short. Four are slower than two.
 ROWS_IN_TURN = 2
 
 
 def make_grouped_tile(dtype: str):
-    """The intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
+    """Return the intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
 
-    All are addresses, strides are in bytes, and C is (rows, OUT_TILE) without gaps. 1 <= rows <= ROW_TILE, groups >= 1.
-    a: int8 or int16, see OPERAND_BYTES. scales: for each row and group 16 bytes: the activation's scale s (float32),
-    -128 times the sum of the group's a (int32), and s times the sum of each half of the group (two float32).
-    b, int8: weights + 128 as uint8, in fours along K. The 128 is taken out by starting the sums at -128 sum(a); the
-    scale of a weight's column is left to the caller, and b_scales is not read.
-    b, int4: weights 0..15, two steps in a byte, the first in its low half; b_scales: for each WEIGHT_GROUP a row of
-    bfloat16 scales and one of offsets, OUT_TILE each: the weight is q * scale + offset.
-    One row takes b as it lies, several take it as make_expand has made it. Lines are asked for as in make_tile,
-    ROW_BYTES / EXPANSION of b as it lies for every step of several rows.
+    Addresses; strides in bytes; C is (rows, OUT_TILE) without gaps. 1 <= rows <= ROW_TILE, groups >= 1.
+    a: int8 or int16, see OPERAND_BYTES. scales: see Int8Operand.
+    b, int8: weights + 128 as uint8; sums start at -128 sum(a). The caller applies columns' scales.
+    b, int4: weights 0..15, two steps in a byte; b_scales: bfloat16 scales, then offsets, OUT_TILE each, a WEIGHT_GROUP.
+    One row takes b as it lies, several take it expanded by make_expand. Prefetching is as in make_tile.
     """
     code = make_lane_grouped_code(dtype) if takes_lanes(dtype) else _make_code(dtype)
 
@@ -216,7 +209,7 @@ def _load_widened(builder, address):
 
 
 def make_expand(dtype: str):
-    """The intrinsic expand(source, groups, target): a panel's groups as the steps of several rows multiply them."""
+    """Return the intrinsic expand(source, groups, target): a panel's groups as several rows multiply them."""
     together = ROWS_TOGETHER[dtype] if takes_lanes(dtype) else 1
 
     def expand_vectors(builder, vectors):

@@ -1,7 +1,7 @@
-"""Tiles of quantised weights for ARM: as in grouped_tiles.py, the same exact sums, in registers of four columns.
+"""Tiles of quantized weights for ARM: the sums of grouped_tiles.py, in registers of four columns.
 
-Several rows go by twos where a CPU multiplies matrices (usmmla): a register has 8 values of K of both, and one of B
-those of two columns, so that four sums are of two columns and two rows. All else is by a lane of A (sdot, usdot).
+If the CPU multiplies matrices (usmmla), rows go by twos: a register has 8 values of K of both, and one of B those of
+two columns. Otherwise products are by a lane of A (sdot, usdot).
 """
 
 from llvmlite import ir
@@ -51,7 +51,7 @@ REGISTER_STEPS = REGISTER_BYTES // STEP_K
 
 
 def takes_lanes(dtype: str) -> bool:
-    """Whether this CPU's tiles of int8 or int4 are of this file."""
+    """Return whether this module has the tiles of a dtype."""
     return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype] in (DOTS, MATRICES)
 
 
@@ -60,7 +60,7 @@ ROWS_TOGETHER = {"int8": 2 if TARGET.int8 == MATRICES else 1, "int4": 1}
 
 
 def expand_lanes(builder, rows, dtype: str):
-    """Rows' vectors of 16 columns as several rows of A are multiplied by them."""
+    """Return rows' vectors of 16 columns as several rows of A multiply them."""
     if dtype == "int4":
         rows = _nibbles(builder, *rows)
     elif TARGET.int8 == DOTS:
@@ -91,7 +91,7 @@ def _all(kind, value: int):
 
 
 def make_lane_grouped_code(dtype: str):
-    """What emits a tile of so many rows, as make_grouped_tile in grouped_tiles.py wants it."""
+    """Return the emitter of a tile: see make_grouped_tile."""
     part_k = PART_K[dtype]
     parts, fold = SCALE_GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 

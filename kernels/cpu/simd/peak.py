@@ -1,4 +1,4 @@
-"""How fast the tiles can multiply on this machine, with all they read in the caches: what bounds reading a prompt."""
+"""The rate of the tiles with all operands in the caches: the bound of prefill."""
 
 import time
 from collections.abc import Callable
@@ -29,11 +29,7 @@ TILES = 20000  # a run is 0.05 s or so
 
 
 def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES) -> float:
-    """Operations a second of one dtype's tiles in all threads together, the best of some repetitions.
-
-    A multiplication and an addition are two operations. int4 weights have a head in int8, whose tiles have their own
-    rate.
-    """
+    """Return operations a second of one dtype's tiles in all threads together; a product and a sum are two."""
     run, rows, make_arguments = LOOPS[kind]
     arguments = [make_arguments(K[kind]) for _ in range(threads)]
     run(*arguments[0], 1)  # compiles

@@ -29,7 +29,7 @@ def store(builder, value, address, align: int) -> None:
 
 
 def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
-    """Ask for the cache line at `address`, into the L1 or L2 cache; harmless wherever it points."""
+    """Prefetch the line at an address, into the L1 or L2 cache; any address is harmless."""
     line = I8.as_pointer()
     ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [line, I32, I32, I32])
     locality, data = ir.Constant(I32, 4 - level), ir.Constant(I32, 1)
@@ -49,7 +49,7 @@ def multiply_add(builder, x, y, z):
 
 
 def repeat(builder, count, body, initial):
-    """Repeat `body(index, values) -> values` `count` >= 1 times; return the last values."""
+    """Repeat `body(index, values) -> values`, count >= 1 times. Return the last values."""
     entry = builder.block
     loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
     builder.branch(loop)
@@ -61,7 +61,7 @@ def repeat(builder, count, body, initial):
     start = [ir.Constant(count.type, 0), *initial]
     for phi, before, after in zip([index, *values], start, [following, *new], strict=True):
         phi.add_incoming(before, entry)
-        phi.add_incoming(after, builder.block)  # the body may have ended in a block of its own
+        phi.add_incoming(after, builder.block)  # the body may end in another block
     builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
     builder.position_at_end(done)
     return new
@@ -88,7 +88,7 @@ def make_reduction(start: float, combine, combine_lanes):
 
 
 def fold(builder, vector, combine):
-    """16 lanes to one value: the upper half onto the lower, four times."""
+    """Fold 16 lanes into one value, the upper half onto the lower."""
     width = LANES
     while width > 1:
         width //= 2
@@ -120,8 +120,7 @@ def _add_square(builder, total, x):
     return multiply_add(builder, x, x, total)
 
 
-# Sums and maxima over 16 lanes, one chain a lane, the lanes folded in halves: an order of our own, which LLVM's
-# reordering of a loop would not promise. A cached kernel must reach an intrinsic as a module-level name.
+# One chain a lane, folded in halves: a fixed order. A cached kernel reaches an intrinsic as a module-level name only.
 sum_lanes = make_reduction(0.0, add, add)
 sum_squares_lanes = make_reduction(0.0, _add_square, add)
 max_lanes = make_reduction(float("-inf"), maximum, maximum)
@@ -129,7 +128,7 @@ max_lanes = make_reduction(float("-inf"), maximum, maximum)
 
 @intrinsic
 def address(typingctx, array):
-    """Where the array's first value lies."""
+    """Return the address of an array's first value."""
 
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -139,16 +138,16 @@ def address(typingctx, array):
 
 
 def _make_view(dtype):
-    """The intrinsic view(address, n): a 1-d array of n values that lie there.
+    """Return the intrinsic view(address, n): a 1-d array over n values there.
 
-    A slice of an array would count references, with an atomic operation on a counter that all threads share.
+    A slice would count references, with an atomic counter that all threads share.
     """
     array = types.Array(dtype, 1, "C")
 
     @intrinsic
     def view(typingctx, address, n):
         def codegen(context, builder, signature, args):
-            from numba.np.arrayobj import populate_array  # which none needs that comes from the disk
+            from numba.np.arrayobj import populate_array  # imported late: a kernel from disk does not need it
 
             result = context.make_array(array)(context, builder)
             itemsize = context.get_constant(types.intp, dtype.bitwidth // 8)
@@ -170,7 +169,7 @@ float32_at, uint8_at, int16_at, uint16_at, int32_at, uint32_at = (
 
 @intrinsic
 def fma(typingctx, x, y, z):
-    """x * y + z with one rounding; LLVM vectorises it inside a loop."""
+    """Return x * y + z with one rounding."""
 
     def codegen(context, builder, signature, args):
         return builder.call(declare(builder, "llvm.fma.f32", F32, [F32] * 3), args)
@@ -180,7 +179,7 @@ def fma(typingctx, x, y, z):
 
 @intrinsic
 def expect_write(typingctx, address):
-    """Ask for the cache line at `address`, soon to be written; harmless wherever it points."""
+    """Prefetch the line at an address for writing."""
 
     def codegen(context, builder, signature, args):
         prefetch(builder, args[0], to_write=True)
