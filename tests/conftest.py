@@ -14,7 +14,9 @@ from tinygpt.engine.step_loop import StepTimer
 from tinygpt.weights import open as checkpoints
 
 # A test file with one of these words asks a library of the extra `parity`, or compares a recorded answer with it.
-LIBRARIES = re.compile(r"@recorded|HAS_TRANSFORMERS|needs_transformers|skip\(.(torch|transformers|peft|openai)\b")
+LIBRARIES = re.compile(
+    r"@recorded|support\.oracles|HAS_TRANSFORMERS|needs_transformers|skip\(.(torch|transformers|peft|openai)\b"
+)
 
 
 def pytest_addoption(parser):

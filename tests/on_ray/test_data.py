@@ -12,8 +12,7 @@ pytest.importorskip("ray", reason="ray, of the extra of that name, is not instal
 
 from support.commands import run_process
 from support.paths import ROOT
-from support.processes import until
-from support.ray_processes import ray_processes
+from support.processes import ray_processes, until
 
 OF_THE_RUN = ("metrics", "num_cached_tokens")
 FLAGS = ["--seed", "5", "--max-num-seqs", "2", "-t", "1"]

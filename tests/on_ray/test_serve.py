@@ -22,8 +22,7 @@ from ray import serve
 
 from support.http_client import RawRequest, ask
 from support.paths import ROOT
-from support.processes import SECONDS, until
-from support.ray_processes import ray_processes
+from support.processes import SECONDS, ray_processes, until
 from tinygpt import LLM
 from tinygpt.on_ray.application import Arguments, build
 

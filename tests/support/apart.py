@@ -1,7 +1,6 @@
-"""Work in a process of its own that has the libraries already: forked from one that has imported them.
+"""Work in a forked process that has the libraries already, under limits of time and memory where a test asks.
 
-A new interpreter takes half a second to import Numba and NumPy. What is about a process's beginning or end, its streams
-or its environment begins a real one.
+A new interpreter imports Numba and NumPy for half a second. Tests of a process's beginning or end start a real one.
 """
 
 import contextlib
@@ -13,13 +12,22 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from tinygpt.errors import TinyGPTError
+from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.adapters.lora import merge_lora
+from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+from tinygpt.weights.open import open_checkpoint
+
 IMPORTED = ("tinygpt.llm", "tinygpt.kernels.cpu", "tinygpt.weights.open", "tinygpt.weights.adapters.lora")
+NAMES = {name.__name__: name for name in (Tokenizer, merge_lora, read_soft_prompt, open_checkpoint)}
+PATIENCE = 120  # seconds, for a reader that waits without working, such as that of a FIFO
 
 
 def told(work: Callable[..., None], *arguments: Any, patience: float) -> list[Any]:
-    """All that work(tell, *arguments) tells there; the process may be silent for so many seconds, and ends well."""
+    """Return all that work(tell, *arguments) tells; the process is silent for at most `patience` seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED])
     ours, theirs = context.Pipe(duplex=False)
@@ -41,11 +49,11 @@ def told(work: Callable[..., None], *arguments: Any, patience: float) -> list[An
 
 def _work(pipe: Connection, work: Callable[..., None], arguments: tuple) -> None:
     work(pipe.send, *arguments)
-    os._exit(0)  # no thread that it leaves behind is waited for
+    os._exit(0)  # waits for no thread
 
 
 def printed(program: str, *arguments: str, patience: float) -> str:
-    """What the program prints, which finds its arguments in sys.argv as after `python -c`; a traceback at its end."""
+    """Return the program's output, with a traceback at its end if it fails; sys.argv is as after `python -c`."""
     return "".join(told(_run, program, arguments, patience=patience))
 
 
@@ -58,3 +66,33 @@ def _run(tell: Callable[[str], None], program: str, arguments: tuple[str, ...]) 
         except Exception:
             traceback.print_exc(file=out)
     tell(out.getvalue())
+
+
+def outcome(expression: str, folder: Path, cpu_seconds: int = 10, megabytes: int = 1000) -> str:
+    """Return the sentence of the TinyGPTError that `expression` of `folder` raises, or "loaded"."""
+    return outcomes([(expression, folder)], cpu_seconds, megabytes)
+
+
+def outcomes(pairs: list[tuple[str, Path]], cpu_seconds: int = 10, megabytes: int = 1000) -> str:
+    """Return a line for each (expression, folder), all in one process."""
+    heard = told(_within_limits, pairs, cpu_seconds, megabytes, patience=PATIENCE)
+    return "".join(f"{sentence}\n" for sentence in heard)
+
+
+def _within_limits(tell: Callable[[str], None], pairs: list, cpu_seconds: int, megabytes: int) -> None:
+    """Limit the process to this much more than it has used: imports are no part of the work."""
+    import resource  # absent on Windows
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(used.ru_utime + used.ru_stime) + 1 + cpu_seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    space = pages * resource.getpagesize() + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (space, space))
+    for expression, folder in pairs:
+        try:
+            eval(expression, dict(NAMES), {"folder": str(folder)})
+        except TinyGPTError as error:
+            tell(str(error))
+        else:
+            tell("loaded")

@@ -1,4 +1,4 @@
-"""Processes that a test has started, and those that these have started."""
+"""Processes that a test has started, and their descendants (Linux)."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-SECONDS = 120  # for which something that must happen is waited for
+SECONDS = 120  # limit of a wait
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for it; AssertionError if it does not come."""
+    """Wait for the condition, at most SECONDS."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline
@@ -22,7 +22,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def read_to(process: subprocess.Popen, stream: TextIO, text: str) -> str:
-    """Its lines, up to the first with `text`; AssertionError if the process ends, or SECONDS pass, without that."""
+    """Return the lines up to the first with `text`; at the stream's end or after SECONDS, fail."""
     limit = threading.Timer(SECONDS, _kill, [process])
     limit.start()
     lines = ""
@@ -37,7 +37,7 @@ def read_to(process: subprocess.Popen, stream: TextIO, text: str) -> str:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """It and what it has started, which holds its streams."""
+    """Kill the process and its descendants, which hold its streams."""
     started = below(process.pid) if Path("/proc").is_dir() else []
     process.kill()
     for pid in started:
@@ -45,25 +45,25 @@ def _kill(process: subprocess.Popen) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def is_running(pid: int) -> bool:
-    """Not if it has ended and only nobody has asked how. Linux."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def below(root: int) -> list[int]:
-    """Pids of all that `root` has started, and of what these have. Linux."""
+    """Return the pids of all descendants of `root`."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
-            try:
+            with suppress(OSError):  # it has ended
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended
-                continue
     found, pids = {root}, []
     while more := [pid for pid, parent in parents.items() if parent in found and pid not in found]:
         found.update(more)
         pids += more
     return pids
+
+
+def ray_processes(root: int, name: str) -> list[int]:
+    """Return the pids below `root` with a title of Ray that begins so: "MapWorker(" or "ServeReplica:"."""
+    found = []
+    for pid in below(root):
+        with suppress(OSError):
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            found += [pid] * title.startswith(f"ray::{name}")
+    return found

@@ -1,9 +1,10 @@
-"""Answers of transformers: live where it is installed, and else as they were recorded.
+"""Answers of transformers: live with the extra `parity`, otherwise as recorded.
 
-A function marked `recorded` asks transformers. With the extra `parity` it runs, and its answer has to be near the
-stored one. Without it the stored answer to the same arguments is given; to ask for one that is too large to be kept
-skips the test, and for one that nobody has recorded fails it. `python tests/support/record.py` runs the tests that ask,
-and stores what they heard.
+A function marked `recorded` asks transformers. A live answer must be near the recorded one. Without transformers, an
+answer too large to be recorded skips the test, and an unknown question fails it.
+
+`python tests/support/recorded.py [TEST FILE...]` runs the tests that ask and records all answers. Answers of an older
+release alone (groups of beams, before 4.57) stay as recorded.
 """
 
 import functools
@@ -11,27 +12,29 @@ import hashlib
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from support.paths import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "data" / "recorded"
 HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 MISSING = "needs torch and transformers: pip install -e '.[parity]'"
 needs_transformers = pytest.mark.skipif(not HAS_TRANSFORMERS, reason=MISSING)
-MAX_SIZE = 5_000  # numbers in an answer that is worth a place in the repository
-NEAR = 1e-3  # what other CPUs and releases may change
+ASKS = ("@recorded", "support.oracles")  # in the text of a test file that asks
+MAX_SIZE = 5_000  # numbers of an answer in the repository
+NEAR = 1e-3  # difference between CPUs and between releases
 IS_RECORDING = "TINYGPT_RECORD"  # an environment variable
 
 Oracle = Callable[..., np.ndarray]
 
 
 class Recordings:
-    """The answers of one function. heard: those of this process, by key_of(arguments); None: too large to be kept."""
+    """Answers of one function. heard: this process's, by key_of(arguments); None is too large to be recorded."""
 
     def __init__(self, name: str):
         self.path = FOLDER / f"{name}.npz"
@@ -53,10 +56,7 @@ class Recordings:
         return answers
 
     def write(self, is_whole: bool) -> None:
-        """What was heard, in place of what was stored if it is the whole, and else beside it.
-
-        All answers lie end to end, as an entry for each would be mostly names.
-        """
+        """Write the heard answers, in place of the stored ones if they are all, otherwise next to them."""
         if not is_whole:
             self.heard = self.stored | self.heard
         heard = sorted(self.heard.items())
@@ -70,8 +70,8 @@ class Recordings:
 def recorded(function: Oracle | None = None, *, is_live: bool = True, varies: bool = False) -> Any:
     """Mark a function of plain values and arrays.
 
-    is_live: whether the transformers that is installed can answer. varies: the questions or the answers depend on the
-    CPU in more than NEAR, so that no stored answer is held against a live one, and a test without one is skipped.
+    is_live: the installed transformers can answer. varies: questions or answers depend on the CPU by more than NEAR;
+    live answers are not compared with stored ones, and a test without a stored one is skipped.
     """
     if function is None:
         return functools.partial(recorded, is_live=is_live, varies=varies)
@@ -90,7 +90,7 @@ def recorded(function: Oracle | None = None, *, is_live: bool = True, varies: bo
         elif varies or key in recordings.stored or not is_live:
             pytest.skip(MISSING)
         else:
-            pytest.fail(f"{function.__name__} was never asked this: python tests/support/record.py")
+            pytest.fail(f"{function.__name__} was never asked this: python tests/support/recorded.py")
         recordings.heard[key] = answer if answer.size <= MAX_SIZE else None
         return answer
 
@@ -99,13 +99,13 @@ def recorded(function: Oracle | None = None, *, is_live: bool = True, varies: bo
 
 
 def _compare(name: str, answer: np.ndarray, is_known: bool, stored: np.ndarray | None) -> None:
-    assert is_known, f"{name} was never asked this: python tests/support/record.py"
+    assert is_known, f"{name} was never asked this: python tests/support/recorded.py"
     if stored is not None:
         np.testing.assert_allclose(answer, stored, rtol=NEAR, atol=NEAR, err_msg=f"{name}: recorded otherwise")
 
 
 def key_of(*arguments, **named) -> str:
-    """The same for equal arguments: arrays to the bit, anything else as JSON writes it."""
+    """Return the same key for equal arguments: arrays by their bits, anything else by its JSON."""
     digest = hashlib.sha256()
     for value in (*arguments, sorted(named.items())):
         if isinstance(value, np.ndarray):
@@ -113,3 +113,29 @@ def key_of(*arguments, **named) -> str:
         else:
             digest.update(json.dumps(value, default=float).encode())
     return digest.hexdigest()[:16]
+
+
+class Recorder:
+    """A pytest plugin that writes the answers heard by the `recorded` functions of all collected modules."""
+
+    def __init__(self, is_whole: bool):
+        self.is_whole, self.modules = is_whole, set()
+
+    def pytest_collection_finish(self, session):
+        self.modules = {item.module for item in session.items}
+
+    def pytest_sessionfinish(self, session, exitstatus):
+        functions = {f for module in self.modules for f in vars(module).values() if hasattr(f, "recordings")}
+        for function in functions if not exitstatus else ():
+            function.recordings.write(self.is_whole)
+            print(f"\n{function.recordings.path.name}: {len(function.recordings.heard)} answers", end="")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    if not HAS_TRANSFORMERS:
+        sys.exit(f"Recording {MISSING}.")
+    os.environ[IS_RECORDING] = "1"
+    asking = [str(f) for f in sorted(ROOT.glob("tests/*/**/test_*.py")) if any(a in f.read_text() for a in ASKS)]
+    options = ["-q", "--slow", "-p", "no:cacheprovider", *(sys.argv[1:] or asking)]
+    sys.exit(pytest.main(options, [Recorder(is_whole=len(sys.argv) == 1)]))

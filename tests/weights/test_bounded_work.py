@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from support import onnx_writer, tf_writer
+from support.apart import outcome, outcomes
 from support.foreign import GGUF_KEYS
 from support.gguf_writer import gguf_bytes
-from support.limits import outcome, outcomes
 from support.megatron_writer import Form, nemo_members, tar_bytes
 from support.tiny_checkpoint import LAYERS, C, random_tensors, write_checkpoint, write_config, write_json
 
